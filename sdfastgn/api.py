@@ -28,7 +28,8 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# Stack frames of contextlib between ``optimized`` and the user's ``with``. Warnings point to the user's line.
+# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement. With it a
+# warning shows the user's line.
 _WITH = 1
 
 
@@ -43,50 +44,50 @@ def optimize(
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
-    Images differ from stock's by rounding alone.
+    Images differ from those of the stock model only by rounding.
 
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component with a
             GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. So are
             the image processor, the search for the pipeline's device, and PNDM, DDIM, LCM, Euler,
             Euler a, DPM++ 2M and UniPC schedulers.
-        strict: raise if anything must be skipped.
+        strict: True raises a ValueError if anything must be skipped.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
-            one kind. ``"auto"`` captures the second call of a kind and replays it for all later ones.
-            True captures the first. False never captures. A change to the model drops its graphs. A call
-            that cannot be captured runs eagerly, and ``report`` says why.
-        missing_ok: return ``obj`` unchanged, without a warning, if there is nothing to optimize. By
-            default that is an error for a module and a warning for a pipeline.
+            one kind. ``"auto"`` captures the second call of a kind, and replays it for later calls of
+            this kind. True captures the first call of a kind. False captures none. A change to the model
+            drops its graphs. A call that cannot be captured runs eagerly, and ``report`` says why.
+        missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. By
+            default this is an error for a module and a warning for a pipeline.
         verify: after the change, run each fused part of the UNets, ControlNets and image autoencoders
-            once, with its own weights and small random inputs. A part is put back to stock's code if its
-            error against the same part in fp32 (fp64 for fp32 weights) is larger than four times
-            stock's error plus one unit of rounding. A UserWarning and ``report`` name these parts. The
-            warning also names parts that could not be verified. This takes memory for one part in
-            fp32, and the time to compile the kernels for small images.
+            once, with its own weights and small random inputs. Errors are measured against stock's code
+            in fp32, or in fp64 if the weights are in fp32. A part gets stock's code again if its error is
+            larger than four times the error of stock's code plus one unit of rounding. A UserWarning and
+            ``report`` name these parts. The warning also names parts that could not be verified. This
+            takes memory for one part in fp32, and the time to compile the kernels for small images.
         fold_batch_norm: fold each BatchNorm2d that directly follows a Conv2d in an ``nn.Sequential``
-            into that convolution, in eval mode and without gradients. Parameters stay as they are. A
-            change to a parameter is noticed if it is replaced or changed in place. After a write
-            through ``.data``, call ``restore`` and ``optimize`` again. Takes memory for the folded
-            weights.
+            into this convolution, in eval mode and without gradients. Parameters stay as they are. A
+            change to a parameter is noticed if the parameter is replaced or written in place. After a
+            write through ``.data``, call ``restore`` and ``optimize`` again. The folded weights take
+            additional memory.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
         Parameters keep their identity, names and values. A second call changes ``cuda_graphs`` and
         optimizes what is new.
 
-    ``restore`` undoes it exactly. Where no kernel runs (CPU, fp64, no Triton) the model runs stock
-    code, and a UserWarning says so once. Every check comes before the first change.
+    ``restore`` undoes all changes exactly. Where no kernel runs (CPU, fp64, no Triton) the model runs
+    stock's code, and a UserWarning says so once. Every check comes before the first change.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three, or another option is no bool. Or there is
-            nothing to optimize in a module, or with ``strict`` in a pipeline. Or something must be
-            skipped with ``strict``; the message says what and why. Or the model is wrapped in
-            DistributedDataParallel: optimize it first.
-        RuntimeError: another thread has been running the model, or a model with graphs that shares a
-            part with it, for 30 seconds. Nothing was changed. ``optimize`` waits for shorter calls, and
-            calls that begin meanwhile wait for ``optimize``.
+        ValueError: ``cuda_graphs`` is none of the three values, or another option is no bool. Or there is
+            nothing to optimize in a module, or with ``strict`` in a pipeline. Or ``strict`` is True and
+            something must be skipped; the message says what and why. Or the model is wrapped in
+            DistributedDataParallel: call ``optimize`` before you wrap it.
+        RuntimeError: in another thread a call of the model, or of a model with graphs that shares a part
+            with it, did not end within 30 seconds. Nothing was changed. ``optimize`` waits for shorter
+            calls, and calls that begin meanwhile wait for ``optimize``.
     """
     before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
@@ -97,12 +98,12 @@ def optimize(
 def restore(obj: T) -> T:
     """Undo ``optimize`` in place: the same classes, strides, attributes and outputs. Returns ``obj``.
 
-    It also restores a scheduler or image processor that the pipeline had before and that was replaced
-    since. But a model that was taken out of a pipeline stays optimized: call ``restore`` with it.
+    If the pipeline's scheduler or image processor was replaced after ``optimize``, the old one is restored
+    too. But a model that was taken out of the pipeline stays optimized: call ``restore`` with this model.
 
-    A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have
-    derived a class from a fused one, and only that code can undo it. Everything else is restored, and a
-    UserWarning names these modules: undo the other change, then call ``restore`` again.
+    A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have changed
+    the class of a fused module, and only this code can undo its change. Then all other modules are restored,
+    and a UserWarning names the modules that are left: undo the other change, then call ``restore`` again.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
@@ -127,11 +128,11 @@ def restore(obj: T) -> T:
 def optimized(
     obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto", missing_ok: bool = False
 ) -> Iterator[T]:
-    """``with sdfastgn.optimized(pipe):`` optimizes inside and restores afterwards.
+    """A context manager: ``with sdfastgn.optimized(pipe):`` optimizes, and restores at the end of the block.
 
-    A component that was optimized before stays optimized, with the ``cuda_graphs`` that it had. All
-    other components are restored. If the pipeline gets another scheduler or model inside the ``with``
-    block, that scheduler is restored, but that model stays as it is. Arguments, errors and warnings are
+    A component that was optimized before the block stays optimized, with its former ``cuda_graphs``. All
+    other components are restored. If the pipeline gets a new scheduler inside the block, the new scheduler
+    is restored too. If it gets a new model, the new model stays as it is. Arguments, errors and warnings are
     those of ``optimize`` and ``restore``.
     """
     before = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
@@ -149,16 +150,16 @@ def optimized(
             left = _put_back(before)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(obj):
-                if id(part) not in known:  # the pipeline got it inside the ``with`` block
+                if id(part) not in known:  # the pipeline got ``part`` inside the block
                     left += patcher.undo(part, name)
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
 
 
 def verdicts(obj: Any) -> list[Verdict]:
-    """Compare every fused part of ``obj`` with stock's code, and put wrong parts back to stock's code.
+    """Compare every fused part of ``obj`` with stock's code, and give wrong parts stock's code again.
 
-    Removes the CUDA graphs of ``obj``.
+    Returns a Verdict for each part. Removes the CUDA graphs of ``obj``.
     """
     found = []
     roots = _roots("verify", obj)
@@ -167,12 +168,12 @@ def verdicts(obj: Any) -> list[Verdict]:
             graphs.remove(root)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        obj.maybe_free_model_hooks()  # offloading has moved models to the GPU
+        obj.maybe_free_model_hooks()  # the small calls made offloading move models to the GPU
     return found
 
 
 def report(obj: Any) -> Report:
-    """What is fused in ``obj``, what ``optimize`` would fuse, and what is skipped and why. Changes nothing.
+    """Report what is fused in ``obj``, what could be fused, and what is skipped and why. Changes nothing.
 
     ``print`` the report for a summary, ``print(report.details())`` for every part.
 
@@ -213,7 +214,7 @@ def report(obj: Any) -> Report:
 
 @contextmanager
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, no other thread runs ``roots`` or changes any model. It begins when their GPUs are idle."""
+    """A context in which no other thread runs ``roots`` or changes any model, and their GPUs are idle."""
     roots = list(roots)
     # A call of a model with graphs holds the lock of its device, and a change needs that lock, too. So such a
     # call must not wait at a module of ``roots``: it waits before it takes the lock.
@@ -226,8 +227,8 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 class _Before:
     """The state of one component before ``optimize``.
 
-    ``is_stock``: nothing of sdfastgn was in it. ``modes``: module with graphs -> its ``cuda_graphs``.
-    ``findings``, ``laid_out``: as in ``patcher.take_back``.
+    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module with graphs -> its
+    ``cuda_graphs``. ``findings``, ``laid_out``: as in ``patcher.take_back``.
     """
 
     name: str
@@ -255,7 +256,7 @@ def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
 
 
 def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
-    """Make each component what it was before. Returns (path, module or part) of what cannot be undone."""
+    """Give each component its former state. Returns (path, module or part) of what cannot be undone."""
     left = []
     for was in before:
         is_model = isinstance(was.component, nn.Module)
@@ -282,11 +283,11 @@ def _optimize(
     verify: bool = False,
     fold_batch_norm: bool = False,
 ) -> list[_Before]:
-    """Do the work of ``optimize`` and ``optimized``. ``call``: which of the two, for messages.
+    """Do the work of ``optimize`` and ``optimized``. ``call``: the name of the one that was called.
 
     Returns the former state of each component; empty if there is nothing to optimize.
     """
-    # ``in MODES`` alone would accept 0 and numpy's False, which are equal to False.
+    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "fold_batch_norm": fold_batch_norm}
@@ -334,9 +335,9 @@ def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:
 
 
 def _tell(call: str, found: list[Verdict], strict: bool) -> None:
-    """Warn of parts that were put back, and of parts that were not verified.
+    """Warn of parts that got stock's code again, and of parts that were not verified.
 
-    With ``strict``, raises ValueError if a part was put back.
+    With ``strict``, raises ValueError if a part got stock's code again.
     """
     for status in (verification.PUT_BACK, verification.UNVERIFIED):
         parts = [v for v in found if v.status == status]
@@ -369,7 +370,7 @@ def _nothing_in(obj: Any) -> str:
 
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
-    """The text of the warning for ``left``, (path, module or part) of what cannot be undone."""
+    """The text of the warning about ``left``: (path, module or part) of everything that cannot be undone."""
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
     named = "; ".join(f"{name} at {some(paths[name])}" for name in paths)
@@ -381,10 +382,11 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
 
 
 def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
-    """Component name -> module to work on. The name is "" if ``obj`` is a module.
+    """Name of a component -> its module, for the components of ``obj`` that have anything to fuse.
 
-    Left out are components with nothing to fuse, repeated ones, and those that are part of another one.
-    ``asked``: names of ``ASKED_FUSIONS`` that count as well.
+    If ``obj`` is a module, it is the only component, and its name is "". A component that occurs twice is
+    listed once. A component that is inside of another one is not listed. ``asked``: names of fusions in
+    ``ASKED_FUSIONS`` to consider too.
     """
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
@@ -407,12 +409,15 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
     return {name: root for name, root in roots.items() if id(root) not in inner}
 
 
-# Notes on this machine that were already given. Each is given once per process.
+# Texts of the warnings about this machine that were already given. Each is given only once per process.
 noted: set[str] = set()
 
 
 def warn_of_machine(call: str) -> None:
-    """Warn if no kernel can run on this machine, and of versions that were never tested."""
+    """Warn if no kernel can run on this machine, and if sdfastgn was never tested with its versions.
+
+    ``call``: the name of the public function, for the warning.
+    """
     for note in _machine_notes():
         if note not in noted:
             noted.add(note)

@@ -1,4 +1,4 @@
-"""Whether the fused calls of a model run in Triton kernels or in stock's code, and why."""
+"""Tells whether the fused calls of a model run in Triton kernels or in stock's code, and why."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 
 def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
-    """``Report.backend`` for the models ``roots``. ``why_stock``: ``why_stock_runs`` of each model."""
+    """The text for ``Report.backend``, for the models ``roots``.
+
+    ``why_stock``: for each model the result of ``why_stock_runs``.
+    """
     reasons = [reason for reason in dict.fromkeys(why_stock) if reason is not None]
     if triton is None or None not in why_stock:
         return f"{_STOCK_CODE} ({'; '.join(reasons)})"
     if any(p.is_meta for root in roots for p in root.parameters()):
-        return ""  # it depends on the device that the weights will be moved to
+        return ""  # the answer depends on the device to which the weights will be moved
     return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
 
 
 def why_stock_runs(root: nn.Module) -> str | None:
     """Why the fused calls of ``root`` run stock's code; None if kernels run.
 
-    None also for a model on the meta device whose kernels will run when it is moved to a GPU.
+    The result is also None for a model on the meta device if this machine has a GPU to which it can be moved.
     """
     if dispatch.why_off is not None:
         return dispatch.why_off
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
         return None if torch.cuda.is_available() else "no CUDA GPU"
-    # With accelerate's offloading, the weights are on this device during a call.
+    # With accelerate's offloading, the weights are on the hook's ``execution_device`` during a call.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)
@@ -53,6 +56,6 @@ def why_stock_runs(root: nn.Module) -> str | None:
 
 
 def triton_cache() -> Path:
-    """The folder where Triton keeps what it has compiled."""
+    """The folder in which Triton keeps compiled kernels."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 __all__ = ["randn", "small_call", "unet_inputs"]
 
-# Names of the model classes for which ``unet_inputs`` makes inputs.
+# Names of the classes of models for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
 _VIDEO_AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
-# Latents along a side in the small call of an autoencoder.
+# Number of latents along a side in the small call of an autoencoder.
 _LATENTS = 8
 # The same of an autoencoder for video, and the frames of its video: a first one and a chunk of four.
 _VIDEO_LATENTS, _FRAMES = 2, 5
@@ -32,14 +32,14 @@ def unet_inputs(
     seed: int,
     scale: int = 8,
 ) -> dict[str, Any]:
-    """Random keyword arguments for one UNet step, with all embeddings that its configuration needs.
+    """Random keyword arguments for one step of a UNet, with all embeddings that its configuration needs.
 
     Args:
         config: the UNet's configuration.
         size: pixels along a side of the square image.
         batch: the batch size.
-        dtype, device: of the tensors.
-        seed: the seed of the first tensor. The others are drawn from the seeds that follow.
+        dtype, device: dtype and device of the tensors.
+        seed: the seed of the first tensor. Each further tensor is drawn from the next seed.
         scale: pixels along a side of one latent.
     """
     draw = functools.partial(randn, batch, dtype=dtype, device=device)
@@ -91,7 +91,8 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # Not AutoencoderTiny's forward, which passes fp32 to the decoder even if the model is in half precision.
+    # AutoencoderTiny's own forward is not used, because it passes fp32 to the decoder even if the model is in
+    # half precision.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))

@@ -179,7 +179,7 @@ class BatchNorm(_NormBase):
 
     @classmethod
     def from_module(cls, module: nn.Module, activation: str = "identity") -> BatchNorm:
-        """A norm with the settings of ``module`` and an activation. Both share parameters and buffers.
+        """A new norm that shares the settings, parameters and buffers of ``module``, with an activation.
 
         Args:
             module: an ``nn.BatchNorm1d``, ``2d`` or ``3d``, or an ``nn.SyncBatchNorm``, whose process
@@ -223,7 +223,7 @@ class BatchNorm(_NormBase):
         if self.training and not self.track_running_stats:
             running = (None, None)
         momentum = self.momentum
-        if momentum is None:  # None stands for the average of all batches, as in PyTorch
+        if momentum is None:  # running statistics are then averages of all batches, as in PyTorch
             momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
         trains = self.training or (self.running_mean is None and self.running_var is None)
         call = batch_norm_call(
@@ -296,6 +296,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _refuse(name: str, input: Any, expected: str) -> NoReturn:
-    """Raise TypeError if ``input`` is no tensor, else a ValueError that names its shape."""
+    """Raise a TypeError if ``input`` is no tensor. If it is a tensor, raise a ValueError with its shape."""
     check_input(name, "input", input)
     raise ValueError(f"{name}: input must be {expected}, got shape {tuple(input.shape)}")

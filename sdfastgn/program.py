@@ -8,13 +8,13 @@ from pathlib import Path
 
 __all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program"]
 
-# A command's ``context.obj`` if the process runs only this command. Then it may change how modules are
-# imported.
+# Value of a command's ``context.obj`` if the process runs only this command. Then the command may change how
+# Python imports modules.
 OWN_PROCESS = "own process"
 
 
 class OptionError(ValueError):
-    """An option of the user cannot be used.
+    """Raised if an option that the user gave cannot be used.
 
     The message is one line. It names the option, its value, and what is allowed.
     """
@@ -27,15 +27,18 @@ def program() -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """``1 image``, ``2 images``. ``plural``: the plural, if it is not the noun with an s."""
+    """A number and a noun in the right form: ``1 image``, ``2 images``.
+
+    ``plural``: the plural of the noun, if it is not the noun with an s.
+    """
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def launched() -> bool:
-    """Whether a launcher such as ``torchrun`` started this process, also if it started no other."""
+    """True if a launcher such as ``torchrun`` started this process, even if it is the only process."""
     return "LOCAL_RANK" in os.environ
 
 
 def is_main() -> bool:
-    """True in one process only: the one that prints and writes the results of all."""
+    """True in only one of the launched processes: the one that prints and writes the results of all."""
     return os.environ.get("RANK", "0") == "0"

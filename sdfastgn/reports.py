@@ -1,4 +1,4 @@
-"""The report on a pipeline, as data, text or HTML: what is fused, what would be, and what is skipped."""
+"""The report on a pipeline, as data, text or HTML: what is fused, what can be fused, and what is skipped."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 
 # Characters per line of the printed report: the width of the narrowest usual terminal.
 WIDTH = 80
-# Paths that are printed for each reason to skip. ``details`` prints all.
+# Number of paths that are printed for each reason to skip. ``details`` prints all paths.
 _SHOWN_PATHS = 3
-# Models that are not faster without CUDA graphs ("sdfastgn without graphs" in docs/benchmarks.md), because
-# Python launches their kernels one by one.
+# Classes of models that are not faster without CUDA graphs ("sdfastgn without graphs" in docs/benchmarks.md).
+# Without a graph Python launches their kernels one by one, which takes longer than the kernels themselves.
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# Reasons for calls without a graph that need no such warning end with these words: a first call, training, a
-# compiler.
+# The report warns of a UNet that runs without graphs, unless each reason ends with one of these texts. They
+# stand for a first call, for training and for a compiler.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",
@@ -37,8 +37,8 @@ STATUSES = ("fused", "fusable", "skipped")
 class Entry:
     """What one fusion does to one module.
 
-    ``path``: dotted path in the pipeline or module. ``kind``: the module's class. ``status``: one of
-    ``STATUSES``. ``reason``: why it is skipped, else empty.
+    ``path``: the module's dotted path in the pipeline or model. ``kind``: the name of its class. ``status``:
+    one of ``STATUSES``. ``reason``: why the module is skipped; empty if it is not.
     """
 
     component: str
@@ -51,17 +51,18 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """State of a pipeline or module. ``print`` it for a summary, ``print(report.details())`` for all of it.
+    """The state of a pipeline or module. ``print(report)`` prints a summary, ``print(report.details())`` all.
 
-    ``backend``: what runs the fused calls on the present device of the weights. On the meta device: what
-    would run them on this machine; empty if it has a GPU.
-    ``channels_last_weights``: number of convolutions whose weights became channels-last.
-    ``layout_copies_removed``: copies to channels-first that stock makes in each call and this model does not.
-    ``runs_kernels``: False if all components run stock's code, optimized or not. The parts in ``fused`` then
-    run fused after the model is moved to a device with kernels.
+    ``backend``: what runs the fused calls on the present device of the weights. For weights on the meta
+    device it is empty if this machine has a GPU.
+    ``channels_last_weights``: number of convolutions whose weights ``optimize`` has made channels-last.
+    ``layout_copies_removed``: number of copies to channels-first that stock makes in each call and this model
+    does not make.
+    ``runs_kernels``: False if all components run stock's code on their present device. The parts in ``fused``
+    then run fused only after the model is moved to a device with kernels.
     ``graphs``: the state of each module whose calls can be CUDA graphs.
-    ``graph_memory_bytes``: GPU memory of the memory pools of these graphs. Other models of the process may
-    share the pools.
+    ``graph_memory_bytes``: size of the memory pools of these graphs. Graphs of other models in the process
+    may be in the same pools.
     """
 
     entries: tuple[Entry, ...]
@@ -78,7 +79,7 @@ class Report:
 
     @property
     def fusable(self) -> tuple[Entry, ...]:
-        """What ``optimize`` would fuse and has not fused yet."""
+        """The parts that ``optimize`` would fuse and that are not fused yet."""
         return tuple(e for e in self.entries if e.status == "fusable")
 
     @property
@@ -86,7 +87,7 @@ class Report:
         return tuple(e for e in self.entries if e.status == "skipped")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data."""
+        """The report as a dict that ``json.dumps`` accepts."""
         return asdict(self)
 
     def __repr__(self) -> str:
@@ -96,7 +97,7 @@ class Report:
         return "\n".join(self._lines(_SHOWN_PATHS))
 
     def details(self) -> str:
-        """The summary with every skipped path, and a table of fusions by component."""
+        """A text: the summary with every skipped path, then a table of all fusions for each component."""
         rows = self._counts()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = []
@@ -109,7 +110,7 @@ class Report:
         return "\n".join([*self._lines(len(self.entries)), "", *table])
 
     def _repr_html_(self) -> str:
-        """``details`` as HTML tables, which notebooks show."""
+        """The content of ``details`` as HTML tables, which notebooks show."""
         titles, *rows = self._counts()
         header = "".join(f"<th>{name}</th>" for name in titles)
         counts = "".join(_html_row(row) for row in rows)
@@ -133,12 +134,12 @@ class Report:
         return "fused" if self.runs_kernels else "fused where kernels run"
 
     def _graphable(self) -> list[str]:
-        """Modules of a stock model whose calls would be CUDA graphs after ``optimize``, on a GPU."""
+        """Paths of a stock model's modules whose calls would become CUDA graphs after ``optimize``."""
         stock = () if self.fused else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:
-        """Fused UNets whose kernels run without CUDA graphs, because graphs are off or impossible."""
+        """Paths of fused UNets whose kernels run without CUDA graphs, because these are off or impossible."""
         if not self.runs_kernels:
             return []
         return [
@@ -154,7 +155,7 @@ class Report:
         ]
 
     def _counts(self) -> list[tuple[str, ...]]:
-        """Titles and rows of a table: the number of parts with each status, by component and fusion."""
+        """The titles and rows of a table: for each component and fusion, the number of parts by status."""
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
         pairs = dict.fromkeys(pair for pair, _ in counts)
         shown = [status for status in STATUSES if any(e.status == status for e in self.entries)]
@@ -170,7 +171,7 @@ class Report:
         return lines
 
     def _paragraphs(self, max_paths: int) -> list[tuple[str, list[str]]]:
-        """The text after the summary: [(line, lines that are indented under it)]."""
+        """The report's lines after the summary: [(line, lines that are indented under this line)]."""
         found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
@@ -188,7 +189,7 @@ class Report:
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
         for g in self.graphs:
             if g.replays or g.eager:
-                # A count of 0: the module's state rules graphs out, so the reason holds for all calls.
+                # A count of 0 means that the module's state makes graphs impossible for all calls.
                 calls = {
                     reason: f"{count} call{'s' * (count != 1)} without: " if count else ""
                     for reason, count in g.eager.items()
@@ -206,7 +207,7 @@ class Report:
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Reason -> its paths, from pairs (reason, path)."""
+    """Reason -> list of its paths, made from pairs (reason, path)."""
     groups: dict[str, list[str]] = {}
     for reason, path in pairs:
         groups.setdefault(reason, []).append(path)
@@ -218,12 +219,12 @@ def some(paths: list[str], most: int = _SHOWN_PATHS) -> str:
 
 
 def parts_text(parts: Sequence[object]) -> str:
-    """``1 part``, ``2 parts``: the number of ``parts``."""
+    """The number of ``parts`` in words: ``1 part``, ``2 parts``."""
     return f"{len(parts)} part{'' if len(parts) == 1 else 's'}"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    # Users copy class names and paths, so these are not broken at a hyphen.
+    # Lines are not broken at hyphens, because users copy class names and paths.
     return textwrap.wrap(
         text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
     )

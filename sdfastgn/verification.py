@@ -1,8 +1,8 @@
 """Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
 
-One small call of the whole model is recorded. Then each part is called with the arguments that it had in
-that call. The errors of a part and of stock's code are both relative to stock's code in a wider dtype. Large
-images may take other paths through a kernel, which only the tests check.
+In one small call of the whole model the arguments of each part are recorded. Then each part is called with
+its arguments, fused and as stock. The error of either result is its relative difference from the result of
+stock's code in a wider dtype. Large images may take other paths through a kernel. Only the tests check these.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from sdfastgn.patches.core import channels_last
 __all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
 
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
-# The error of a part may be this many times stock's error. A part rounds less often than stock's code, but in
-# another order, so with some hundred elements its error may be larger by chance. The error of a broken part
-# is far larger.
+# The error of a part may be this many times the error of stock's code. A part rounds less often, but in
+# another order. So its error may be larger by chance if there are only a few hundred elements. The error of a
+# broken part is far larger.
 _FACTOR = 4.0
-# Units of rounding that are added to the bound, because stock's error may be zero by chance.
+# Number of units of rounding that are added to the bound, because the error of stock's code may be zero by
+# chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,10 +41,11 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for one part.
+    """The result of the verification of one fused part.
 
-    ``kind``: the class of the module. ``status``: ``RIGHT``, ``PUT_BACK`` or ``UNVERIFIED``. ``reason`` is
-    empty for ``RIGHT``. ``error`` and ``stock_error`` are relative, and None if the part was not compared.
+    ``kind``: the name of the module's class. ``status``: ``RIGHT``, ``PUT_BACK`` or ``UNVERIFIED``.
+    ``reason``: the reason for the status; empty for ``RIGHT``. ``error`` and ``stock_error``: the relative
+    errors of the part and of stock's code; None if the part was not compared.
     """
 
     path: str
@@ -56,7 +58,7 @@ class Verdict:
 
 
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
-    """Compare the fused parts below ``root``, inner ones first, and put wrong ones back to stock's code.
+    """Compare the fused parts of ``root``, inner ones first, and give wrong parts stock's code again.
 
     A part is right if its error is at most four times stock's error plus one unit of rounding. The caller
     must have removed all CUDA graphs. ``prefix``: the path of ``root``.
@@ -75,7 +77,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
             if module in recorded:
                 status, why, *errors = _judge(module, recorded.pop(module))
-                channels_last.apply(root)  # ``_judge`` has run stock's code, which restored the former layout
+                channels_last.apply(root)  # running stock's code in ``_judge`` has restored the former layout
             verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
             if status == PUT_BACK:
                 patcher.put_back(fusions[module], why)
@@ -83,7 +85,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
 
 
 def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module, Inputs], str]:
-    """({module: its arguments in a small call of stock's code}, "") or ({}, why there is no such call)."""
+    """({module: its arguments in a small call of ``root`` as stock}, ""), or ({}, why this call failed)."""
     weight = next((p for p in root.parameters() if p.is_floating_point()), None)
     if weight is None or weight.is_meta or not (dispatch.has_kernels(weight) or hasattr(root, "_hf_hook")):
         return {}, f"no kernel runs: {dispatch.why_off or 'its weights are on no GPU, or of another dtype'}"
@@ -117,7 +119,7 @@ def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Modu
 
 
 def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
-    """(status, reason, error, stock's error) of a fused part. Without the errors if it was not compared."""
+    """(status, reason, error, stock's error) of a fused part; (status, reason) if it was not compared."""
     if any(map(is_compiled, module.modules())):
         return UNVERIFIED, "it is compiled by torch.compile"
     images = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -127,7 +129,7 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
         return PUT_BACK, f"verification: it raises {one_line(failure.__cause__ or failure)}"
-    except Exception as failure:  # for instance too little memory, or weights on another device
+    except Exception as failure:  # too little memory or weights on another device, for instance
         return UNVERIFIED, f"stock's code fails: {one_line(failure)}"
     if dispatch.why_off is not None:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
@@ -140,11 +142,11 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
 
 
 class _FusedError(Exception):
-    """A fused part has raised. Its exception is the ``__cause__``."""
+    """Raised if a fused part raises an exception, which is the ``__cause__``."""
 
 
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
-    """(error, stock's error, bound) of the output that exceeds its bound the most.
+    """(error, stock's error, bound) of the module's output whose error exceeds its bound by most.
 
     Raises ``_FusedError`` if the fused part raises an exception. Exceptions of stock's code are not caught.
     """
@@ -162,7 +164,7 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
         stock_error = _relative_error(expected, true)
         bound = _FACTOR * stock_error + _UNITS * torch.finfo(expected.dtype).eps
         found.append((_relative_error(y, true), stock_error, bound))
-    # ``not <=``: a NaN is worse than any number.
+    # ``not <=`` is also True for a NaN, so a NaN counts as worse than any number.
     return max(found, key=lambda each: (not each[0] <= each[2], each[0] - each[2]))
 
 
@@ -178,7 +180,7 @@ def _relative_error(y: Tensor, truth: Tensor) -> float:
 
 
 def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
-    """A copy of ``inputs``, with floats in ``dtype`` and, if asked for, images in channels-last."""
+    """A copy of ``inputs``: float tensors in ``dtype`` if it is given, images channels-last if asked for."""
 
     def copied(t: Tensor) -> Tensor:
         t = t.to(dtype) if dtype is not None and t.is_floating_point() else t
@@ -190,7 +192,7 @@ def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: 
 
 @contextlib.contextmanager
 def _evaluating(root: nn.Module) -> Iterator[None]:
-    """Inside, all modules are in eval mode, because dropout would differ from call to call."""
+    """A context in which all modules are in eval mode, because dropout would differ from call to call."""
     training = [module for module in root.modules() if module.training]
     for module in training:
         module.training = False

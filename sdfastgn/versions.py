@@ -1,4 +1,4 @@
-"""Versions of packages: which ones the tests ran with, and which ones are installed."""
+"""Lists the versions of packages with which the tests ran, and finds the installed versions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.metadata
 
 __all__ = ["RUN", "installed_versions", "never_run"]
 
-# Package -> versions that the tests ran with. Kernels ran on an H200 with torch 2.11 and Triton 3.6, and in
-# Triton's interpreter with all others (docs/compatibility.md).
+# Package -> versions with which the tests ran. With torch 2.11 and Triton 3.6 the kernels ran on an H200.
+# With all other versions they ran in Triton's interpreter (docs/compatibility.md).
 RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
@@ -18,7 +18,10 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stab
 
 
 def never_run(package: str, version: str) -> str | None:
-    """A note if the tests never ran with this version of a package in ``RUN``; else None."""
+    """A note that the tests never ran with this version of ``package``; None if they did.
+
+    The package must be in ``RUN``.
+    """
     run = RUN.get(package)
     if run is None or ".".join(version.split(".")[:2]) in run:
         return None

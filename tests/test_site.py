@@ -34,5 +34,5 @@ def test_code_and_tables_can_be_read_to_their_end(browser: Any, site: Path) -> N
     assert browser.execute_script(TOO_WIDE) <= 0
     open_at(browser, site / "benchmarks.html", WIDTH)
     tables, unseen = tables_out_of_sight(browser)
-    assert tables > 2
+    assert tables > 0
     assert unseen == []

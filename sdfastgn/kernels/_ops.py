@@ -1,7 +1,7 @@
-"""The namespace of the ops in ``torch.ops``.
+"""The namespace of this package's ops: ``torch.ops.sdfastgn``.
 
-``scripts/build_hub_kernels.py`` gives each build for the Kernel Hub a namespace of its own, because one
-process may load several. The hub's tools know these names.
+``scripts/build_hub_kernels.py`` gives each build for the Kernel Hub another namespace, because one process
+may load several builds. The Hub's tools expect the names ``ops`` and ``add_op_namespace_prefix``.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ ops = getattr(torch.ops, _NAMESPACE)
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """``op_name`` as ``torch.library`` takes it, with the namespace before it."""
+    """``"group_norm"`` -> ``"sdfastgn::group_norm"``"""
     return f"{_NAMESPACE}::{op_name}"

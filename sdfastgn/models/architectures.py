@@ -1,8 +1,8 @@
 """The networks of ``configurations.py`` with random weights, and their inputs.
 
-No pretrained weights are needed to time a network. Weights are normal with variance 1 / fan_in, so that
-activations stay near one and every output is finite in fp16. The weights and biases of norms are random
-too, so that an output is wrong if one is forgotten.
+No pretrained weights are needed to time a network. Weights are drawn from a normal distribution with variance
+1 / fan_in, so that activations stay near one and every output is finite in fp16. The weights and biases of
+norms are random too, so that the output is wrong if a kernel forgets to apply one of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
 
 # Value of --dtype -> dtype of the weights.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
-# Settings that are a list with a value for each block, or one value for all blocks.
+# Settings of a UNet that are either a list with a value for each block, or one value for all blocks.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
-# Settings with which a UNet takes further inputs -> the values for which ``unet_inputs`` makes them.
+# Setting with which a UNet may need further inputs -> the values for which ``unet_inputs`` can make them.
 _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
@@ -49,9 +49,9 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
-    """The first setting in which ``config`` differs from the UNet of ``model``; empty if none does.
+    """The first setting in which ``config`` differs from the UNet of ``model``; empty if there is none.
 
-    The image size and the number of input channels (inpainting has more) are not compared.
+    The image size is not compared, and neither is the number of input channels, which inpainting changes.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
         expected, found = _setting(UNETS[model], key), _setting(config, key)
@@ -115,7 +115,10 @@ def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
 
 
 def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
-    """Random latents that decode to square images of ``size`` pixels. ``where``: dtype and device."""
+    """Random latents that decode to square images with ``size`` pixels along a side.
+
+    ``where``: the keyword arguments dtype and device.
+    """
     config = VAES[model] if isinstance(model, str) else model
     pixels = size // latent_scale(config)
     channels = config.get("latent_channels", 4)
@@ -133,14 +136,15 @@ def with_random_weights(
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    # Parameters are on the meta device first, because initializing 2.6 billion of them on the CPU would take
+    # Parameters are made on the meta device, because initializing 2.6 billion of them on the CPU would take
     # minutes. mypy: torch's stubs say that a hook returns None.
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         model = build()
     finally:
         hook.remove()
-    # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here.
+    # diffusers' own ``to`` is not called, because it warns of modules that must stay fp32. These models have
+    # none.
     nn.Module.to(model, dtype)
     buffers = dict(model.named_buffers())
     model.to_empty(device=device).eval()

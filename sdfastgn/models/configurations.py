@@ -1,4 +1,4 @@
-"""The configurations of the models that are timed, by the model's name. Importable without torch.
+"""The configurations of the models that are timed, by the model's name. This file does not import torch.
 
 They are taken from the public configurations of four models:
 
@@ -7,9 +7,9 @@ They are taken from the public configurations of four models:
 - ``lcm``: SimianLuo/LCM_Dreamshaper_v7, which is SD1.5 with embedded guidance, here at 512 pixels;
 - ``sd_turbo``: stabilityai/sd-turbo, image to image, with the autoencoder of madebyollin/taesd.
 
-``tiny`` and ``tiny_xl`` have the same kinds of blocks at a size for tests. Their number of channels per
-group is no power of two. Settings that equal the defaults of diffusers and transformers are left out. The
-default UNet of diffusers is SD1.5's.
+``tiny`` and ``tiny_xl`` have the same kinds of blocks, but are small, for tests. Their number of channels per
+group is not a power of two. Settings that equal the defaults of diffusers and transformers are left out. The
+default UNet of diffusers is the one of SD1.5.
 
 ``VIDEO_NETWORKS`` are single networks of other models, most of them of video:
 
@@ -26,12 +26,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# The prompt, unless the user gives one.
+# The prompt that is used if the user gives none.
 PROMPT = "a photograph of an astronaut riding a horse"
 # Value of --dtype -> torch's name of the dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# The allowed seeds: whole numbers of 64 bits. PyTorch takes larger seeds too, so ``seed + 1``, from which
-# some inputs are drawn, is always valid.
+# The allowed seeds: whole numbers of 64 bits. Some inputs are drawn from ``seed + 1``, which is always valid,
+# because PyTorch also takes larger seeds.
 SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -105,7 +105,7 @@ VAES: dict[str, dict[str, Any]] = {
 }
 # Models whose autoencoder is diffusers' AutoencoderTiny with its default settings.
 TINY_AUTOENCODERS = ("sd_turbo",)
-# Models whose pipeline turns an image into another one, instead of text into an image.
+# Models whose pipeline makes an image from another image and a prompt, instead of from a prompt only.
 IMAGE_TO_IMAGE = ("sd_turbo",)
 
 
@@ -117,7 +117,8 @@ def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
 _TINY_CLIP = _clip(32, 2, 4, intermediate_size=64, vocab_size=514)
 _CLIP_L = _clip(768, 12, 12, intermediate_size=3072)
 _CLIP_BIG_G = _clip(1280, 32, 20, intermediate_size=5120, hidden_act="gelu")
-# Each model's text encoders. The pooled embedding of SDXL is the output of the second one's projection.
+# The text encoders of each model. SDXL's pooled embedding is the output of the projection in its second text
+# encoder.
 TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny": (_TINY_CLIP,),
     "tiny_xl": (_TINY_CLIP, _TINY_CLIP),

@@ -1,4 +1,4 @@
-"""Whole pipelines: built offline from configuration, or loaded from a path or the Hub."""
+"""Builds whole pipelines offline from a configuration, or loads them from a folder or the Hub."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models import architectures, configurations
 from sdfastgn.program import OptionError
 
-# The name of the argument for the dtype in ``from_pretrained``. diffusers 0.40 renamed it; older releases
-# ignore the new name, and newer ones warn of the old one.
+# Name of the argument for the dtype in ``from_pretrained``. diffusers 0.40 has renamed it. Older releases
+# ignore the new name, and newer releases warn of the old name.
 _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
     """A complete pipeline of ``model`` with random weights, without any download.
 
-    Every component has its real architecture, except that the tokenizer's vocabulary consists of single
-    bytes. A prompt still has 77 tokens. The pipeline can be saved and loaded again.
+    Every component has its real architecture, except for the tokenizer, whose vocabulary consists of single
+    bytes. A prompt still gives 77 tokens. The pipeline can be saved and loaded again.
     """
     scheduler, options = configurations.SCHEDULERS[model]
     first, *second = configurations.TEXT_ENCODERS[model]
@@ -69,25 +69,25 @@ def load_pipeline(
     """Load a saved pipeline.
 
     Args:
-        option: the option of the command line that named the pipeline, for errors.
+        option: the command-line option that named the pipeline, for errors.
         weights: a folder that ``save_pretrained`` wrote, or a Hub id.
-        dtype, device: of the pipeline.
-        variant: the variant of its files, such as fp16.
+        dtype, device: dtype and device for the pipeline.
+        variant: the variant of the pipeline's files, such as fp16.
 
     Raises OptionError with diffusers' reason if it cannot be loaded.
     """
-    if Path(weights).is_file():  # diffusers would take the path of a file for a Hub id
+    if Path(weights).is_file():  # without this check diffusers would take the path of a file for a Hub id
         raise OptionError(f"{option}: {weights!r} is a file; expected a saved pipeline's folder or a Hub id")
     try:
         pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
-    except Exception as error:  # for a folder that is no pipeline, diffusers raises KeyError and others
+    except Exception as error:  # diffusers raises many classes of error, such as KeyError
         raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
     return pipe.to(device)
 
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
-    """The CLIP tokenizer of :func:`write_tokenizer`."""
-    # Loaded from files, because the constructors in transformers 4 and 5 have no argument in common.
+    """The CLIP tokenizer whose files :func:`write_tokenizer` writes."""
+    # It is loaded from files, because its constructors in transformers 4 and 5 have no arguments in common.
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
@@ -96,12 +96,13 @@ def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
 def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
     """Write the files of a CLIP tokenizer into ``folder``.
 
-    Its tokens are the 256 bytes (each inside of a word, and at its end), start and end of the text, and
-    ``words`` with all their beginnings of two letters and more.
+    The tokens are the 256 bytes, each in one form for the inside of a word and one for its end; the start and
+    end of the text; and each of ``words`` with all its beginnings of at least two letters.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    # CLIP's byte-level alphabet: a byte that is not printable is written as a character from 256 on.
+    # CLIP writes each byte as one character. A byte that is not printable is written as a character with a
+    # code of 256 or more.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     merges = {}
     for word in words:
@@ -120,7 +121,7 @@ def _text_encoder(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> CLIPTextModel:
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    # Not by way of the meta device, which would leave its buffers empty.
+    # It is not made on the meta device first, because its buffers would then stay empty.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
     return architectures.randomize(encoder.to(dtype), seed).eval()

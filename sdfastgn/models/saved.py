@@ -22,10 +22,10 @@ def load_config(weights: str, component: str) -> dict[str, Any]:
     """
     if Path(weights).is_dir():
         return dict(json.loads((Path(weights) / component / _CONFIG).read_text(encoding="utf-8")))
-    from diffusers import UNet2DConditionModel  # ``load_config`` is the same in all of diffusers' classes
+    from diffusers import UNet2DConditionModel  # any class of diffusers has this ``load_config``
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # diffusers passes an argument that newer clients of the Hub lack
+        warnings.simplefilter("ignore")  # newer Hub clients warn of an argument that diffusers passes
         return dict(UNet2DConditionModel.load_config(weights, subfolder=component))
 
 
@@ -46,21 +46,21 @@ def unet_config(option: str, weights: str) -> dict[str, Any]:
 
 
 def latent_scale(vae: Mapping[str, Any] | None) -> int:
-    """Pixels along a side of one latent, from the VAE's configuration. None: no VAE, so 1."""
+    """Number of pixels along a side of one latent, from the VAE's configuration; 1 if ``vae`` is None."""
     return 1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tuple[int, int]:
-    """(pixels along a side of the images that a pipeline was made for, the same for one latent).
+    """(pixels along a side of the images for which a pipeline was made, pixels along a side of one latent).
 
     Args:
         weights: the pipeline's folder or Hub id.
         unet: the UNet's configuration.
-        without_vae: the second number if there is no configuration of a VAE.
+        without_vae: the second number if the pipeline has no configuration of a VAE.
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))
-    except Exception:  # there is no VAE. An error of the network is reported when the pipeline is loaded
+    except Exception:  # no VAE, or a network error, which loading the pipeline will report
         scale = without_vae
     latents = unet.get("sample_size") or UNETS["sd15"]["sample_size"]
     return (latents if isinstance(latents, int) else max(latents)) * scale, scale

@@ -36,10 +36,11 @@ __all__ = [
     "undo",
 ]
 
-# Module that was put back -> the reason. It is not in the module's ``__dict__``, because sdfastgn leaves
-# nothing in a stock module.
+# Module that ``put_back`` has restored -> the reason. The reason is not kept in the module's ``__dict__``,
+# because sdfastgn leaves nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# Changed part -> (path, pipeline), so that a part that was replaced since can still be restored.
+# Part of a pipeline that ``apply`` changed -> (its path, the pipeline). A part that the pipeline has replaced
+# since then is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -47,7 +48,7 @@ _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakre
 class Finding:
     """What a fusion says about a module: ``fused``, ``fusable``, or ``skipped`` with a ``reason``.
 
-    ``module`` is the component itself if that is no module.
+    For a component that is no module (a scheduler), ``module`` is the component itself.
     """
 
     path: str
@@ -61,9 +62,9 @@ class Finding:
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
-    """Attribute -> part of a pipeline that is no module, each part once. ``"pipeline"`` is ``obj`` itself.
+    """Attribute name -> part of the pipeline ``obj``, for all parts that are no modules, each part once.
 
-    Empty if ``obj`` is a module.
+    The name ``"pipeline"`` stands for ``obj`` itself. Empty if ``obj`` is a module.
     """
     if isinstance(obj, nn.Module):
         return {}
@@ -74,7 +75,7 @@ def parts_of(obj: Any) -> dict[str, Any]:
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) of ``parts_of(obj)``, and of parts that ``apply`` changed and ``obj`` no longer has."""
+    """(path, part) of ``parts_of(obj)``, then of parts that ``apply`` changed and ``obj`` no longer has."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
     # ``keyrefs`` copies the keys in one step, so other threads may add keys meanwhile.
@@ -84,9 +85,9 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
 
 
 def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
-    """True if ``root`` is optimized, or a fusion claims a module in it.
+    """True if ``root`` is optimized, or if a fusion claims a module in it.
 
-    ``asked``: names of ``ASKED_FUSIONS`` that count as well.
+    ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too.
     """
     fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
     return channels_last.is_applied(root) or any(
@@ -97,13 +98,14 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
 def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
     """What each fusion says about ``component`` and each module in it. Changes nothing.
 
-    The finding of a fused or fusable module is followed by one for each of its layers with an adapter, which
-    the fusion calls as stock does.
+    If a fused or fusable module has layers with an adapter, its finding is followed by one finding for each
+    of these layers. They are skipped: the fusion calls them as stock does.
 
     Args:
         component: a model, or a part of a pipeline.
-        prefix: its path.
-        asked: names of ``ASKED_FUSIONS`` to consider. Those that are applied already are always considered.
+        prefix: the path of ``component``.
+        asked: names of fusions in ``ASKED_FUSIONS`` to consider. A fusion that is already applied in
+            ``component`` is always considered.
     """
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
@@ -127,7 +129,10 @@ def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> li
 def _finding(
     path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
 ) -> Finding:
-    """What ``fusion`` says about ``module``. ``reason_to_leave``: why nothing in its model may be fused."""
+    """What ``fusion`` says about ``module``.
+
+    ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
+    """
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
     was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
@@ -136,7 +141,7 @@ def _finding(
 
 
 def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
-    """Findings for the layers of ``module`` that ``fusion`` leaves as they are because of an adapter."""
+    """A skipped finding for each layer of ``module`` that has an adapter, so that ``fusion`` leaves it."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
@@ -150,17 +155,17 @@ def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Findin
 
 
 def _in_order(component: Any) -> tuple[Any, ...]:
-    """The fusions for a component in the order in which they are applied. They are undone in reverse."""
+    """The fusions for ``component`` in the order in which they are applied. They are undone in reverse."""
     return (*FUSIONS, *ASKED_FUSIONS.values()) if isinstance(component, nn.Module) else OBJECT_FUSIONS
 
 
 def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
-    """True if ``apply`` would change anything in a model."""
+    """True if ``apply(root, findings)`` would change anything in the model ``root``."""
     return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
 
 
 def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None:
-    """Fuse what is ``fusable`` in ``findings``, and make convolutions channels-last.
+    """Fuse what is ``fusable`` in ``findings``, and make the convolutions of a model channels-last.
 
     Args:
         component: a model, or a part of a pipeline.
@@ -185,9 +190,9 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
     """Undo what ``apply`` did for ``findings``, and nothing that was there before.
 
     Args:
-        component: the model or part.
-        findings: ``inspect(component)`` before ``apply``.
-        laid_out: ``channels_last.laid_out(component)`` before ``apply``; empty for a part.
+        component: a model, or a part of a pipeline.
+        findings: what ``inspect(component)`` returned before ``apply``.
+        laid_out: what ``channels_last.laid_out(component)`` returned before ``apply``; empty for a part.
     """
     for fusion in reversed(_in_order(component)):
         for finding in findings:
@@ -201,7 +206,10 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
 
 
 def put_back(findings: list[Finding], reason: str) -> None:
-    """Undo ``findings``, which are about one module. Until ``undo`` it is then skipped for ``reason``."""
+    """Give the module of ``findings`` stock's code again.
+
+    All ``findings`` are about this one module. Until ``undo``, ``inspect`` skips it with ``reason``.
+    """
     for finding in findings:
         finding.fusion.undo(finding.module)
         _put_back[finding.module] = reason
@@ -210,8 +218,8 @@ def put_back(findings: list[Finding], reason: str) -> None:
 def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Restore all of ``component`` as it was before ``apply``. A stock component stays as it is.
 
-    Returns (path, module or part) of what could not be undone, because other code has put a class over the
-    fused one. After that code has taken its class away, ``undo`` can be called again.
+    Returns (path, module or part) for everything that could not be undone, because other code has changed
+    its class to a subclass of the fused one. After that code has undone its change, call ``undo`` again.
     """
     if not isinstance(component, nn.Module):
         for rule in OBJECT_FUSIONS:
@@ -223,14 +231,14 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in component.modules():
-        restore_class(module)  # other code may have moved the module out of its fusion's sight
+        restore_class(module)  # no fusion finds the module if other code has changed the modules around it
         channels_last.restore(module)
         _forget(module)
     return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 
 def _forget(module: Any) -> None:
-    """Drop everything that is kept for a module that was fused."""
+    """Drop what is kept outside of ``module`` while it is fused: reasons, packed and folded weights."""
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)

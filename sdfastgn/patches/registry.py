@@ -1,6 +1,6 @@
 """All fusions, in the order in which they are applied. They are undone in reverse.
 
-The patcher gets every fusion from here: it knows no model itself.
+``patcher.py`` takes every fusion from here and knows no model itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 
-# (file below ``patches``, names of its fusions, or of tuples of fusions)
+# Each entry: a module in ``sdfastgn.patches``, then the names of the fusions, or tuples of fusions, in it.
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),
     ("fusions.group_norm_subclass", "FUSION"),
@@ -43,7 +43,8 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# File -> why its fusions are left out: this diffusers has no class that they replace, or has it elsewhere.
+# Python module in ``sdfastgn.patches`` -> the message of the ImportError that it raised. Its fusions are left
+# out: the installed diffusers lacks a class that they replace, or has the class in another Python module.
 MISSING: dict[str, str] = {}
 
 
@@ -64,7 +65,7 @@ _has_diffusers = importlib.util.find_spec("diffusers") is not None
 FUSIONS: tuple[Fusion, ...] = _fusions(*_FUSIONS, *(_OF_DIFFUSERS if _has_diffusers else ()))
 # Name -> fusion, for the fusions that are applied only if the user asks for them.
 ASKED_FUSIONS: dict[str, Fusion] = {fusion.name: fusion for fusion in _fusions(*_ASKED)}
-# Fusions of a pipeline's parts that are no modules.
+# Fusions for parts of a pipeline that are not ``nn.Module``s, such as schedulers.
 OBJECT_FUSIONS: tuple[ObjectFusion, ...] = _fusions(*(_OF_PIPELINES if _has_diffusers else ()))
 
 if MISSING:

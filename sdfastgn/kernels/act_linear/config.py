@@ -1,8 +1,8 @@
-"""How a linear layer of few rows is launched: pure functions of sizes and the number of multiprocessors.
+"""The launch configuration of ``act_linear``: pure functions of sizes and multiprocessors.
 
-What takes time is reading the weight once, from memory far away. A program takes few rows of it,
-all of K at once where K fits into registers, and its warps share each row: then x, which every
-program activates for itself, is activated once for all its rows of the weight.
+x (N, K) has few rows, so nearly all the time goes into reading the weight (C, K) from memory. A program
+reads a few rows of the weight, and as many columns at a time as keep the memory busy. Its warps share the
+columns of each row. So each program applies the activation to x only once, for all its rows of the weight.
 """
 
 from __future__ import annotations
@@ -11,27 +11,31 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Rows of x up to which this is no slower than a matrix product and the kernels around it.
+# Maximum number of rows of x for which this kernel is at least as fast as PyTorch's activation, matrix
+# product and sum.
 _FEW_ROWS = 16
-# Rows of x of a tile, at most.
+# Maximum number of rows of x of a program.
 _BLOCK_N = 4
-# Rows of the weight of a tile, at most.
+# Maximum number of rows of the weight of a program.
 _BLOCK_C = 8
-# Warps of a program, at most: they share each row.
+# Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Elements of a row of the weight that a thread reads at a time, at most.
+# Maximum number of contiguous elements of a row that a thread reads at once.
 _MAX_VECTOR = 4
-# And at least, where K allows.
+# Minimum number of contiguous elements of a row that a thread reads at once, unless K requires fewer.
 _MIN_VECTOR = 2
-# Sums that a thread keeps, at most.
+# Maximum number of sums that a thread keeps in registers.
 _MAX_SUMS = 64
-# Bytes of the weight that a thread reads before it turns to the next columns.
+# Bytes of the weight that a thread loads at the same time. This decides the number of steps.
 _BYTES_UNDER_WAY = 256
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """(block_n, block_c) results a program, in ``steps`` blocks of ``block_k`` columns at a time."""
+    """A program computes ``block_n`` rows and ``block_c`` columns of y (N, C).
+
+    It sums along K, in ``steps`` blocks of ``block_k`` elements at a time.
+    """
 
     block_n: int
     block_c: int
@@ -41,25 +45,28 @@ class TileConfig:
 
     @property
     def vector(self) -> int:
-        """Neighbours that a thread reads at a time."""
+        """Contiguous elements that a thread reads at once."""
         return max(1, self.block_k // (WARP * self.num_warps))
 
     def programs(self, N: int, C: int) -> int:
-        """Programs for (N, C) results."""
+        """Number of programs for y (N, C)."""
         return ceil_div(N, self.block_n) * ceil_div(C, self.block_c)
 
     def is_even(self, K: int) -> bool:
-        """True if no step reaches past ``K``."""
+        """True if steps divide ``K`` evenly, so that no element is masked."""
         return K % (self.block_k * self.steps) == 0
 
 
 def has_few_rows(N: int) -> bool:
-    """True if a linear layer of ``N`` rows belongs here."""
+    """True if ``act_linear`` of ``N`` rows is at least as fast as PyTorch."""
     return 1 <= N <= _FEW_ROWS
 
 
 def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int) -> TileConfig:
-    """How to multiply (N, K) by (C, K); ``vector`` elements of ``itemsize`` bytes are a thread's load."""
+    """How to multiply x (N, K) by weight (C, K).
+
+    ``itemsize``: bytes of an element. ``vector``: maximum number of elements that a thread can load at once.
+    """
     block_n = min(_BLOCK_N, next_power_of_2(N))
     block_c = min(_BLOCK_C, next_power_of_2(C))
     while block_c > 1 and ceil_div(N, block_n) * ceil_div(C, block_c) < num_sms:
@@ -74,7 +81,7 @@ def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int
 
 
 def _fitting_block(K: int, widest: int, narrowest: int) -> int:
-    """The widest block, and so the fewest loads, that leaves few lanes idle at the end of a row."""
+    """The widest block of K that leaves few lanes idle at the end of a row."""
     if narrowest >= K:
         return next_power_of_2(K)
     best = ceil_div(K, narrowest) * narrowest

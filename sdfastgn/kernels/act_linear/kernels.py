@@ -1,13 +1,18 @@
-"""Triton kernel of a linear layer of few rows, the activation before it included: ``act_linear``.
+"""The Triton kernel of ``act_linear``: an activation, and a linear layer for few rows.
 
-One launch and one read of the weight; x is small, and read and activated again by each program.
-From sm_90 on the kernel starts while the one before it still runs (``PDL``), and waits before it
-touches memory.
+One launch reads the weight once. x is small, so each program reads it and applies the activation again.
 
-Pointers: ``x`` (N, K), ``weight`` (C, K), ``bias`` and ``extra_bias`` (C,) or None, ``y`` (N, C).
+Pointers, all contiguous:
 
-Numerics: fp32 throughout, the activation too, one rounding at the store. Sums are of a fixed order:
-the same bits at each run. Offsets that can pass 2^31 are int64.
+- ``x``: (N, K), fp16, bf16 or fp32; ``weight``: (C, K) in the dtype of x;
+- ``bias``, ``extra_bias``: (C,) or None;
+- ``y``: (N, C) in the dtype of x.
+
+With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the one before it still
+runs, and waits before it accesses memory.
+
+Numerics: fp32, rounded once at the store. Sums have a fixed order, so every run gives the same bits. Offsets
+that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ from triton.language.extra.cuda import gdc_wait
 from sdfastgn.kernels.common.activation_kernels import activate
 
 
-# One program: ``BLOCK_C`` columns of ``BLOCK_N`` rows of y.
 @triton.jit(do_not_specialize=["N"])
 def _act_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, extra_bias_ptr, y_ptr,
@@ -29,10 +33,15 @@ def _act_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
+    """A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows of y.
+
+    ``STEPS``: blocks of ``BLOCK_K`` elements whose loads are in flight together. ``VECTOR``: contiguous
+    elements of a thread. ``EVEN``: True if no element is masked along K.
+    """
     blocks = tl.cdiv(C, BLOCK_C)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    # What is past the last row reads that row once more: loads then need no mask but along K.
+    # Indices after the last row become the last row, so that loads need a mask only along K.
     x_row = x_ptr + (tl.minimum(n, N - 1) * K)[:, None, None]
     in_bounds = tl.minimum(c, C - 1)
     weight_row = weight_ptr + (in_bounds * K)[None, :, None]
@@ -49,8 +58,8 @@ def _act_linear_kernel(
         for step in tl.static_range(STEPS):
             at = start + step * BLOCK_K + k
             mask = None if EVEN else at < K
-            # All threads side by side along K in both: else Triton reads several rows of the
-            # weight at a time, where x is one row, and each step waits for an exchange through
+            # ``max_contiguous`` makes Triton place all threads along K, for x and for weight. Without it,
+            # threads of a weight's load are in several rows, and each step exchanges values through
             # shared memory.
             x_at = tl.max_contiguous(x_row + at, [1, 1, VECTOR])
             weight_at = tl.max_contiguous(weight_row + at, [1, 1, VECTOR])

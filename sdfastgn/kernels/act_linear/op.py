@@ -1,12 +1,13 @@
-"""A linear layer behind an activation, for few rows: ``act_linear``.
+"""An activation followed by a linear layer, for inputs with few rows: ``act_linear``.
 
-Formula, with x (N, K), weight (C, K), and either bias (C,) or nothing:
+Formula, with x (N, K), weight (C, K), and biases (C,) or None:
 
     y[n, c] = sum_k act(x[n, k]) * weight[c, k] + bias[c] + extra_bias[c]
 
-This is what a diffusion model does with its time embedding, some twenty times a step with N as
-small as 1 or 2. On a GPU the kernel of ``act_linear/kernels.py`` runs; everywhere else, and with
-gradients, ``reference_act_linear``. Layout and numerics contract: there.
+A diffusion model does this with its time embedding about twenty times in each step. N is then 1 or 2.
+
+On a GPU the kernel of ``act_linear/kernels.py`` runs, where layouts and numerics are explained. Everywhere
+else, and with gradients, ``reference_act_linear`` runs.
 
 Source: torch.nn.functional.linear for the interface.
 """
@@ -35,7 +36,7 @@ def reference_act_linear(
     activation: str = "identity",
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
+    """``act_linear`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input: the fallback."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias, extra_bias = (None if b is None else b.to(wide) for b in (bias, extra_bias))
     y = F.linear(ACTIVATIONS[activation](x.to(wide)), weight.to(wide), bias)
@@ -47,6 +48,8 @@ def reference_act_linear(
 
 
 class _Call(NamedTuple):
+    """The arguments of ``act_linear``, for its plans."""
+
     x: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -55,7 +58,7 @@ class _Call(NamedTuple):
 
 
 class _Plan:
-    """The launch for one combination of shapes, strides, dtypes, activation and device."""
+    """The launch of one kind of call: one program for each tile of y."""
 
     __slots__ = ("launch", "shape")
 
@@ -76,6 +79,7 @@ class _Plan:
         )  # fmt: skip
 
     def run(self, call: _Call) -> Tensor:
+        """y (N, C)"""
         x, weight, bias, _, extra_bias = call
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         self.launch.run(x, weight, bias, extra_bias, y)
@@ -96,25 +100,25 @@ def act_linear(
     *,
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """``linear(act(x), weight, bias) + extra_bias`` in one kernel, which reads the weight once: for
-    few rows, as of a time embedding.
+    """``linear(act(x), weight, bias) + extra_bias`` in one kernel, which is fast if x has few rows.
 
     Args:
-        x: (N, K). Any N is right; for more than some 16 rows a matrix product is faster.
-        weight: (C, K), dtype and device of x.
-        bias: (C,) or None, any of x's dtypes.
-        activation: of x, before the product: any of ``ACTIVATIONS``.
-        extra_bias: as bias: something else that is added to every row, such as the bias of a convolution.
+        x: (N, K). With more than about 16 rows a matrix product is faster.
+        weight: (C, K), the dtype and device of x.
+        bias: (C,) or None.
+        activation: applied to x before the product. A key of
+            ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        extra_bias: (C,) or None, also added to every row. For example the bias of a convolution.
 
     Shapes: the output is (N, C).
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch). The activation is not rounded, and
-        products and sums are in fp32, without TF32. The output has the dtype of x. Under autocast
-        PyTorch's own linear layer runs, in the dtype that autocast chooses.
-    Layout: the output is contiguous; what is not contiguous is copied first.
-    Grad: with respect to every tensor, any number of times, in plain PyTorch, as are the transforms
-    of torch.func and forward-mode AD.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of these
+        dtypes. Activation, products and sums are fp32, without TF32. The output has the dtype of x. Under
+        autocast PyTorch's own linear layer runs, in the dtype that autocast chooses.
+    Layout: any. Tensors that are not contiguous are copied first. The output is contiguous.
+    Grad: of every tensor, any number of times. Gradients, the transforms of torch.func and forward-mode AD
+        run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes of x and weight differ.
+        TypeError: a tensor is not strided or has another dtype, or x and weight have different dtypes.
         ValueError: a shape, a device or the activation's name does not fit.
 
     Source: torch.nn.functional.linear.
@@ -123,7 +127,7 @@ def act_linear(
     autocast = isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(x.device.type)
     if not autocast and dispatch.is_plain_inference(x, call):
         try:
-            # Invalid arguments never have a plan, so only calls of a new kind are checked.
+            # Calls with invalid arguments never have a plan. So only calls without a plan are checked.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
                 _check(call)
@@ -133,7 +137,8 @@ def act_linear(
                 return plan.run(call)
         except dispatch.KernelError:
             return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
-        # A number for a tensor; a tensor without strides or memory.
+        # Looking for a plan can fail if an argument is invalid. ``_check`` then raises an error that names
+        # the argument.
         except (AttributeError, RuntimeError):
             _check(call)
             raise

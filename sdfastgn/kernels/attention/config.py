@@ -1,9 +1,12 @@
-"""How attention with wide heads is cut into chunks of queries and launched: pure functions of sizes.
+"""The configuration of attention with wide heads, in chunks of queries: pure functions of sizes.
 
-A chunk's scores (queries x keys, in fp32) are in memory at once. Fewer queries leave
-multiprocessors idle, more take memory for nothing: a product runs in tiles of 128 x 128, of which a
-GPU wants as many as it has multiprocessors. The second product, weights times values, has as few
-columns as a head has channels, and so is cut along the keys as well where that fills a wave.
+The scores of a chunk (queries x keys, fp32) are in memory at once. A matrix product runs in tiles of
+128 x 128 results. A chunk should have at least as many tiles as the GPU has multiprocessors, because with
+fewer tiles some multiprocessors are idle. Larger chunks only take more memory.
+
+The second product, weights times values, has as few columns as a head has channels, and thus few tiles. If
+they are fewer than the multiprocessors, the keys are divided into parts, and the partial products are added
+up later.
 """
 
 from __future__ import annotations
@@ -13,40 +16,45 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Elements of 16 bit in a load of 16 bytes: rows of scores and weights start at multiples of it.
+# Rows of scores and weights start at multiples of this number of elements: a 16-byte load of 16-bit weights.
 VECTOR = 8
-# Bytes of a chunk's scores: few beside a model's memory, enough to fill a GPU.
+# Maximum number of bytes of a chunk's scores: this is small compared with a model's memory, and enough to
+# keep a GPU busy.
 _MAX_SCORE_BYTES = 64 * 2**20
-# Rows and columns of a tile of cuBLAS's products.
+# Rows and columns of a tile of cuBLAS's matrix products.
 _TILE = 128
-# Keys below which a part of the second product is not worth its partial result.
+# Minimum number of keys of a part of the second product. With fewer, adding up the partial products costs too
+# much.
 _MIN_KEYS_OF_A_PART = 512
-# Scores of a row that one program keeps in registers.
+# Longest row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Scores of a block of a longer row.
+# Elements of a longer row that a program processes at once.
 _LONG_ROW_BLOCK = 8192
-# Warps of a program of the softmax, at most, and the scores that each has at least.
+# Maximum number of warps of a program of the softmax.
 _MAX_WARPS = 16
+# Minimum number of scores for each warp of the softmax.
 _PER_WARP = 512
-# Sums of a block that is divided, at most, and those of a warp.
+# Maximum number of elements of a program that divides products by sums.
 _DIVIDE_BLOCK = 1024
+# Elements for each warp that divides products by sums.
 _DIVIDE_PER_WARP = 256
-# Channels of a head up to which there are flash kernels.
+# Maximum number of channels of a head for which PyTorch has flash kernels.
 _MAX_FLASH_CHANNELS = 256
-# Tokens from which on four launches a chunk pay.
+# Minimum number of queries, and of keys, for which chunks are faster, although each chunk takes four
+# launches.
 _MIN_TOKENS = 1024
 
-# Of the matrices (all samples' heads one after the other) from the first up to the second, the
-# queries from the third up to the fourth.
+# (b0, b1, r0, r1): queries r0 to r1 of heads b0 to b1. The heads of all samples are numbered consecutively.
+# The ends are not included.
 Chunk = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class ChunksConfig:
-    """``rows`` queries of ``matrices`` heads are a chunk: all their queries, or there is one head only.
+    """A chunk has ``rows`` queries of each of ``matrices`` heads. If ``matrices`` > 1, it has all queries.
 
-    ``pitch``: elements from one row of scores to the next. ``splits``: parts of the keys, each of
-    which has a partial result.
+    ``pitch``: elements between the starts of rows of scores. ``splits``: number of parts of the keys in the
+    second product.
     """
 
     matrices: int
@@ -55,18 +63,24 @@ class ChunksConfig:
     splits: int
 
     def chunks(self, count: int, L: int) -> Iterator[Chunk]:
-        """All chunks of ``count`` matrices with ``L`` queries each."""
+        """All chunks of ``count`` heads with ``L`` queries each."""
         for b in range(0, count, self.matrices):
             for r in range(0, L, self.rows):
                 yield b, min(b + self.matrices, count), r, min(r + self.rows, L)
 
     def scratch(self, D: int) -> int:
-        """fp32 values for a chunk's scores, and later in the same place for the sums of ``D`` channels."""
+        """Number of fp32 values in the memory for a chunk's scores, which later holds the second product.
+
+        ``D``: channels of a head.
+        """
         return self.matrices * self.rows * max(self.pitch, self.splits * D)
 
 
 def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> ChunksConfig:
-    """How to attend with ``count`` heads of ``L`` queries to ``keys`` keys, ``D`` channels each."""
+    """The chunks of attention with ``count`` heads of ``L`` queries, ``keys`` keys and ``D`` channels.
+
+    ``count``: heads of all samples.
+    """
     pitch = ceil_div(keys, VECTOR) * VECTOR
     most = max(_TILE, _MAX_SCORE_BYTES // (4 * pitch) // _TILE * _TILE)
     if most < L:
@@ -79,7 +93,7 @@ def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> Chunks
 
 
 def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
-    """As many parts of equal size as make one wave of tiles, a power of 2."""
+    """Number of parts of the keys, a power of 2, with which there is at most one tile per multiprocessor."""
     tiles = ceil_div(rows, _TILE) * ceil_div(D, _TILE)
     splits = 1
     while (
@@ -92,22 +106,22 @@ def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
 
 
 def softmax_config(keys: int) -> tuple[int, int, bool]:
-    """(block, warps, whether the block is a whole row) of the kernel that makes weights of scores."""
+    """(block, warps, ``WHOLE``) of the softmax kernel. If ``WHOLE``, a block is a whole row of scores."""
     whole = next_power_of_2(keys) <= _MAX_IN_REGISTERS
     block = next_power_of_2(keys) if whole else _LONG_ROW_BLOCK
     return block, max(1, min(_MAX_WARPS, block // _PER_WARP)), whole
 
 
 def divide_config(D: int) -> tuple[int, int]:
-    """(block, warps) of the kernel that divides a row of sums."""
+    """(block, warps) of the kernel that divides products by sums."""
     block = min(next_power_of_2(D), _DIVIDE_BLOCK)
     return block, max(1, block // _DIVIDE_PER_WARP)
 
 
 def pays(L: int, keys: int, D: int) -> bool:
-    """True if two large products and a softmax between them beat PyTorch's kernel for such wide heads.
+    """True if attention in chunks is faster than PyTorch's attention, for heads of ``D`` channels.
 
-    An H200 runs attention of 512 channels at 130 TFLOP/s, the products alone at four times that.
-    Other widths than multiples of 8 have slow products, and few tokens leave nothing to gain.
+    On an H200 PyTorch's attention with 512 channels runs at 130 TFLOP/s, and matrix products at four times
+    that speed. Products are slow if D is not a multiple of 8. With few tokens chunks save no time.
     """
     return D > _MAX_FLASH_CHANNELS and D % VECTOR == 0 and min(L, keys) >= _MIN_TOKENS

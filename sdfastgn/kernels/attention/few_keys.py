@@ -1,19 +1,20 @@
-"""Attention to few keys: ``softmax(q k^T scale) v`` where all keys of a head fit one tile, as of a prompt.
+"""Attention to few keys, such as the tokens of a prompt: ``softmax(q k^T scale) v``.
 
 Formula, for each sample, head and query l:
 
     p[s] = exp(scale * (q[l] . k[s]) - m),  m = max_s of the exponents
     y[l] = sum_s p[s] v[s] / sum_s p[s]
 
-PyTorch's kernels walk over keys in steps and are made for many; with 77 of them they take 10 to 15
-us where reading q and writing y is 3. Here a program reads its queries and all keys at once, the
-keys as two tiles (77 = 64 + 13, so that little is computed for nothing), and writes y as (N, L, H,
-D), which the linear layer behind it takes without a copy.
+PyTorch's kernels process keys in steps, and are made for many keys. With 77 keys they take 10 to 15 us,
+although reading q and writing y takes only 3 us. Here a program reads its queries and all keys of a head at
+once. The keys are one or two tiles, so that little is padding: 77 keys are tiles of 64 and 16. y is (N, L, H,
+D) in memory, which the next linear layer can read without a copy.
 
-Numerics: products are accumulated in fp32, the softmax is fp32, p is rounded to the dtype of v
-before the second product as in every flash kernel, and y is rounded once. Inference only: there is
-no op and no backward; callers ask ``fits`` first and have
-``torch.nn.functional.scaled_dot_product_attention`` for everything else.
+Numerics: products are accumulated in fp32, and the softmax is fp32. p is rounded to the dtype of v before
+the second product, as in every flash kernel. y is rounded once.
+
+This is for inference only: there is no op and no backward. Callers use
+``torch.nn.functional.scaled_dot_product_attention`` where ``attend_to_few`` returns None.
 
 Source: Vaswani et al., 2017; Milakov and Gimelshein, "Online normalizer calculation for softmax",
 2018; Dao et al., "FlashAttention", 2022.
@@ -32,17 +33,25 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
+# Maximum number of keys. A program holds all keys of a head in registers at once.
 MAX_KEYS = 128
+# Maximum number of channels of a head.
 _MAX_HEAD_DIM = 256
-_LEAST = 16  # of a matrix product's sides
-_VECTOR = 8  # elements of a 16-byte load
+# Smallest side of a tile in a matrix product.
+_LEAST = 16
+# Number of 16-bit elements of a 16-byte load.
+_VECTOR = 8
 
 # --- launch configuration -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tiles of ``block_m`` queries, keys in tiles of ``head`` and ``tail`` (0: none), powers of two."""
+    """Sizes of tiles, all powers of 2.
+
+    ``block_m``: queries of a program. ``block_d``: padded channels. ``head``, ``tail``: keys of the first
+    and of the second tile of keys; ``tail`` is 0 if there is only one.
+    """
 
     block_m: int
     block_d: int
@@ -52,15 +61,15 @@ class AttentionConfig:
 
 
 def attention_config(D: int, S: int) -> AttentionConfig:
-    """How to attend to ``S`` keys, 1 to ``MAX_KEYS``, with heads of ``D`` channels, at most 256."""
+    """The tiles for ``S`` keys, 1 to ``MAX_KEYS``, and heads of ``D`` channels, at most 256."""
     block_d = max(_LEAST, next_power_of_2(D))
     head = max(_LEAST, next_power_of_2(S + 1) // 2)
     tail = max(_LEAST, next_power_of_2(S - head)) if head < S else 0
     if head == tail:
         head, tail = 2 * head, 0
-    # 64 queries are what one group of four warps multiplies at once. With 128 a thread had 195
-    # registers, and SDXL's 320 programs were two rounds on an H200. Of the widest heads the
-    # result's tile alone, fp32 in registers, wants eight warps.
+    # Four warps multiply 64 queries at once. With 128 queries a thread took 195 registers, and SDXL's 320
+    # programs did not all run at once on an H200. If heads have more than 128 channels, the fp32 results
+    # alone need the registers of eight warps.
     return AttentionConfig(64, block_d, head, tail, 8 if block_d > 128 else 4)
 
 
@@ -68,11 +77,15 @@ def attention_config(D: int, S: int) -> AttentionConfig:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if ``attend_to_few`` takes q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
+    """True if the kernel can attend with q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
 
-    16-bit tensors on an NVIDIA GPU from sm_80 on (heads of more than 128 channels: sm_90 and
-    sm_100), or anywhere under Triton's interpreter; at most ``MAX_KEYS`` keys; rows of whole 16-byte
-    loads.
+    - the same dtype for all, fp16 or bf16;
+    - at most ``MAX_KEYS`` keys, and at most 256 channels;
+    - contiguous channels, and all other strides are multiples of 16 bytes;
+    - an NVIDIA GPU from sm_80 on, or from sm_90 to below sm_120 for more than 128 channels. Under Triton's
+      interpreter any device.
+
+    Not checked: that the tensors are on one device.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -90,18 +103,22 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _runs_on(capability: tuple[int, int], D: int) -> bool:
-    # Without Hopper's and Blackwell's products from shared memory both operands are in registers
-    # too, and the largest heads spill. On AMD's RDNA 3 heads of 80 do.
+    """True if registers do not spill on a GPU of this capability, with ``D`` channels.
+
+    Hopper and Blackwell multiply operands in shared memory. On other GPUs both operands are in registers, so
+    the widest heads spill. On AMD's RDNA 3 even heads of 80 channels spill.
+    """
     if torch.version.hip is not None:
         return False
     return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 
-# None where ``fits`` is false.
+# Kind of call -> its launch, or None if ``fits`` returned False.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
 def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
+    """Make the launch with one program for each ``block_m`` queries of each head."""
     from sdfastgn.kernels.attention import few_keys_kernels  # needs Triton
 
     N, H, L, D = q.shape
@@ -119,13 +136,15 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
 
 
 def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor | None:
-    """softmax(q k^T scale) v for q (N, H, L, D), k and v (N, H, S, D); None where ``fits`` is false.
+    """softmax(q k^T scale) v, or None if ``fits`` is False or the kernel cannot be compiled.
 
     Args:
-        scale: 1 / sqrt(D) where it is None.
+        q: (N, H, L, D).
+        k, v: (N, H, S, D), the dtype and device of q.
+        scale: by default 1 / sqrt(D).
 
     Returns:
-        (N, H, L, D), a view of contiguous (N, L, H, D).
+        (N, H, L, D) in the dtype of q: a transposed view of contiguous (N, L, H, D).
     """
     key = (
         q.shape,

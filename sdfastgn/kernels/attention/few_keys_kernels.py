@@ -1,4 +1,4 @@
-"""The kernel of ``attention/few_keys.py``: its formula, layout and numerics stand there."""
+"""The Triton kernel of ``attention/few_keys.py``, where its formula and numerics are explained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdfastgn.kernels.common.activation_kernels import exp2
 def _rows_of(
     ptr, first, ROWS: tl.constexpr, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """(ROWS, BLOCK_D) from row ``first`` on, 0 from row ``count`` and column D on."""
+    """Loads a (ROWS, BLOCK_D) tile from row ``first`` on, with 0 from row ``count`` and from column D on."""
     r = first + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     mask = (r < count)[:, None]
@@ -24,12 +24,12 @@ def _rows_of(
 
 @triton.jit
 def _scores(q, k, first, S: tl.constexpr, COLUMNS: tl.constexpr, scale):
+    """Computes (queries, COLUMNS) scores of the keys from ``first`` on, fp32, with -inf from key ``S`` on."""
     scores = tl.dot(q, tl.trans(k)) * scale
     s = first + tl.arange(0, COLUMNS)
     return tl.where((s < S)[None, :], scores, float("-inf"))
 
 
-# One program: ``BLOCK_M`` queries of one head, and all keys.
 @triton.jit(do_not_specialize=["L", "q_n", "k_n", "v_n", "scale"])
 def _short_attention_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr,
@@ -40,18 +40,30 @@ def _short_attention_kernel(
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
+    """A program computes y for ``BLOCK_M`` queries of one head of one sample.
+
+    Pointers: ``q`` (N, H, L, D), ``k`` and ``v`` (N, H, S, D), fp16 or bf16, with contiguous channels;
+    ``y`` (N, L, H, D), contiguous.
+
+    Numbers:
+        q_n, k_n, v_n: strides of samples, in multiples of ``VECTOR`` elements.
+        scale: factor of the scores, for powers of 2: log2(e) times the factor in the formula.
+
+    Constants:
+        Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads and of rows.
+        HEAD, TAIL: keys of the two tiles. 0 for no second tile.
+    """
     blocks = tl.cdiv(L, BLOCK_M)
     first = (tl.program_id(0) % blocks) * BLOCK_M
     h = ((tl.program_id(0) // blocks) % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    # Samples' strides come in loads of 16 bytes: so Triton knows that rows begin at a multiple
-    # of one, and loads vectors.
+    # The factor ``VECTOR`` tells Triton that rows start at multiples of 16 bytes, so that loads are vectors.
     q_ptr += n * q_n * VECTOR + h * Q_H
     k_ptr += n * k_n * VECTOR + h * K_H
     v_ptr += n * v_n * VECTOR + h * V_H
     if PDL:
         gdc_wait()
-    # All loads before the first product, so that their latencies pass together.
+    # All loads come before the first product, so that they run at the same time.
     q = _rows_of(q_ptr, first, BLOCK_M, L, Q_L, D, BLOCK_D)
     key = _rows_of(k_ptr, 0, HEAD, S, K_L, D, BLOCK_D)
     value = _rows_of(v_ptr, 0, HEAD, S, V_L, D, BLOCK_D)

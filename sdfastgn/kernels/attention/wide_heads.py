@@ -1,17 +1,21 @@
-"""Attention with heads of more than 256 channels: ``wide_attention``, and ``attend`` without its checks.
+"""Attention with heads of more than 256 channels.
+
+``wide_attention`` is the public function. ``attend`` computes the same, without checks of arguments.
 
 Formula, for each sample and head, with q of shape (L, D), k and v of (keys, D):
 
     y = softmax(q k^T * scale) v,  softmax over the keys
 
-Flash kernels keep tiles of queries, keys and values on the chip, which heads wider than 256
-channels leave no room for. What PyTorch runs for those reaches a fifth of what an H200's products
-do (130 TFLOP/s with the 512 channels of a VAE's mid block), so that two products with a softmax
-between them, in chunks of queries, may move far more memory. Chunks bound that:
-``_MAX_SCORE_BYTES`` of ``attention/config.py``, and half as much again for the weights.
+Flash kernels keep tiles of queries, keys and values on the chip. Heads with more than 256 channels do not
+fit, and PyTorch's kernel for them is slow. With the 512 channels of a VAE's mid block it reaches 130 TFLOP/s
+on an H200, a fifth of the speed of matrix products. Two matrix products with a softmax between them are
+faster, although all scores go through memory.
 
-Layout and numerics contract: ``attention/wide_heads_kernels.py``. Where the chunks cannot run or do
-not pay, PyTorch's ``scaled_dot_product_attention`` does.
+The queries are processed in chunks, which limits this memory: ``_MAX_SCORE_BYTES`` of
+``attention/config.py`` for the scores, and half of that for the weights, which are the softmax of the scores.
+
+On a GPU the kernels of ``attention/wide_heads_kernels.py`` run, where numerics are explained. If they cannot
+run or are not faster, PyTorch's ``scaled_dot_product_attention`` runs.
 
 Source: Vaswani et al., "Attention is all you need", 2017; Rabe and Staats, "Self-attention does not
 need O(n^2) memory", 2021, for chunks.
@@ -30,13 +34,14 @@ from sdfastgn.kernels.attention.config import pays
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
 
+# Dtypes that run in chunks.
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """PyTorch's own attention: the fallback."""
+    """The fallback, PyTorch's attention. Arguments and result as in ``wide_attention``."""
     y = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    # For an empty batch PyTorch 2.11's attention on a GPU returns None.
+    # PyTorch 2.11's attention on a GPU returns None for an empty batch.
     return q.clone() if y is None else y
 
 
@@ -44,7 +49,14 @@ def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``scaled_dot_product_attention(q, k, v)``, in chunks where that is faster, without checks."""
+    """``scaled_dot_product_attention(q, k, v)``, in chunks if that is faster.
+
+    Args:
+        q: (..., L, D).
+        k, v: (..., keys, D), the dtype and device of q.
+
+    The arguments are not checked. Returns (..., L, D) in the dtype of q.
+    """
     if _runs_in_chunks(q, k, v) and (
         (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
     ):
@@ -53,26 +65,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """``softmax(q k^T * scale) v`` of wide heads, without mask: two matrix products a chunk of queries.
+    """``softmax(q k^T * scale) v`` for wide heads, without a mask.
+
+    It runs in chunks of queries if all of the following holds, and else in PyTorch's attention: dtypes are
+    fp16 or bf16; the GPU is NVIDIA's; D is a multiple of 8 above 256; there are at least 1024 queries and
+    1024 keys; autocast does not change the dtype; no gradients are wanted, and no transform of torch.func
+    and no forward-mode AD is active.
 
     Args:
         q: (N, heads, L, D), queries.
-        k: (N, heads, keys, D), with the dtype and on the device of q.
-        v: (N, heads, keys, D), likewise.
-        scale: positive and finite; 1 / sqrt(D) where None.
+        k: (N, heads, keys, D), the dtype and device of q.
+        v: (N, heads, keys, D), the dtype and device of q.
+        scale: positive and finite. By default 1 / sqrt(D).
 
     Shapes: the output is (N, heads, L, D).
-    Dtypes: fp16, bf16, fp32 or fp64, the same for all. fp16 and bf16 run in chunks. The others, autocast
-        to another dtype, whatever chunks would not make faster (D up to 256 or no multiple of 8,
-        fewer than 1024 queries or keys), and AMD's GPUs run in PyTorch's attention.
-    Layout: any; tensors whose channels are not next to each other are copied first. The output is
-        contiguous, but under autocast and where gradients are wanted whatever PyTorch's attention
-        gives.
-    Grad: with respect to q, k and v, by PyTorch's attention, which is also what the transforms of
-    torch.func and forward-mode AD see.
-    Memory: 96 MiB beside output and copies for up to 131072 keys, in proportion to them beyond.
+    Dtypes: fp16, bf16, fp32 or fp64, the same for all tensors and the output.
+    Layout: any. Tensors whose channels are not contiguous are copied first. The output is contiguous, but
+        under autocast, and if gradients are wanted, it has the layout that PyTorch's attention returns.
+    Grad: of q, k and v, by PyTorch's attention.
+    Memory: 96 MiB besides the output and copies for up to 131072 keys. For more keys it grows in proportion.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ; scale is no number.
+        TypeError: a tensor is not strided or has another dtype, the dtypes differ, or scale is not a number.
         ValueError: a shape, a device or the scale does not fit.
 
     Source: Vaswani et al., 2017; Rabe and Staats, 2021;
@@ -87,10 +100,11 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
 
 def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if attention in chunks can run and is faster than PyTorch's attention."""
     return (
-        not torch.jit.is_tracing()  # where sizes are no numbers
-        and torch.version.hip is None  # the products of 16 bits into fp32 are cuBLAS's
-        # Sizes first: of a UNet's many attentions none has such heads.
+        not torch.jit.is_tracing()  # sizes are then not numbers
+        and torch.version.hip is None  # only cuBLAS has the products of 16-bit matrices with fp32 results
+        # This condition comes early, because it is fast to check and False for all attention of a UNet.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0
@@ -109,7 +123,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _is_cast(q: Tensor) -> bool:
-    """True under autocast to another dtype, which is PyTorch's attention's to follow."""
+    """True if autocast is on and its dtype is not the dtype of ``q``. PyTorch's attention then casts."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 
@@ -118,6 +132,7 @@ _NAME = f"{__name__}.wide_attention"
 
 
 def _check(q: Any, k: Any, v: Any) -> None:
+    """Check all arguments of ``wide_attention`` except ``scale``."""
     for label, t in (("q", q), ("k", k), ("v", v)):
         check_floating(_NAME, label, t)
         if t.dtype != q.dtype:
@@ -135,6 +150,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
 
 
 def _as_scale(scale: Any) -> float:
+    """``scale`` as a float. Raises ValueError if it is not positive and finite."""
     value = as_float(_NAME, "scale", scale)
     if not 0 < value < math.inf:
         raise ValueError(f"{_NAME}: scale must be positive and finite, got {scale!r}")

@@ -1,20 +1,24 @@
-"""Attention with wide heads: two products by cuBLAS for each chunk of queries, and Triton kernels after each.
+"""The launches of attention with wide heads, for ``attention/wide_heads.py``, and their Triton kernels.
 
-The function is in ``wide_heads.py``.
+The queries are processed in chunks, one after the other. Each chunk takes four launches:
 
-A chunk is four launches: scores = queries x keys in fp32, weights = exp(scores - largest of the
-row) with their sums, products of weights and values in fp32, division by the sums. One workspace
-serves all chunks, one after the other on one stream; the second product lies where the scores were.
-Nothing waits for the GPU, so that a CUDA graph can record it.
+1. scores = queries x keys, fp32, by cuBLAS;
+2. weights = exp(scale * (scores - largest score of the row)), 16 bits, and their sums for each row
+   (``_softmax_kernel``);
+3. products = weights x values, fp32, by cuBLAS, in the memory where the scores were;
+4. y = products / sums (``_divide_kernel``).
 
-From sm_90 on the Triton kernels start while the product before them still runs (``PDL``), and wait
-before they touch memory.
+All chunks use the same memory for scores, weights and sums. The CPU never waits for the GPU, so that a CUDA
+graph can record the launches.
 
-Numerics: scores, sums and products are fp32. Weights lie in [0, 1], 1 for the largest, and are
-rounded to 16 bit. Each row is divided by the sum of its *rounded* weights. Their errors then cost
-nothing of what all values have in common: a fifth of the error with the sum of the exact weights,
-where the values' mean is five times their spread. The result is rounded once. NaN and inf as in
-softmax.
+With programmatic dependent launch (``PDL``, from sm_90 on) the Triton kernels start while the product before
+them still runs, and wait before they access memory.
+
+Numerics: scores, sums and products are fp32. The weights of a row are between 0 and 1, and the largest
+is 1. They are rounded to 16 bits, and the sum of a row adds up its *rounded* weights. Rounding of the weights
+then does not scale the mean of the values. For example, if this mean is five times the deviation of the
+values, the error of y is a fifth of what it would be with sums of exact weights. y is rounded once. NaN and
+inf behave as in softmax.
 """
 
 from __future__ import annotations
@@ -39,16 +43,17 @@ from sdfastgn.kernels.common.sizes import ceil_div
 
 @triton.jit
 def _read_scores(scores, c, keys, pitch):
-    """Scores of the columns ``c``, fp32; -inf behind the last key."""
-    # Masked by the pitch, whose divisor the compiler knows: a mask that may end anywhere would
-    # be loaded element by element.
+    """Loads the scores of a row in columns ``c``, fp32. Scores after the last key are -inf."""
+    # The load is masked by the pitch, which the compiler knows to be a multiple of ``VECTOR``. With a mask
+    # that can end anywhere it would load element by element.
     return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
 
 
 @triton.jit
 def _write_weights(weights, scores, top, scale, c, pitch):
-    """Writes exp2((scores - top) * scale), rounded, and returns what was written, in fp32."""
-    # The difference before the product: exact where it is small, which is where the weight is not.
+    """Stores exp2((scores - top) * scale) in the dtype of ``weights``. Returns the rounded values in fp32."""
+    # The difference is taken first and then multiplied by scale. So it is exact for scores close to the
+    # largest one, which have the largest weights.
     rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
     tl.store(weights + c, rounded, mask=c < pitch)
     return rounded.to(tl.float32)
@@ -60,7 +65,13 @@ def _softmax_kernel(
     keys, parts, scale,
     PDL: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a row of scores, and their sum. ``WHOLE``: the row is one block, and read once."""
+    """A program computes the weights of one row of scores, and their sum.
+
+    Pointers: ``scores`` fp32 (rows, pitch); ``weights`` fp16 or bf16 (rows, pitch); ``sums`` fp32 (rows,).
+
+    ``parts``: the pitch in multiples of ``VECTOR``. ``scale``: factor of the scores, for powers of 2.
+    ``WHOLE``: True if a row is one block, which is read once. Else it is read twice.
+    """
     row = tl.program_id(0).to(tl.int64)
     pitch = parts * VECTOR
     scores = scores_ptr + row * pitch
@@ -89,7 +100,10 @@ def _divide_kernel(
     rows,
     D: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row of y: the products (SPLITS, rows, D), added up and divided by the row's sum."""
+    """A program computes a block of one row of y: the products of all parts, divided by the row's sum.
+
+    Pointers: ``products`` fp32 (SPLITS, rows, D); ``sums`` fp32 (rows,); ``y`` (rows, D), contiguous.
+    """
     blocks = tl.cdiv(D, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -108,7 +122,11 @@ def _divide_kernel(
 
 
 class _Plan:
-    """Chunks and launches for one combination of sizes, scale, dtype and device."""
+    """The chunks and launches for one combination of sizes, scale, dtype and device.
+
+    ``launches``: number of rows of a chunk -> its softmax and its division. The last chunk may have fewer
+    rows. ``scratch``: number of fp32 values for a chunk's scores and products.
+    """
 
     __slots__ = ("chunks", "config", "launches", "scratch")
 
@@ -123,7 +141,7 @@ class _Plan:
         softmax = {
             "keys": keys,
             "parts": self.config.pitch // VECTOR,
-            "scale": scale / math.log(2),  # powers of 2 instead of e
+            "scale": scale / math.log(2),  # the kernel uses exp2: exp(x) = exp2(x / log(2))
             "VECTOR": VECTOR,
             "WHOLE": whole,
             "BLOCK": block,
@@ -131,7 +149,6 @@ class _Plan:
         divide_block, divide_warps = divide_config(D)
         divide = {"D": D, "SPLITS": self.config.splits, "BLOCK": divide_block}
         blocks = ceil_div(D, divide_block)
-        # By the number of rows: the last chunk may have fewer.
         self.launches = {
             rows: (
                 Launch(_softmax_kernel, rows, warps, pdl=pdl, **softmax),
@@ -145,14 +162,18 @@ _plans: PlanCache[_Plan] = PlanCache()
 
 
 def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v, (N, heads, L, D) and contiguous. q: (N, heads, L, D), k and v: (N,
-    heads, keys, D).
+    """softmax(q k^T * scale) v, contiguous (N, heads, L, D) in the dtype of q.
 
-    None of them is empty; all are fp16 or all bf16, on a GPU, or anywhere under Triton's
-    interpreter. scale > 0.
+    Args:
+        q: (N, heads, L, D).
+        k, v: (N, heads, keys, D).
+        scale: must be positive.
+
+    The tensors must all be fp16 or all bf16, not empty, and on one GPU, or any device under Triton's
+    interpreter.
     """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # cuBLAS wants channels side by side, here once instead of in each chunk.
+    # cuBLAS needs contiguous channels. Copying here avoids one copy in each chunk.
     q, k, v = (_side_by_side(t).flatten(0, 1) for t in (q, k, v))
     key = (q.shape, k.shape, scale, q.dtype, q.device)
     plan = _plans.get(key)
@@ -170,6 +191,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
 
 
 def _side_by_side(t: Tensor) -> Tensor:
+    """``t``, or a copy if its channels are not contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -181,7 +203,13 @@ def _launch(
     workspace: tuple[Tensor, ...],
     y: Tensor,
 ) -> None:
-    """Computes the rows of y (count * L, D) that ``chunk`` is about."""
+    """Launch the four steps of one chunk, which fill its rows of y.
+
+    Args:
+        tensors: q (count, L, D), k and v (count, keys, D), where ``count`` are the heads of all samples.
+        workspace: memory for scores and products, for weights, and for sums.
+        y: (count * L, D).
+    """
     q, k, v = tensors
     scratch, weights, sums = workspace
     b0, b1, r0, r1 = chunk
@@ -194,7 +222,7 @@ def _launch(
     softmax(stream, scratch, weights, sums)
 
     left, right = weights[: matrices * rows * pitch].view(matrices, rows, pitch)[:, :, :keys], v[b0:b1]
-    if splits > 1:  # of one matrix
+    if splits > 1:  # the chunk then has one head: each part of its keys becomes a matrix of a batch
         left, right = left[0].unflatten(1, (splits, -1)).transpose(0, 1), right[0].unflatten(0, (splits, -1))
     _multiply(left, right, scratch[: left.shape[0] * rows * D].view(-1, rows, D))
     first = b0 * q.shape[1] + r0
@@ -202,8 +230,8 @@ def _launch(
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b in fp32, of 16-bit a and b."""
+    """out = a @ b for batches of matrices, with 16-bit a and b and fp32 out."""
     if a.is_cuda:
         torch.ops.aten.bmm.dtype_out(a, b, torch.float32, out=out)
-    else:  # PyTorch has that on GPUs only
+    else:  # PyTorch multiplies 16-bit matrices to fp32 only on GPUs
         out.copy_(torch.bmm(a.float(), b.float()))

@@ -1,7 +1,7 @@
-"""The activations of ``common/activations.py`` in Triton, and functions that they are made of.
+"""The activations of ``common/activations.py`` and their derivatives as Triton functions.
 
-They are fp32 in and out, as exact as an instruction of the special-function unit: 2 units in the last
-place of fp32.
+All take and return fp32 blocks of any shape. Exponentials and reciprocals are instructions of the GPU's
+special-function unit, which are accurate to 2 units in the last place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from sdfastgn.kernels.common.tiles import PTX
 
 @triton.jit
 def exp2(x):
-    """2^x in fp32, 0 below 2^-126, by an instruction: ``tl.exp2`` links a library, which takes long."""
+    """2^x; results below 2^-126 become 0.
+
+    On NVIDIA GPUs this is one PTX instruction. ``tl.exp2`` would link a library, which makes compilation
+    slower.
+    """
     if PTX:
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -33,11 +37,13 @@ def _reciprocal(x):
 
 @triton.jit
 def _sigmoid(z, PAIRS: tl.constexpr):
-    """Two special-function instructions an element, or three a pair: their rate is the bound in L2.
+    """1 / (1 + exp(-z)).
 
-    ``PAIRS``: two neighbours share a reciprocal, 1/a = b/(ab). The exponential is cut at 2^60,
-    so that ab stays finite: below z = -41 the result is 2^-60 instead of less, which 16-bit
-    results of usual size do not show.
+    ``PAIRS``: two neighbors on the last axis share one reciprocal. With a and b the two denominators, 1/a is
+    b * (1/(ab)), and 1/b is a * (1/(ab)). A pair then takes three special-function instructions instead of
+    four. Kernels whose x comes from L2 are limited by these instructions. exp(-z) is limited to 2^60, so that
+    ab stays finite. Where z < -41 the result is therefore 2^-60, which is too large. 16-bit results do not
+    show the difference.
     """
     if not PTX:
         s = 1 / (1 + tl.exp(-z))
@@ -56,13 +62,18 @@ def _sigmoid(z, PAIRS: tl.constexpr):
 
 @triton.jit
 def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
-    """(sigmoid, 1 - sigmoid). The latter is multiplied by powers of z, so in fp32 it is no difference."""
+    """(sigmoid(z), 1 - sigmoid(z)).
+
+    Callers multiply the second value by powers of z. Without ``PAIRS`` the second value is therefore computed
+    as exp(-z) * sigmoid(z), because the subtraction would cancel where sigmoid is close to 1.
+    """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)
         rest = 1 - s
     else:
-        # log2(e) in two parts, and the rounding error of the first product: the exponent is
-        # then exact to the last bit.
+        # The exponent is -z * log2(e) = t + low: ``t`` is the rounded product, ``low`` is its rounding
+        # error plus z times the digits of log2(e) that one fp32 number cannot hold. The factor
+        # 2^low = 1 + low * ln(2) then corrects 2^t.
         t = tl.minimum(z * -1.4426950408889634, 126.0)
         low = tl.fma(z, -1.4426950216293335, -t) + z * -1.92596298909109e-08
         e = exp2(t)
@@ -74,8 +85,9 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
+    """The activation named ``ACTIVATION`` of z. ``PAIRS`` as in ``_sigmoid``."""
     if ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)  # keeps NaN
+        z = tl.where(z < 0, 0.0, z)  # not ``tl.maximum``, which would turn NaN into 0
     elif ACTIVATION == "silu":
         z = z * _sigmoid(z, PAIRS)
     elif ACTIVATION == "gelu":
@@ -88,10 +100,10 @@ def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
-    """Gradient of z where ``dy`` is that of activation(z)."""
+    """Gradient of z, given ``dy``, the gradient of activation(z). ``PAIRS`` as in ``_sigmoid``."""
     dz = dy
     if ACTIVATION == "relu":
-        dz = tl.where(z <= 0, 0.0, dy)  # passes on where z is NaN, as PyTorch does
+        dz = tl.where(z <= 0, 0.0, dy)  # the gradient is dy where z is NaN, as in PyTorch
     elif ACTIVATION == "silu":
         s, rest = _sigmoid_and_rest(z, PAIRS)
         dz = dy * s * (1 + z * rest)
@@ -106,12 +118,12 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def normal_cdf(z, HALF: tl.constexpr):
-    """(P(z), exp(-z * z / 2)), P being the normal distribution; the other is a multiple of P'.
+    """Returns P(z), the cumulative normal distribution, and exp(-z * z / 2), a multiple of P'(z).
 
-    ``HALF``: for 16-bit results, in half the instructions, which bound a kernel that applies
-    this to a matrix product at 40 an element. exp(z * z / 2) * P(-z) is a polynomial in 1 / (1
-    + 0.3 z), fitted for 0 <= z <= 14 to a relative error of 8e-6: a thirtieth of a rounding to
-    fp16, and unlike 1 + erf(z) no difference where the gate is closed.
+    ``HALF``: use an approximation that is exact enough for 16-bit results and takes half the instructions. A
+    kernel that applies this function to a matrix product is limited by its instructions. exp(z * z / 2) *
+    P(-z) is a polynomial in 1 / (1 + 0.3 z), fitted for 0 <= z <= 14. Its relative error is 8e-6, a thirtieth
+    of fp16's rounding error. It is accurate for large negative z too, where 1 + erf(z) would cancel.
     """
     if HALF:
         e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)

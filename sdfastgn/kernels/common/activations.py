@@ -1,10 +1,10 @@
 """The activations that follow a normalization, in plain PyTorch.
 
-To add one, give it here a plain form (``ACTIVATIONS``) and the derivative of that (``ACTIVATION_GRADS``),
-and in ``common/activation_kernels.py`` a branch in each of ``activate`` and ``activation_grad``. Checks,
-error texts, ops and kernels take it from there.
+To add an activation, add its function to ``ACTIVATIONS`` and its derivative to ``ACTIVATION_GRADS``, and
+in ``common/activation_kernels.py`` a branch to ``activate`` and one to ``activation_grad``. Checks, error
+texts, ops and kernels then accept its name.
 
-Names are those of the public API. ``gelu`` is the exact (erf) form and ``gelu_tanh`` PyTorch's
+The keys are the names in the public API. ``gelu`` is the exact (erf) form, ``gelu_tanh`` is PyTorch's
 ``approximate="tanh"``.
 """
 
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Neighbors in memory that one thread holds, at least, where pairs of them need no exchange.
+# Minimum number of contiguous elements of a tile for ``PAIRS``. The two neighbors of a pair are then in the
+# same thread, so threads need not exchange values.
 PAIRED = 8
 
 # --- in PyTorch -------------------------------------------------------------------------------------
@@ -40,12 +41,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)  # aten::silu_backward has no derivative of its own
+    s = torch.sigmoid(z)  # aten::silu_backward cannot be differentiated again
     return dy * s * (1 + z * (1 - s))
 
 
-# (gradient of the output, pre-activation) -> gradient of the pre-activation. Each is differentiable
-# once more.
+# (dy, z) -> dz, where dy is the gradient of activation(z). Each can be differentiated again.
 ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "identity": lambda dy, z: dy,
     "relu": lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0),

@@ -1,7 +1,9 @@
-"""Checks of arguments, in one wording for all public functions and modules.
+"""Checks of arguments, with the same error texts for all public functions and modules.
 
-``name`` is the public name that an error begins with, ``label`` the argument's. Numbers are what
-PyTorch's own functions take as such: Python's, NumPy's, and tensors without dimensions.
+``name`` is the public function's name. Each error begins with it. ``label`` is the argument's name. As in
+PyTorch, a number may be a Python number, a NumPy number or a tensor without dimensions.
+
+A check raises TypeError for a wrong type or dtype, and ValueError for a wrong value, shape or device.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from sdfastgn.kernels.common.activations import ACTIVATIONS
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-# ``try``, not ``contextlib.suppress``: torch.compile before 2.10 breaks the graph at the latter.
 def as_index(name: str, label: str, value: Any) -> int:
-    """``value`` as an int. A bool is none, as in PyTorch."""
+    """``value`` as an int. Raises TypeError for a bool, as PyTorch does."""
+    # torch.compile before 2.10 would break the graph at ``contextlib.suppress``.
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -29,7 +31,7 @@ def as_index(name: str, label: str, value: Any) -> int:
 
 
 def as_size(name: str, label: str, value: Any) -> int:
-    """``value`` as a number of elements. Zero is one, as in PyTorch."""
+    """``value`` as an int. Raises ValueError if it is negative."""
     size = as_index(name, label, value)
     if size < 0:
         raise ValueError(f"{name}: {label} must not be negative, got {value!r}")
@@ -37,7 +39,11 @@ def as_size(name: str, label: str, value: Any) -> int:
 
 
 def as_float(name: str, label: str, value: Any) -> float:
-    """``value`` as a float. Not taken: bools, text, and tensors that want a gradient, which would be lost."""
+    """``value`` as a float.
+
+    Raises TypeError for a bool, for text, and for a tensor that requires a gradient, because the gradient
+    would be lost.
+    """
     if isinstance(value, Tensor):
         is_number = value.dim() == 0 and not value.is_complex() and not value.requires_grad
     else:
@@ -45,30 +51,31 @@ def as_float(name: str, label: str, value: Any) -> float:
     try:
         if is_number:
             return float(value)
-    except (OverflowError, TypeError):  # the former of a huge int
+    except (OverflowError, TypeError):  # ``float`` raises OverflowError for an int that is too large
         pass
     raise TypeError(f"{name}: {label} must be a number, got {value!r}")
 
 
 def as_eps(name: str, value: Any) -> float:
-    """``value`` as a float. A bool is one, as in PyTorch."""
+    """A norm's eps as a float. Accepts a bool too, as PyTorch does."""
     return float(value) if isinstance(value, bool) else as_float(name, "eps", value)
 
 
 def check_activation(name: str, activation: Any) -> None:
+    """Raise ValueError if ``activation`` is not a key of ``ACTIVATIONS``, even if it is not a string."""
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{name}: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
 
 
 def check_input(name: str, label: str, t: Any) -> None:
-    """``check_floating``, with fewer words for what is no tensor at all."""
+    """Same as ``check_floating``, but with a shorter error if ``t`` is not a tensor."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {label} must be a torch.Tensor, got {type(t).__name__}")
     check_floating(name, label, t)
 
 
 def check_floating(name: str, label: str, t: Any) -> None:
-    """``t`` has a dtype that the ops take, and its elements lie in memory as shape and strides say."""
+    """Check that ``t`` is a strided tensor of fp16, bf16, fp32 or fp64: not sparse, not nested."""
     if isinstance(t, Tensor) and t.dtype in _DTYPES and t.layout is torch.strided and not t.is_nested:
         return
     if not isinstance(t, Tensor) or not t.is_floating_point():
@@ -80,16 +87,17 @@ def check_floating(name: str, label: str, t: Any) -> None:
 
 
 def check_device(name: str, label: str, t: Tensor, x: Tensor, first: str = "x") -> None:
+    """Check that ``t`` is on the device of ``x``. ``first`` is the name of ``x`` in the error."""
     if t.device != x.device:
         raise ValueError(f"{name}: {label} is on {t.device}, {first} on {x.device}")
 
 
 def check_operand(name: str, label: str, t: Any, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    """``t`` is None, or a floating tensor of one of ``shapes`` on the device of ``x``."""
+    """Check ``t`` by ``check_floating``, its shape and its device, unless it is None."""
     if t is None:
         return
     check_floating(name, label, t)
-    # Not ``in``: a compiler compares sizes that it does not know one by one.
+    # ``!=`` instead of ``in``, so that torch.compile with dynamic shapes compares the sizes one by one.
     if all(tuple(t.shape) != shape for shape in shapes):
         *others, last = map(str, shapes)
         allowed = f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""Compile the kernels of a call in threads beside each other, before their first launch."""
+"""Compile all kernels of a call in parallel threads, before their first launch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-# A compilation holds some 100 MB, and beyond a few the part that Python does under its lock decides.
+# Maximum number of threads that compile at a time. Each takes about 100 MB. More threads would mostly wait
+# for Python's lock.
 _MAX_THREADS = 16
 
 
 class _Rehearsal:
-    """The kernels that a call has come by so far. Each is compiled once, in threads beside the call."""
+    """Collects the kernels of a running call, and compiles each once in a pool of threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,29 +27,34 @@ class _Rehearsal:
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches of many sizes share a compiled kernel.
+        # Launches that differ only in their kernel's numbers share one compiled kernel.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
-        with contextlib.suppress(AttributeError):  # a private name
-            launch.kernel.device_caches[self._device.index]  # made here, and not twice by two threads
+        with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
+            # Reading the entry creates the kernel's cache for the device. It is read in this thread, because
+            # two threads could create two caches.
+            launch.kernel.device_caches[self._device.index]
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
 
-# Of the thread that rehearses.
+# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` that finds one
+# compiles its kernel instead of launching it for the first time.
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
-    """Compile the kernels of ``call`` on ``device`` that are not compiled yet, in parallel threads.
+    """Run ``call``. Kernels that are new to it are compiled in parallel threads instead of launched.
 
-    They begin while ``call`` runs: its first products and convolutions wait for libraries to be loaded.
-    What it computes is of no use. A kernel that cannot be compiled says so when it is launched. Returns
-    how many kernels they are; those that this process has launched before are not among them.
+    The compiled kernels do not run, so the results of ``call`` are meaningless. Compilation starts while
+    ``call`` runs, because its first matrix products and convolutions wait for libraries to be loaded.
 
-    Raises whatever ``call`` raises.
+    Returns the number of kernels that were compiled.
+
+    Raises what ``call`` raises. Errors of the compilation are ignored here. They are raised again when the
+    kernel is launched.
     """
     found = _Rehearsal(device)
     token = rehearsal.set(found)
@@ -58,17 +64,20 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
         finally:
             rehearsal.reset(token)
         wait(found.jobs.values())
-    finally:  # after an error or an interrupt only for what has begun
+    finally:
+        # After an error or an interrupt, compilations that have not started are canceled.
         found.pool.shutdown(cancel_futures=True)
     return len(found.jobs)
 
 
 def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:
-    with torch.cuda.device(device):  # each thread has a current one of its own
+    with torch.cuda.device(device):  # the current device is a setting of each thread
         compiled = launch.kernel.warmup(
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
         )
-        try:  # the launcher, for which Triton 3.6 runs a C compiler, and the code on the device
+        try:
+            # Reading ``run`` builds the launcher, for which Triton 3.6 runs a C compiler, and loads the
+            # kernel on the device.
             _ = compiled.run
         except Exception:
             forget(launch.kernel, device)

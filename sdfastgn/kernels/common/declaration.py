@@ -1,4 +1,4 @@
-"""One declaration per op: a NamedTuple of its arguments, whose annotations say what each of them is.
+"""What can be derived from an op's declaration: a NamedTuple with one annotated field for each argument.
 
     class ScaleCall(NamedTuple):
         x: Annotated[Tensor, Operand("(N, C, *spatial)", whole=dense)]
@@ -6,10 +6,12 @@
         activation: Annotated[str, Value(check_activation)]
         eps: float
 
-Each function here makes one thing of such a class; their examples are of this one. ``common/op.py``
-and ``common/grad_op.py`` put these together.
+Each function here derives one thing from such a class, for example the op's schema. ``ScaleCall`` is the
+example in their docstrings. ``common/op.py`` and ``common/grad_op.py`` use the functions to register ops.
 
-Fields with defaults come last. They are no arguments of the op: only the kernels know them.
+An instance of the class is a *call*: the op's arguments with their values.
+
+Fields with defaults come last. They are not in the op's schema: only plans and kernels use these fields.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import layout
 from sdfastgn.kernels.common.checks import check_input, check_operand
 
-# What an annotation is called in a schema.
+# Annotation -> type in the op's schema.
 _KINDS: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -37,22 +39,25 @@ _KINDS: dict[Any, str] = {
     str: "str",
 }
 
-# Gradients by the names of their operands. One that is not wanted is None, or missing.
+# Name of an operand -> its gradient. An unwanted gradient is None, or its name is missing.
 Gradients = dict[str, Tensor | None]
 
 
-# --- what an annotation says ------------------------------------------------------------------------
+# --- annotations ------------------------------------------------------------------------------------
 
-# How kernels want an operand to lie in memory. Each function takes a tensor and its call, and returns the
-# tensor itself if it lies so, else a copy. An annotation cannot have a lambda: names are not resolved in it.
+# Values for ``Operand(whole=...)``. Each function stands for a memory layout that kernels can read. It
+# returns its tensor itself if the tensor has this layout, else a copy with this layout. ``call`` is the op's
+# call, with all its arguments. (A declaration cannot use a lambda instead: ``typing.get_type_hints`` does not
+# resolve the names inside a lambda.)
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
+    """``t``, or a contiguous copy if ``t`` is not contiguous. Any shape."""
     return t.contiguous()
 
 
 def dense(x: Tensor, call: Any) -> Tensor:
-    """(N, C, *spatial) without gaps, in either layout."""
+    """``x`` (N, C, *spatial), or a copy without gaps if it is neither channels-last nor channels-first."""
     return layout.dense(x)
 
 
@@ -62,20 +67,22 @@ def channels_last(x: Tensor, call: Any) -> Tensor:
 
 
 def even_rows(x: Tensor, call: Any) -> Tensor:
-    """(..., D) in rows that are equally far apart."""
+    """``x`` (..., D), or a contiguous copy if its rows are not contiguous or not evenly spaced."""
     return x.contiguous() if layout.row_stride(x) is None else x
 
 
 class Operand:
-    """A tensor.
+    """Annotation of an argument that is a tensor.
 
     Args:
-        shapes: all that it may have, in letters of the shape of the op's first operand. ``*spatial``
-            and ``...`` stand for any number of axes. Without one, the op's own check has to look.
-        whole: how kernels want it to lie in memory: one of the functions above. None: never copied.
-        has_gradient: autograd may ask for its gradient.
-        same_dtype: it must have the dtype of the first operand.
-        label: what errors call it, if not by its field.
+        shapes: the allowed shapes. A letter such as C has the same size as in the first operand's shape.
+            ``*spatial`` and ``...`` stand for any number of axes. If no shape is given, the op's own check
+            must check the shape.
+        whole: one of the functions above, which returns the tensor in a layout that kernels can read.
+            If it is None, kernels can read every layout.
+        has_gradient: True if autograd may ask for the tensor's gradient.
+        same_dtype: True if the tensor must have the dtype of the first operand.
+        label: name in errors. Default: the name of the field.
     """
 
     def __init__(
@@ -91,20 +98,23 @@ class Operand:
 
 
 class Value(NamedTuple):
-    """An argument that is no tensor; ``check(public name, value)`` raises where it is wrong."""
+    """Annotation of an argument that is not a tensor. ``check(public name, value)`` raises if it is wrong."""
 
     check: Callable[[str, Any], None]
 
 
-# The last fields of a backward's declaration: ``dweight: Wanted`` says whether the gradient of ``weight``
-# is wanted. ``WantedDtype`` is the gradient's dtype, or None.
+# Annotations of a backward's last fields. A field ``dweight: Wanted`` is True if the gradient of ``weight``
+# is wanted. A field ``dweight: WantedDtype`` is the dtype of the gradient, or None if it is not wanted.
 _WANTED = "wanted"
 Wanted = Annotated[bool, _WANTED]
 WantedDtype = Annotated[torch.dtype | None, _WANTED]
 
 
 class Field(NamedTuple):
-    """One argument: ``Field("weight", 1, "Tensor?", Operand("(C,)"))``."""
+    """One field of a declaration: ``Field("weight", 1, "Tensor?", Operand("(C,)"))``.
+
+    ``place`` is its index, ``kind`` its type in the schema, and ``note`` its annotation or None.
+    """
 
     name: str
     place: int
@@ -118,7 +128,7 @@ class Field(NamedTuple):
 
 @functools.cache
 def fields_of(call_type: Any) -> tuple[Field, ...]:
-    """All fields of a declaration, those with defaults too."""
+    """All fields of a declaration, including those with defaults."""
     hints = typing.get_type_hints(call_type, include_extras=True)
     found = []
     for place, name in enumerate(call_type._fields):
@@ -131,16 +141,16 @@ def fields_of(call_type: Any) -> tuple[Field, ...]:
     return tuple(found)
 
 
-# --- what is made of it -----------------------------------------------------------------------------
+# --- derived from a declaration ---------------------------------------------------------------------
 
 
 def arguments_of(call_type: Any) -> tuple[Field, ...]:
-    """The fields that the dispatcher knows: all without a default."""
+    """The fields without a default, which are the arguments in the op's schema."""
     return tuple(field for field in fields_of(call_type) if field.name not in call_type._field_defaults)
 
 
 def schema_of(name: str, call_type: Any, results: str) -> str:
-    """``scale(Tensor x, Tensor? weight, str activation, float eps) -> Tensor``"""
+    """The op's schema: ``scale(Tensor x, Tensor? weight, str activation, float eps) -> Tensor``"""
     arguments = ", ".join(f"{field.kind} {field.name}" for field in arguments_of(call_type))
     return f"{name}({arguments}) -> {results}"
 
@@ -151,21 +161,39 @@ def differentiable(call_type: Any) -> tuple[str, ...]:
 
 
 def passed_on(call_type: Any) -> tuple[str, ...]:
-    """Names of the values that a backward takes too, all but dtypes: ``("activation", "eps")``."""
+    """Names of the arguments that are neither tensors nor dtypes: ``("activation", "eps")``.
+
+    The op's backward takes these arguments too.
+    """
     return tuple(f.name for f in arguments_of(call_type) if not f.is_tensor and f.kind != "ScalarType?")
 
 
 def gradients_of(grad_type: Any) -> tuple[str, ...]:
-    """Of a backward's declaration: whose gradients it makes, ``("x", "weight")``."""
+    """Names of the operands whose gradients a backward can compute: ``("x", "weight")``.
+
+    ``grad_type``: the declaration of a backward.
+    """
     return tuple(field.name[1:] for field in fields_of(grad_type) if field.note is _WANTED)
 
 
 def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any = Wanted) -> Any:
-    """The declaration of an op's backward, for an op with one result that has a gradient.
+    """The declaration of the backward of an op that has one result with a gradient.
 
-    ``backward_of(ScaleCall, ("mean",), ...)`` has the fields dy, x, mean, weight, activation, eps, dx
-    and dweight: the gradient of the result, the first operand, what the forward saved, the other
-    operands that may have a gradient, the values, and which gradients are wanted.
+    ``backward_of(ScaleCall, ("mean",), ...)`` has the fields dy, x, mean, weight, activation, eps, dx,
+    dweight. In this order:
+
+    - the gradient of the result;
+    - the op's first operand;
+    - the tensors that the forward saved;
+    - the other operands that may have a gradient;
+    - the op's arguments that are neither tensors nor dtypes;
+    - for each operand that may have a gradient, whether it is wanted.
+
+    Args:
+        call_type: the declaration of the op.
+        saved: names of the saved tensors.
+        dy: the annotation of the result's gradient.
+        wanted: ``Wanted`` or ``WantedDtype``.
     """
     hints = typing.get_type_hints(call_type, include_extras=True)
     first, *others = differentiable(call_type)
@@ -177,15 +205,21 @@ def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any
 
 
 def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """``(public name, call)``, which raises where an argument is wrong.
+    """A function ``check(public name, call)`` that raises if an argument is wrong.
 
-    For ``ScaleCall``: x is a tensor of rank 2 or more, then ``own`` finds no fault, then weight is a
-    floating tensor of shape (C,) on the device of x, and ``check_activation`` finds none.
+    For ``ScaleCall`` it checks, in this order:
+
+    - x is a floating tensor of rank 2 or more;
+    - ``own(public name, call)``, the op's own check, does not raise;
+    - ``check_activation`` does not raise;
+    - weight is None, or a floating tensor of shape (C,) on the device of x.
+
+    Raises TypeError and ValueError as in ``common/checks.py``, and what ``own`` raises.
     """
     first, *others = fields_of(call_type)
     (shape,) = first.note.shapes
     least = sum(part[0] not in "*." for part in _parts(shape))
-    # Looked up here, once: torch.compile traces ``check``.
+    # Outside of ``check``, so that torch.compile does not trace this.
     values = [(field.name, field.note.check) for field in others if isinstance(field.note, Value)]
     operands = [
         (field, field.note.label or field.name, [_axes(text, shape) for text in field.note.shapes])
@@ -219,9 +253,9 @@ def _parts(shape: str) -> list[str]:
 
 
 def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
-    """Where the sizes of ``shape`` stand in that of x, ``first``: slices of it, or numbers.
+    """For each part of ``shape``: its number, or (start, stop) of the axes with the same name in ``first``.
 
-    ``"(1, C, *spatial)"`` for ``"(N, C, *spatial)"`` -> ``[1, (1, 2), (2, None)]``
+    ``shape`` ``"(1, C, *spatial)"``, ``first`` ``"(N, C, *spatial)"`` -> ``[1, (1, 2), (2, None)]``
     """
     names = _parts(first)
     rest = next((i for i, name in enumerate(names) if name[0] in "*."), len(names))
@@ -231,7 +265,8 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
             found.append(int(part))
             continue
         place = names.index(part)
-        # Behind the axes of any number, places count from the end.
+        # Axes behind ``*spatial`` or ``...`` are counted from the end, because ``*spatial`` has no fixed
+        # length.
         start = place if place <= rest else place - len(names)
         stop = (place if place < rest else place - len(names)) + 1
         found.append((start, stop or None))
@@ -239,7 +274,10 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
 
 
 def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ...]:
-    """``[1, (1, 2)]`` for an x of shape (2, 320, 64, 64) -> ``(1, 320)``"""
+    """The shape that ``axes`` mean if ``x`` is the first operand. ``axes`` is a result of ``_axes``.
+
+    ``axes`` ``[1, (1, 2)]``, ``x`` (2, 320, 64) -> ``(1, 320)``
+    """
     found: tuple[int, ...] = ()
     for axis in axes:
         found += (axis,) if isinstance(axis, int) else tuple(x.shape[axis[0] : axis[1]])
@@ -247,7 +285,10 @@ def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ..
 
 
 def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]:
-    """What has to be copied before kernels can read ``call``: ``((0, dense),)`` for an x with gaps."""
+    """(place, ``whole``) of each operand whose memory layout kernels cannot read.
+
+    For example ``((0, dense),)`` if only the first operand has gaps.
+    """
     call_type: Any = type(call)
     return tuple(
         (field.place, field.note.whole)
@@ -259,7 +300,7 @@ def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...
 
 
 def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]) -> Any:
-    """``call`` with copies of the operands in ``gaps``."""
+    """``call`` with copies of the operands in ``gaps``, a result of ``gaps_of`` for this kind of call."""
     arguments = list(call)
     for place, whole in gaps:
         arguments[place] = whole(arguments[place], call)
@@ -267,7 +308,11 @@ def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tenso
 
 
 def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
-    """Memory for the gradients ``names`` of a call without gaps: x's as x lies, the others contiguous."""
+    """Uninitialized gradients of the operands ``names``, with their shapes and dtypes.
+
+    The gradient of x has the strides of x, which has no gaps. The others are contiguous. There is no gradient
+    for an operand that is None.
+    """
     found: Gradients = {}
     for name in names:
         t = getattr(call, name)
@@ -279,7 +324,11 @@ def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
 
 
 def empty_row_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
-    """The same for x (..., D) and operands (D,), whose gradients are ``WantedDtype``: all contiguous."""
+    """Uninitialized gradients of the operands ``names``, for an op on rows: all contiguous.
+
+    The gradient of x (..., D) has the shape of x, the others are (D,). Their dtypes are in the fields of
+    ``call`` that are annotated with ``WantedDtype``.
+    """
     x = call.x
     found: Gradients = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""When a call runs in Triton, and when it needs PyTorch's dispatcher on the way."""
+"""Decides whether a call runs in Triton, and whether it has to go through PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ from sdfastgn.kernels.common.private import (
     is_tracing,
 )
 
+# Dtypes that the kernels take.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Why no kernel runs in this process, or None. ``turn_off`` sets it.
+# The reason why no kernel runs in this process, or None. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if gpu.triton is None else None
-# True inside ``stock_code``: for the calls of one thread, while other threads launch kernels.
+# True inside ``stock_code``. It is a ContextVar, so that other threads still launch kernels.
 _in_stock_code: ContextVar[bool] = ContextVar("sdfastgn_in_stock_code", default=False)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-# Arguments that no mode and no subclass has a say in.
+# Types of arguments for which the dispatcher can be skipped. A subclass of Tensor may need the dispatcher.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
 
 class KernelError(Exception):
-    """A kernel could not be compiled, and from now on none is launched.
+    """A kernel could not be compiled. ``turn_off`` was called, so later calls launch no kernels.
 
-    An op catches it and makes its call again, which then runs in plain PyTorch.
+    An op catches this and repeats the call, which then runs in plain PyTorch.
     """
 
 
 def retried(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, which asks whether Triton runs: called again where a kernel cannot be compiled.
+    """Decorator: call ``function`` a second time if it raises ``KernelError``.
 
-    Not for what torch.compile traces: it would trace the ``try`` too.
+    ``function`` must ask ``runs_in_triton`` in each call, so that the second call takes plain PyTorch. Do not
+    use it on functions that torch.compile traces: it would trace the ``try`` too.
     """
 
     @functools.wraps(function)
@@ -59,7 +61,10 @@ def retried(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def turn_off(reason: str) -> KernelError:
-    """Let all calls of this process run in plain PyTorch from now on. Warns once. Returns what to raise."""
+    """Make all later calls of this process run in plain PyTorch, and warn once.
+
+    Returns the ``KernelError`` that the caller raises.
+    """
     global why_off
     if why_off is None:
         why_off = reason
@@ -73,9 +78,9 @@ def turn_off(reason: str) -> KernelError:
 
 @contextlib.contextmanager
 def stock_code() -> Iterator[None]:
-    """Inside, calls of this thread launch no kernel, and optimized modules run their stock forwards.
+    """Context in which this thread launches no kernel, and optimized modules run their stock forwards.
 
-    What torch.compile has compiled stays as it is.
+    Code that torch.compile has compiled before still launches kernels.
     """
     token = _in_stock_code.set(True)
     try:
@@ -90,7 +95,7 @@ def is_on() -> bool:
 
 
 def _is_on(is_compiling: bool) -> bool:
-    # torch.compile cannot trace a ContextVar, and must not bake its value into what it compiles.
+    # torch.compile cannot trace the ContextVar. Compiled code therefore ignores ``stock_code``.
     return why_off is None and (is_compiling or not _in_stock_code.get())
 
 
@@ -100,14 +105,15 @@ def is_supported(x: Tensor) -> bool:
 
 
 def runs_in_triton(x: Tensor) -> bool:
-    """True if an op of this package on ``x`` launches Triton kernels, false if it runs in plain PyTorch."""
+    """True if an op whose first operand is ``x`` launches Triton kernels. Else it runs in plain PyTorch."""
     return is_supported(x) and is_on()
 
 
 def has_kernels(x: Tensor) -> bool:
-    """True if a kernel of this package takes tensors like ``x`` now; ONNX knows PyTorch's ops alone.
+    """True if a call on ``x`` may use this package's ops: ``runs_in_triton``, and it is not exported to ONNX.
 
-    Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
+    Otherwise public functions call PyTorch's own ops, and optimized modules run their stock forward. ONNX has
+    no translation of this package's ops.
     """
     if not is_supported(x):
         return False
@@ -116,31 +122,31 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """Eager's rule for norms: under CUDA autocast they compute in and return fp32. None: the dtype of x."""
+    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch; else None for the dtype of x."""
     if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None
 
 
 def needs_op(x: Tensor) -> bool:
-    """True if a call that is not plain is the registered op; else it is PyTorch's own ops and autograd."""
+    """True if a call that is not plain goes to the registered op, False if it goes to PyTorch's own ops."""
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
 
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if nothing would come of the dispatcher but its cost: ``is_plain``, and no gradient is wanted."""
+    """True if the call ``is_plain`` and no gradient is wanted: the dispatcher can be skipped."""
     return is_plain(x, others) and not wants_gradient(x, others)
 
 
 def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if autograd records an operation on these tensors."""
+    """True if autograd would record an operation on ``x`` and the tensors in ``others``."""
     return torch.is_grad_enabled() and (
         x.requires_grad or any(t is not None and isinstance(t, Tensor) and t.requires_grad for t in others)
     )
 
 
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if nothing would come of the dispatcher but autograd: Triton runs, and ``is_untraced``."""
+    """True if kernels run and the arguments are ordinary, so that the dispatcher would only run autograd."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -153,7 +159,11 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if these are just memory and numbers: no tracing, modes, tensor subclasses or transforms."""
+    """True if the arguments are ordinary tensors and numbers.
+
+    False under tracing, in torch.func transforms, in forward-mode AD and in PyTorch's modes
+    (``TorchDispatchMode``, ``TorchFunctionMode``). Also False for a subclass of Tensor, except Parameter.
+    """
     return not torch.compiler.is_compiling() and type(x) in _TENSORS and _are_values(others)
 
 
@@ -163,17 +173,17 @@ def _are_values(others: Iterable[Any]) -> bool:
         and dispatch_modes() == 0
         and not in_function_mode()
         and not is_tracing()
-        # ``is_transformed``, without the call
+        # these two lines are ``not is_transformed()``, without the time of a call
         and in_transform() is None
         and forward_ad._current_level < 0
     )
 
 
 def is_batched(dy: Tensor) -> bool:
-    """True if ``dy`` stands for many gradients, which autograd hands to a backward at once."""
+    """True if ``dy`` is a batch of gradients, from ``torch.autograd.grad(..., is_grads_batched=True)``."""
     return not torch.compiler.is_compiling() and private.is_batched(dy)
 
 
 def is_transformed() -> bool:
-    """True in torch.func transforms and forward-mode AD, which cannot differentiate ops of a library."""
+    """True inside torch.func transforms and forward-mode AD, which cannot differentiate registered ops."""
     return in_transform() is not None or forward_ad._current_level >= 0

@@ -1,4 +1,7 @@
-"""What keeps Triton from running kernels, told apart from bugs and from CUDA's own errors."""
+"""Finds out whether an error of a launch means that Triton cannot run kernels on this machine.
+
+If so, kernels are turned off, and plain PyTorch takes over.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,52 @@ import torch
 
 from sdfastgn.kernels.common import dispatch, gpu
 
-# What a plain RuntimeError of Triton's says where it finds no C compiler, ptxas, driver or folder
-# for its cache, where a pass of its compiler fails, and where the GPU or its driver refuses the
-# code. Any other is left alone: what CUDA reports may be the fault of an earlier kernel.
+# A RuntimeError with one of these words comes from Triton, not from CUDA. The causes: Triton finds no C
+# compiler, ptxas, driver or folder for its cache; a pass of its compiler fails; or the GPU or its driver
+# refuses the code. Any other RuntimeError may be CUDA's report of an error in an earlier kernel, and is
+# raised as usual.
 _WORDS = ("compiler", "ptxas", "active drivers", "cache dir", "PassManager", "kernel image", "PTX")
+# Text of the error if a kernel's code does not fit into the GPU's memory.
 _NO_MEMORY = "Triton Error [CUDA]: out of memory"
-# Characters of what an error says: a reason is a line of a report.
+# Maximum length of an error's text in characters. The text is shown as one line of a report.
 _MAX_TEXT = 300
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type and the first line that says something."""
+    """Format an exception as one line: its type, and the first line of its text that is not empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return f"{type(error).__name__}: {next(filter(None, lines), 'no message')}"[:_MAX_TEXT]
 
 
 def check_gpu(device: torch.device) -> None:
-    """Turn kernels off and raise ``KernelError`` where ``device`` is too old for them."""
+    """Turn kernels off and raise ``KernelError`` if ``device`` is too old for them."""
     reason = gpu.unsupported(device)
     if reason is not None:
         raise dispatch.turn_off(reason)
 
 
 def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
-    """Return if ``error``, which a launch through Triton has raised, is about something else.
+    """Raise a clearer error in place of ``error``, which a launch of ``kernel`` raised.
+
+    Returns if there is no clearer error. The caller then raises ``error`` itself.
 
     Raises:
-        KernelError: Triton cannot compile or load ``kernel`` here; kernels are turned off.
-        torch.OutOfMemoryError: there is no memory for its code; another call may find some.
+        KernelError: Triton cannot compile or load ``kernel`` here. Kernels are turned off.
+        torch.OutOfMemoryError: there is no memory for the kernel's code. A later call may find some.
     """
     if _NO_MEMORY in str(error):
         forget(kernel, device)
         raise torch.OutOfMemoryError(f"sdfastgn: no memory for the code of a kernel: {error}") from error
     if _is_of_compiling(error):
         name = getattr(kernel, "__name__", "a kernel")
-        # A CompilationError's text begins with the kernel's source.
+        # ``str`` of a CompilationError would begin with the kernel's source.
         text = getattr(error, "error_message", None) or str(error)
         said = textwrap.shorten(f"{type(error).__name__}: {text}", _MAX_TEXT, placeholder=" ...")
         raise dispatch.turn_off(f"Triton cannot compile {name} here ({said})") from error
 
 
 def forget(kernel: Any, device: torch.device) -> None:
-    """Drop what Triton has compiled of ``kernel``: it takes one that could not be loaded for loaded."""
+    """Remove ``kernel`` from Triton's cache of loaded kernels, where its entry may have failed to load."""
     kernel.device_caches.pop(device.index, None)
 
 
@@ -61,6 +68,6 @@ def _is_of_compiling(error: Exception) -> bool:
 
     if type(error) is RuntimeError:
         return any(word in str(error) for word in _WORDS)
-    # Files of the cache, commands that fail, a compiled launcher that cannot be loaded.
+    # OSError comes from files of the cache, SubprocessError from a compiler, ImportError from the launcher.
     machine = (OSError, subprocess.SubprocessError, ImportError)
     return isinstance(error, (CompilationError, OutOfResources, PTXASError, *machine))

@@ -1,6 +1,6 @@
-"""What kernels ask of the GPU that they run on: its stream, its size, what it can do.
+"""Properties of a GPU that decide how kernels are launched: current stream, multiprocessors, features.
 
-Other modules call these as ``gpu.num_sms(...)``, so that a test replaces them in one place.
+Other modules call these as ``gpu.num_sms(...)``, so that a test can replace a function in this module.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from sdfastgn.kernels.common.private import current_device, current_raw_stream
 
 try:
     import triton
-except ImportError:  # every call then runs in plain PyTorch
+except ImportError:  # without Triton every call runs in plain PyTorch
     triton = None
 
+# Triton's (major, minor) version; (0, 0) without Triton.
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
-# Triton 3.4 cannot compile its own instruction that waits for the kernel before.
+# Whether this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
-# Whether a kernel may read its tile of x before its own wait, if an earlier kernel of the same call has
-# waited for whoever writes x (ADR 7). False: every kernel waits first.
+# True if a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call
+# has already waited for x (ADR 7). Only tests set it to False, so that every kernel waits before it reads.
 READS_AHEAD = True
-# Compute capability of the oldest GPUs for which the kernels are known to compile: Turing.
+# Lowest compute capability for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)
 
 
@@ -34,7 +35,10 @@ def current_stream(device: torch.device) -> int:
 
 
 def stream_on(device: torch.device) -> int | None:
-    """``current_stream``; None where ``device`` is not current, and the caller has to make it so first."""
+    """``current_stream(device)``, or None if ``device`` is not the current device.
+
+    A launch runs on the current device, so in that case the caller must make ``device`` current first.
+    """
     if device.type != "cuda":
         return 0
     if device.index != current_device():
@@ -43,32 +47,34 @@ def stream_on(device: torch.device) -> int | None:
 
 
 def num_sms(device: torch.device) -> int:
-    """Number of multiprocessors of ``device``."""
-    # A nominal count in the interpreter, so that tests on the CPU take the same ways as a GPU does.
+    """Number of multiprocessors of ``device``. For a CPU it is 132, as on an H200.
+
+    So tests in the interpreter get the launch configurations of a GPU.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def has_programmatic_launch(device: torch.device) -> bool:
-    """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
-    if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
+    """True if ``device`` has programmatic dependent launch: NVIDIA from sm_90 on, Triton >= 3.5."""
+    if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's type is "cuda" too
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Size of the L2 of ``device``; 0 where PyTorch does not know it."""
+    """Bytes of the L2 cache of ``device``; 0 if PyTorch does not know it. For a CPU it is as on an H200."""
     if device.type != "cuda":
-        return 60 * 2**20  # nominal as well: an H200's
+        return 60 * 2**20
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
 
 
 def reads_ahead(device: torch.device) -> bool:
-    """True if a kernel on ``device`` may read before its own wait what an earlier one has waited for."""
+    """True if a kernel on ``device`` may read its input before it calls ``gdc_wait`` (``READS_AHEAD``)."""
     return READS_AHEAD and has_programmatic_launch(device)
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why no kernel runs on ``device``; None where they do."""
+    """The reason why kernels cannot run on ``device``, or None if they can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _OLDEST:
         return None
     sm = "".join(map(str, torch.cuda.get_device_capability(device)))
@@ -76,7 +82,7 @@ def unsupported(device: torch.device) -> str | None:
 
 
 def is_current(device: torch.device) -> bool:
-    """True if kernels launched now run on ``device``; else the caller makes it current first."""
+    """True if a launch would run on ``device``, because it is the current device or is not a GPU."""
     return device.type != "cuda" or device.index == current_device()
 
 

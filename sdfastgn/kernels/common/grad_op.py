@@ -1,4 +1,4 @@
-"""The op of a backward: the gradients that are wanted, by kernels or in plain PyTorch."""
+"""The class of ops that compute gradients of other ops, such as ``sdfastgn::group_norm_backward``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from sdfastgn.kernels.common.plan_cache import Plan, Plans
 
 
 class GradOp(Op):
-    """An op whose results are the gradients of another one: a tensor for each that is wanted.
+    """An op that computes the gradients of another op. It returns one tensor for each wanted gradient.
 
-    Its own derivative is that of the plain PyTorch form. What the arguments have from a forward
-    (statistics) counts there as the function of x that it is, where that form computes it again.
+    It can be differentiated again: autograd then differentiates ``reference``. Tensors that the forward
+    saved, such as the mean, are functions of x. ``reference`` must compute them from x again, so that the
+    derivative includes them.
 
     Args:
         name: as in ``Op``.
-        arguments: their declaration: the gradients of the other op's results, x, other arguments, and
-            which gradients are wanted (``Wanted`` or ``WantedDtype``).
-        plan: ``arguments without gaps -> Plan``, which returns the gradients.
-        reference: ``arguments -> gradients`` in plain PyTorch, every step a differentiable op.
-        empty: ``(arguments without gaps, names) -> memory for these gradients``.
+        arguments: the declaration, usually by ``backward_of``: the gradients of the other op's results, x,
+            other arguments, and which gradients are wanted (``Wanted`` or ``WantedDtype``).
+        plan: ``arguments without gaps -> Plan``, whose ``run`` returns ``Gradients``.
+        reference: ``arguments -> Gradients`` in plain PyTorch. Each of its steps must be differentiable.
+        empty: ``(arguments without gaps, names) -> Gradients``, uninitialized memory for the gradients of the
+            operands ``names``.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class GradOp(Op):
 
         def fake(call: Any) -> list[Tensor]:
             wanted = tuple(name for name, want in zip(names, self._wanted(call), strict=True) if want)
-            # Of x alone: a compiler would guard what is asked of the others' memory.
+            # Only x is copied if it has gaps. To look for gaps in all operands would add guards in
+            # torch.compile, one for each check of strides.
             return _in_order(empty(without_gaps(call, x_alone), wanted), names)
 
         @dispatch.retried
@@ -59,7 +62,7 @@ class GradOp(Op):
             return _in_order(found, names)
 
         self._names, self._reference, self.plans = names, reference, Plans(arguments, plan)
-        # The gradients of the other op's results stand before x.
+        # Number of gradients of the other op's results. These gradients are all arguments before x.
         self._results = arguments._fields.index("x")
         x = fields_of(arguments)[self._results]
         x_alone = ((x.place, x.note.whole),)
@@ -76,7 +79,7 @@ class GradOp(Op):
 
     @dispatch.retried
     def __call__(self, call: Any) -> Any:
-        """The gradients that are wanted: the cheapest way that is right for ``call``."""
+        """The wanted gradients, by the fastest way that is valid for ``call``."""
         wanted = self._wanted(call)
         if not any(wanted):
             return {}
@@ -89,12 +92,13 @@ class GradOp(Op):
 
 
 def _in_order(found: Gradients, names: tuple[str, ...]) -> list[Tensor]:
-    """The gradients that are there, in the order of ``names``."""
+    """The gradients that are not None, in the order of ``names``."""
     grads = [found.get(name) for name in names]
     return [grad for grad in grads if grad is not None]
 
 
 def _save_all(ctx: Any, call: Any, results: Any) -> None:
+    """Keeps all arguments: tensors by ``save_for_backward``, the others in ``ctx.call``."""
     ctx.set_materialize_grads(False)
     ctx.call = type(call)(*(None if isinstance(t, Tensor) else t for t in call))
     ctx.save_for_backward(*(t if isinstance(t, Tensor) else None for t in call))
@@ -103,10 +107,13 @@ def _save_all(ctx: Any, call: Any, results: Any) -> None:
 def _derivative_of(
     reference: Callable[[Any], Gradients], gradients: tuple[str, ...]
 ) -> Callable[..., dict[str, Tensor | None]]:
+    """The ``backward`` of a ``GradOp``: runs ``reference`` under autograd and differentiates it."""
+
     def backward(ctx: Any, needs: Any, dgrads: Any) -> dict[str, Tensor | None]:
         keep_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Aliases: dy itself may be a function of x, by a way that is not this op's to follow.
+            # Differentiate with respect to views of the arguments. If dy was computed from x, autograd would
+            # otherwise include that computation in the derivative with respect to x.
             call = type(ctx.call)(
                 *(
                     value if t is None else t.view_as(t)

@@ -1,12 +1,16 @@
 """Launch a compiled Triton kernel with little CPU time.
 
-``kernel[grid](...)`` binds, specializes and hashes every argument at each call, which costs more
-CPU time than the small kernels of a UNet take on the GPU. A ``Launch`` does that once and then
-calls the compiled kernel's own launcher. What Triton specializes on must therefore be the same at
-each call of one ``Launch``: the dtypes of the tensors and which of them are None (the caller keeps
-one ``Launch`` per combination and device), and whether every pointer is a multiple of 16 (checked
-here; if not, Triton's own path runs). Kernels exempt their run-time integers with
-``do_not_specialize``.
+``kernel[grid](...)`` binds, specializes and hashes every argument at each call. That takes longer than
+the small kernels of a UNet take on the GPU. A ``Launch`` does this work only at its first call. Later calls
+go directly to the compiled kernel's launcher.
+
+Triton compiles a kernel again for other dtypes, for another set of tensors that are None, and for pointers
+that are not multiples of 16. So
+
+- the caller makes one ``Launch`` for each combination of dtypes, of tensors that are None, and of device;
+- each call checks that all pointers are multiples of 16. If one is not, it uses ``kernel[grid](...)``.
+
+Triton also compiles again for some values of integers. Kernels prevent that by ``do_not_specialize``.
 """
 
 from __future__ import annotations
@@ -21,29 +25,30 @@ from torch import Tensor
 from sdfastgn.kernels.common import failures, gpu
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 
-# Parameters of the launchers that are known: what they launch, and what they pass to hooks.
+# The first parameters of each kind of launcher that this file can call.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+# The launcher's parameters after ``_LAUNCHED``, since Triton 3.7.
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
-# Warps of a program, at most: an AMD warp can have 64 threads, and a program 1024.
+# Maximum number of warps of a program. A program has at most 1024 threads. A warp has 32 threads, or 64 on
+# AMD's GPUs.
 _MAX_WARPS = 32 if torch.version.hip is None else 16
 
 
 class Launch:
-    """One kernel on one device with everything fixed but its tensors: grid, numbers, constants, warps.
+    """A kernel with a fixed device, grid, number of warps, numbers and constants. Calls pass the tensors.
 
     Args:
         kernel: the ``@triton.jit`` function. Its parameters are pointers (``*_ptr``), then numbers, then
             constants (annotated ``tl.constexpr``).
         programs: number of programs, at least 1.
         num_warps: warps per program.
-        pdl: programmatic dependent launch: may start before the kernel ahead of it in the stream
-            has ended, and then must wait by itself (``gdc_wait``) before it touches what that one
-            writes. Needs sm_90. A kernel's constant ``PDL`` says the same.
-        arguments: the kernel's numbers and its other constants by name. Each call gives the tensors
-            for its pointers, in the order of the signature.
+        pdl: True to use programmatic dependent launch, which needs sm_90. The kernel may then start before
+            the kernel ahead of it in the stream has ended. It must call ``gdc_wait`` before it accesses
+            memory that the other kernel writes. If the kernel has a constant ``PDL``, it gets this value.
+        arguments: the kernel's numbers and its other constants by name.
 
     Raises:
-        TypeError: a name is missing, or the kernel has none such.
+        TypeError: a number or constant of the kernel is missing, or the kernel has no such name.
     """
 
     __slots__ = ("_direct", "_values", "constants", "kernel", "numbers", "options", "programs")
@@ -70,18 +75,24 @@ class Launch:
         self.constants = {name: arguments[name] for name in constants}
         self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*self.numbers, *self.constants.values())
-        # The compiled kernel's launcher and what it takes. One attribute, so that another thread
-        # that launches meanwhile finds both or neither.
+        # (launcher of the compiled kernel, its first arguments), or None before the first call. This is one
+        # tuple, so that another thread never sees a launcher without its arguments.
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
     def __call__(self, stream: int, *tensors: Tensor | None) -> None:
-        """Launch on ``current_stream`` of the current device, which must be that of the tensors.
+        """Launch the kernel on the current device, which must be the device of the tensors.
 
-        Raises ``dispatch.KernelError`` where the kernel cannot be compiled.
+        Args:
+            stream: ``gpu.current_stream`` of the device.
+            tensors: one for each pointer, in the order of the kernel's parameters.
+
+        Raises:
+            KernelError: the kernel cannot be compiled.
+            torch.OutOfMemoryError: there is no memory for the kernel's code.
         """
         pointers: list[int | None] = []
         bits = 0
-        for t in tensors:  # one loop: every microsecond is one of each kernel of an eager step
+        for t in tensors:  # one loop for pointers and alignment, which saves CPU time at each launch
             if t is None:
                 pointers.append(None)
             else:
@@ -104,7 +115,7 @@ class Launch:
         run(self.programs, 1, 1, stream, *bound, *pointers, *self._values)
 
     def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
-        """The compiled kernel, after a launch."""
+        """Launch by ``kernel[grid]``, and return the compiled kernel."""
         device = next(t.device for t in tensors if t is not None)
         if self._direct is None:
             failures.check_gpu(device)
@@ -115,9 +126,9 @@ class Launch:
             raise
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
-        """Launch on the current stream of the device of ``first``, whichever device is current."""
+        """Launch on the device of ``first``, in its current stream. Another device may be current."""
         device = first.device
-        if gpu.is_current(device):  # costs less than a context
+        if gpu.is_current(device):  # ``torch.cuda.device`` would take more CPU time
             self(gpu.current_stream(device), first, *others)
         else:
             with torch.cuda.device(device):
@@ -137,9 +148,9 @@ def _parameters_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...], tup
 
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """A compiled kernel's launcher, and what it takes between the stream and the kernel's own arguments.
+    """A compiled kernel's launcher, and its arguments between the stream and the kernel's own arguments.
 
-    None if this Triton's launcher is not one of those known here: Triton's own path then runs.
+    None if this file does not know the launcher of this version of Triton. ``kernel[grid]`` is then used.
     """
     try:
         run = compiled.run
@@ -152,9 +163,10 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
     if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
         return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if any(sizes) or not hasattr(run, "launch_pdl"):  # AMD's
+    if any(sizes) or not hasattr(run, "launch_pdl"):  # needs scratch memory, or is AMD's launcher
         return run, bound
-    # NVIDIA's: its Python part only looks for scratch memory, which these kernels do not have. Triton
-    # 3.4 knows one kind of it.
+    # NVIDIA's launcher is a Python function around a C function. The Python function only allocates
+    # scratch memory, which this kernel does not need. Triton 3.4 has one kind of scratch memory, later
+    # versions have two.
     scratch = [None for size in sizes if size is not None]
     return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, *bound[1:])

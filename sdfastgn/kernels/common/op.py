@@ -1,11 +1,13 @@
-"""What an op of this package is: one declaration for PyTorch's dispatcher, and the cheap ways around it.
+"""The classes of this package's ops: their registration, and the ways to call one without the dispatcher.
 
-``torch.compile``, export, fake tensors and autograd know an op by its registration (ADR 2). A plain
-call has no use for the dispatcher, which costs more CPU time than a small kernel takes on the GPU:
+``torch.compile``, export, fake tensors and autograd need the registration (ADR 2). Plain calls
+(``dispatch.is_plain``) do not. They skip the dispatcher, because it takes more CPU time than a small kernel
+takes on the GPU:
 
-- plain inference launches;
-- plain training launches inside an ``autograd.Function``, at a fifth of the registered autograd's cost;
-- every other call goes through the dispatcher, or runs in PyTorch's own ops where no kernel can.
+- plain inference launches the kernels directly;
+- plain training launches them inside an ``autograd.Function``, which takes a fifth of the CPU time of the
+  registered autograd;
+- every other call goes through the dispatcher, or runs in PyTorch's own ops where no kernel can run.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ _LIBRARY = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"),
 
 
 class Op:
-    """The op ``sdfastgn::<name>`` for CPU and CUDA tensors.
+    """The registered op ``sdfastgn::<name>`` for CPU and CUDA tensors.
 
     Args:
-        name: as in ``torch.ops.sdfastgn``.
+        name: its name in ``torch.ops.sdfastgn``.
         arguments: the declaration of its arguments (``common/declaration.py``).
-        results: what it returns, as in a schema: ``"(Tensor, Tensor)"``.
+        results: the results' part of its schema, such as ``"(Tensor, Tensor)"``.
         run: ``arguments -> results``.
-        fake: the same for tensors without data: shapes, strides and dtypes.
-        save: ``(ctx, arguments, results)`` keeps what ``backward`` takes.
-        backward: ``(ctx, needs, *gradients of the results) -> gradients by argument``. ``needs`` are
-            arguments too, each True where its gradient is wanted. None: the op has no gradient.
-        hidden: number of trailing results that only the backward uses.
+        fake: ``arguments -> results`` for tensors without data: computes only shapes, strides and dtypes.
+        save: ``(ctx, arguments, results)``, stores in ``ctx`` what ``backward`` needs.
+        backward: ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}``. ``needs`` is an
+            instance of ``arguments`` that has True where a gradient is wanted. If ``backward`` is None, the
+            op has no gradients.
+        hidden: number of results at the end that only the backward uses.
     """
 
     def __init__(
@@ -77,8 +80,8 @@ class Op:
         self._count = len(arguments_of(arguments))
 
     def through_dispatcher(self, call: Any) -> Any:
-        """The results for ``call``, an instance of ``arguments``."""
-        # torch.compile of PyTorch 2.8 slices no NamedTuple.
+        """All results for ``call``, an instance of ``arguments``."""
+        # torch.compile of PyTorch 2.8 cannot slice a NamedTuple.
         return self._registered(*tuple(call)[: self._count])
 
     def _save_registered(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -87,37 +90,41 @@ class Op:
         self.save(ctx, self.arguments(*inputs), output)
 
     def returned(self, results: Any) -> Any:
-        """What the caller gets of the op's results."""
+        """The results without the hidden ones: a tensor if only one is left, else a tuple."""
         if not self._hidden:
             return results
         shown = results[: -self._hidden]
         return shown[0] if len(shown) == 1 else shown
 
     def gradients(self, ctx: Any, names: tuple[str, ...], grads: Any) -> tuple[Tensor | None, ...]:
-        """The gradients of the arguments ``names``, which are those that autograd asks about."""
-        # Compiled autograd of PyTorch 2.8 traces this: of a NamedTuple it knows the fields, and no
-        # ``_replace``, ``_make``, ``_asdict``, slice or property.
+        """The gradients of the arguments ``names``, in their order.
+
+        ``names`` are the arguments that were passed to autograd, as in ``ctx.needs_input_grad``. ``grads``
+        are the gradients of the results.
+        """
+        # Compiled autograd of PyTorch 2.8 traces this code. It supports the fields of a NamedTuple, but not
+        # ``_replace``, ``_make``, ``_asdict``, slices or properties.
         asked = dict(zip(names, ctx.needs_input_grad, strict=False))
         needs = self.arguments(*[asked.get(name, False) for name in self.arguments._fields])
         return tuple(map(self._backward(ctx, needs, *grads).get, names))
 
 
 class PlannedOp(Op):
-    """An op that is launched by a plan.
+    """An op whose kernels are launched by plans (``common/plan_cache.py``).
 
     Args:
         name, arguments, fake: as in ``Op``.
-        results: their names.
-        saved: names of further results, which only the backward uses.
+        results: names of the results that the caller gets.
+        saved: names of the further results, which only the backward uses.
         plan: ``arguments without gaps -> SavingPlan``.
-        reference: ``arguments -> results`` in plain PyTorch.
-        backward: as in ``Op``. Or the ``GradOp`` whose arguments are ``backward_of`` this op's, which
-            then says what is saved.
-        save: as in ``Op``, where ``backward`` is no ``GradOp``.
-        check: ``(public name, arguments)``, raises where an argument is wrong in a way that the
-            declaration does not know. It runs when the first operand is known to be right.
-        plain: ``arguments -> what the caller gets``, where PyTorch's own autograd sees every step.
-            None: what it gets of ``reference``.
+        reference: ``arguments -> results and saved results`` in plain PyTorch.
+        backward: the ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or a function as
+            in ``Op``, which needs ``save``.
+        save: as in ``Op``. None if ``backward`` is a ``GradOp``.
+        check: ``(public name, arguments)``, raises if an argument is wrong in a way that the declaration does
+            not express. It is called after the check of the first operand.
+        plain: ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs where the
+            registered op cannot. If it is None, ``reference`` runs there, and its saved results are dropped.
     """
 
     def __init__(
@@ -161,14 +168,17 @@ class PlannedOp(Op):
         self._plain = plain or (lambda call: self.returned(reference(call)))
 
     def __call__(self, call: Any, name: str | None = None) -> Any:
-        """What the public function ``name`` returns: the cheapest way that is right for ``call``."""
+        """The results of the public function ``name``, by the fastest way that is valid for ``call``.
+
+        Raises what the checks of the declaration and ``check`` raise. Their errors begin with ``name``.
+        """
         x = call[0]
         if dispatch.is_plain(x, call):
             plans = self.plans
             tensors = plans.tensors(call)
             trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)
             try:
-                # Invalid arguments never have a plan, so only calls of a new kind are checked.
+                # Calls with invalid arguments never have a plan. So only calls without a plan are checked.
                 plan = plans.made.get(plans.key(call, tensors, trains))
                 if plan is None:
                     self.check(name or self.name, call)
@@ -177,7 +187,8 @@ class PlannedOp(Op):
                     return self._train(*tensors, call, plan) if trains else plan.run(call)
             except dispatch.KernelError:
                 return self(call, name)
-            # A number for a tensor; a tensor without strides or memory; a value without a hash.
+            # Invalid arguments can fail before the check: a number in place of a tensor, a tensor without
+            # strides or memory, a value without a hash. The check then raises an error that says so.
             except (AttributeError, RuntimeError, TypeError):
                 self.check(name or self.name, call)
                 raise
@@ -188,8 +199,10 @@ class PlannedOp(Op):
 
 
 def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
-    """Keeps the first operand, the last ``saved`` results, the other operands and the values: what the
-    arguments of ``backward_of`` are, in their order.
+    """A ``save`` that keeps what ``_backward_by`` needs, in the order of ``backward_of``.
+
+    It keeps the first operand, the last ``saved`` results, the other operands that may have a gradient,
+    and the values.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
     picked = picker(operands)
@@ -205,7 +218,7 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
 
 
 def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor | None]]:
-    """The ``backward`` that calls ``grad_op`` with what ``_save_for`` kept."""
+    """A ``backward`` that calls ``grad_op`` with dy, what ``_save_for`` kept, and the wanted gradients."""
     names = differentiable(arguments)
     by_dtype = fields_of(grad_op.arguments)[-1].kind == "ScalarType?"
 
@@ -223,10 +236,12 @@ def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor
 
 
 def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
+    """The ``autograd.Function`` of plain training. ``names`` are the arguments that are tensors."""
+
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            """``inputs``: the tensors, for autograd to see; all arguments; and their plan."""
+            """``inputs``: the tensors, as arguments that autograd sees, then the call, then its plan."""
             call, plan = inputs[-2:]
             results = plan.run_and_save(call)
             op.save(ctx, call, results)
@@ -236,5 +251,5 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             return *op.gradients(ctx, names, grads), None, None
 
-    # Profiles and anomaly mode show the name.
+    # Profiles and anomaly mode show the class's name, so it gets the op's name.
     return type(op.name.replace(".", "_"), (Training,), {})

@@ -1,7 +1,7 @@
-"""Launch plans, each made once for a kind of call.
+"""Launch plans: which kernels an op launches, with which grids and constants.
 
-A call's kind is everything but the data: shapes, strides, dtypes and devices of its tensors, and its
-other arguments.
+A plan is made once for each *kind* of call and then kept. Calls have the same kind if they differ only in
+the values in their tensors: shapes, strides, dtypes, devices and all other arguments are equal.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
 
-# Plans kept: a server that sees ever new shapes must not leak.
+# Maximum number of entries of a cache. Without a limit, a server that gets new shapes all the time would leak
+# memory.
 _MAX_PLANS = 4096
-# Types of arguments other than tensors.
+# Types of the arguments that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))
 Value = TypeVar("Value")
 
 
 class PlanCache(dict[tuple[Any, ...], Value]):
-    """A dictionary that starts over when it is full."""
+    """A dictionary that is emptied when it has ``_MAX_PLANS`` entries."""
 
     def __setitem__(self, key: tuple[Any, ...], plan: Value) -> None:
         if len(self) >= _MAX_PLANS:
@@ -32,7 +33,11 @@ class PlanCache(dict[tuple[Any, ...], Value]):
 
 
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
-    """Hashable summary of a call: shape, strides, dtype and device of tensors, other values as they are."""
+    """The kind of a call as a dictionary's key.
+
+    A tensor is replaced by its shape, strides, dtype and device. Other arguments and ``more`` stay as they
+    are.
+    """
     return (
         *[t if type(t) in _VALUES else (t.shape, t.stride(), t.dtype, t.device) for t in arguments],
         *more,
@@ -40,17 +45,17 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 
 
 class Plan(Protocol):
-    """How one kind of call is launched, on valid arguments that are not empty and have no gaps."""
+    """The launches of one kind of call. The arguments must be valid and not empty, and have no gaps."""
 
     def run(self, call: Any) -> Any:
-        """What the caller gets."""
+        """Launch, and return the results that the caller gets."""
 
 
 class SavingPlan(Plan, Protocol):
     """The plan of an op that has a backward."""
 
     def run_and_save(self, call: Any) -> Any:
-        """All results of the op, those for the backward too."""
+        """Launch, and return all results of the op, including the results for the backward."""
 
 
 class Plans:
@@ -64,13 +69,16 @@ class Plans:
     def __init__(self, arguments: Any, make: Callable[[Any], Any]) -> None:
         self._make = make
         self.made: PlanCache[Any] = PlanCache()
-        # Fields with defaults are tensors, or None.
+        # Every field with a default is treated as a tensor.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
         self.tensors, self._values = picker(places), picker(values)
 
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
-        """The kind of ``call``, whose ``tensors`` the caller has picked; ``saves``: by ``run_and_save``."""
+        """The key of ``call``. ``tensors`` is ``self.tensors(call)``.
+
+        ``saves``: True if the plan's ``run_and_save`` will be called instead of its ``run``.
+        """
         return (
             *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
             *self._values(call),
@@ -78,7 +86,7 @@ class Plans:
         )
 
     def of(self, call: Any, saves: bool = True) -> Any:
-        """The plan for ``call``, whose arguments are valid and not empty."""
+        """The plan for ``call``, made if there is none. The arguments must be valid and not empty."""
         key = self.key(call, self.tensors(call), saves)
         plan = self.made.get(key)
         if plan is None:
@@ -89,7 +97,7 @@ class Plans:
 
 
 class _CopyingPlan:
-    """The plan for operands with gaps: ``plan``, for copies of them."""
+    """The plan of calls that have operands with gaps: it copies these operands and runs ``plan``."""
 
     __slots__ = ("_gaps", "_plan")
 
@@ -104,7 +112,7 @@ class _CopyingPlan:
 
 
 def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """``call -> the arguments at these places``."""
+    """A function ``call -> tuple of its arguments at these places``."""
     if not places:
         return lambda call: ()
     return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)

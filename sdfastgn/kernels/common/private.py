@@ -1,9 +1,11 @@
-"""The private names of PyTorch that this package uses, and what stands for one that a version lacks.
+"""All private names of PyTorch that this package uses, each with a replacement if a version lacks it.
 
-They cost nanoseconds where the public way costs microseconds, or there is no public way. Without
-one a call is slower, or goes through PyTorch's dispatcher, is not captured or not packed; it is
-never wrong. Triton's are in ``launch.py`` and ``compile_ahead.py``. What every ``nn.Module`` has in
-its ``__dict__`` (``_parameters``, ``_forward_hooks``) is not here.
+A private name is used if there is no public one, or if the public one takes microseconds instead of
+nanoseconds. If a version of PyTorch lacks the private name, the replacement gives the same results, but less
+speed. For example, calls then go through PyTorch's dispatcher, or CUDA graphs are not captured.
+
+Private names of Triton are in ``launch.py`` and ``compile_ahead.py``. Private attributes that every
+``nn.Module`` has, such as ``_parameters``, are used where they are needed.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from torch.nn.utils import parametrize
 
 _C: Any = torch._C
 
-# ---- what a call goes through the dispatcher for
+# ---- whether a call needs the dispatcher: modes, tracing, transforms, hooks
 
 
 class _OldStyle(torch.autograd.Function):
-    """What torch.func's transforms refuse: a Function without ``setup_context``."""
+    """A Function without ``setup_context``: in torch.func transforms its ``apply`` raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any) -> None:
@@ -44,7 +46,10 @@ def _is_refused() -> bool:
 
 
 class _ForwardAD:
-    """Stands for ``torch.autograd.forward_ad``: a level is open if a dual tensor can be made."""
+    """Replaces the module ``torch.autograd.forward_ad`` if it lacks ``_current_level``.
+
+    Its ``_current_level`` tries to make a dual tensor, which is possible only inside forward-mode AD.
+    """
 
     @property
     def _current_level(self) -> int:
@@ -63,17 +68,19 @@ def _has_no_memory(t: Tensor) -> bool:
     return False
 
 
-# How many modes of ``__torch_dispatch__`` are active; without the name there may always be one.
+# Number of active ``TorchDispatchMode``s. The replacement always returns 1, because a mode may be active.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
+# True inside a ``TorchFunctionMode``.
 in_function_mode: Callable[[], bool] = getattr(
     _C, "_is_torch_function_mode_enabled", lambda: torch.overrides.has_torch_function((None,))
 )
+# True inside ``torch.jit.trace``.
 is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing)
-# The innermost transform of torch.func, or None.
+# The innermost active transform of torch.func, or None.
 in_transform: Callable[[], Any] = getattr(
     getattr(_C, "_functorch", None), "peek_interpreter_stack", lambda: _is_refused() or None
 )
-# True of the gradients that ``torch.autograd.grad(is_grads_batched=True)`` hands to a backward.
+# True for a gradient that ``torch.autograd.grad(..., is_grads_batched=True)`` passes to a backward.
 is_batched: Callable[[Tensor], bool] = getattr(
     getattr(_C, "_functorch", None), "is_legacy_batchedtensor", _has_no_memory
 )
@@ -87,10 +94,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _has_a_global_hook() -> bool:
+    """True if any of the dictionaries of global hooks in ``torch.nn.modules.module`` has an entry."""
     found = (value for name, value in vars(nn_module).items() if name.startswith("_global_"))
     return any(value for value in found if isinstance(value, dict))
 
 
+# True if a hook is registered for all modules.
 has_any_global_hook: Callable[[], bool] = getattr(nn_module, "_has_any_global_hook", _has_a_global_hook)
 
 
@@ -100,31 +109,36 @@ class _Doubled(nn.Module):
 
 
 def _gives_one_twice() -> bool:
-    probe = nn.LayerNorm(1)  # begins without random numbers
+    """True if a parametrized weight is the same tensor each time it is read: the cache is then on."""
+    probe = nn.LayerNorm(1)  # its initialization uses no random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
-# True inside of ``torch.nn.utils.parametrize.cached()``.
+# True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # a global variable, new at each change
+    (lambda: bool(parametrize._cache_enabled))  # read at each call: ``cached()`` rebinds this variable
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
 
 # ---- the GPU
 
-# Of the device of an index. A CPU build of PyTorch has neither.
+# Handle of the current stream of a device, given its index. A CPU build of PyTorch lacks the private name.
 current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
+# Index of the current device. A CPU build of PyTorch lacks the private name.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-# Lets the GPU wait for a number of cycles.
+# Keeps the GPU busy for a number of clock cycles.
 sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: None)
 
 
 def end_pool(device: int, pool: Any) -> bool:
-    """End what a broken capture allocates from ``pool``; False if that has ended, or cannot be."""
+    """Stop ``device`` from allocating in ``pool`` after a capture of a graph failed.
+
+    Returns False if it has already stopped, or if this version of PyTorch cannot stop it.
+    """
     try:
         _C._cuda_endAllocateToPool(device, pool)
     except (AttributeError, RuntimeError):
@@ -135,13 +149,14 @@ def end_pool(device: int, pool: Any) -> bool:
 
 # ---- tensors and their memory
 
-# A storage that belongs to one tensor alone: that one, and the Python object through which the
-# count is asked.
+# Use count of the storage of a single tensor: one reference by the tensor, one by the result of
+# ``untyped_storage()``.
 _UNSHARED = 2
 
 _use_count: Callable[[Any], int] | None = getattr(_C, "_storage_Use_Count", None)
 _new_with_weak_ptr: Callable[[int], Any] | None = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
-# ``is_expired(expiring(reference))``: true once the memory of a StorageWeakRef is gone.
+# ``is_expired(expiring(reference))`` is True once the memory that a StorageWeakRef refers to is freed.
+# ``expiring`` is called once for each reference. ``is_expired`` is called often.
 is_expired: Callable[[Any], bool]
 expiring: Callable[[StorageWeakRef], Any]
 if hasattr(torch.UntypedStorage, "_expired"):
@@ -151,7 +166,7 @@ else:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """True if nothing else has the memory of ``tensor``, which then may be moved. False if unknown."""
+    """True if no other tensor shares the memory of ``tensor``, so that it may be moved. False if unknown."""
     if _use_count is None or _new_with_weak_ptr is None:
         return False
     storage = tensor.untyped_storage()
@@ -159,7 +174,7 @@ def is_alone(tensor: Tensor) -> bool:
 
 
 def revived(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage that is referred to, or None if it is gone."""
+    """The storage of a StorageWeakRef, or None if it is freed or cannot be found."""
     return None if _new_with_weak_ptr is None else _new_with_weak_ptr(reference.cdata)
 
 
@@ -168,6 +183,7 @@ def _copy_one_by_one(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source)
 
 
+# Copies each source into the target at the same place in the list.
 copy_each: Callable[[list[Tensor], list[Tensor]], object] = getattr(torch, "_foreach_copy_", _copy_one_by_one)
 
 
@@ -176,7 +192,8 @@ def _dense_memory_format(u: Tensor) -> torch.memory_format:
     return last if u.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-# Of a 4-d or 5-d tensor, by its strides; the public way knows those of dense memory alone.
+# The memory format of a 4-d or 5-d tensor, found from its strides. The replacement is right only for tensors
+# without gaps.
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
     getattr(torch, "_prims_common", None), "suggest_memory_format", _dense_memory_format
 )
@@ -186,9 +203,10 @@ suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
 
 _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
-# (backend, operation) of each switch for fp32 arithmetic, TF32 among them.
+# (backend, operation) of each switch for the precision of fp32 arithmetic, which for example allows TF32.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# By the private name, the public way to ask. ``tuple`` where there is none: such a switch goes unseen.
+# name -> replacement of the private function ``torch._C._get_<name>``. If there is no public function, the
+# replacement is ``tuple``. It always returns (), so changes of the switch are not noticed.
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_enabled": lambda: _cudnn.enabled,
     "cudnn_benchmark": lambda: _cudnn.benchmark,
@@ -212,9 +230,11 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
 
 
 def _precisions() -> tuple[Any, ...]:
-    """The switches for fp32 arithmetic by their public names: allow_tf32 (PyTorch 2.8), or the newer ones.
+    """Values of the public switches for fp32 arithmetic.
 
-    The older name raises once someone has set a newer one.
+    These are ``allow_tf32`` of matrix products and of cuDNN. PyTorch after 2.8 also has ``fp32_precision``.
+    Once somebody has set ``fp32_precision``, reading ``allow_tf32`` may raise. Then the values of
+    ``fp32_precision`` are returned instead.
     """
     try:
         return _cuda.matmul.allow_tf32, _cudnn.allow_tf32
@@ -223,9 +243,9 @@ def _precisions() -> tuple[Any, ...]:
 
 
 def _precision_places() -> tuple[Any, ...]:
-    """What has the newer switches, outermost first: one that is "none" has the value of those before it.
+    """The objects that have an attribute ``fp32_precision``, outermost first. Empty in PyTorch 2.8.
 
-    Nothing in PyTorch 2.8.
+    An object whose value is "none" uses the value of an object before it.
     """
     if not hasattr(torch.backends, "fp32_precision"):
         return ()
@@ -234,14 +254,15 @@ def _precision_places() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
-    """Allows or forbids TF32 on the GPU, in all threads. Afterwards every switch is as it was.
+    """Context that allows or forbids TF32 on the GPU, in all threads. Every switch is restored at its end.
 
     Args:
-        convolutions: whether cuDNN's may use it.
-        products: whether matrix products may.
+        convolutions: True to let cuDNN's convolutions use TF32.
+        products: True to let matrix products use TF32.
 
-    The older switches are left alone where there are newer ones: to read one of the older may raise
-    after a newer was set, and to set one loses what a newer was. So they may raise inside as well.
+    If PyTorch has the newer switches (``fp32_precision``), only these are set. Inside the context, reading
+    an older switch (``allow_tf32``) may then raise. The older ones are not set, because setting them would
+    overwrite the values of the newer ones.
     """
     places = _precision_places()
     if not places:
@@ -251,14 +272,17 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
             yield
         finally:
             _cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])  # matmul.allow_tf32 is a part of it
+            torch.set_float32_matmul_precision(older[1])  # also restores ``matmul.allow_tf32``
         return
     before = []
     for place in places:
         before.append(place.fp32_precision)
-        place.fp32_precision = "none"  # so that the next one's value is its own
+        # A place whose value is "none" reads as the value of an earlier place. Clearing the earlier one first
+        # lets the loop save "none" for it.
+        place.fp32_precision = "none"
     try:
-        # The older switch of cuDNN can only be read where both of these agree.
+        # cuDNN's ``conv`` and ``rnn`` get the same value, because ``_cudnn.allow_tf32`` can only be read if
+        # they agree.
         _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32" if convolutions else "ieee"
         _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
         yield
@@ -268,10 +292,12 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
 
 
 _precision = getattr(_C, "_get_fp32_precision_getter", None)
+# Functions that each return one setting on which PyTorch's choice of kernels depends.
 switches: tuple[Callable[[], Any], ...] = (
     *((partial(_precision, *names) for names in _PRECISIONS) if _precision else (_precisions,)),
     *(getattr(_C, f"_get_{name}", public) for name, public in _SWITCHES.items()),
-    # Which flash attention was activated: FA3, FA4 or one that was registered. Public, but new.
+    # The active version of flash attention, such as FA3. This function is public, but PyTorch 2.8 lacks it.
     getattr(attention, "current_flash_attention_impl", tuple),
 )
+# Order in which PyTorch tries the backends of scaled_dot_product_attention.
 sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", tuple)

@@ -1,11 +1,14 @@
-"""Sums inside Triton kernels: differences from a mean, as every norm takes them, and sums of columns.
+"""Triton functions for the norms: differences from a mean, and sums over the columns of a matrix.
 
-Sums are of differences from a pivot, one of the values: rounded at the size of the deviations, where
-sums of the values are rounded at the size of the data. If the pivot is an outlier, the differences
-are rounded at its size. Results in 16 bits do not show that. For results in fp32 (``EXACT``) the sum
-of the differences only makes a better pivot, ``mean_as_pivot``, from which they are taken again.
+A norm needs the mean and the sum of squared deviations. The kernels sum differences from a *pivot*, which
+is one of the values. Such sums are rounded relative to the deviations, while sums of the values themselves
+are rounded relative to the mean.
 
-Backward passes end with sums over the columns of fp32 partial sums, in a fixed order.
+If the pivot is an outlier, the differences are rounded relative to its distance from the mean. 16-bit
+results do not show that. For fp32 results (``EXACT``) the first sum only gives a better pivot, the rounded
+mean (``mean_as_pivot``), and the differences are computed again from it.
+
+Backward passes end with sums over the columns of fp32 partial sums (``sum_columns``).
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from sdfastgn.kernels.common.tiles import PTX
 
 @triton.jit
 def mean_as_pivot(pivot, total, share):
-    """The mean, rounded, from the sum of differences from a pivot. Exactly the pivot where all are 0."""
+    """pivot + total * share: the mean, given the sum ``total`` of differences from ``pivot``.
+
+    ``share`` is 1 / count. The result is exactly ``pivot`` if all differences are 0.
+    """
     return tl.fma(total, share, pivot)
 
 
@@ -39,7 +45,11 @@ def difference(x, shift, pivot):
 
 @triton.jit
 def square_root(x):
-    """The root of x in fp32, by an instruction: ``tl.sqrt`` links a library, and compiles longer."""
+    """The square root of x, in fp32.
+
+    On NVIDIA GPUs it is one PTX instruction. ``tl.sqrt`` would link a library, which makes compilation
+    slower.
+    """
     if PTX:
         root = tl.inline_asm_elementwise(
             "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -57,25 +67,28 @@ def inverse_deviation(variance, eps):
 
 # --- columns ----------------------------------------------------------------------------------------
 
-# Warps of a program that adds up partial sums.
+# Warps of a program that calls ``sum_columns``.
 SUM_WARPS = 8
-# Partial sums that one program adds up at a time.
+# Number of elements of a tile. A program loads a tile at once.
 _SUM_TILE = 8192
-# Rows of them at most: more are loads that wait for each other.
+# Maximum number of rows of a tile. With more rows, loads wait for each other.
 _SUM_ROWS = 256
-# Columns of them at most.
+# Maximum number of columns of a tile.
 _SUM_COLUMNS = 1024
 
 
 def column_sum_block(partials: int, D: int) -> tuple[int, int]:
-    """(partials, columns) of the tile in which partial sums are added up."""
+    """(rows, columns) of the tile in which a program adds up (partials, D) partial sums."""
     block = min(next_power_of_2(partials), _SUM_ROWS)
     return block, min(next_power_of_2(D), _SUM_COLUMNS, _SUM_TILE // block)
 
 
 @triton.jit
 def sum_columns(partials, out_ptr, count, D, c, BLOCK_P: tl.constexpr):
-    """Adds up the columns ``c`` of (count, D) in a fixed order, unless ``out_ptr`` is None."""
+    """Stores in ``out_ptr`` + c the sums of the columns ``c`` of ``partials``, in a fixed order.
+
+    ``partials``: (count, D) fp32. ``out_ptr``: (D,) of any dtype; if it is None, nothing happens.
+    """
     if out_ptr is not None:
         p = tl.arange(0, BLOCK_P)[:, None]
         total = tl.zeros((BLOCK_P, c.shape[0]), tl.float32)

@@ -1,13 +1,18 @@
-"""The four axes of a register tile: which Triton gives to lanes, to warps, and to a thread's registers.
+"""Tiles in the registers of a program, in an order of axes that makes reductions cheap.
 
-A tile's last axis is contiguous in memory. Of the other three, Triton fills a warp's lanes from one
-end, then the warps, and keeps what is left in registers: from the first axis in Triton 3.6, from
-the third since 3.7. Reductions over the register axis are plain additions, over the lanes' axis
-shuffles; the wrong way round they go through shared memory and spill. The warps' axis is the second
-in both.
+A tile of a reduction has four axes: lanes, warps, steps and block.
 
-Where an axis stands changes no result. ``tests/kernels/test_compile_only.py`` fails where it costs
-registers. Elementwise kernels have plain tiles of two axes (``map_tile``).
+- block, always the last axis: elements that are contiguous in memory, several of them in one thread;
+- lanes: the threads of a warp. A sum over them takes shuffles;
+- warps, always the second axis;
+- steps: further elements in the registers of the same thread. A sum over them takes plain additions.
+
+Triton itself decides which axis it spreads over lanes and warps. Triton 3.6 fills a warp's lanes from the
+first axis on, Triton 3.7 and later from the third axis on. So lanes and steps are the first and third axis,
+or the other way round (``LANE_AXIS``, ``STEP_AXIS``). In the wrong order results are the same, but sums go
+through shared memory and registers spill. ``tests/kernels/test_compile_only.py`` finds that.
+
+Elementwise kernels have tiles of two axes (``map_tile``).
 """
 
 from __future__ import annotations
@@ -21,56 +26,62 @@ from sdfastgn.kernels.common.gpu import TRITON_VERSION
 _LANES_FIRST = TRITON_VERSION < (3, 7)
 LANE_AXIS = tl.constexpr(0 if _LANES_FIRST else 2)
 STEP_AXIS = tl.constexpr(2 if _LANES_FIRST else 0)
-# Whether kernels may have inline assembly, which the interpreter and AMD's compiler do not know.
+# True if kernels can use inline PTX assembly. False in the interpreter and on AMD's GPUs.
 PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def multiple_of(value, FACTOR: tl.constexpr):
-    """``value``, a multiple of ``FACTOR``, in a form that tells the compiler so: loads are vectors then.
+    """``value``, in a form that shows the compiler that it is a multiple of ``FACTOR``.
 
-    Of a kernel's argument ``tl.multiple_of`` says it to no effect (Triton 3.6 and 3.9).
+    Loads at such offsets can be vectors. ``tl.multiple_of`` has no effect on a kernel's argument (Triton
+    3.6 and 3.9).
     """
     return value // FACTOR * FACTOR
 
 
 @triton.jit
 def along_lanes(SIZE: tl.constexpr):
+    """0, 1, ... ``SIZE`` - 1 along the axis of the lanes."""
     i = tl.arange(0, SIZE)
     return i[:, None, None, None] if LANE_AXIS == 0 else i[None, None, :, None]
 
 
 @triton.jit
 def along_warps(SIZE: tl.constexpr):
+    """0, 1, ... ``SIZE`` - 1 along the axis of the warps."""
     return tl.arange(0, SIZE)[None, :, None, None]
 
 
 @triton.jit
 def along_steps(SIZE: tl.constexpr):
+    """0, 1, ... ``SIZE`` - 1 along the axis of the steps."""
     i = tl.arange(0, SIZE)
     return i[:, None, None, None] if STEP_AXIS == 0 else i[None, None, :, None]
 
 
 @triton.jit
 def along_block(SIZE: tl.constexpr):
+    """0, 1, ... ``SIZE`` - 1 along the axis of the block."""
     return tl.arange(0, SIZE)[None, None, None, :]
 
 
 @triton.jit
 def _flat(d):
+    """Sum a (lanes, warps, steps, block) tile over its steps, and flatten the result to a vector."""
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.reshape(d, (d.shape[0] * d.shape[1] * d.shape[2] * d.shape[3],))
 
 
 @triton.jit
 def tile_sum(d):
-    """Over a whole (lanes, warps, steps, block) tile."""
+    """The sum of all elements of a (lanes, warps, steps, block) tile."""
     return tl.sum(_flat(d), 0)
 
 
 @triton.jit
 def sums_in_warps(d):
-    """Sums of a tile by warp, without shared memory."""
+    """The sum of each warp's elements of a tile. It needs no shared memory."""
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.sum(tl.sum(d, 3, keep_dims=True), LANE_AXIS, keep_dims=True)
 
@@ -82,23 +93,35 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def tile_sums(d, squares):
-    """Over two whole tiles, which pass through shared memory together: one exchange instead of two."""
+    """Returns the sum of ``d`` and the sum of ``squares``, two tiles of equal shape.
+
+    Warps exchange both sums through shared memory at once, instead of one after the other.
+    """
     d, squares = _flat(d), _flat(squares)
-    # In the interpreter ``tl.reduce`` calls a function of ours for each element.
+    # The interpreter calls the function in ``tl.reduce`` for each element, which is slow.
     return tl.reduce((d, squares), 0, _add_pairs) if PTX else (tl.sum(d, 0), tl.sum(squares, 0))
 
 
 @triton.jit
 def load_ahead(pointers, mask, AHEAD: tl.constexpr):
-    """A load that may come before the kernel's own wait if ``AHEAD``. It then goes past L1, where older
-    values may lie (ADR 7).
+    """Load values. If ``AHEAD``, this may run before the kernel's ``gdc_wait``.
+
+    The load then bypasses the L1 cache, which may hold old values of this memory (ADR 7).
     """
     return tl.load(pointers, mask=mask, cache_modifier=".cg" if AHEAD else "")
 
 
 @triton.jit
 def map_tile(pid, HW, C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-    """(sample, channels, positions, channels-last and channels-first offsets) of an elementwise tile."""
+    """The indices and offsets of tile number ``pid`` of an elementwise kernel on (N, C, HW).
+
+    Returns:
+        n: the sample, int64.
+        c: (BLOCK_C,) channels.
+        positions: (BLOCK_HW, 1).
+        last, first: (BLOCK_HW, BLOCK_C) int64 offsets of the elements. ``last`` is for a channels-last
+            tensor, ``first`` for a channels-first one.
+    """
     columns = tl.cdiv(C, BLOCK_C)
     tiles = tl.cdiv(HW, BLOCK_HW)
     first_row = pid // columns % tiles * BLOCK_HW

@@ -1,9 +1,10 @@
-"""How the GEGLU kernels are launched: pure functions of sizes and the number of multiprocessors.
+"""The launch configurations of GEGLU's kernels: pure functions of sizes and multiprocessors.
 
-A tile is (rows, columns of the output). Its warps lie side by side, each with one load a lane in
-every row: a thread then has the same columns of all rows, so that the bias is read once and column
-sums are additions in registers. The backward takes tiles in groups, one below the other, and leaves
-one partial sum of the bias's gradient for each group.
+A tile has some rows and columns of the output. Each warp has other columns, and all rows of the tile. So a
+thread has the same columns in all rows: it reads the bias once, and sums columns in its registers.
+
+In the backward a program processes several tiles, one below the other, which are a *group*. It leaves one
+partial sum of the bias's gradient for each column of the group.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power_of_2
 
-# Rows of a tile: a thread has two loads a row in flight in the forward, three in the backward.
+# Rows of a tile. For each row a thread has two loads in flight in the forward, and three in the backward.
 _ROWS = 2
-# Warps of a tile, at most.
+# Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Warps per multiprocessor that add up columns: as many as their registers allow.
+# Warps for each multiprocessor in a backward with column sums: as many as fit with the registers they take.
 _WARPS_PER_SM = 16
-# Tiles of a program that leaves a partial sum, at least.
+# Minimum number of tiles of a group. With fewer, there would be too many partial sums to add up.
 _MIN_TILES = 4
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tiles of (block_r, block_d); each of ``groups`` x (blocks of columns) programs takes ``tiles``."""
+    """Tiles of ``block_r`` rows and ``block_d`` columns, in ``groups`` groups of ``tiles`` tiles.
+
+    There is a program for each group and each block of columns.
+    """
 
     block_r: int
     block_d: int
@@ -33,23 +37,26 @@ class TileConfig:
     groups: int
 
     def programs(self, D: int) -> int:
-        """Programs for rows of ``D`` columns."""
+        """Number of programs for rows of ``D`` columns."""
         return self.groups * ceil_div(D, self.block_d)
 
     def is_even(self, rows: int, D: int) -> bool:
-        """True if no tile reaches past (rows, D)."""
+        """True if groups divide (rows, D) evenly, so that no element is masked."""
         return rows % (self.block_r * self.tiles) == 0 and D % self.block_d == 0
 
 
 def forward_config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
-    """How to compute (rows, D); ``vector`` elements are a thread's load, rows of x are ``stride`` apart."""
+    """The configuration of the forward, which computes y (rows, D).
+
+    ``vector``: elements that a thread loads at once. ``stride``: elements between the starts of rows of x.
+    """
     return _config(rows, D, vector, stride)
 
 
 def backward_config(
     rows: int, D: int, vector: int, stride: int, num_sms: int, *, column_sums: bool
 ) -> TileConfig:
-    """How to take gradients of (rows, D); with ``column_sums`` each program adds up its tiles."""
+    """The configuration of the backward of dy (rows, D). ``column_sums``: dbias is wanted."""
     config = _config(rows, D, vector, stride)
     if not column_sums:
         return config
@@ -59,11 +66,12 @@ def backward_config(
 
 
 def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
+    """The configuration with one tile for each program."""
     load = WARP * vector
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # The widest that leaves (nearly) as few lanes idle at the end of a row as one warp would.
+    # Take the widest tile with which padded rows are at most an eighth longer than with the narrowest tile.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

@@ -1,18 +1,23 @@
-"""Triton kernels of GEGLU and of its backward. Ops: ``geglu/op.py``, launches: ``geglu/plans.py``.
+"""Triton kernels of GEGLU and of its backward. Formulas and ops: ``geglu/op.py``.
 
-Forward: one launch, one read of x and one write of y. Backward: one read of dy and x and one write
-of dx. Where the bias wants a gradient, each program adds up its rows in registers and leaves one
-fp32 partial sum a column, which a second launch adds up in a fixed order: no atomics, the same bits
-at each run.
+The forward is one launch, which reads x and writes y. The backward is one launch, which reads dy and x and
+writes dx. If the gradient of the bias is wanted, each of its programs also sums its rows, and stores one
+partial sum for each column. A second launch adds up the partial sums.
 
-Pointers: ``x``, ``dx`` (rows, 2D), values then gates; ``bias``, ``dbias`` (2D,) or None; ``y``, ``dy``
-(rows, D); ``partials`` fp32 (groups, 2D), or None where the bias wants no gradient.
+Pointers:
 
-From sm_90 on each kernel starts while the one before it still runs (``PDL``), and waits before it
-touches memory.
+- ``x``: (rows, 2D), values then gates, fp16, bf16 or fp32; contiguous rows, ``X_STRIDE`` elements apart;
+- ``dx``: (rows, 2D), contiguous, the gradient of x, or None;
+- ``bias``, ``dbias``: (2D,) or None;
+- ``y``, ``dy``: (rows, D), contiguous;
+- ``partials``: fp32 (groups, 2D), or None if the gradient of the bias is not wanted.
 
-Numerics: fp32 throughout, one rounding at each store; the normal distribution of a 16-bit x as
-``normal_cdf`` says. Offsets that can pass 2^31 are int64.
+With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the one before it still
+runs, and waits before it accesses memory.
+
+Numerics: fp32, rounded once at each store. The normal distribution is approximated for 16-bit x
+(``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. Offsets that can
+pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from sdfastgn.kernels.common.sums import sum_columns
 
 @triton.jit
 def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
-    """Bias of the values and of the gates in columns ``c``, to be added to a tile."""
+    """Loads the biases of values and gates in columns ``c``: (1, columns) fp32, or 0 without bias."""
     bias = 0.0
     gate_bias = 0.0
     if bias_ptr is not None:
@@ -36,7 +41,6 @@ def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
     return bias, gate_bias
 
 
-# One program: ``BLOCK_D`` columns of ``BLOCK_R`` rows of y.
 @triton.jit(do_not_specialize=["rows"])
 def _geglu_kernel(
     x_ptr, bias_ptr, y_ptr,
@@ -44,10 +48,15 @@ def _geglu_kernel(
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y.
+
+    ``EVEN``: True if no element is masked.
+    """
     columns = tl.cdiv(D, BLOCK_D)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
     start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
-    # A row alone may be longer than an int32 can say; Triton 3.6 refuses that even times 0.
+    # If the tile has one row, its stride is not needed. The stride may then be too large for int32, and
+    # Triton 3.6 refuses such a number even if it is multiplied by 0.
     ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
     r = tl.arange(0, BLOCK_R)[:, None]
     i = tl.arange(0, BLOCK_D)
@@ -74,7 +83,7 @@ def _geglu_grad_kernel(
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dx of a block of columns in a group of tiles, and the group's column sums."""
+    """A program computes dx for one block of columns in a group of ``tiles`` tiles, and its partial sums."""
     columns = tl.cdiv(D, BLOCK_D)
     group = tl.program_id(0) // columns
     start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
@@ -102,7 +111,7 @@ def _geglu_grad_kernel(
             tl.store(dx, dvalue.to(dx_ptr.dtype.element_ty), mask=mask)
             tl.store(dx + D, dgate.to(dx_ptr.dtype.element_ty), mask=mask)
         if partials_ptr is not None:
-            if not EVEN:  # what lies outside the mask is undefined
+            if not EVEN:  # masked loads have undefined values
                 dvalue = tl.where(mask, dvalue, 0.0)
                 dgate = tl.where(mask, dgate, 0.0)
             values += tl.sum(dvalue, 0)
@@ -113,13 +122,13 @@ def _geglu_grad_kernel(
         tl.store(out + D, gates, mask=None if EVEN else in_row)
 
 
-# One program: ``BLOCK_D`` columns.
 @triton.jit(do_not_specialize=["count", "columns"])
 def _bias_sum_kernel(
     partials_ptr, dbias_ptr,
     count, columns,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """A program adds up ``count`` partial sums for ``BLOCK_D`` of all ``columns`` columns of dbias."""
     c = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PDL:
         gdc_wait()

@@ -1,7 +1,7 @@
-"""GEGLU, a linear layer's output and its bias, gated by GELU: ``sdfastgn::geglu`` and its backward.
+"""GEGLU, which gates one half of a linear layer's output with the GELU of the other half.
 
-Formula, with x of shape (..., 2D), value = x[..., :D] + bias[:D], gate = x[..., D:] + bias[D:], and
-P the normal distribution:
+The ops are ``sdfastgn::geglu`` and ``sdfastgn::geglu_backward``. Formula, with x (..., 2D),
+value = x[..., :D] + bias[:D], gate = x[..., D:] + bias[D:], and P the cumulative normal distribution:
 
     y = value * gelu(gate)        gelu(z) = z * P(z) = 0.5 * z * (1 + erf(z / sqrt(2)))
 
@@ -9,8 +9,8 @@ P the normal distribution:
     dgate = dy * value * (P(gate) + gate * P'(gate))
     dbias = sum_rows (dvalue, dgate)
 
-On a GPU the kernels of ``geglu/kernels.py`` run; everywhere else, and for a second derivative,
-``reference_geglu`` and ``reference_geglu_grads``. Layout and numerics contract: there.
+On a GPU the kernels of ``geglu/kernels.py`` run, where layouts and numerics are explained. Everywhere else,
+and for second derivatives, ``reference_geglu`` and ``reference_geglu_grads`` run.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
 Linear Units", 2016; the chain rule.
@@ -44,19 +44,19 @@ class GegluCall(NamedTuple):
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
+    """``geglu`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input: the fallback."""
     value, gate = _halves(x, bias)
     return (value * F.gelu(gate)).to(x.dtype).contiguous()
 
 
 def reference_geglu_grads(call: Any) -> Gradients:
-    """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
-
-    Every step is a differentiable op, so that a second derivative is right too.
+    """Gradients in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
 
     Args:
         call: dy (..., D), x and bias of ``GegluCall``, and the dtypes ``dx`` and ``dbias`` of the gradients,
-            None where one is not wanted.
+            or None for a gradient that is not wanted.
+
+    Every step can be differentiated, so second derivatives are right.
     """
     value, gate = _halves(call.x, call.bias)
     dy = call.dy.to(value.dtype)
@@ -68,7 +68,7 @@ def reference_geglu_grads(call: Any) -> Gradients:
 
 
 def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(value, gate)"""
+    """(value, gate), each (..., D), in fp32, or in fp64 for fp64 input."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if bias is None else u + bias.to(u.dtype)
     D = x.shape[-1] // 2
@@ -83,11 +83,12 @@ def _fake(call: GegluCall) -> Tensor:
 
 
 def _check(name: str, call: GegluCall) -> None:
+    """Check that the last dimension of x is even."""
     if call.x.shape[-1] % 2:
         raise ValueError(f"{name}: x must be (..., 2D), got shape {tuple(call.x.shape)}")
 
 
-# Plans and kernels need Triton, so they are imported when the first one is made.
+# Plans and kernels need Triton, so they are imported when the first plan is made.
 
 
 def _plan(call: GegluCall) -> Any:
@@ -130,22 +131,22 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``value * gelu(gate)`` of the two halves of x + bias, with the exact (erf) GELU, in one pass.
 
     Args:
-        x: (..., 2D), at least rank 1: values, then gates. Usually the output of a linear layer
-            without its bias.
-        bias: (2D,) or None: that layer's bias.
+        x: (..., 2D), at least rank 1, values then gates. Usually the output of a linear layer without
+            its bias.
+        bias: (2D,) or None. Usually the bias of that layer.
 
     Shapes: the output is (..., D).
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); bias any of these. The output has the
-        dtype of x.
-    Layout: rows are read where they lie if they are without gaps and equally far apart, else from a
-    copy. The output is contiguous.
-    Grad: with respect to both. Between forward and backward x and bias are kept, nothing else. A
-        second derivative, the transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of these dtypes.
+        The output has the dtype of x.
+    Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
+        contiguous.
+    Grad: of x and bias, which are kept for the backward. Second derivatives, the transforms of torch.func and
+        forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: an argument is not a dense tensor of one of these dtypes.
+        TypeError: an argument is not a strided tensor of one of these dtypes.
         ValueError: a shape or a device does not fit.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the order of the halves is that of
-    diffusers' GEGLU.
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020. Values come before gates as in diffusers'
+    GEGLU.
     """
     return _GEGLU(GegluCall(x, bias), _NAME)

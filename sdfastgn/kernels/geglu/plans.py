@@ -1,4 +1,7 @@
-"""How ``geglu`` and its gradients are launched: which kernels of ``geglu/kernels.py``, in what memory."""
+"""The launches of ``geglu`` and of its backward: which kernels run, their grids and constants.
+
+The kernels are in ``geglu/kernels.py``, their configurations in ``geglu/config.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from sdfastgn.kernels.geglu.op import GegluCall
 
 
 class GegluPlan:
-    """The launch for one combination of shapes, strides, dtypes and device."""
+    """The launch of one kind of call: one program for each tile of y."""
 
     __slots__ = ("launch", "shape")
 
@@ -37,6 +40,7 @@ class GegluPlan:
         )
 
     def run(self, call: GegluCall) -> Tensor:
+        """Launch, and return y (..., D)."""
         x, bias = call
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         self.launch.run(x, bias, y)
@@ -46,9 +50,10 @@ class GegluPlan:
 
 
 class GegluGradPlan:
-    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
+    """The launches for one kind of call, which includes which gradients are wanted.
 
-    ``partials``: fp32 values that ``grad`` leaves of the bias's gradient, and ``columns`` adds up.
+    ``grad`` has one program for each group of tiles and block of columns. If the gradient of the bias is
+    wanted, it also stores ``partials`` fp32 partial sums, and ``columns`` adds these up.
     """
 
     __slots__ = ("columns", "grad", "partials", "wanted")
@@ -75,6 +80,7 @@ class GegluGradPlan:
         )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
+        """Launch, and return the wanted gradients."""
         dy, x, bias, *_ = call
         grads = empty_row_gradients(call, self.wanted)
         partials = None
@@ -89,6 +95,7 @@ class GegluGradPlan:
 
 
 def _tile(config: TileConfig, rows: int, D: int, x_stride: int) -> dict[str, Any]:
+    """The constants of the forward and the backward kernel."""
     return {
         "D": D,
         "X_STRIDE": x_stride,

@@ -1,18 +1,17 @@
-"""Gradients of GroupNorm + activation in plain PyTorch, for the op ``sdfastgn::group_norm_backward``.
+"""Gradients of GroupNorm + activation in plain PyTorch: the reference of ``sdfastgn::group_norm_backward``.
 
-With u, z, y as in ``group_norm/op.py``, a = 1 + ada_scale, dz the gradient of the activation's
-argument, xhat = (u - mean) * rstd and w' = weight * a:
+With u = x + shift as in ``group_norm/op.py``, xhat = (u - mean) * rstd, a = 1 + ada_scale, w' = weight * a,
+and dz the gradient of the activation's argument:
 
     d ada_shift = sum_hw dz                     d bias   = sum_n,hw dz * a
     d ada_scale = sum_hw dz * (xhat * weight + bias)   d weight = sum_n,hw dz * a * xhat
     du = rstd * (dz w' - mean_group(dz w') - xhat * mean_group(dz w' xhat)),   d shift = sum_hw du
 
-On a GPU the kernels of ``group_norm/backward_kernels.py`` run, from x and the mean and rstd that
-the forward saved; everywhere else, and for a second derivative, ``reference_group_norm_grads``,
-which takes the statistics of x again.
+On a GPU the kernels of ``group_norm/backward_kernels.py`` run. They use the mean and rstd that the forward
+saved. Everywhere else, and for second derivatives, ``reference_group_norm_grads`` runs. It computes the
+statistics of x again.
 
-Source: the chain rule; the grouping of sums is that of Wu and He, "Group Normalization", 2018, as
-PyTorch implements it.
+Source: the chain rule, applied to Wu and He, "Group Normalization", 2018.
 """
 
 from __future__ import annotations
@@ -33,10 +32,14 @@ def reference_group_norm_grads(call: Any) -> Gradients:
 
     Args:
         call: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; x and the operands of ``GroupNormCall``; mean
-            and rstd (N, G) of the forward; and which gradients are wanted (``dx``, ``dweight`` ...).
+            and rstd (N, G) of the forward, which are not used; and which gradients are wanted (``dx``,
+            ``dweight`` ...).
 
-    Every step is a differentiable op, so that a second derivative is right too. The gradient of x has
-    the strides of x if x is without gaps.
+    Returns:
+        The wanted gradients in the shapes and dtypes of their operands. The gradient of x has the strides of
+        x if x has no gaps.
+
+    Every step can be differentiated, so second derivatives are right.
     """
     x, weight, bias, shift = call.x, call.weight, call.bias, call.shift
     num_groups = call.num_groups
@@ -49,7 +52,9 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     dy = call.dy.movedim(-1, 1) if call.tokens else call.dy
     u = x.to(dtype).reshape(grouped)
     u = u if shift is None else u + per_channel(shift)
-    u = u - u.detach()[:, :, :1, :1]  # exact where values are close; no derivative depends on it
+    # Subtract the group's first value: if the mean is large, this reduces rounding errors. The value is
+    # detached, because the gradients do not depend on it.
+    u = u - u.detach()[:, :, :1, :1]
     var, mean = torch.var_mean(u, dim=(2, 3), correction=0, keepdim=True)
     rstd = torch.rsqrt(var + call.eps)
     xhat = (u - mean) * rstd
@@ -62,7 +67,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     d_xhat = d_affine if weight is None else d_affine * per_channel(weight)
 
     def summed(t: Tensor, like: Tensor | None) -> Tensor | None:
-        """Sum over HW and over every axis along which ``like`` was broadcast."""
+        """The gradient of ``like``: ``t`` summed over HW and, if all samples share ``like``, over samples."""
         if like is None:
             return None
         per_sample = t.sum(dim=3).reshape(N, C)
@@ -72,12 +77,12 @@ def reference_group_norm_grads(call: Any) -> Gradients:
 
     du = dx = None
     if call.dx or call.dshift:
-        along_mean = d_xhat.mean(dim=(2, 3), keepdim=True)
-        along_var = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
-        du = rstd * (d_xhat - along_mean - xhat * along_var)
+        mean_d_xhat = d_xhat.mean(dim=(2, 3), keepdim=True)
+        mean_product = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
+        du = rstd * (d_xhat - mean_d_xhat - xhat * mean_product)
     if call.dx and du is not None:
         dx = du.reshape(x.shape).to(x.dtype)
-        # Sums and products have the strides of dy.
+        # So far dx may have the strides of dy.
         dx = laid_out(dx, dense_is_channels_last(x))
     return {
         "x": dx,

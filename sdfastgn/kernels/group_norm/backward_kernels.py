@@ -1,32 +1,37 @@
-"""Triton kernels of the backward of GroupNorm + activation; formulas: ``group_norm/backward.py``.
+"""Triton kernels of the backward of GroupNorm + activation. Formulas: ``group_norm/backward.py``.
 
-Layout: x as in ``group_norm/kernels.py``; the incoming gradient dy is read where it lies, in the
-layout of x or in the other one; dx has the layout of x.
+With xhat the normalized x, and dz the gradient of the activation's argument, all gradients follow from
+three sums over positions, for each sample and channel: of dz, of dz * xhat and, for the shift, of xhat.
+With g = dz * scale, dx also needs the means of g and of g * xhat over each group.
 
-Pointers, beside those of ``group_norm/kernels.py``:
+There are three ways to launch the kernels, chosen from the sizes:
 
-- ``dy``, ``dx``: gradients of y and x; ``dx`` is None where it is not wanted;
-- ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: gradients, in the shapes of
-  their tensors, or None;
-- ``scratch``: fp32. ``sums``: planes (N, P, C) of sums of chunks. From ``totals_offset`` on
-  ``totals``: planes (N, C) of sums of samples. From ``table_offset`` on the table for dx, planes
-  (N, C) of scale, offset, slope, level and centre.
+- *small*: a program holds one group of x and dy in registers. One launch writes dx and the sums;
+- *walk*, one launch too: a program reads its group of x and dy twice (``group_norm/walk_kernels.py``);
+- *split*, three launches: ``sums_kernel`` computes the sums of each chunk of positions.
+  ``merge_sums_kernel`` adds them up, and stores for each channel what dx needs. ``apply_grad_kernel``
+  reads x and dy again and writes dx.
 
-The ways of the forward, by the same function of sizes:
+The gradients of all operands but x are computed last, from the sums
+(``group_norm/parameter_kernels.py``). In the split way the first programs of ``apply_grad_kernel`` compute
+them, in the other two ways a further launch does.
 
-- *small*: one program holds a group of x and of dy in registers: dx, and two or three sums per
-  sample and channel;
-- *walk* (``group_norm/walk_kernels.py``): the same with a group that one program reads twice;
-- *split*: ``sums_kernel`` leaves these sums per channel and chunk, ``merge_sums_kernel`` brings
-  them together and writes what dx is made of per channel, ``apply_grad_kernel`` makes dx. Its first
-  programs turn the sums into the gradients of the parameters, which after the other two is a launch
-  of its own.
+Pointers, in addition to those of ``group_norm/kernels.py``:
 
-Programmatic dependent launch as in the forward: the sums kernel lets its successors start when x
+- ``dy``: the gradient of y, in the layout of x or in the other layout;
+- ``dx``: the gradient of x, in the layout of x, or None if it is not wanted;
+- ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: the gradients in the shapes of their
+  operands, or None;
+- ``scratch``: fp32 memory with three parts:
+  ``sums`` are planes of (N, P, C), the sums of chunks. ``totals``, at ``totals_offset``, are planes of
+  (N, C): the sums of dz and of dz * xhat, and the gradient of the shift. The table, at ``table_offset``, are
+  planes of (N, C): scale, offset, slope, level and centre (``merge_sums_kernel``).
+
+Programmatic dependent launch is used as in the forward. ``sums_kernel`` lets the next kernel start when x
 and dy are complete.
 
-Numerics: fp32, one rounding at the store; sums in a fixed order without atomics, so that gradients
-are the same at each run.
+Numerics: fp32, rounded once at the store. Sums have a fixed order and no atomics, so every run gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -51,12 +56,16 @@ from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grads
 from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
+# Names of the numbers on which the kernels are not specialized.
 STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 
 @triton.jit
 def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride):
-    """(what x is less its mean after the shift, 1 / deviation) of channels ``c``."""
+    """Loads (centre, rstd) of channels ``c`` in ``group``. xhat is (x - centre) * rstd.
+
+    centre is the mean of x + shift, minus shift.
+    """
     centre = tl.load(mean_ptr + group, mask=in_range, other=0.0)
     rstd = tl.load(rstd_ptr + group, mask=in_range, other=0.0)
     if shift_ptr is not None:
@@ -66,13 +75,16 @@ def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride):
 
 @triton.jit
 def _channel_sum(t, CHANNELS_LAST: tl.constexpr):
-    """Over the positions of a (lanes, warps, steps, block) tile."""
+    """Sums a (lanes, warps, steps, block) tile for each channel."""
     return channel_sum(t) if CHANNELS_LAST else tl.sum(t, 3, keep_dims=True)
 
 
 @triton.jit
 def _group_sum(t, EACH_CHANNEL: tl.constexpr):
-    """Over the channels, given a value for each; or not, if each is a group."""
+    """Sums ``t``, which has one value for each channel, over the channels of the group.
+
+    Returns ``t`` itself if each channel is a group.
+    """
     if not EACH_CHANNEL:
         t = tl.sum(tl.reshape(t, (t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3],)), 0)
     return t
@@ -80,18 +92,25 @@ def _group_sum(t, EACH_CHANNEL: tl.constexpr):
 
 @triton.jit
 def store_totals(
-    totals, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var,
+    totals, plane, in_range, sum_dz, sum_dz_xhat, sum_xhat, positions, rstd, scale, mean_g, mean_g_xhat,
     SHIFT_GRAD: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a sample: of dz, of dz * xhat, and the shift's gradient (``sum_x``: the sum of xhat)."""
-    tl.store(totals, along_z, mask=in_range)
-    tl.store(totals + plane, along_x, mask=in_range)
+    """Stores at ``totals`` the sums of dz and of dz * xhat and, if ``SHIFT_GRAD``, the shift's gradient.
+
+    The arguments below, except ``positions``, have one value for each channel.
+
+    Args:
+        sum_dz, sum_dz_xhat, sum_xhat: sums of dz, of dz * xhat and of xhat over the positions.
+        positions: HW.
+        mean_g, mean_g_xhat: the group's means of g = dz * scale and of g * xhat.
+    """
+    tl.store(totals, sum_dz, mask=in_range)
+    tl.store(totals + plane, sum_dz_xhat, mask=in_range)
     if SHIFT_GRAD:
-        shift_grad = rstd * (scale * along_z - positions * along_mean - sum_x * along_var)
+        shift_grad = rstd * (scale * sum_dz - positions * mean_g - sum_xhat * mean_g_xhat)
         tl.store(totals + 2 * plane, shift_grad, mask=in_range)
 
 
-# One program: a group of one sample, or ``CHANNELS`` groups of one channel each.
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
 def small_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
@@ -104,7 +123,19 @@ def small_grad_kernel(
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x, dy -> dx; and by sample and channel sums of dz, dz * xhat, and the gradient of the shift."""
+    """A program computes dx and the totals of one group of a sample.
+
+    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each.
+
+    ``totals``: planes of ``plane`` values. None if only dx is wanted.
+
+    Constants:
+        CG: channels of a group.
+        SHIFT_GRAD: True if the gradient of the shift is wanted.
+        CHANNELS_LAST: True if x is channels-last.
+        DY_LAST: True if dy is channels-last.
+        EACH_CHANNEL: True if each channel is a group.
+    """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
     outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
@@ -130,21 +161,21 @@ def small_grad_kernel(
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     xhat = tl.where(mask, (x - centre) * rstd, 0.0)
     dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
-    along_z = _channel_sum(dz, CHANNELS_LAST)
-    along_x = _channel_sum(dz * xhat, CHANNELS_LAST)
+    sum_dz = _channel_sum(dz, CHANNELS_LAST)
+    sum_dz_xhat = _channel_sum(dz * xhat, CHANNELS_LAST)
     positions = HW.to(tl.float32)
     count = positions * (1 if EACH_CHANNEL else CHANNELS)
-    along_mean = _group_sum(scale * along_z, EACH_CHANNEL) / count
-    along_var = _group_sum(scale * along_x, EACH_CHANNEL) / count
+    mean_g = _group_sum(scale * sum_dz, EACH_CHANNEL) / count
+    mean_g_xhat = _group_sum(scale * sum_dz_xhat, EACH_CHANNEL) / count
     if dx_ptr is not None:
-        dx = rstd * (dz * scale - along_mean - xhat * along_var)
+        dx = rstd * (dz * scale - mean_g - xhat * mean_g_xhat)
         out = dx_ptr + base + (last if CHANNELS_LAST else first)
         tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if totals_ptr is not None:
-        sum_x = _channel_sum(xhat, CHANNELS_LAST) if SHIFT_GRAD else along_x
+        sum_xhat = _channel_sum(xhat, CHANNELS_LAST) if SHIFT_GRAD else sum_dz_xhat
         store_totals(
-            totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
-            along_mean, along_var, SHIFT_GRAD,
+            totals_ptr + n * C + c, plane, in_range, sum_dz, sum_dz_xhat, sum_xhat, positions, rstd, scale,
+            mean_g, mean_g_xhat, SHIFT_GRAD,
         )  # fmt: skip
 
 
@@ -154,7 +185,10 @@ def grad_tile(
     x_offsets, dy_offsets, mask, centre, rstd, scale, offset,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """(dz, xhat) of a tile, 0 where masked."""
+    """Returns dz, the gradient of the activation's argument, and xhat, the normalized x, of a tile.
+
+    Both are 0 where masked. If ``mask`` is None, nothing is masked.
+    """
     if mask is None:
         x = tl.load(x_ptr + x_offsets, eviction_policy=EVICTION)
         dy = tl.load(dy_ptr + dy_offsets, eviction_policy=EVICTION)
@@ -167,8 +201,6 @@ def grad_tile(
     return activation_grad(dy.to(tl.float32), xhat * scale + offset, ACTIVATION, PAIRS), xhat
 
 
-# One program: channels-last a block of channels in one chunk for each warp, channels-first one channel
-# for each warp in one chunk.
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
 def sums_kernel(
     x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
@@ -182,7 +214,20 @@ def sums_kernel(
     HW_FACTOR: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each channel and chunk, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
+    """Each warp computes the sums of dz, of dz * xhat and, if ``SHIFT_GRAD``, of xhat in one chunk.
+
+    Channels-last: a program has a block of channels, and its warps have neighboring chunks. Channels-first:
+    a program has one chunk, and each warp has another channel.
+
+    Numbers:
+        rows, chunks: positions of a chunk, and chunks of a sample.
+        plane: elements from one kind of sums to the next.
+
+    Constants:
+        EVEN: True if no element is masked.
+        LOOP: True if a chunk has more than one tile.
+        HW_FACTOR: divisor of HW and rows (``multiple_of``).
+    """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
     if CHANNELS_LAST:
@@ -215,9 +260,9 @@ def sums_kernel(
     dz, xhat = grad_tile(
         x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, ""
     )
-    along_z = tl.sum(dz, STEP_AXIS, keep_dims=True)
-    along_x = tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
-    sum_x = tl.sum(xhat, STEP_AXIS, keep_dims=True)
+    sum_dz = tl.sum(dz, STEP_AXIS, keep_dims=True)
+    sum_dz_xhat = tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
+    sum_xhat = tl.sum(xhat, STEP_AXIS, keep_dims=True)
     if LOOP:
         for start in range(TILE, rows, TILE):
             if not EVEN:
@@ -228,18 +273,17 @@ def sums_kernel(
                 dy_offsets + step * (C if DY_LAST else 1), mask, centre, rstd, scale, offset, ACTIVATION,
                 PAIRS, "",
             )  # fmt: skip
-            along_z += tl.sum(dz, STEP_AXIS, keep_dims=True)
-            along_x += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
-            sum_x += tl.sum(xhat, STEP_AXIS, keep_dims=True)
+            sum_dz += tl.sum(dz, STEP_AXIS, keep_dims=True)
+            sum_dz_xhat += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
+            sum_xhat += tl.sum(xhat, STEP_AXIS, keep_dims=True)
     out = sums_ptr + (n * chunks + chunk) * C + c
     mask = (chunk < chunks) & in_range
-    tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)
-    tl.store(out + plane, tl.sum(along_x, REDUCED, keep_dims=True), mask=mask)
+    tl.store(out, tl.sum(sum_dz, REDUCED, keep_dims=True), mask=mask)
+    tl.store(out + plane, tl.sum(sum_dz_xhat, REDUCED, keep_dims=True), mask=mask)
     if SHIFT_GRAD:
-        tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
+        tl.store(out + 2 * plane, tl.sum(sum_xhat, REDUCED, keep_dims=True), mask=mask)
 
 
-# One program: a group of one sample, or ``CHANNELS`` groups of one channel each.
 @triton.jit(
     do_not_specialize=[*STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"]
 )
@@ -251,10 +295,16 @@ def merge_sums_kernel(
     LOOP: tl.constexpr, PDL: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums of each chunk -> sums of each sample, and the table for dx.
+    """A program adds up the sums of one group's chunks, and stores the group's totals and table.
 
-    dx = dz * scale - (x - centre) * slope - level, where the activation's argument is (x -
-    centre) * scale + offset.
+    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. From the table's values for
+    a channel ``apply_grad_kernel`` computes
+
+        z = (x - centre) * scale + offset, the activation's argument, from which follows dz
+        dx = dz * scale - (x - centre) * slope - level
+
+    ``plane``: elements from one kind of sums to the next. ``table_plane``: the same for totals and table.
+    ``LOOP``: True if there are more than ``BLOCK_P`` chunks.
     """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -273,36 +323,36 @@ def merge_sums_kernel(
     p = tl.arange(0, BLOCK_P)[:, None]
     at = scratch_ptr + n * chunks * C + (p * C + c[None, :])
     mask = (p < chunks) & in_range[None, :]
-    z_tile = tl.load(at, mask=mask, other=0.0)
-    x_tile = tl.load(at + plane, mask=mask, other=0.0)
-    sum_tile = tl.load(at + 2 * plane, mask=mask, other=0.0) if SHIFT_GRAD else z_tile
+    dz_tile = tl.load(at, mask=mask, other=0.0)
+    dz_xhat_tile = tl.load(at + plane, mask=mask, other=0.0)
+    xhat_tile = tl.load(at + 2 * plane, mask=mask, other=0.0) if SHIFT_GRAD else dz_tile
     if LOOP:
         for start in range(BLOCK_P, chunks, BLOCK_P):
             mask = (start + p < chunks) & in_range[None, :]
             from_here = at + tl.cast(start, tl.int64) * C
-            z_tile += tl.load(from_here, mask=mask, other=0.0)
-            x_tile += tl.load(from_here + plane, mask=mask, other=0.0)
+            dz_tile += tl.load(from_here, mask=mask, other=0.0)
+            dz_xhat_tile += tl.load(from_here + plane, mask=mask, other=0.0)
             if SHIFT_GRAD:
-                sum_tile += tl.load(from_here + 2 * plane, mask=mask, other=0.0)
-    along_z, along_x = tl.sum(z_tile, 0), tl.sum(x_tile, 0)
+                xhat_tile += tl.load(from_here + 2 * plane, mask=mask, other=0.0)
+    sum_dz, sum_dz_xhat = tl.sum(dz_tile, 0), tl.sum(dz_xhat_tile, 0)
     positions = HW.to(tl.float32)
     count = positions * (1 if EACH_CHANNEL else CHANNELS)
-    along_mean = scale * along_z
-    along_var = scale * along_x
+    mean_g = scale * sum_dz
+    mean_g_xhat = scale * sum_dz_xhat
     if not EACH_CHANNEL:
-        along_mean = tl.sum(along_mean, 0) + tl.zeros_like(scale)
-        along_var = tl.sum(along_var, 0) + tl.zeros_like(scale)
-    along_mean /= count
-    along_var /= count
+        mean_g = tl.sum(mean_g, 0) + tl.zeros_like(scale)
+        mean_g_xhat = tl.sum(mean_g_xhat, 0) + tl.zeros_like(scale)
+    mean_g /= count
+    mean_g_xhat /= count
     totals = scratch_ptr + totals_offset + n * C + c
-    tl.store(totals, along_z, mask=in_range)
-    tl.store(totals + table_plane, along_x, mask=in_range)
+    tl.store(totals, sum_dz, mask=in_range)
+    tl.store(totals + table_plane, sum_dz_xhat, mask=in_range)
     if SHIFT_GRAD:
-        shift_grad = rstd * (scale * along_z - positions * along_mean - tl.sum(sum_tile, 0) * along_var)
+        shift_grad = rstd * (scale * sum_dz - positions * mean_g - tl.sum(xhat_tile, 0) * mean_g_xhat)
         tl.store(totals + 2 * table_plane, shift_grad, mask=in_range)
     scale *= rstd
-    slope = rstd * rstd * along_var
-    level = rstd * along_mean
+    slope = rstd * rstd * mean_g_xhat
+    level = rstd * mean_g
     table = scratch_ptr + table_offset + n * C + c
     tl.store(table, scale, mask=in_range)
     tl.store(table + table_plane, offset, mask=in_range)
@@ -311,8 +361,6 @@ def merge_sums_kernel(
     tl.store(table + 4 * table_plane, centre, mask=in_range)
 
 
-# One program: ``BLOCK_C`` channels at ``BLOCK_HW`` positions of one sample; the first ones
-# ``BLOCK_PARAMETERS`` channels of the parameters.
 @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "HW", "table_offset"])
 def apply_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr,
@@ -327,9 +375,13 @@ def apply_grad_kernel(
     BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr, PARAMETER_PROGRAMS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: gradients of parameters.
+    """A program computes dx for ``BLOCK_C`` channels at ``BLOCK_HW`` positions of one sample.
 
-    ``AHEAD``: x and dy are read before the wait.
+    The first ``PARAMETER_PROGRAMS`` programs instead compute the gradients of the other operands, for
+    ``BLOCK_PARAMETERS`` channels each (``parameter_grads``).
+
+    ``plane``: elements from one kind of value to the next, in the totals and in the table. ``EVEN``: True if
+    no element is masked. ``AHEAD``: True if x and dy are read before the wait.
     """
     if tl.program_id(0) < PARAMETER_PROGRAMS:
         if PDL:
@@ -340,7 +392,7 @@ def apply_grad_kernel(
             plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_PARAMETERS,
         )  # fmt: skip
     else:
-        # Last rows first: they are what the sums kernel left in L2.
+        # The first of these programs take the last rows, which ``sums_kernel`` has left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         if not (CHANNELS_LAST and DY_LAST):
             HW = multiple_of(HW, HW_FACTOR)

@@ -1,4 +1,7 @@
-"""How gradients of ``group_norm`` are launched: which of ``backward_kernels.py``, in what memory."""
+"""The launches of GroupNorm's backward: which kernels run, their grids and constants, their scratch memory.
+
+The kernels are in ``backward_kernels.py``, ``walk_kernels.py`` and ``parameter_kernels.py``.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,21 @@ from sdfastgn.kernels.group_norm.plans import ALIGNED, strides_of
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
-# Values of each sample and channel that ``merge_sums_kernel`` leaves to ``apply_grad_kernel``.
+# Planes of the table that ``merge_sums_kernel`` writes and ``apply_grad_kernel`` reads.
 _TABLE_ROWS = 5
-# The gradients, in the kernels' order. All but that of x may be sums over samples.
+# Names of the operands that have gradients, in the order of the kernels' pointers.
 _GRADIENTS = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
+# Number of operands that have gradients, without x.
 _PARAMETERS = 5
-# Warps that sum parameter gradients over samples.
+# Warps of a program of ``parameter_grad_kernel``.
 _PARAMETER_WARPS = 4
 
 
 class _Sizes(NamedTuple):
-    """What every launch of a call is planned from."""
+    """Sizes and layouts of a call.
+
+    ``CG``: channels of a group. ``pdl``: use programmatic dependent launch.
+    """
 
     N: int
     C: int
@@ -51,7 +58,7 @@ class _Sizes(NamedTuple):
     channels_last: bool
     dy_last: bool
     pdl: bool
-    strides: dict[str, int]  # of shift, ada_scale and ada_shift
+    strides: dict[str, int]  # row strides of shift, ada_scale and ada_shift
 
     @classmethod
     def of(cls, call: Any) -> _Sizes:
@@ -69,13 +76,24 @@ class _Sizes(NamedTuple):
 
 
 class GroupNormGradPlan:
-    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
+    """The launches for one kind of call, which includes which gradients are wanted.
 
-    ``single`` makes dx and the sums of samples, or ``sums`` and ``merge`` make the sums and ``apply`` dx.
-    ``parameters`` makes the gradients of parameters where ``apply`` does not. Of many samples it makes sums
-    of parts, ``part_plane`` values for each parameter, and ``parts_sum`` adds them up.
-    ``scratch``: fp32 values that pass between them: sums of chunks, then ``totals`` of samples, then the
-    table for dx. A part of ``plane`` values has one for each sample and channel.
+    dx and the totals come from one launch or from three:
+
+    - ``single``: the small or the walk way;
+    - ``sums``, ``merge`` and, if dx is wanted, ``apply``: the split way.
+
+    The gradients of the other operands come from ``apply`` or, if there is none, from ``parameters``. If
+    samples are many, ``parameters`` only sums parts of them, and ``parts_sum`` adds up the parts.
+
+    Attributes:
+        scratch: number of fp32 values in the memory that the kernels share. It has the sums of chunks, the
+            totals, and the table.
+        totals: where the totals start in the scratch memory.
+        plane: values of each plane of the totals and of the table: N * C, rounded up.
+        part_plane: values of each gradient's sums of parts: parts * C, rounded up.
+        rows: for each operand but x, whether it has a row for each sample.
+        wanted: names of the operands whose gradients are wanted.
     """
 
     __slots__ = (
@@ -109,13 +127,12 @@ class GroupNormGradPlan:
         self._plan_rest(call, sizes, sms)
 
     def _plan_rest(self, call: Any, sizes: _Sizes, sms: int) -> None:
-        """``apply``, whose first programs make the gradients of parameters, or ``parameters`` without it."""
+        """Plan the launch for the gradients of all operands but x: ``apply`` or ``parameters``."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
         programs = ceil_div(C, block_c) if any(name != "x" for name in self.wanted) else 0
         operands = {"SHIFT_ROWS": call.shift, "SCALE_ROWS": call.ada_scale, "OFFSET_ROWS": call.ada_shift}
         rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
-        # Which gradients have a row for each sample.
         self.rows = (False, False, *rows.values())
         parameters = {
             "ada_scale_stride": sizes.strides["ada_scale_stride"], "N": N, "totals_offset": self.totals,
@@ -137,6 +154,7 @@ class GroupNormGradPlan:
                 self.parts_sum = self._plan_parts_sum(sizes, parts)
 
     def _plan_parts_sum(self, sizes: _Sizes, parts: int) -> Launch:
+        """Plan a launch with one program for each of the five gradients and each block of channels."""
         block_p, block_c = column_sum_block(parts, sizes.C)
         return Launch(
             parameter_kernels.parameter_sum_kernel, _PARAMETERS * ceil_div(sizes.C, block_c), SUM_WARPS,
@@ -144,6 +162,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
+        """Plan ``single`` in the small way: one program for each group, or for several one-channel groups."""
         return Launch(
             kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=self.plane,
@@ -152,6 +171,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_walk(self, call: Any, sizes: _Sizes, config: WalkConfig) -> Launch:
+        """Plan ``single`` in the walk way: one program for each group."""
         return Launch(
             walk_kernels.walk_grad_kernel, sizes.N * call.num_groups, config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), plane=self.plane,
@@ -161,6 +181,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_sums(self, call: Any, sizes: _Sizes, config: StatisticsConfig) -> Launch:
+        """Plan ``sums``: one warp for each chunk of a block of channels (channels-first: of one channel)."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         return Launch(
             kernels.sums_kernel, config.programs(N, C, sizes.channels_last), config.num_warps,
@@ -172,6 +193,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
+        """Plan ``merge`` and set ``scratch``: one program for each group, or for several."""
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)
@@ -189,6 +211,7 @@ class GroupNormGradPlan:
     def _plan_apply(
         self, call: Any, sizes: _Sizes, blocks: ApplyConfig, parameters: dict[str, Any]
     ) -> Launch:
+        """Plan ``apply``: first the programs for the other operands, then one for each tile of x."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
         return Launch(
@@ -203,13 +226,14 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
+        """Launch, and return the wanted gradients."""
         grads = empty_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, *map(grads.get, _GRADIENTS))
         return grads
 
     def _launch(self, call: Any, dx: Tensor | None, *parameter_grads: Tensor | None) -> None:
-        """Launch the kernels. The device of ``call.x`` must be the current one."""
+        """Launch the kernels on the current device, which must be the device of ``call.x``."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
         stream = gpu.current_stream(x.device)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
@@ -235,11 +259,12 @@ class GroupNormGradPlan:
 
 
 def _aligned(values: int) -> int:
+    """``values`` rounded up to a multiple of ``ALIGNED``."""
     return ceil_div(values, ALIGNED) * ALIGNED
 
 
 def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
-    """What every kernel takes that reads x and dy."""
+    """The numbers and constants of every kernel that reads x and dy."""
     return {
         **sizes.strides,
         "HW": sizes.HW,
@@ -252,4 +277,5 @@ def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
 
 
 def _pairs(call: Any, block: int) -> bool:
+    """The constant ``PAIRS`` of a tile with ``block`` contiguous elements (``common/activations.py``)."""
     return call.x.dtype != torch.float32 and block >= PAIRED

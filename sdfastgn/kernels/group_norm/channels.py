@@ -1,4 +1,7 @@
-"""What forward and backward kernels of GroupNorm do by channel. Pointers: ``group_norm/kernels.py``."""
+"""Triton functions that GroupNorm's forward and backward kernels share.
+
+Pointers: ``group_norm/kernels.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS
 def channel_affine(
     n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
 ):
-    """(scale, offset) of channels ``c``: the activation's argument is xhat * scale + offset."""
-    # Called before the sums, so that the loads are under way while they run.
+    """Computes (scale, offset) of channels ``c`` in sample ``n``, fp32.
+
+    The activation's argument is xhat * scale + offset. Kernels call this before they sum, so that its loads
+    run at the same time as the loads of x.
+    """
     offset = tl.zeros_like(c).to(tl.float32)
     scale = offset + 1
     if weight_ptr is not None:
@@ -33,6 +39,6 @@ def channel_affine(
 
 @triton.jit
 def channel_sum(d):
-    """Over a (lanes, warps, steps, block) tile, but for the block, which are channels."""
+    """Sums a channels-last (lanes, warps, steps, channels) tile for each channel."""
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)

@@ -1,12 +1,10 @@
-"""How the kernels are launched: pure functions of sizes and the number of multiprocessors.
+"""The launch configurations of GroupNorm's kernels: pure functions of sizes and of the GPU's properties.
 
-The constants were chosen on an H200 (docs/adr/0006-group-norm-kernels.md,
-0007-programmatic-dependent-launch.md); none of them assumes one.
+All constants were measured on an H200, and are right for other GPUs too, if not optimal
+(docs/adr/0006-group-norm-kernels.md, 0007-programmatic-dependent-launch.md). "Padded" sizes are rounded up
+to powers of 2, as tiles are.
 
-Tiles of reductions have four axes, (lanes, warps, steps, block), the block contiguous in memory and
-the steps in one thread's registers (``common/tiles.py``). Sums over steps are then plain additions,
-and sums over lanes are shuffles. Only a last scalar or vector passes between warps through shared
-memory, whose bank conflicts cost more than the reading.
+Tiles of reductions have the axes (lanes, warps, steps, block) of ``common/tiles.py``.
 """
 
 from __future__ import annotations
@@ -16,73 +14,94 @@ from dataclasses import dataclass
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP_LOAD, ceil_div, next_power_of_2, power_of_2_below
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
-# --- small: a group in one program's registers
-# Elements of a group, padded to powers of 2, above which three launches are faster.
+# --- small: a program holds a group in registers
+
+# Largest group of a forward, in padded elements. The split way is faster for larger ones.
 _SMALL_MAX_ELEMENTS = 16384
-# The same where a row of a group has at least ``_SMALL_LONG_ROW`` bytes, a whole line of memory.
+# Largest group, in padded elements, of a channels-last forward whose channels at one position are a long row.
+# Reading long rows is efficient, so the small way is faster up to somewhat larger groups.
 _SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
+# Minimum number of bytes of a long row: a whole line of memory.
 _SMALL_LONG_ROW = 128
-# The same in the backward, which holds x and dy.
+# Largest group of a backward, in padded elements. It is smaller than in the forward, because registers hold
+# both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# (largest group, elements per warp) of the forward in channels-last; other cases use the constant below.
+# (largest group in padded elements, number of elements for each warp) of a channels-last forward. Small
+# groups are faster with fewer elements for each warp.
 _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
+# Number of elements for each warp in channels-first and in the backward.
 _SMALL_OTHER_PER_WARP = 1024
-# Elements per warp above which its registers spill.
+# Maximum number of elements for each warp. With more, registers spill.
 _SMALL_MAX_PER_WARP = 2048
-# Channels that a tile of the rest needs: in 16 bits, fewer are less than a 16-byte load.
+# Minimum number of channels of a second tile (``SmallConfig.tail``). In 16 bits they are one 16-byte load.
 _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
-# Elements of a tile.
+
+# Number of elements of a tile.
 _APPLY_TILE = 2048
-# Warps of a tile: 32 elements a thread hide the latency where there are many tiles.
+# Warps of a program if tiles are many. 32 elements for each thread then hide the memory's latency best.
 _APPLY_WARPS = 2
-# Warps of a tile where there are few: 16 elements a thread.
+# Warps of a program if tiles are few, and in the backward: 16 elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# Tiles a multiprocessor up to which they are few.
+# Tiles count as few up to this number for each multiprocessor.
 _APPLY_FEW_TILES = 12
-# Channels of a tile in the forward.
+# Channels of a channels-last tile in the forward.
 _APPLY_CHANNELS = 128
-# And in the backward, which keeps five values of each channel beside x and dy. 128 channels took 71
-# registers a thread and a second wave of programs, 64 take 48.
+# Channels of a channels-last tile in the backward, which keeps five values of each channel beside x and dy.
+# With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the programs did not all run
+# at once.
 _APPLY_BACKWARD_CHANNELS = 64
 
 # --- merge, and gradients of parameters
-# Samples x channels of one program that sums parameter gradients over samples.
+
+# (samples, channels) of the tile in which a program sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
-# Tiles of samples up to which one program sums all of them, and which each of several has at least: a
-# second launch adds up their sums.
+# Maximum number of tiles of samples that one program sums alone. With more, samples are divided into parts,
+# and a second launch adds up the parts' sums.
 _PARAMETER_MOST_TILES = 16
+# Minimum number of tiles of samples in a part. With fewer, the second launch would have too much to add.
 _PARAMETER_MIN_TILES = 8
-# Programs per multiprocessor, where there are several.
+# Programs for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2
-# Channels a program where each is a group: their rows are then whole 32-byte sectors of memory.
+# Channels of a program if each channel is a group. 32 neighboring channels read whole 32-byte sectors of
+# memory.
 _EACH_CHANNEL_BLOCK = 32
-# Partial results of a tile.
+# Maximum number of elements of a tile of (chunks, channels) in the merge kernels.
 _MERGE_TILE = 4096
-# Partial results per warp.
+# Elements of a merge kernel's tile for each warp, in the forward.
 _MERGE_PER_WARP = 256
-# The same in the backward, whose sums over warps cost more than its additions.
+# Elements of a merge kernel's tile for each warp, in the backward. This makes fewer warps than in the
+# forward, because exchanging their sums would take longer than more warps save in additions.
 _MERGE_BACKWARD_PER_WARP = 1024
 
-# --- walk: a group per program that is read twice, the second time from L2
-# Bytes of x, over those of L2, above which the first read of three launches has left L2: 64 MiB on an H200.
+# --- walk: a program reads its group twice, the second time from L2
+
+# Minimum size of x for the walk way, as a multiple of the size of L2. On an H200 this is 64 MiB. A smaller x
+# is still in L2 when the split way reads it a second time, so the split way is faster.
 _WALK_MIN_CACHES = 16 / 15
-# Part of L2 that x takes at most if each multiprocessor has one group: 237 KiB each on an H200. L2 then
-# still has most of x and dy when they are read again.
+# Maximum share of L2 that the groups of x of all running programs may take, with one program for each
+# multiprocessor. Then most of x and dy is still in L2 at the second read. On an H200 this is 237 KiB
+# for each group.
 _WALK_MAX_PART = 0.51
-# Contiguous bytes of a row that memory delivers well.
+# Minimum number of contiguous bytes of a group at one position, channels-last. Shorter reads from memory are
+# inefficient.
 _WALK_MIN_RUN = 64
-# Groups per multiprocessor that make up for an uneven end.
+# Minimum number of groups for each multiprocessor. With fewer, multiprocessors that finish early wait too
+# long for the last ones.
 _WALK_MIN_GROUPS = 8
-# Elements of a group from which on it has a multiprocessor for itself.
+# Minimum number of elements of a large group. One program for such a group fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
-# (elements of a tile, elements kept, warps) of such groups, by the registers that the activation's
-# derivative leaves: of a cheap one, of SiLU in channels-first rows, and of any other.
+# (elements of a tile, elements that stay in registers, warps) for large groups whose activation is in
+# ``_CHEAP``, if the gradient of a shift is not wanted. What fits into registers depends on the derivative of
+# the activation.
 _WALK_CHEAP = (16384, 16384, 16)
+# (elements of a tile, elements that stay in registers, warps) for large groups in channels-first with SiLU,
+# if the gradient of a shift is not wanted.
 _WALK_SILU_FIRST = (8192, 16384, 32)
+# (elements of a tile, elements that stay in registers, warps) for all other large groups.
 _WALK_LARGE = (8192, 8192, 32)
-# The same of smaller groups.
+# (elements of a tile, elements that stay in registers, warps) for groups that are not large.
 _WALK_OTHER = (4096, 4096, 8)
 # Activations whose derivative takes few registers.
 _CHEAP = ("identity", "relu")
@@ -90,12 +109,13 @@ _CHEAP = ("identity", "relu")
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """One launch: a program has ``channels`` of a sample in a (lanes, num_warps, steps, block) tile.
+    """The *small* way: a program holds ``channels`` channels of a sample in registers.
 
-    They are one group, or groups of one channel each (``each_channel``). ``block`` covers what is
-    contiguous in memory: the channels in channels-last, the positions in channels-first. The last
-    ``tail`` channels of a group may be a tile of their own, of (tail_lanes, num_warps, tail_steps,
-    tail).
+    They are one group or, if ``each_channel``, groups of one channel each. The tile has the axes (lanes,
+    num_warps, steps, block). ``block`` are channels if channels-last, positions if channels-first.
+
+    If ``tail`` is not 0, the group's last ``tail`` channels are in a second tile, with the axes (tail_lanes,
+    num_warps, tail_steps, tail).
     """
 
     channels: int
@@ -111,7 +131,7 @@ class SmallConfig:
 
 @dataclass(frozen=True)
 class ApplyConfig:
-    """One (block_hw, block_c) tile a program."""
+    """A program of an apply kernel has a tile of ``block_hw`` positions and ``block_c`` channels."""
 
     block_hw: int
     block_c: int
@@ -119,13 +139,16 @@ class ApplyConfig:
 
     @property
     def few(self) -> bool:
-        """True if there are so few tiles that registers do not limit the programs at a time."""
+        """True if tiles are few, so that registers do not limit how many programs run at once."""
         return self.num_warps == _APPLY_WARPS_OF_FEW_TILES
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """One program for ``channels`` of a sample, as in SmallConfig, in (block_p, block_c) partials."""
+    """A program of a merge kernel has ``channels`` channels of a sample, as in ``SmallConfig``.
+
+    It processes their chunks in tiles of (``block_p`` chunks, ``block_c`` channels).
+    """
 
     channels: int
     each_channel: bool
@@ -135,14 +158,16 @@ class MergeConfig:
 
     @property
     def is_full(self) -> bool:
-        """True if a tile is as large as they get: only then there may be more partials than it has."""
+        """True if the tile has the largest size. Only then may there be more chunks than ``block_p``."""
         return self.block_p * self.block_c >= _MERGE_TILE
 
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """One launch: each program keeps the last ``kept_hw`` positions of a group in registers, and reads
-    the others twice in (block_hw, block_c) tiles, the second time backwards and in part from L2.
+    """The *walk* way of the backward (``group_norm/walk_kernels.py``).
+
+    A program keeps the last ``kept_hw`` positions of a group in registers. It reads the others twice, in
+    tiles of (``block_hw`` positions, ``block_c`` channels).
     """
 
     block_hw: int
@@ -153,7 +178,7 @@ class WalkConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Three launches: statistics, merge, apply."""
+    """The *split* way: three launches, statistics (or sums of the backward), merge and apply."""
 
     statistics: StatisticsConfig
     apply: ApplyConfig
@@ -170,21 +195,23 @@ def launch_config(
     itemsize: int = 2,
     backward: bool = False,
 ) -> SmallConfig | SplitConfig:
-    """How to normalize x of (N, C, HW), or to take gradients: a function of sizes and the GPU.
+    """The configuration of kernels that normalize x (N, C, HW) or, if ``backward``, compute its gradients.
 
-    ``itemsize``: bytes of an element of x.
+    Args:
+        channels_last: the layout of x.
+        num_sms: multiprocessors of the GPU.
+        itemsize: bytes of an element of x. The backward does not depend on it.
     """
     small = _small_config(C, HW, num_groups, channels_last, itemsize, backward)
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # Channels-first, a warp has whole channels: a few long ones would not fit into its registers.
-    # Offsets within a sample are 32-bit.
+    # The second condition is for channels-first: a warp has whole channels, which may be too long.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
     )
-    if fits and C * HW < 2**31:
+    if fits and C * HW < 2**31:  # offsets within a sample are int32
         return small
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
@@ -203,10 +230,14 @@ def walk_config(
     activation: str,
     shift_grad: bool = False,
 ) -> WalkConfig | None:
-    """How to take gradients of more data than L2 holds; None where three launches are faster.
+    """The configuration of the walk way for the gradients of x (N, C, HW). None if the split way is faster.
 
-    ``l2_bytes``: size of the GPU's L2. ``itemsize``: bytes of an element of x, and about as many of an
-    element of the gradient, which has the layout of x. ``shift_grad``: the shift's is wanted too.
+    Args:
+        l2_bytes: size of the GPU's L2.
+        itemsize: bytes of an element of x. dy is assumed to have elements of the same size. dy must have the
+            layout of x.
+        activation: its name.
+        shift_grad: True if the gradient of the shift is wanted.
     """
     CG = C // num_groups
     group, block_c = CG * HW, next_power_of_2(CG)
@@ -215,8 +246,8 @@ def walk_config(
         or group * itemsize * num_sms > _WALK_MAX_PART * l2_bytes
         or N * num_groups < _WALK_MIN_GROUPS * num_sms
         or (channels_last and CG * itemsize < _WALK_MIN_RUN)
-        or 4 * block_c > 5 * CG  # lanes for nothing
-        or C * HW >= 2**31  # offsets within a sample
+        or 4 * block_c > 5 * CG  # more than a fifth of the lanes would be idle
+        or C * HW >= 2**31  # offsets within a sample are int32
     ):
         return None
     if group < _WALK_LARGE_ELEMENTS:
@@ -227,7 +258,7 @@ def walk_config(
         tile, kept, num_warps = _WALK_SILU_FIRST
     else:
         tile, kept, num_warps = _WALK_LARGE
-    largest = next_power_of_2(HW + 1) // 2  # not above HW
+    largest = next_power_of_2(HW + 1) // 2  # the largest power of 2 up to HW
     return WalkConfig(
         min(next_power_of_2(HW), max(1, tile // block_c)),
         min(largest, max(1, kept // block_c)),
@@ -239,14 +270,16 @@ def walk_config(
 def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
-    is_measured = channels_last and not backward  # what more than one tile, and other warps, were tried on
+    """The configuration of the small way. ``launch_config`` uses it if the group is small enough."""
+    # A second tile and other numbers of warps were measured only for this case.
+    is_measured = channels_last and not backward
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
     sizes = next_power_of_2(channels), next_power_of_2(HW)
     outer, block = reversed(sizes) if channels_last else sizes
     tail = 0
     if is_measured and itemsize == 2 and not each_channel:
-        # 40 channels are 32 and 8, not 64 of which 24 are computed for nothing.
+        # For example, 40 channels take tiles of 32 and 8 channels, instead of one tile of 64.
         rest = channels - block // 2
         if _SMALL_MIN_TAIL <= rest == next_power_of_2(rest) and 4 * channels <= 3 * block:
             block, tail = block // 2, rest
@@ -268,7 +301,7 @@ def _small_config(
 def apply_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False
 ) -> ApplyConfig:
-    """How to read, map and write x of (N, C, HW), or x and a gradient."""
+    """The tile of the apply kernels for x (N, C, HW)."""
     longest = min(next_power_of_2(HW), power_of_2_below(MAX_OFFSET // C))
     if channels_last:
         widest = _APPLY_BACKWARD_CHANNELS if backward else _APPLY_CHANNELS
@@ -283,12 +316,15 @@ def apply_config(
 
 
 def parameter_config(N: int, C: int) -> tuple[int, int]:
-    """(samples, channels) of a tile of per-sample values that one program sums over all samples."""
+    """(samples, channels) of the tile in which a program sums parameter gradients over samples."""
     return min(_PARAMETER_TILE[0], next_power_of_2(N)), min(_PARAMETER_TILE[1], next_power_of_2(C))
 
 
 def parameter_rows(N: int, C: int, num_sms: int) -> int:
-    """Samples that one program of its own launch sums: all N of them, or one of several equal parts."""
+    """Number of samples that one program of ``parameter_grad_kernel`` sums.
+
+    It is N, or the size of one part if samples are divided into parts.
+    """
     block_n, block_c = parameter_config(N, C)
     tiles = ceil_div(N, block_n)
     if tiles <= _PARAMETER_MOST_TILES:
@@ -299,7 +335,7 @@ def parameter_rows(N: int, C: int, num_sms: int) -> int:
 
 
 def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False) -> MergeConfig:
-    """How to merge statistics, or sums of the backward, of ``chunks`` chunks of C channels."""
+    """The configuration of kernels that merge ``chunks`` chunks of statistics, or of the backward's sums."""
     each_channel = num_groups == C
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
     block_c = next_power_of_2(channels)

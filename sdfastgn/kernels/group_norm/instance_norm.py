@@ -1,8 +1,8 @@
-"""InstanceNorm with a fused activation: GroupNorm with one channel a group (``each_channel``).
+"""InstanceNorm with a fused activation: ``group_norm`` with a group for each channel.
 
-Formula, layout and numerics: ``group_norm/op.py``. Channels-last, a program normalizes a block of
-neighboring channels side by side; one channel a program would use two bytes of every 32 that
-memory delivers.
+Formula, layout and numerics: ``group_norm/op.py``. In channels-last a program normalizes several
+neighboring channels (``each_channel`` in ``group_norm/config.py``). With one channel, a program would use
+only two bytes of every 32 that memory delivers.
 
 Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization: The Missing Ingredient for Fast
 Stylization", 2016.
@@ -28,19 +28,19 @@ def instance_norm(
     """InstanceNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
 
     Args:
-        x: (N, C, *spatial), one spatial dimension at least.
+        x: (N, C, *spatial), with at least one spatial dimension and two positions.
         weight, bias: (C,) or None, independently of each other.
         eps: added to the variance of each channel of each sample.
-        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: the output has the shape of x.
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any of these. The output
-        has the dtype of x.
-    Layout, Grad: as ``sdfastgn.group_norm``.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of
+        these dtypes. The output has the dtype of x, also under autocast.
+    Layout, Grad: as for ``sdfastgn.group_norm``.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
-        ValueError: a shape, a device or the activation's name does not fit, or there is one
-            position only, as in PyTorch.
+        TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
+        ValueError: a shape, a device or the activation's name does not fit, or there is only one position,
+            as in PyTorch.
 
     Source: torch.nn.functional.instance_norm (without running statistics) for the interface;
     Ulyanov et al., 2016, for the formula.
@@ -48,7 +48,7 @@ def instance_norm(
     name = "sdfastgn.instance_norm"
     try:
         fits = x.dim() >= 3 and math.prod(x.shape[2:]) != 1
-    except (AttributeError, RuntimeError):  # no tensor, or a nested one
+    except (AttributeError, RuntimeError):  # x is not a tensor, or is a nested one
         fits = False
     if not fits:
         check_input(name, "x", x)

@@ -1,37 +1,35 @@
-"""Triton kernels of GroupNorm + activation. Op: ``group_norm/op.py``, launches: ``group_norm/plans.py``.
+"""Triton kernels of GroupNorm + activation. Formula and op: ``group_norm/op.py``.
 
-Layout: the kernels read (N, HW, C) or (N, C, HW) without gaps; the output has the input's strides,
-or is (N, HW, C) tokens.
+There are two ways to launch these kernels. ``launch_config`` chooses one from the sizes:
 
-Pointers, which mean the same in every kernel; each but x, y, statistics and table may be None:
+- *small*, for small groups: a program holds a whole group in registers. One launch reads x and writes y
+  (``small_kernel``). If each channel is a group and x is channels-last, a program holds several channels
+  (``channels_kernel``);
+- *split*, three launches: the kernel of ``statistics/kernels.py`` computes the mean and the sum of squared
+  deviations (M2) of each channel and chunk of positions. ``merge_kernel`` combines them to the statistics
+  of each group, and stores a scale and an offset for each channel. ``apply_kernel`` reads x again and
+  writes y. If the caller gives the statistics, the first launch is left out.
 
-- ``x``, ``y``: input and output;
-- ``mean``, ``rstd``: (N, G) fp32, what the backward takes, stored if it is wanted;
+Pointers have the same meaning in all kernels. All but x, y, statistics and table may be None:
+
+- ``x``, ``y``: (N, HW, C) or (N, C, HW) without gaps, fp16, bf16 or fp32. y has the layout of x, or is
+  (N, HW, C) tokens; the dtype of y is the dtype of x, or fp32;
+- ``mean``, ``rstd``: (N, G) fp32, mean and 1 / deviation of each group. Stored for the backward;
 - ``weight``, ``bias``: (C,);
-- ``shift``, ``ada_scale``, ``ada_shift``: (N, C), rows ``*_stride`` elements apart, or (C,) with a
+- ``shift``, ``ada_scale``, ``ada_shift``: (N, C), ``*_stride`` elements from row to row, or (C,) with a
   stride of 0;
 - ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel and chunk;
-- ``table``: fp32 scratch memory. From ``table_offset`` on it has planes of ``table_plane`` values,
-  one for each sample and channel: scale, offset and, without ``FOLD``, mean.
+- ``table``: fp32 scratch memory. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a
+  value for each sample and channel: the scale, the offset and, without ``FOLD``, the mean.
 
-Two ways, chosen by ``launch_config`` from sizes alone:
+Programmatic dependent launch (``PDL``, from sm_90 on): a kernel starts while the kernel before it still
+runs, and calls ``gdc_wait`` before it reads what that kernel writes. ``apply_kernel`` reads x before its
+wait, without L1. This is safe: the two kernels that run earlier in the call let the next kernel start only
+when x is complete and in L2 (ADR 7).
 
-- *small*: one program holds a whole group in registers: one read, one write, one launch. Groups of
-  one channel lie several to a program, in ``channels_kernel`` if channels-last;
-- *split*: the kernel of ``statistics/kernels.py`` leaves a mean and a sum of squared deviations
-  (M2) per channel and chunk of rows, ``merge_kernel`` brings them together per group and writes
-  what each channel is scaled and moved by, ``apply_kernel`` does that. The reduction over HW is
-  spread over the whole GPU. Where a producer gave the statistics, the first of the three falls
-  away.
-
-From sm_90 on (``PDL``) a kernel starts while the one before still runs, and waits before it reads
-what that one writes (programmatic dependent launch). ``apply_kernel`` reads its tile of x before
-the wait, and past L1. That is right because none of the two kernels before it lets a successor start
-until x is complete, and in L2 (ADR 7).
-
-Numerics: fp32 throughout, one rounding at the store. Sums are of deviations, never of raw squares,
-and are merged by Chan's formula in a fixed order without atomics, so that results are the same at
-each run. Offsets that can pass 2^31 are int64.
+Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves.
+Chan's formula merges them in a fixed order without atomics, so every run gives the same bits. Offsets that
+can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -56,18 +54,17 @@ from sdfastgn.kernels.common.tiles import (
 )
 from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 
-# Sizes are not specialised on: a new resolution compiles little. What matters of them is passed
-# as a constant. Channels are such a size where their number decides no tile: what the compiler
-# has to know is which power of 2 divides it (``C_FACTOR``).
+# Kernels are not specialized on sizes (``do_not_specialize``), so that a new resolution compiles few
+# kernels. What the compiler must know of a size is a constant. For example ``C_FACTOR`` is a power of 2
+# that divides C, in kernels whose tiles do not depend on C.
 _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
-# Square of the pivot's distance from the mean, over the variance, from which on the variance is
-# summed by itself.
+# (pivot - mean)^2 / variance above which ``small_kernel`` computes the variance in a second pass.
 _FAR = tl.constexpr(64.0)
 
 
 @triton.jit
 def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
-    """Stores what the backward takes."""
+    """Stores mean and 1 / deviation of ``groups``. Does nothing if their pointers are None."""
     if mean_ptr is not None:
         tl.store(mean_ptr + groups, mean, mask=mask)
         tl.store(rstd_ptr + groups, rstd, mask=mask)
@@ -80,8 +77,15 @@ def _small_tile(
     C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(x, shift, x + shift less the pivot, pivot, scale, offset, mask, offsets in y) of channels from
-    ``first_c`` on.
+    """Loads the tile of ``CHANNELS`` channels from ``first_c`` on, in the group that starts at ``group_c``.
+
+    Returns:
+        x, shift: their values; shift is 0 if there is none.
+        d: x + shift - pivot, 0 where masked.
+        pivot: the group's first value of x + shift, from which sums take differences.
+        scale, offset: of ``channel_affine``.
+        mask: which elements of the tile exist.
+        out: offsets of the elements in y.
     """
     outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
     inner = along_block(BLOCK)
@@ -94,8 +98,6 @@ def _small_tile(
     last = row * C + c
     first = c * HW + row
     x = tl.load(x_ptr + base + (last if CHANNELS_LAST else first), mask=mask, other=0.0).to(tl.float32)
-    # Sums are of differences from the first element: rounded at the size of the deviations, not
-    # of the data.
     pivot = tl.load(x_ptr + base + group_c * (1 if CHANNELS_LAST else HW)).to(tl.float32)
     d = x - pivot
     shift = 0.0
@@ -120,12 +122,13 @@ def small_kernel(
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A group of ``CHANNELS`` a program.
+    """A program normalizes one group of a sample, which has ``CHANNELS`` channels.
 
-    ``TAIL``: the last so many channels of a group are a tile of their own, where one tile would
-    be a power of 2 too large.
+    If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
+    must be powers of 2, up to half of the elements would be padding.
     """
-    # Two sums one after the other where both at once would cost the last bits of the result.
+    # For fp32 results the variance is summed after the mean is known, in a second pass over the registers.
+    # For 16-bit results mean and variance are summed in one pass.
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     part = tl.program_id(0)
@@ -153,7 +156,8 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
+    # d - mean. An explicit fma, because ptxas would use one only if the mean is not stored, and then
+    # results with and without a backward would have different bits.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
@@ -170,7 +174,7 @@ def small_kernel(
             tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
         mean = total * share
         variance = tl.fma(mean, -mean, square * share)
-        # The pivot is an outlier: the difference has too few bits left, or the squares are inf.
+        # If the pivot is far from the mean, this variance has lost too many digits, or is inf - inf.
         again = (mean * mean > _FAR * variance) | (square == float("inf"))
         if EXACT:
             again = True
@@ -195,7 +199,7 @@ def channels_kernel(
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``CHANNELS`` of a sample a program, channels-last; each is normalised by itself."""
+    """A program normalizes ``CHANNELS`` channels of a sample, each by itself. x and y are channels-last."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     part = tl.program_id(0)
@@ -211,8 +215,7 @@ def channels_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + base + last, mask=mask, other=0.0).to(tl.float32)
-    # Sums are of differences from the first element: rounded at the size of the deviations, not
-    # of the data.
+    # Each channel's first element.
     pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
     d = x - pivot
     shift = 0.0
@@ -229,7 +232,7 @@ def channels_kernel(
         pivot = mean_as_pivot(pivot, total, share)
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         total = channel_sum(d)
-    # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
+    # d - mean, by an explicit fma as in ``small_kernel``.
     d = tl.where(mask, tl.fma(total, -share, d), 0.0)
     rstd = inverse_deviation(channel_sum(d * d) * share, eps)
     _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, n * C + c, in_range)
@@ -239,7 +242,11 @@ def channels_kernel(
 
 @triton.jit
 def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C, BLOCK_P: tl.constexpr):
-    """(mean + shift, M2, count) of the channels ``c`` in a block of chunks; count is 0 outside."""
+    """Loads the statistics of channels ``c`` in ``BLOCK_P`` chunks, from chunk ``start`` on.
+
+    Returns mean + shift, M2 and count, three tiles of shape (BLOCK_P, channels). count is a chunk's number of
+    positions, and 0 where the chunk or the channel does not exist.
+    """
     p = start + tl.arange(0, BLOCK_P)[:, None]
     count = tl.minimum(rows, HW - p.to(tl.int64) * rows).to(tl.int32)
     mask = (p < chunks) & (count > 0) & in_range[None, :]
@@ -251,8 +258,8 @@ def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C, BLOCK
 
 @triton.jit
 def _merged(partials, EACH_CHANNEL: tl.constexpr):
-    # Channels first where they are summed: a scalar a warp then passes through shared memory,
-    # not a row of channels.
+    """Sums (chunks, channels) values over the chunks and, unless ``EACH_CHANNEL``, over the channels too."""
+    # Channels are summed before chunks, so that warps exchange scalars through shared memory, and not rows.
     return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
 
@@ -261,7 +268,11 @@ def _differences(
     base, plane, chunks, rows, HW, c, in_range, to_pivot, C,
     EACH_CHANNEL: tl.constexpr, LOOP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """(mean + ``to_pivot``, M2, count) of the first block of chunks, and the sum over the group."""
+    """Loads the first block of chunks, and sums differences from the pivot over all chunks.
+
+    Returns (mean + ``to_pivot``, M2, count) of the first block, and the group's sum of
+    (mean + ``to_pivot``) * count.
+    """
     d, m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
     total = d * weight
     if LOOP:
@@ -287,16 +298,25 @@ def merge_kernel(
     FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, C_FACTOR: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Chan's formula over a group: statistics -> (scale, offset, mean) of each of its channels.
+    """A program merges the statistics of one group by Chan's formula, and stores its channels' table values.
 
-    ``CHANNELS`` of a sample a program: a group, or groups of one channel (``EACH_CHANNEL``).
-    ``parts``: programs of a sample. ``shifted``: 1 if there is a shift in ``shift``, else 0.
-    ``complete``: 1 if x is when this kernel starts, else 0. ``EXACT``: the result is fp32.
+    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each.
 
-    ``FOLD``, for 16-bit x: the mean goes into the offset, which saves the apply pass registers
-    and a load. The offset is then rounded at the size of mean / deviation, as PyTorch's own is.
-    A group of equal values would get an offset that is wrong by 0.5, so its scale is 0 and its
-    offset stays as it is.
+    Numbers:
+        shifted: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
+        CHANNELS, parts: channels of a program, and programs of a sample.
+        complete: 1 if x is complete when this kernel starts, else 0. Decides when the next kernel may start.
+        rows, chunks: positions of a chunk, and chunks of a sample.
+        plane: elements of each half of ``statistics``.
+
+    Constants:
+        EXACT: True if y is fp32. The means are then merged again, from a better pivot.
+        FOLD: True if x has 16 bits. The table then has offset - mean * scale instead of offset and mean,
+            which saves the apply kernel a load and registers. That value is rounded relative to
+            mean / deviation, as in PyTorch. Where all values of a group are equal, the error could be 0.5.
+            Such a group gets the scale 0 and keeps its offset.
+        LOOP: True if there are more than ``BLOCK_P`` chunks.
+        C_FACTOR: divisor of C and CHANNELS (``multiple_of``).
     """
     C, CHANNELS = multiple_of(C, C_FACTOR), multiple_of(CHANNELS, C_FACTOR)
     part = tl.program_id(0)
@@ -313,7 +333,7 @@ def merge_kernel(
         gdc_wait()
         if complete == 0:
             gdc_launch_dependents()
-    # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
+    # Means are summed as differences from the first chunk's mean, so that the sum keeps their last bits.
     pivot = tl.load(base + c, mask=in_range, other=0.0) if EACH_CHANNEL else tl.load(base + first_c)
     shift = tl.zeros((BLOCK_C,), tl.float32)
     if shift_ptr is not None:
@@ -332,7 +352,7 @@ def merge_kernel(
         d, part_m2, weight, total = _differences(
             base, plane, chunks, rows, HW, c, in_range, to_pivot, C, EACH_CHANNEL, LOOP, BLOCK_P
         )
-    d = tl.fma(total, -share, d)  # explicit for the same reason as in the small kernel
+    d = tl.fma(total, -share, d)  # an explicit fma, as in ``small_kernel``
     m2 = part_m2 + d * d * weight
     if LOOP:
         for start in range(BLOCK_P, chunks, BLOCK_P):
@@ -345,7 +365,7 @@ def merge_kernel(
     groups, mask = (n * C + c, in_range) if EACH_CHANNEL else (part, None)
     _save(mean_ptr, rstd_ptr, mean + pivot, rstd, groups, mask)
     scale *= rstd
-    # The mean is that of x + shift, and x comes without: mean - shift is subtracted from it.
+    # The value to subtract from x is the mean of x + shift, minus shift.
     centre = mean - to_pivot
     out = table_ptr + table_offset + n * C + c
     if FOLD:
@@ -366,10 +386,20 @@ def apply_kernel(
     PDL: tl.constexpr, AHEAD: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_C`` channels at ``BLOCK_HW`` positions of a sample a program. ``OPTIONAL``: the activation is
-    left out where ``activates`` is 0, and not 1. ``AHEAD``: x is read before the wait.
+    """A program computes y for ``BLOCK_C`` channels at ``BLOCK_HW`` positions of one sample.
+
+    Numbers:
+        activates: with ``OPTIONAL``, 1 to apply the activation, 0 to leave it out.
+
+    Constants:
+        OPTIONAL: True if ``activates`` decides whether the activation is applied. Without ``OPTIONAL`` it is
+            always applied.
+        FOLD: True if the table has no mean (``merge_kernel``).
+        EVEN: True if no element is masked.
+        AHEAD: True if x is read before the wait.
+        C_FACTOR, HW_FACTOR: divisors of C and HW (``multiple_of``).
     """
-    # Last rows first: they are what the statistics pass left in L2.
+    # The first programs take the last rows, which the statistics kernel has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     C = multiple_of(C, C_FACTOR)
     if not (CHANNELS_LAST and OUT_LAST):

@@ -6,8 +6,8 @@ Formula, with x of shape (N, C, *spatial), HW = product of the spatial sizes, G 
     z = (u - mean(u)) / sqrt(var(u) + eps) * weight[c] + bias[c]          (per (n, g); var divided by CG * HW)
     y = activation(z * (1 + ada_scale[n, c]) + ada_shift[n, c])
 
-On a GPU the kernels of ``group_norm/kernels.py`` run; everywhere else ``reference_group_norm``.
-Layout and numerics contract: there. Gradients: ``group_norm/backward.py``.
+On a GPU the kernels of ``group_norm/kernels.py`` run, where layouts and numerics are explained. Everywhere
+else ``reference_group_norm`` runs. Gradients: ``group_norm/backward.py``.
 
 Source: Wu and He, "Group Normalization", 2018. The interface follows torch.nn.functional.group_norm.
 """
@@ -41,23 +41,29 @@ from sdfastgn.kernels.group_norm.plain import plain_group_norm
 
 
 def _rows(operand: Tensor, call: Any) -> Tensor:
-    """``operand`` with its channels next to each other; rows may be apart."""
+    """``operand`` (C,) or (N, C), or a copy if its channels are not contiguous. Its rows may have gaps."""
     return operand if operand.stride(-1) == 1 else operand.contiguous()
 
 
 def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
-    """``dy`` in either layout, or as tokens; a copy has the layout of x."""
+    """``dy`` if it is channels-last or channels-first, else a copy in the layout of x.
+
+    If ``tokens``, dy is (N, HW, C) and is made contiguous.
+    """
     if call.tokens:
         return dy.contiguous()
     return dy if is_dense(dy) else empty_dense_like(call.x, dy.dtype).copy_(dy)
 
 
 def _check_tokens(name: str, tokens: Any) -> None:
+    """Raise TypeError if ``tokens`` is not a bool."""
     if not isinstance(tokens, bool):
         raise TypeError(f"{name}: tokens must be a bool, got {tokens!r}")
 
 
+# weight and bias.
 _PerChannel = Annotated[Tensor | None, Operand("(C,)", whole=_rows)]
+# shift, ada_scale and ada_shift.
 _PerSample = Annotated[Tensor | None, Operand("(C,)", "(1, C)", "(N, C)", whole=_rows)]
 
 
@@ -73,13 +79,13 @@ class GroupNormCall(NamedTuple):
     shift: _PerSample
     ada_scale: _PerSample
     ada_shift: _PerSample
-    # (2, N, P, C) in fp32, of x without the shift.
+    # (2, N, P, C) fp32: statistics of x, without the shift.
     statistics: Annotated[Tensor | None, Operand(has_gradient=False)]
     tokens: Annotated[bool, Value(_check_tokens)]
     out_dtype: torch.dtype | None
 
 
-# The arguments after ``activation`` of a call that has no further operand.
+# Default values of all arguments after ``activation``.
 NO_MORE = (None, None, None, None, False, None)
 
 
@@ -100,9 +106,10 @@ def reference_group_norm(
     tokens: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch: the fallback, and truth of the tests (fp64).
+    """``group_norm`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
 
-    Computes in fp32 (fp64 for fp64 input).
+    The fallback where no kernel runs. Tests compare with its results in fp64. Arguments as in ``group_norm``;
+    ``out_dtype`` is the dtype of the result, by default the dtype of x.
     """
     operands = shift, ada_scale, ada_shift
     call = GroupNormCall(x, num_groups, weight, bias, eps, activation, *operands, None, tokens, out_dtype)
@@ -110,12 +117,12 @@ def reference_group_norm(
 
 
 def _reference(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd)"""
+    """(y, mean, rstd) in plain PyTorch."""
     x = call.x
     dtype = torch.promote_types(x.dtype, torch.float32)
 
     def per_channel(operand: Tensor) -> Tensor:
-        """(N, C) or (C,) -> (N or 1, C, 1, ...), broadcastable over ``x``."""
+        """(N, C) or (C,) -> (N or 1, C, 1, ...), which broadcasts to the shape of x."""
         return operand.to(dtype).reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
 
     u = x.to(dtype)
@@ -134,7 +141,7 @@ def _reference(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def empty_saved(call: GroupNormCall) -> Tensor:
-    """Memory for mean or rstd: (N, G) in fp32, fp64 for fp64 input."""
+    """Uninitialized memory for mean or rstd: (N, G) in fp32, or in fp64 for fp64 input."""
     dtype = torch.promote_types(call.x.dtype, torch.float32)
     return call.x.new_empty((call.x.shape[0], call.num_groups), dtype=dtype)
 
@@ -148,6 +155,7 @@ def _fake(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check(name: str, call: GroupNormCall) -> None:
+    """Check the number of groups and the statistics."""
     x, num_groups = call.x, call.num_groups
     if num_groups == 0:
         raise ZeroDivisionError(f"{name}: num_groups must be positive, got 0")
@@ -162,6 +170,7 @@ def _check(name: str, call: GroupNormCall) -> None:
 
 
 def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
+    """Check that ``statistics`` is fp32 (2, N, P, C), P >= 1, on the device of ``x``."""
     if not isinstance(statistics, Tensor) or statistics.dtype != torch.float32:
         found = statistics.dtype if isinstance(statistics, Tensor) else type(statistics).__name__
         raise TypeError(f"{name}: statistics must be an fp32 torch.Tensor, got {found}")
@@ -174,7 +183,7 @@ def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
     check_device(name, "statistics", statistics, x)
 
 
-# Plans and kernels need Triton, so they are imported when the first one is made.
+# Plans and kernels need Triton, so they are imported when the first plan is made.
 
 
 def _plan(call: GroupNormCall) -> Any:
@@ -189,7 +198,7 @@ def _grad_plan(call: Any) -> Any:
     return GroupNormGradPlan(call)
 
 
-# mean and rstd of the groups: (N, G) in fp32, fp64 for fp64 input.
+# What the forward saves for the backward: mean and rstd of each group (``empty_saved``).
 _SAVED = ("mean", "rstd")
 GROUP_NORM_BACKWARD = GradOp(
     "group_norm_backward",
@@ -230,34 +239,33 @@ def group_norm(
     """GroupNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
 
     Args:
-        x: (N, C, *spatial), N from 0 up, any number of spatial dimensions.
-        num_groups: G, a divisor of C: whatever has ``__index__``, less bools, as in PyTorch.
+        x: (N, C, *spatial), with any number of spatial dimensions. N may be 0.
+        num_groups: G, a divisor of C. An int, or any object with ``__index__``, but not a bool.
         weight, bias: (C,) or None, independently of each other.
-        eps: added to the variance: a number of Python or NumPy, or a tensor without dimensions.
-        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
-        shift: (N, C), (1, C) or (C,), added to x before the statistics (a convolution's bias, a
-            time embedding).
-        ada_scale, ada_shift: like shift; adaptive GroupNorm: ``z * (1 + ada_scale) + ada_shift``
-            before the activation.
-        statistics: (2, N, P, C) fp32, P >= 1: ``sdfastgn.channel_statistics(x)`` or what
-            ``add_with_statistics`` or ``cat_with_statistics`` returned beside x. They must be those
-            of x, without ``shift``; that is not checked. They save the pass over x that would
-            compute them. Plain PyTorch (no GPU, fp64) computes its own instead.
-        tokens: return (N, HW, C) tokens, contiguous, as attention takes them; HW is the product of
-            the spatial sizes.
+        eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
+        activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        shift: (N, C), (1, C) or (C,), added to x before the norm. For example a convolution's bias or a
+            time embedding.
+        ada_scale, ada_shift: (N, C), (1, C) or (C,). Adaptive GroupNorm: the norm's result z becomes
+            ``z * (1 + ada_scale) + ada_shift`` before the activation.
+        statistics: (2, N, P, C) fp32, P >= 1, the statistics of x without ``shift``, which save a pass
+            over x. They come from ``sdfastgn.channel_statistics``, or together with x from
+            ``add_with_statistics`` or ``cat_with_statistics``. That they belong to x is not checked. Plain
+            PyTorch ignores them.
+        tokens: return contiguous tokens (N, HW, C), as attention takes them. HW is the product of the
+            spatial sizes.
 
-    Shapes: the output has the shape of x, or (N, HW, C).
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any of these. The
-        output has the dtype of x, or fp32 under CUDA autocast, as torch.nn.functional.group_norm
-        has.
-    Layout: the output has the strides of x if x is without gaps, channels-last or channels-first;
-    else C stays innermost if it was.
-    Grad: with respect to every tensor but ``statistics``, which count as the function of x that
-        they are. Between forward and backward x is kept and two fp32 values a group. A second
-        derivative, the transforms of torch.func (vmap, jacrev) and forward-mode AD run in plain
-        PyTorch.
+    Shapes: the output has the shape of x, or (N, HW, C) if ``tokens``.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each other tensor but
+        ``statistics`` may have any of these dtypes. The output has the dtype of x, but fp32 under CUDA
+        autocast, as from torch.nn.functional.group_norm.
+    Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if
+        the channels of x have stride 1.
+    Grad: of every tensor but ``statistics``. The gradient of x is the whole gradient, as if the statistics
+        were computed from x. x and two fp32 values for each group are kept for the backward. Second
+        derivatives, the transforms of torch.func (vmap, jacrev) and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
+        TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape, the number of groups, a device or the activation's name does not fit.
         ZeroDivisionError: num_groups is 0, as in PyTorch.
 
@@ -271,6 +279,6 @@ def group_norm(
     call = GroupNormCall(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
-    if type(tokens) is not bool:  # in a plan's key, 1 would be True
+    if type(tokens) is not bool:  # checked here, because 1 would find the plan of a call with True
         GROUP_NORM.check(name, call)
     return GROUP_NORM(call)

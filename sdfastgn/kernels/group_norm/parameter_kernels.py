@@ -1,8 +1,11 @@
-"""The Triton kernel of GroupNorm's backward that turns sums of samples into gradients of parameters.
+"""Triton kernels of GroupNorm's backward that compute the gradients of all operands but x.
 
-Launched by itself after the small kernel, or as the first programs of ``apply_grad_kernel``. Of many
-samples each program of the former sums a part, and ``parameter_sum_kernel`` adds up the parts. Pointers
-and numerics: ``group_norm/backward_kernels.py``.
+The kernels that read x and dy leave sums for each sample and channel (``totals``). ``parameter_grads``
+computes the gradients of weight, bias, shift, ada_scale and ada_shift from these sums. It runs in the first
+programs of ``apply_grad_kernel`` or, if that is not launched, in ``parameter_grad_kernel``. There, if samples
+are many, each program sums only a part of the samples, and ``parameter_sum_kernel`` adds up the parts.
+
+Pointers and numerics: ``group_norm/backward_kernels.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ def _add_samples(
     at, mask, values, total,
     STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Stores per-sample gradients, or adds them up where one operand serves every sample."""
+    """Stores the gradients ``values`` of an operand that has a row for each sample (``STRIDED``).
+
+    For an operand that all samples share, it adds ``values`` to ``total``. Returns ``total``.
+    """
     if grad_ptr is not None:
         if STRIDED:
             tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
@@ -31,6 +37,7 @@ def _add_samples(
 
 @triton.jit
 def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
+    """Stores the sum of ``total`` over its samples, the gradient of an operand that all samples share."""
     if grad_ptr is not None and not STRIDED:
         tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
 
@@ -44,9 +51,13 @@ def parameter_grads(
     C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums by sample and channel -> gradients of what is per channel, or per sample too (``*_ROWS``).
+    """Computes the gradients of ``BLOCK_C`` channels, from the ``rows`` samples of part ``part``.
 
-    The former are sums over ``rows`` samples, those of ``part``, and go to row ``part`` of (parts, C).
+    ``totals_ptr``: fp32 planes (N, C) of the sums of dz, of dz * xhat, and the shift's gradient.
+
+    ``SHIFT_ROWS``, ``SCALE_ROWS``, ``OFFSET_ROWS``: True if shift, ada_scale or ada_shift has a row for each
+    sample. Its gradient is then stored for each sample, in (N, C). Gradients of other operands are summed
+    over the samples of the part, and stored in row ``part`` of (parts, C).
     """
     c = program * BLOCK_C + tl.arange(0, BLOCK_C)
     in_range = c < C
@@ -63,10 +74,12 @@ def parameter_grads(
         n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         mask = (n < last) & in_range[None, :]
         at = n * C + c[None, :]
-        along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
-        along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
-        dscale = _add_samples(dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS)
-        doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
+        sum_dz = tl.load(totals_ptr + at, mask=mask, other=0.0)
+        sum_dz_xhat = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
+        dscale = _add_samples(
+            dada_scale_ptr, at, mask, sum_dz_xhat * weight + sum_dz * bias, dscale, SCALE_ROWS
+        )
+        doffset = _add_samples(dada_shift_ptr, at, mask, sum_dz, doffset, OFFSET_ROWS)
         if dshift_ptr is not None:
             shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
             dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
@@ -74,10 +87,10 @@ def parameter_grads(
             factor = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0).to(
                 tl.float32
             )
-            along_z *= factor
-            along_x *= factor
-        dweight += along_x
-        dbias += along_z
+            sum_dz *= factor
+            sum_dz_xhat *= factor
+        dweight += sum_dz_xhat
+        dbias += sum_dz
     out = part * C + c
     _store_total(dweight_ptr, out, in_range, dweight, False)
     _store_total(dbias_ptr, out, in_range, dbias, False)
@@ -86,7 +99,6 @@ def parameter_grads(
     _store_total(dada_shift_ptr, out, in_range, doffset, OFFSET_ROWS)
 
 
-# One program: ``BLOCK_C`` channels, over ``rows`` samples.
 @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "rows"])
 def parameter_grad_kernel(
     scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
@@ -95,6 +107,10 @@ def parameter_grad_kernel(
     C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """A program runs ``parameter_grads`` for ``BLOCK_C`` channels and one part of ``rows`` samples.
+
+    ``scratch``: fp32, with the totals at ``totals_offset``.
+    """
     columns = tl.cdiv(C, BLOCK_C)
     if PDL:
         gdc_wait()
@@ -112,7 +128,11 @@ def parameter_sum_kernel(
     parts, plane,
     C: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """(5, parts, C) partial sums -> gradients, one block of channels of one of them a program."""
+    """A program sums one block of channels of one gradient over the parts.
+
+    ``partials``: fp32, one plane of (parts, C) for each of the five gradients, ``plane`` elements apart.
+    A gradient whose pointer is None is left out.
+    """
     which = tl.program_id(0) % 5
     c = tl.program_id(0) // 5 * BLOCK_C + tl.arange(0, BLOCK_C)
     if PDL:

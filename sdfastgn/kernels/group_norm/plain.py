@@ -1,8 +1,8 @@
-"""PyTorch's own GroupNorm, and also right where the mean is far above the spread (``common/far_mean.py``).
+"""PyTorch's GroupNorm, corrected where the mean is far above the deviation (``common/far_mean.py``).
 
-Its channels-last kernel for CPUs takes the variance as a difference of squares, which is worse
-(PyTorch 2.13), and its backward crashes where x needs no gradient and a parameter does. So an input
-goes through a channels-first copy.
+The input is made channels-first, because PyTorch's channels-last kernel for CPUs has two faults (PyTorch
+2.13). It computes the variance as a difference of squares, which is less exact. And its backward crashes if x
+needs no gradient but a parameter does.
 """
 
 from __future__ import annotations
@@ -20,22 +20,29 @@ from sdfastgn.kernels.common.private import suggest_memory_format
 def plain_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(z, mean, rstd): z as ``u`` (N, C, *spatial), channels-first, mean and rstd (N, G). Parameters
-    (C,) of the dtype of u, or None.
+    """(z, mean, rstd) of GroupNorm of ``u``.
+
+    Args:
+        u: (N, C, *spatial), any floating dtype and layout.
+        weight, bias: (C,) in the dtype of u, or None.
+
+    Returns:
+        z (N, C, *spatial), channels-first; mean and rstd (N, G). All in the dtype of u.
     """
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # PyTorch's backward fails with a bias and no weight
     # PyTorch reads parameters as if they were contiguous.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     u = u.contiguous()
-    if u.numel() == 0:  # PyTorch's backward has NaN where there are no positions
-        z = u.clone()  # not the input itself, which a caller may not write to
+    if u.numel() == 0:  # PyTorch's gradients are NaN if there are no positions
+        z = u.clone()  # not u itself, because the caller may write to the result
         for t, combine in ((weight, torch.mul), (bias, torch.add)):
             z = z if t is None else combine(z, t.view(-1, *[1] * (u.dim() - 2)))
         return z, u.new_zeros(u.shape[0], num_groups), u.new_zeros(u.shape[0], num_groups)
     z, mean, rstd = _native_group_norm(u, num_groups, weight, bias, eps)
     if is_far(u, mean, rstd):
-        # A constant: no derivative of the result with respect to it is other than zero.
+        # The subtracted value is detached: the result does not depend on it, so the derivative with respect
+        # to it is 0.
         centre = mean.detach()
         centered = (u.view(*mean.shape, -1) - centre[..., None]).view(u.shape)
         z, mean, rstd = _native_group_norm(centered, num_groups, weight, bias, eps)
@@ -46,10 +53,11 @@ def plain_group_norm(
 def channels_last_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What a stock ``nn.GroupNorm`` computes of a channels-last ``u`` on a CPU; None where that is far
-    from right, or cannot be.
+    """(z, mean, rstd) with exactly the bits of ``nn.GroupNorm`` for a channels-last ``u`` on a CPU.
 
-    Less exact than ``plain_group_norm``, and faster by the copies: for who wants stock's own bits.
+    It makes fewer copies than ``plain_group_norm``, and is less exact. Returns None if the result would be
+    inaccurate (``is_far``), if PyTorch's backward would crash, if u is not channels-last on a CPU, or if the
+    call is traced.
     """
     if not (u.is_cpu and dispatch.is_untraced(u, (weight, bias)) and is_channels_last_to_pytorch(u)):
         return None
@@ -62,7 +70,7 @@ def channels_last_group_norm(
 
 
 def is_channels_last_to_pytorch(u: Tensor) -> bool:
-    """True if PyTorch picks a channels-last kernel for ``u`` on a CPU: strides alone decide."""
+    """True if PyTorch runs its channels-last kernel for ``u`` on a CPU. Only the strides decide."""
     if u.is_contiguous() or u.dim() not in (4, 5):
         return False
     return suggest_memory_format(u) is not torch.contiguous_format

@@ -1,4 +1,7 @@
-"""How ``group_norm`` is launched: which of ``group_norm/kernels.py`` run, and in what memory."""
+"""The launches of ``group_norm``: which kernels run, their grids and constants, and their scratch memory.
+
+The kernels are in ``group_norm/kernels.py``, their configurations in ``group_norm/config.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ from sdfastgn.kernels.group_norm.config import (
 from sdfastgn.kernels.group_norm.op import GroupNormCall, empty_saved
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
 
-# fp32 values: every part of the scratch memory starts at a multiple of 256 bytes.
+# Each part of the scratch memory starts at a multiple of this number of fp32 values: 256 bytes.
 ALIGNED = 64
 
 
 class GroupNormPlan:
     """The launches of one kind of call: ``small``, or ``statistics``, ``merge`` and ``apply``.
 
-    ``scratch``: fp32 values that pass between the latter.
+    Attributes:
+        statistics: None if the caller gives the statistics.
+        scratch: number of fp32 values in the memory that the split way's kernels share.
+        tokens: shape of the output if it is tokens, else None.
     """
 
     __slots__ = ("apply", "merge", "scratch", "small", "statistics", "tokens")
@@ -51,6 +57,7 @@ class GroupNormPlan:
             self._plan_split(call, HW, channels_last)
 
     def _plan_split(self, call: GroupNormCall, HW: int, channels_last: bool) -> None:
+        """Plan ``statistics``, ``merge``, ``apply`` and their scratch memory."""
         x = call.x
         N, C = x.shape[:2]
         self.statistics: StatisticsLaunch | None = None
@@ -59,8 +66,7 @@ class GroupNormPlan:
             chunks = self.statistics.chunks
         else:
             chunks = call.statistics.shape[2]
-        # The statistics come first in the scratch memory, unless they are given, then the table of
-        # scales and offsets.
+        # The scratch memory has two parts: the statistics, unless the caller gives these, and the table.
         plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
         table = ceil_div(2 * plane, ALIGNED) * ALIGNED if call.statistics is None else 0
         folds = x.dtype != torch.float32
@@ -70,11 +76,12 @@ class GroupNormPlan:
         self.apply = _apply(call, HW, channels_last, memory)
 
     def run_and_save(self, call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Launch, and return (y, mean, rstd)."""
         mean, rstd = empty_saved(call), empty_saved(call)
         return self.run(call, mean, rstd), mean, rstd
 
     def run(self, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None) -> Tensor:
-        """Also fills ``mean`` and ``rstd``, both or none of them."""
+        """Launch, and return y. Also fills ``mean`` and ``rstd`` (N, G), unless they are None."""
         stream = gpu.stream_on(call.x.device)
         if stream is None:
             with torch.cuda.device(call.x.device):
@@ -91,7 +98,8 @@ class GroupNormPlan:
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
-        # Without a shift any memory: norms with and without one share a kernel.
+        # Without a shift the kernel gets a placeholder, which it does not read (``shifted`` is 0). So norms
+        # with and without a shift share one compiled kernel.
         shift = weight if shift is None else shift
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         self.apply(stream, x, y, scratch)
@@ -99,7 +107,7 @@ class GroupNormPlan:
 
 
 def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: bool) -> Launch:
-    """One program for each group, or for some neighboring channels that are groups of their own."""
+    """The launch of the small way: one program for each group or, if a channel is a group, for several."""
     N, C = call.x.shape[:2]
     of_groups: dict[str, Any] = {}
     if not config.each_channel:
@@ -117,7 +125,7 @@ def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: boo
 
 
 def _merge(call: GroupNormCall, HW: int, chunks: int, plane: int, memory: dict[str, int]) -> Launch:
-    """One program for each group, or for some channels that are groups of their own."""
+    """The merge launch: one program for each group or, if a channel is a group, for several."""
     N, C = call.x.shape[:2]
     tile = merge_config(chunks, C, call.num_groups)
     parts = ceil_div(C, tile.channels)
@@ -133,13 +141,13 @@ def _merge(call: GroupNormCall, HW: int, chunks: int, plane: int, memory: dict[s
 
 
 def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, int]) -> Launch:
-    """One program for each tile of positions and channels."""
+    """The apply launch: one program for each tile of positions and channels."""
     N, C = call.x.shape[:2]
     blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(call.x.device))
     folds = call.x.dtype != torch.float32
     out_last = channels_last or call.tokens
-    # A norm without activation shares SiLU's kernel where tiles are few; where they are many, a
-    # program more a multiprocessor counts, and a branch takes registers.
+    # If tiles are few, norms without activation and with SiLU share one compiled kernel, which has a branch.
+    # If they are many, the branch's registers would cost a program on each multiprocessor.
     optional = blocks.few and call.activation in ("identity", "silu")
     programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
     return Launch(
@@ -156,11 +164,12 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
 
 
 def row_stride(operand: Tensor | None) -> int:
-    """Elements from a sample's row to the next; 0 where one serves all samples."""
+    """Elements between the rows of ``operand`` (N, C), or 0 if all samples share one row."""
     if operand is None or operand.dim() == 1 or operand.shape[0] == 1:
         return 0
     return operand.stride(0)
 
 
 def strides_of(call: GroupNormCall) -> dict[str, int]:
+    """The kernels' numbers ``shift_stride``, ``ada_scale_stride`` and ``ada_shift_stride``."""
     return {f"{name}_stride": row_stride(getattr(call, name)) for name in ("shift", "ada_scale", "ada_shift")}

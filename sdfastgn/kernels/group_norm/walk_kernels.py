@@ -1,9 +1,11 @@
-"""The Triton kernel of GroupNorm's backward for more data than caches hold, in groups that they hold.
+"""The Triton kernel of GroupNorm's backward for x and dy that are larger than L2.
 
-One program has a group of x and of dy. It reads all of it for the sums, keeps the positions that it
-read last in registers, and for dx reads only the others again, backwards: L2 then still has most of
-them. Three launches read everything twice from memory. dy has the layout of x; sums and numerics as
-in ``small_grad_kernel``.
+One program computes the gradients of one group. It first walks through the group's positions and sums. It
+keeps the last positions in registers. Then it walks back to the first position, reads x and dy again and
+writes dx. If the groups that run at the same time fit into L2, most of the second read comes from L2. The
+three launches of the *split* way would read everything twice from memory.
+
+dy has the layout of x. Pointers, formulas and numerics: ``group_norm/backward_kernels.py``.
 """
 
 from __future__ import annotations
@@ -24,43 +26,45 @@ def _walk_there(
     STEP: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Each thread's sums of dz, dz * xhat and (``SHIFT_GRAD``) xhat in the first ``walked`` positions."""
+    """Sums dz, dz * xhat and, if ``SHIFT_GRAD``, xhat over the first ``walked`` positions.
+
+    Returns three (BLOCK_HW, BLOCK_C) tiles, which the caller has to sum over their rows.
+    """
     tiles = tl.cdiv(walked, BLOCK_HW)
-    along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
-    along_x, sum_x = along_z, along_z
+    sum_dz = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
+    sum_dz_xhat, sum_xhat = sum_dz, sum_dz
     for i in range(tiles):
-        # The first tile reaches over the group's begin, so that what is kept is whole.
+        # Tiles end at ``walked``, so the first one may begin before position 0, where it is masked.
         start = walked - (tiles - i) * BLOCK_HW
         at = offsets + start * STEP
         mask = (start + row >= 0) & in_range
         dz, xhat = grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
-        along_z += dz
-        along_x += dz * xhat
+        sum_dz += dz
+        sum_dz_xhat += dz * xhat
         if SHIFT_GRAD:
-            sum_x += xhat
-    return along_z, along_x, sum_x
+            sum_xhat += xhat
+    return sum_dz, sum_dz_xhat, sum_xhat
 
 
 @triton.jit
 def _walk_back(
     x_ptr, dy_ptr, dx_ptr,
-    offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
+    offsets, row, walked, in_range, centre, rstd, scale, offset, mean_g, mean_g_xhat,
     STEP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr,
 ):  # fmt: skip
-    """dx of the first ``walked`` positions, the last ones first."""
+    """Stores dx of the first ``walked`` positions, from the last tile to the first."""
     for i in range(tl.cdiv(walked, BLOCK_HW)):
         start = walked - (i + 1) * BLOCK_HW
         at = offsets + start * STEP
         mask = (start + row >= 0) & in_range
-        # What is of no use after its read leaves L2 to what is to be read again.
+        # "evict_first": this data is not used again, so L2 should keep other data.
         dz, xhat = grad_tile(
             x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
         )
-        dx = rstd * (dz * scale - along_mean - xhat * along_var)
+        dx = rstd * (dz * scale - mean_g - xhat * mean_g_xhat)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
-# One program: a group of one sample.
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
 def walk_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
@@ -71,6 +75,13 @@ def walk_grad_kernel(
     PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """A program computes dx and the sums of one group of a sample, which has ``CG`` channels.
+
+    Constants:
+        SHIFT_GRAD: True if the gradient of the shift is wanted.
+        KEPT_HW: positions that stay in registers, the last ones of the group; at most HW.
+        HW_FACTOR: divisor of HW (``multiple_of``).
+    """
     STEP: tl.constexpr = C if CHANNELS_LAST else 1
     group = tl.program_id(0)
     n = (group // (C // CG)).to(tl.int64)
@@ -78,7 +89,7 @@ def walk_grad_kernel(
     c = group % (C // CG) * CG + j
     in_range = j < CG
     HW = multiple_of(HW, HW_FACTOR)
-    # 32-bit offsets within the sample: half the registers.
+    # Offsets within the sample are int32, which takes half the registers of int64.
     x_ptr += n * HW * C
     dy_ptr += n * HW * C
     dx_ptr += n * HW * C
@@ -87,7 +98,8 @@ def walk_grad_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    centre = tl.load(mean_ptr + group)  # scalars, where ``_centre`` has a register for each channel
+    # As in ``_centre`` of ``backward_kernels.py``, but as scalars, which takes fewer registers.
+    centre = tl.load(mean_ptr + group)
     rstd = tl.load(rstd_ptr + group)
     if shift_ptr is not None:
         centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
@@ -95,31 +107,31 @@ def walk_grad_kernel(
         n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     walked = HW - KEPT_HW
-    along_z, along_x, sum_x = _walk_there(
+    sum_dz, sum_dz_xhat, sum_xhat = _walk_there(
         x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP, ACTIVATION,
         SHIFT_GRAD, PAIRS, BLOCK_HW, BLOCK_C,
     )  # fmt: skip
     kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
     kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
     mask = (kept_row < HW) & in_range
-    kept_z, kept_x = grad_tile(
+    kept_dz, kept_xhat = grad_tile(
         x_ptr, dy_ptr, kept_at, kept_at, mask, centre, rstd, scale, offset,
         ACTIVATION, PAIRS, "evict_first")  # fmt: skip
-    along_z = tl.sum(along_z, 0, keep_dims=True) + tl.sum(kept_z, 0, keep_dims=True)
-    along_x = tl.sum(along_x, 0, keep_dims=True) + tl.sum(kept_z * kept_x, 0, keep_dims=True)
+    sum_dz = tl.sum(sum_dz, 0, keep_dims=True) + tl.sum(kept_dz, 0, keep_dims=True)
+    sum_dz_xhat = tl.sum(sum_dz_xhat, 0, keep_dims=True) + tl.sum(kept_dz * kept_xhat, 0, keep_dims=True)
     positions = HW.to(tl.float32)
-    along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
-    along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
+    mean_g = tl.sum(scale * sum_dz, 1, keep_dims=True) / (positions * CG)
+    mean_g_xhat = tl.sum(scale * sum_dz_xhat, 1, keep_dims=True) / (positions * CG)
     if totals_ptr is not None:
         if SHIFT_GRAD:
-            sum_x = tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
+            sum_xhat = tl.sum(sum_xhat, 0, keep_dims=True) + tl.sum(kept_xhat, 0, keep_dims=True)
         store_totals(
-            totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
-            along_mean, along_var, SHIFT_GRAD,
+            totals_ptr + n * C + c, plane, in_range, sum_dz, sum_dz_xhat, sum_xhat, positions, rstd, scale,
+            mean_g, mean_g_xhat, SHIFT_GRAD,
         )  # fmt: skip
-    dx = (rstd * (kept_z * scale - along_mean - kept_x * along_var)).to(dx_ptr.dtype.element_ty)
+    dx = (rstd * (kept_dz * scale - mean_g - kept_xhat * mean_g_xhat)).to(dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + kept_at, dx, mask=mask, eviction_policy="evict_first")
     _walk_back(
-        x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean,
-        along_var, STEP, ACTIVATION, PAIRS, BLOCK_HW,
+        x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, mean_g,
+        mean_g_xhat, STEP, ACTIVATION, PAIRS, BLOCK_HW,
     )  # fmt: skip

@@ -1,14 +1,16 @@
-"""Backward of LayerNorm and of residual add + LayerNorm: the op ``sdfastgn::layer_norm_backward``.
+"""Gradients of LayerNorm and of residual add + LayerNorm: the op ``sdfastgn::layer_norm_backward``.
 
-With x of shape (..., D), xhat = (x - mean) * rstd, g = dy * weight, and dtotal the gradient of x
-from elsewhere (the residual stream):
+Here x (..., D) is the tensor that was normalized, which is the sum if there is a residual. dtotal is the
+gradient of the second result of ``add_layer_norm``. With xhat = (x - mean) * rstd and g = dy * weight:
 
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dtotal
     dweight = sum_rows dy * xhat        dbias = sum_rows dy        dadded = sum_rows dx
 
-On a GPU the kernels of ``layer_norm/backward_kernels.py`` run, from x and what the forward saved: the
-mean (``centre``, in one of the two forms of ``layer_norm/kernels.py``) and rstd. Everywhere else, and
-for a second derivative, ``reference_layer_norm_grads``, which takes the statistics of x again.
+dx is the gradient of x and of the residual. dadded is the gradient of add_bias.
+
+On a GPU the kernels of ``layer_norm/backward_kernels.py`` run. They use ``centre`` and ``rstd``, which the
+forward saved (``layer_norm/kernels.py``). Everywhere else, and for second derivatives,
+``reference_layer_norm_grads`` runs. It computes the statistics of x again.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 """
@@ -33,15 +35,15 @@ from sdfastgn.kernels.common.grad_op import GradOp
 class LayerNormGradCall(NamedTuple):
     """The arguments of the op ``sdfastgn::layer_norm_backward``, in its schema's order.
 
-    The last four are the dtypes of the gradients of x, weight, bias and what was added to x along its
-    columns; None for each that is not wanted.
+    The last four are the dtypes of the gradients of x, weight, bias and add_bias, or None for a gradient
+    that is not wanted.
     """
 
-    # (..., D)
+    # dy, dtotal and x: (..., D)
     dy: Tensor
     dtotal: Tensor | None
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
-    # (...), of the forward
+    # (...), saved by the forward
     centre: Tensor
     rstd: Tensor
     # (D,)
@@ -54,17 +56,19 @@ class LayerNormGradCall(NamedTuple):
 
 
 def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
-    """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
+    """Gradients in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
 
-    Every step is a differentiable op, so that a second derivative is right too.
+    Returns the wanted gradients in the dtypes that ``call`` gives: of x in its shape, of weight, bias and
+    "added" (add_bias) as (D,). Every step can be differentiated, so second derivatives are right.
     """
     x, weight, dtotal = call.x, call.weight, call.dtotal
     D = x.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     u, dy = x.to(wide).reshape(-1, D), call.dy.to(wide).reshape(-1, D)
-    # Not var_mean: its gradient is NaN where a row has no spread and eps is 0, and it warns on no elements.
+    # Not torch.var_mean: if all values of a row are equal and eps is 0, its gradient is NaN. It also warns if
+    # x is empty.
     u = u - u.mean(1, keepdim=True)
-    u = u - u.mean(1, keepdim=True)  # what the rounding of the first mean left
+    u = u - u.mean(1, keepdim=True)  # removes the rounding error of the first mean
     rstd = torch.rsqrt(u.square().mean(1, keepdim=True) + call.eps)
     xhat = u * rstd
     g = dy if weight is None else dy * weight.to(wide)

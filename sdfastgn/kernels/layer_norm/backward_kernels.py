@@ -1,21 +1,28 @@
-"""Triton kernels of LayerNorm's backward. Formula and op: ``layer_norm/backward.py``.
+"""Triton kernels of LayerNorm's backward. Formulas and op: ``layer_norm/backward.py``.
 
-Two ways, as forward:
+*Column sums* are the gradients of weight, bias and add_bias: sums over all rows. There are two ways to
+launch the kernels, chosen from the sizes:
 
-- *rows*: a program holds rows of dy and x in registers, writes dx, and goes on to its next rows
-  while what the columns get (dweight, dbias, the gradient of a bias that was added to x) adds up in
-  registers. One read of dy and x, one write of dx;
-- *chunks*: ``_chunk_sums_kernel`` leaves each chunk's share of the two sums that a row's dx needs,
-  ``_chunk_grad_kernel`` takes a block of columns through many rows.
+- *rows*: a program holds rows of dy and x in registers and writes dx. It goes on to further rows, and keeps
+  its column sums in registers (``_rows_grad_kernel``);
+- *chunks*, for rows that do not fit into registers: ``_chunk_sums_kernel`` computes, for each chunk of each
+  row, the two sums that dx needs. ``_chunk_grad_kernel`` reads x and dy again. Its programs each process a
+  block of columns in a group of rows, write dx, and keep their column sums.
 
-Pointers, beside those of ``layer_norm/kernels.py``: ``dy``, ``dx`` (rows, D), contiguous; ``dtotal``
-(rows, D), the gradient of the sum from elsewhere, or None; ``sums`` fp32 (2, rows, chunks), summed
-over the chunks when ``_chunk_grad_kernel`` reads it; ``partials`` fp32 (3, programs, D); ``dweight``,
-``dbias``, ``dadded`` (D,) or None.
+In both ways each program stores its column sums as partial sums, and ``_column_sum_kernel`` adds up the
+partial sums.
 
-Column sums are fp32 partials, one for each program in a fixed order, which ``_column_sum_kernel``
-adds up: no atomics, the same bits at each run. Every kernel waits (``PDL``) before it touches
-memory.
+Pointers, in addition to those of ``layer_norm/kernels.py`` (x is the tensor that was normalized):
+
+- ``dy``, ``dx``: (rows, D), contiguous, the gradients of y and x; dx may be None;
+- ``dtotal``: (rows, D), contiguous, the gradient of ``add_layer_norm``'s second result, or None;
+- ``sums``: fp32 (2, rows, chunks), sums of dy * weight and of dy * weight * xhat over each chunk.
+  ``_chunk_grad_kernel`` gets them as (2, rows), added up over the chunks;
+- ``partials``: fp32, planes of (programs, D) for weight, bias and add_bias, ``plane`` elements apart;
+- ``dweight``, ``dbias``, ``dadded``: (D,), the gradients of weight, bias and add_bias, or None.
+
+Sums have a fixed order and no atomics, so every run gives the same bits. With programmatic dependent launch
+(``PDL``) every kernel waits before it accesses memory.
 """
 
 from __future__ import annotations
@@ -31,13 +38,13 @@ from sdfastgn.kernels.layer_norm.kernels import row_mean, row_sum, tile_column, 
 
 @triton.jit
 def store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
+    """Stores the sum of ``total`` over the rows of a (lanes, warps, steps, block) tile."""
     total = tl.sum(total, LANE_AXIS, keep_dims=True)
     if not WIDE:
         total = tl.sum(total, 1, keep_dims=True)
     tl.store(partials + at, total, mask=mask)
 
 
-# One program: every ``num_programs``-th tile of whole rows.
 @triton.jit(do_not_specialize=["rows", "plane"])
 def _rows_grad_kernel(
     dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr,
@@ -48,6 +55,13 @@ def _rows_grad_kernel(
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A program computes dx of every ``num_programs``-th tile of whole rows, and their column sums.
+
+    Constants:
+        ROW_SUMS: True if dx is needed, as a result or for add_bias.
+        WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: True if the gradient of weight, bias or add_bias is wanted.
+        WIDE: True if the warps share a row. Else each warp has its own rows.
+    """
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     r = tile_row(WIDE, LANES, WARPS)
     c = tile_column(WIDE, WARPS, STEPS, BLOCK)
@@ -94,14 +108,16 @@ def _rows_grad_kernel(
         store_column_sum(partials_ptr + 2 * plane, out, dadded, in_row, WIDE)
 
 
-# One program: a chunk of one row.
 @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "plane"])
 def _chunk_sums_kernel(
     dy_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr,
     chunks, blocks, d_parts, x_parts, plane,
     PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dy * weight and of dy * weight * xhat over each chunk of each row."""
+    """A program sums dy * weight and dy * weight * xhat over one chunk of one row.
+
+    Numbers as in ``_chunk_kernel`` of ``layer_norm/kernels.py``.
+    """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
     parts = tl.minimum(blocks * (BLOCK // VECTOR), d_parts - start // VECTOR).to(tl.int32)
@@ -114,18 +130,18 @@ def _chunk_sums_kernel(
     first = tl.load(x_ptr + x_row - start).to(tl.float32)
     first, rest = row_mean(first, tl.load(centre_ptr + row))
     rstd = tl.load(rstd_ptr + row)
-    along_mean = tl.zeros((BLOCK,), tl.float32)
-    along_std = tl.zeros((BLOCK,), tl.float32)
+    sum_g = tl.zeros((BLOCK,), tl.float32)
+    sum_g_xhat = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, count, BLOCK):
         mask = at + i < count
         g = tl.load(dy_ptr + dy_row + at + i, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + x_row + at + i, mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             g *= tl.load(weight_ptr + start + at + i, mask=mask, other=0.0).to(tl.float32)
-        along_mean += g
-        along_std += g * ((x - first - rest) * rstd)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(along_mean, 0))
-    tl.store(sums_ptr + plane + tl.program_id(0), tl.sum(along_std, 0))
+        sum_g += g
+        sum_g_xhat += g * ((x - first - rest) * rstd)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(sum_g, 0))
+    tl.store(sums_ptr + plane + tl.program_id(0), tl.sum(sum_g_xhat, 0))
 
 
 @triton.jit(do_not_specialize=["rows", "group_rows", "d_parts", "x_parts", "plane"])
@@ -135,7 +151,11 @@ def _chunk_grad_kernel(
     ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
     PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of a block of columns in a group of rows, and the group's column sums."""
+    """A program computes dx for one block of columns in ``group_rows`` rows, and their column sums.
+
+    ``d_parts``, ``x_parts``: D, and the stride of x, in multiples of ``VECTOR``. ``plane``: elements of a
+    plane of partials. Constants as in ``_rows_grad_kernel``.
+    """
     D = d_parts.to(tl.int64) * VECTOR
     columns = tl.cdiv(D, BLOCK)
     c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -161,9 +181,9 @@ def _chunk_grad_kernel(
         if BIAS_GRAD:
             dbias += dy
         if ROW_SUMS:
-            along_mean = tl.load(sums_ptr + row) / D.to(tl.float32)
-            along_std = tl.load(sums_ptr + rows + row) / D.to(tl.float32)
-            dx = rstd * (dy * weight - along_mean - xhat * along_std)
+            mean_g = tl.load(sums_ptr + row) / D.to(tl.float32)
+            mean_g_xhat = tl.load(sums_ptr + rows + row) / D.to(tl.float32)
+            dx = rstd * (dy * weight - mean_g - xhat * mean_g_xhat)
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + row * D + c, mask=mask, other=0.0).to(tl.float32)
             if dx_ptr is not None:
@@ -185,7 +205,7 @@ def _column_sum_kernel(
     count, D, plane,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns of one of the three sums."""
+    """A program adds up ``count`` partial sums for one block of columns of one of the three gradients."""
     which = tl.program_id(0) % 3
     c = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PDL:

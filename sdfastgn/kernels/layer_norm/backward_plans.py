@@ -1,4 +1,7 @@
-"""How gradients of LayerNorm are launched: which of ``backward_kernels.py``, in what memory."""
+"""The launches of LayerNorm's backward: which kernels run, their grids and constants, their scratch memory.
+
+The kernels are in ``layer_norm/backward_kernels.py``, their configurations in ``layer_norm/config.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,17 @@ from sdfastgn.kernels.layer_norm.plans import rows_constants
 
 
 class LayerNormGradPlan:
-    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
+    """The launches for one kind of call, which includes which gradients are wanted.
 
-    ``rows_grad``, or ``chunk_sums`` (if dx is wanted) and ``chunk_grad``; then ``columns`` adds up
-    ``partials`` fp32 values.
+    In the rows way ``rows_grad`` runs. In the chunks way ``chunk_sums`` runs, if dx is needed, and then
+    ``chunk_grad``. In both ways ``columns`` runs last, if column sums are wanted, and adds up the partial
+    sums.
+
+    Attributes:
+        partials: number of fp32 partial sums; 0 if no column sums are wanted.
+        rows: number of rows of x.
+        chunks: number of chunks of a row, if rows are long.
+        wanted: names of the operands whose gradients are wanted.
     """
 
     __slots__ = ("chunk_grad", "chunk_sums", "chunks", "columns", "partials", "rows", "rows_grad", "wanted")
@@ -55,7 +65,7 @@ class LayerNormGradPlan:
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
             self._plan_chunks(config, D, x_stride, (count, group_rows), uses, vector, pdl)
-        # Partials of what is not wanted are not written, and need no place behind the last that is.
+        # Number of planes of partial sums: in the order of ``sums``, up to the last gradient that is wanted.
         self.partials = count * D * max((place for place, dtype in enumerate(sums, 1) if dtype), default=0)
         block_p, block_d = column_sum_block(count, D)
         self.columns = Launch(
@@ -73,9 +83,13 @@ class LayerNormGradPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """``groups``: their number, and the rows of each."""
+        """Plan ``chunk_sums`` and ``chunk_grad``.
+
+        ``groups``: number of groups of rows, and rows of a group. ``uses``: constants of the kernels.
+        """
         count, group_rows = groups
-        # In vectors, so that the compiler knows what they are multiples of.
+        # Kernels multiply these numbers by VECTOR, so the compiler knows that the products are multiples of
+        # VECTOR.
         parts = {"d_parts": D // vector, "x_parts": x_stride // vector}
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunks = config.chunks
@@ -91,13 +105,14 @@ class LayerNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: LayerNormGradCall) -> Gradients:
+        """Launch, and return the wanted gradients."""
         grads = empty_row_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, grads)
         return grads
 
     def _launch(self, call: LayerNormGradCall, grads: Gradients) -> None:
-        """On the current device, that of ``call``."""
+        """Launch the kernels on the current device, which must be the device of ``call.x``."""
         dy, dtotal, x, centre, rstd, weight, *_ = call
         dx = grads.get("x")
         stream = gpu.current_stream(x.device)

@@ -1,10 +1,10 @@
-"""How the LayerNorm kernels are launched: pure functions of sizes and the number of multiprocessors.
+"""The launch configurations of LayerNorm's kernels: pure functions of sizes and multiprocessors.
 
-A row of up to ``_MAX_IN_REGISTERS`` padded elements is held in registers, in a tile of four axes
-(lanes, warps, steps, block) as in ``group_norm/config.py``. The block is what one load instruction
-of a warp takes of a row, or less where the row is shorter; lanes left over by a short block take
-further rows. Longer rows are cut into chunks, so that ten rows of ten million elements fill a GPU
-too.
+A row of up to ``_MAX_IN_REGISTERS`` elements, padded to a power of 2, is held in registers. Its tile has the
+axes (lanes, warps, steps, block) of ``common/tiles.py``. A block is what a warp loads from a row by one
+instruction, or the whole row if that is shorter. The lanes that a short row leaves free load further rows.
+
+Longer rows are divided into chunks, so that even ten rows of ten million elements keep a whole GPU busy.
 """
 
 from __future__ import annotations
@@ -13,49 +13,56 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Elements of a row, padded, that one program keeps in registers.
+# Longest row, in padded elements, that a program holds in registers.
 _MAX_IN_REGISTERS = 16384
-# The same in a backward that keeps column sums there too.
+# Longest row, in padded elements, that a program of a backward with column sums holds in registers. These
+# sums take registers too.
 _MAX_WITH_SUMS = 8192
-# Warps of a program whose warps share a row, at most.
+# Maximum number of warps of a program whose warps share a row (``wide``).
 _MAX_WARPS = 16
-# Warps of a program whose warps have rows of their own, at most.
+# Maximum number of warps of a program in which each warp has its own rows.
 _NARROW_WARPS = 4
-# Elements per thread up to which one warp takes a row.
+# Maximum number of elements of each thread if one warp has a whole row. Longer rows are shared by several
+# warps.
 _NARROW_PER_THREAD = 64
-# Elements per thread of a row that is spread over warps.
+# Number of elements of each thread if warps share a row.
 _WIDE_PER_THREAD = 16
-# Elements per thread up to which a warp gathers short rows.
+# Maximum number of elements of each thread if a warp has several rows at once.
 _GATHERED_PER_THREAD = 32
-# Elements per thread up to which one warp takes a row in the backward: two tensors, three column sums.
+# Maximum number of elements of each thread in the backward if one warp has a whole row. Fewer than in the
+# forward, because registers hold two tensors and three column sums.
 _BACKWARD_PER_THREAD = 16
-# Elements per thread up to which a warp gathers short rows in the backward.
+# Maximum number of elements of each thread in the backward if a warp has several rows at once.
 _BACKWARD_GATHERED = 8
-# Bytes of a block below which a row's part is no whole line of memory.
+# Minimum number of bytes of a block, unless the row is shorter: a whole line of memory.
 _LINE_BYTES = 128
-# Warps per multiprocessor below which a row is spread over warps.
+# Warps for each multiprocessor below which rows are shared by several warps, to keep the GPU busy.
 _FEW_WARPS_PER_SM = 4
-# Warps per multiprocessor above which each warp takes more rows.
+# A warp has several rows at once only if this number of warps for each multiprocessor remains.
 _MANY_WARPS_PER_SM = 16
-# Elements per multiprocessor, counted for one lane of each warp, that a backward with column sums
-# keeps in flight.
+# Elements that the programs of a backward with column sums hold on each multiprocessor at a time, divided by
+# the 32 lanes of a warp. There are only as many programs as run at once, so this decides their number.
 _BACKWARD_PER_SM = 256
-# Tiles that its programs should have at least, because each leaves partial sums in memory.
+# Minimum number of tiles of rows of a program in a backward with column sums. Each program writes partial
+# sums to memory, so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
-# Elements of a block of a long row, and the warps that walk it.
+# Elements of a long row that a program processes at once.
 _CHUNK_BLOCK = 2048
+# Warps of a program that processes long rows.
 _CHUNK_WARPS = 4
-# Programs per multiprocessor that keep memory busy.
+# Programs for each multiprocessor that keep the memory busy if rows are long.
 _CHUNK_PROGRAMS_PER_SM = 8
-# Chunks of a row that one program can merge.
+# Maximum number of chunks of a row: one program must be able to merge them.
 _MAX_CHUNKS = 2048
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Whole rows in registers. ``wide``: a program's warps share one row; else each has ``lanes`` rows.
+    """A program holds whole rows in registers: a tile of (lanes, num_warps, steps, block).
 
-    ``programs`` take turns over all tiles of ``rows`` rows, one tile each in a forward.
+    If ``wide``, the program's warps share one row. Else each warp has ``lanes`` rows of its own.
+
+    The ``programs`` programs divide all tiles among them. In a forward each has one tile.
     """
 
     lanes: int
@@ -67,13 +74,16 @@ class RowsConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of one tile."""
+        """Rows of a tile."""
         return self.lanes * (1 if self.wide else self.num_warps)
 
 
 @dataclass(frozen=True)
 class ChunksConfig:
-    """Each row in ``chunks`` parts of ``length`` elements, walked in blocks of ``block``."""
+    """Each row is divided into ``chunks`` chunks of ``length`` elements.
+
+    A program processes its chunk in blocks of ``block`` elements.
+    """
 
     block: int
     num_warps: int
@@ -82,7 +92,10 @@ class ChunksConfig:
 
 
 def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) -> RowsConfig | ChunksConfig:
-    """How to normalize (rows, D); ``vector`` elements of ``itemsize`` bytes are one load of a thread."""
+    """The configuration of the kernels that normalize x (rows, D).
+
+    ``itemsize``: bytes of an element of x. ``vector``: elements that a thread loads at once.
+    """
     if next_power_of_2(D) > _MAX_IN_REGISTERS:
         return _chunks_config(rows, D, num_sms)
     load = WARP * vector
@@ -104,7 +117,11 @@ def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) 
 def backward_config(
     rows: int, D: int, vector: int, num_sms: int, *, column_sums: bool
 ) -> RowsConfig | ChunksConfig:
-    """How to take gradients of (rows, D); with ``column_sums`` each program adds up its rows."""
+    """The configuration of the kernels that compute the gradients of x (rows, D).
+
+    ``vector``: elements that a thread loads at once. ``column_sums``: True if a gradient of weight, bias or
+    add_bias is wanted. Each program then also sums its rows.
+    """
     if next_power_of_2(D) > (_MAX_WITH_SUMS if column_sums else _MAX_IN_REGISTERS):
         return _chunks_config(rows, D, num_sms)
     load = WARP * vector
@@ -125,13 +142,14 @@ def backward_config(
 
 
 def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
+    """A tile of one row, which the warps of a program share. ``load``: elements of a warp's load."""
     parts = next_power_of_2(ceil_div(D, load))
     num_warps = min(_MAX_WARPS, parts, max(1, parts * vector // _WIDE_PER_THREAD))
     return RowsConfig(1, num_warps, parts // num_warps, load, True, programs)
 
 
 def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
-    """As many as a GPU runs at a time; fewer where there would be more partial sums than rows to add."""
+    """Number of programs of a backward. With column sums, at most as many as run at once."""
     if not column_sums:
         return tiles
     per_thread = max(_BACKWARD_GATHERED, config.lanes * config.steps * config.block // WARP)
@@ -140,7 +158,11 @@ def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums
 
 
 def _fitting_block(D: int, load: int, line: int) -> int:
-    """The largest power of 2 up to ``load`` that leaves few lanes idle in a row of ``D`` and fills lines."""
+    """Number of elements of a block of a row of ``D`` elements.
+
+    It is the largest power of 2 from ``line`` to ``load`` that leaves few lanes idle at the end of the row.
+    If the padded row is not longer than ``load``, the block is the padded row.
+    """
     if load >= D:
         return next_power_of_2(D)
     sizes = [load]
@@ -151,6 +173,7 @@ def _fitting_block(D: int, load: int, line: int) -> int:
 
 
 def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
+    """The configuration for long rows: they are divided into as many chunks as keep the GPU busy."""
     blocks = ceil_div(D, _CHUNK_BLOCK)
     wanted = min(blocks, _MAX_CHUNKS, ceil_div(num_sms * _CHUNK_PROGRAMS_PER_SM, rows))
     length = ceil_div(blocks, wanted) * _CHUNK_BLOCK
@@ -158,7 +181,10 @@ def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
 
 
 def column_groups(rows: int, D: int, block: int, num_sms: int) -> int:
-    """Groups of rows over which long rows are added up, one a program and block of columns."""
+    """Number of groups into which the rows (rows, D) are divided for column sums, if rows are long.
+
+    A program of ``_chunk_grad_kernel`` sums ``block`` columns over one group.
+    """
     return max(
         1, min(ceil_div(rows, _BACKWARD_TILES), num_sms * _CHUNK_PROGRAMS_PER_SM // ceil_div(D, block))
     )

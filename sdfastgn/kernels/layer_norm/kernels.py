@@ -1,39 +1,42 @@
-"""Triton kernels of LayerNorm and of residual add + LayerNorm. Op: ``layer_norm/op.py``.
+"""Triton kernels of LayerNorm, and of residual add + LayerNorm. Formula and op: ``layer_norm/op.py``.
 
-Two ways, chosen by ``forward_config`` from sizes alone:
+There are two ways to launch these kernels. ``forward_config`` chooses one from the sizes:
 
-- *rows*: one program holds whole rows in registers: one read, one write, one launch. A warp takes a
-  row, or several short ones by itself, or the warps of a program share a long one;
-- *chunks*: for rows that do not fit. ``_chunk_kernel`` leaves a mean and a sum of squared
-  deviations (M2) per chunk, ``_merge_chunks_kernel`` brings them together per row,
-  ``_normalise_kernel`` applies them. Ten rows then fill a GPU as well.
+- *rows*: a program holds whole rows in registers. One launch reads x and writes y (``_rows_kernel``). A warp
+  has one row or several short ones, or the warps of a program share a long row;
+- *chunks*, for rows that do not fit into registers. ``_chunk_kernel`` computes the mean and the sum of
+  squared deviations (M2) of each chunk of each row. ``_merge_chunks_kernel`` combines them to the
+  statistics of each row. ``_normalise_kernel`` reads x again and writes y.
 
-Pointers, which mean the same in every kernel; each but x, y and the scratch memory may be None:
+With a residual, the sum x + residual + add_bias is rounded to the dtype of x and then normalized. The first
+kernel stores the sum. With a ``total_bias`` the caller gets the sum plus total_bias instead: the rows way
+stores only the sum plus total_bias. The chunks way also stores the sum, because ``_normalise_kernel`` needs
+it.
 
-- ``x``, ``residual``: (rows, D), rows a known stride apart; ``y``: (rows, D), contiguous;
-- ``weight``, ``bias``: (D,); ``add_bias``: (D,), added to the sum; ``total_bias``: (D,), added to
-  what is kept of it;
-- ``total``: (rows, D), the sum that is normalized, and in the rows kernel with total_bias on top;
-  ``kept``: the same with total_bias, in the chunk kernel;
-- ``centre``: (rows,), the mean less the row's first element, in fp32; the mean itself, in fp64, where
-  ``y`` is fp32 (``EXACT``);
-- ``rstd``: (rows,) fp32;
-- ``partials``: fp32 (2, rows, chunks), mean less the row's first element, and M2. If ``EXACT``,
-  (3, rows, chunks): the mean rounded, M2, and what the rounding left.
+Pointers have the same meaning in all kernels. All but x, y and partials may be None:
 
-With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what
-it wrote, as rounded. With a ``total_bias`` what is kept is another tensor than what is normalised:
-rows have both in registers, chunks write both.
+- ``x``, ``residual``: (rows, D), fp16, bf16 or fp32, with contiguous rows and a fixed stride between them;
+- ``y``: (rows, D), contiguous, the dtype of x or fp32;
+- ``weight``, ``bias``, ``add_bias``, ``total_bias``: (D,);
+- ``total``: (rows, D), contiguous, the dtype of x. In ``_rows_kernel`` the sum plus total_bias, in
+  ``_chunk_kernel`` the sum;
+- ``kept``: (rows, D), contiguous, the dtype of x, the sum plus total_bias;
+- ``centre``: (rows,), the mean of each row. If y has 16 bits, it is fp32, and it is the difference between
+  the mean and the row's first element. If y is fp32, it is fp64, and the mean itself;
+- ``rstd``: (rows,) fp32, 1 / deviation of each row;
+- ``partials``: fp32, (2, rows, chunks): the difference between the chunk's mean and the row's first
+  element, and M2. If y is fp32, (3, rows, chunks): the rounded mean of the chunk, M2, and the rounding error
+  of that mean.
 
-Launched dependent on each other from sm_90 on (``PDL``), by the rules of ADR 7: nothing is read or
-written before ``gdc_wait`` but x, and x only where no kernel of this call writes it.
+Programmatic dependent launch (``PDL``, from sm_90 on; ADR 7): before ``gdc_wait`` a kernel reads only x, and
+only if no kernel of this call writes it.
 
-Numerics: fp32 throughout, one rounding at each store. Sums are of deviations from the row's first
-element or a tile's mean, never of raw squares, merged by Chan's formula in a fixed order without
-atomics. Means stay what they are found as, differences from the row's first element (``centre``),
-which fp32 holds to the last bit where it would round the mean at the size of the data. It would also
-round a difference from a first element that is an outlier, so results in fp32 have means in fp64, and
-``row_mean`` splits those into two fp32 parts. Offsets that can pass 2^31 are int64.
+Numerics: fp32, rounded once at each store. Squares are of differences from the row's first element or from a
+block's mean, never of the values themselves. Chan's formula merges them in a fixed order without atomics. A
+mean is kept as a difference from the row's first element, because fp32 would round the mean itself relative
+to its size. If the first element is an outlier, that difference is rounded too. 16-bit results do not show
+it. For fp32 results (``EXACT``) means are fp64, and ``row_mean`` splits them into two fp32 numbers. Offsets
+that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ from sdfastgn.kernels.common.tiles import (
 
 @triton.jit
 def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
-    """Row in the tile of each thread."""
+    """Row within the tile of each element, shaped to broadcast to (lanes, warps, steps, block).
+
+    ``WIDE``: True if the warps share a row.
+    """
     row = along_lanes(LANES)
     if not WIDE:
         row += along_warps(WARPS) * LANES
@@ -64,7 +70,7 @@ def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Column of each element of the tile."""
+    """Column of each element, shaped to broadcast to (lanes, warps, steps, block)."""
     part = along_steps(STEPS)
     if WIDE:
         part = part * WARPS + along_warps(WARPS)
@@ -73,7 +79,7 @@ def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BL
 
 @triton.jit
 def row_sum(x, WIDE: tl.constexpr):
-    """Sum of each row: in registers, in shuffles, and where warps share a row in shared memory."""
+    """Sums each row of a (lanes, warps, steps, block) tile."""
     total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
     if WIDE:
         total = tl.sum(total, 1, keep_dims=True)
@@ -82,9 +88,9 @@ def row_sum(x, WIDE: tl.constexpr):
 
 @triton.jit
 def row_mean(first, centre):
-    """The mean of rows as two fp32 numbers, to subtract one after the other.
+    """The mean of each row as the sum of two fp32 numbers. Callers subtract one after the other.
 
-    ``first``: the row's first element. ``centre``: as stored, fp64 if it is the mean itself.
+    ``first``: the row's first element. ``centre``: the row's value of the pointer ``centre``.
     """
     if centre.dtype == tl.float64:
         first = centre.to(tl.float32)
@@ -94,13 +100,17 @@ def row_mean(first, centre):
 
 @triton.jit
 def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
-    """x, or x + residual + add_bias, in fp32: rounded to the dtype of x, and before that."""
+    """Loads x, or x + residual + add_bias if there is a residual, in fp32.
+
+    Returns the value twice: rounded to the dtype of x, and not rounded.
+    """
     x = tl.load(x_ptr + x_at, mask=mask, other=0.0)
     total = x.to(tl.float32)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
         if add_bias_ptr is not None:
-            columns, mask = tl.broadcast(add_bias_ptr + c, mask)  # Triton 3.4 widens the mask alone
+            # ``tl.load`` of Triton 3.4 broadcasts only the mask, not the pointers.
+            columns, mask = tl.broadcast(add_bias_ptr + c, mask)
             total += tl.load(columns, mask=mask, other=0.0).to(tl.float32)
         x = total.to(x.dtype)
     return x.to(tl.float32), total
@@ -108,8 +118,9 @@ def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
 
 @triton.jit
 def _affine(weight_ptr, bias_ptr, c, in_row):
-    """(scale, offset) of the columns ``c``. Called before the sums, so that the loads are under
-    way while they run.
+    """Loads (scale, offset) of the columns ``c``: weight and bias in fp32, or 1 and 0.
+
+    Kernels call this before they sum, so that its loads run at the same time as the loads of x.
     """
     scale = 1.0
     offset = 0.0
@@ -120,7 +131,6 @@ def _affine(weight_ptr, bias_ptr, c, in_row):
     return scale, offset
 
 
-# One program: a tile of whole rows.
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _rows_kernel(
     x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr,
@@ -130,6 +140,13 @@ def _rows_kernel(
     ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A program normalizes a tile of whole rows.
+
+    Constants:
+        X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
+        ONE_ROW: True if each thread has elements of only one row.
+        WIDE: True if the warps share a row. Else each warp has its own rows.
+    """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -143,14 +160,14 @@ def _rows_kernel(
     if PDL:
         gdc_wait()
     x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
-    # Sums are of differences from the row's first element: rounded at the size of the
-    # deviations, not of the data.
+    # The row's first element.
     pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
-    # Where a thread has one row, it reads its own columns: a broadcast would send the whole
-    # tile through shared memory.
+    # If a thread has only one row (``ONE_ROW``), it loads weight and bias for its own elements: the offsets
+    # ``c + r * 0`` below have the shape of the tile. If weight and bias were loaded for ``c`` only and then
+    # broadcast to the tile, the tile would pass through shared memory.
     if total_bias_ptr is not None:
-        # Before the affine: after it, ptxas holds 168 registers a thread instead of 128, and
-        # three programs fit instead of four.
+        # This load comes before the loads of ``_affine``. In the reverse order ptxas takes 168 registers a
+        # thread instead of 128, so only three programs fit on a multiprocessor instead of four.
         kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
     scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
     out = first * D + (r * D + c)
@@ -162,8 +179,8 @@ def _rows_kernel(
         pivot = mean_as_pivot(pivot, total, 1 / D)
         d = tl.where(in_row, x - pivot, 0.0)
         total = row_sum(d, WIDE)
-    # Explicit: ptxas would contract product and difference here, but not where the centre is
-    # stored too, and other bits come out.
+    # d - mean. An explicit fma, because ptxas would use one only if the centre is not stored, and then
+    # results with and without a backward would have different bits.
     d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
     rstd = inverse_deviation(row_sum(d * d, WIDE) / D, eps)
     y = d * rstd * scale + offset
@@ -177,16 +194,19 @@ def _rows_kernel(
         tl.store(rstd_ptr + first + r, rstd, mask=is_row)
 
 
-# One program: a chunk of one row.
 @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
 def _chunk_kernel(
     x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, total_ptr, kept_ptr, partials_ptr,
     chunks, blocks, d_parts, x_parts, residual_parts, plane,
     EXACT: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean and M2 of each chunk of each row, as in ``partials``; and the sum that x is part of.
+    """A program computes the partials of one chunk of one row, and stores the chunk's sum with the residual.
 
-    ``kept_ptr``: the sum and total_bias, where there is one.
+    Numbers:
+        chunks, blocks: chunks of a row, and blocks of a chunk.
+        d_parts, x_parts, residual_parts: D, and the strides of x and residual, in multiples of ``VECTOR``.
+            So the compiler knows that D and the strides are multiples of ``VECTOR``.
+        plane: elements from one kind of partials to the next.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
@@ -197,12 +217,11 @@ def _chunk_kernel(
     total_row = row * d_parts * VECTOR + start
     i = tl.arange(0, BLOCK)
     if PDL:
-        # Whatever follows may start once every program is past the wait: x is then complete,
-        # and may be read ahead.
+        # Waiting comes first, so that the next kernels start only when x is complete, and may read x before
+        # their wait.
         gdc_wait()
         gdc_launch_dependents()
-    # All means of a row are taken from its first element: rounded at the size of the
-    # deviations, not of the data. If ``EXACT``, those of each chunk are.
+    # ``first`` is the row's first element or, if ``EXACT``, the chunk's. Sums take differences from it.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, x_row - to_pivot, residual_row - to_pivot, start - to_pivot,
@@ -239,14 +258,17 @@ def _chunk_kernel(
     tl.store(out + plane, tl.maximum(tl.sum(squares, 0) - delta * delta * n, 0.0))
 
 
-# One program: a row.
 @triton.jit(do_not_specialize=["chunks", "length", "D", "plane", "eps"])
 def _merge_chunks_kernel(
     partials_ptr, centre_ptr, rstd_ptr,
     chunks, length, D, plane, eps,
     EXACT: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Chan's formula over the chunks of a row."""
+    """A program merges the partials of one row by Chan's formula, and stores its centre and rstd.
+
+    ``length``: elements of a chunk. ``plane``: elements from one kind of partials to the next. ``BLOCK``:
+    chunks of a row, padded to a power of 2.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -275,10 +297,13 @@ def _normalise_kernel(
     rows, d_parts, x_parts,
     AHEAD: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row. ``AHEAD``: x is read before the wait, as a kernel of this op has waited
-    for it.
+    """A program computes y for one block of one row.
+
+    ``x``: here the tensor that is normalized, which is the stored sum if there is a residual.
+    ``d_parts``, ``x_parts``: D, and the stride of x, in multiples of ``VECTOR``.
+    ``AHEAD``: True if x is read before the wait. ``_chunk_kernel`` has already waited for x.
     """
-    # Neighbours have the same columns of neighbouring rows: weight and bias are read from memory once.
+    # Neighboring programs have the same columns, so that weight and bias are read from memory once.
     row = (tl.program_id(0) % rows).to(tl.int64)
     c = (tl.program_id(0) // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     D = d_parts.to(tl.int64) * VECTOR

@@ -1,17 +1,19 @@
-"""LayerNorm over the last dimension, alone and after a residual add: the ops ``sdfastgn::layer_norm``
-and ``sdfastgn::add_layer_norm``.
+"""LayerNorm over the last dimension, with or without a residual add before it.
 
-Formula, with u of shape (..., D), u = x or u = x + residual + add_bias as rounded to the dtype of x:
+The ops are ``sdfastgn::layer_norm`` and ``sdfastgn::add_layer_norm``. Formula:
 
+    u = x, or u = x + residual + add_bias, rounded to the dtype of x
     y = (u - mean(u)) / sqrt(var(u) + eps) * weight + bias          (per row of D; var divided by D)
 
-The sum is returned beside y: as it was normalized, or with a bias on top (``total_bias``), of which
-the norm knows nothing. Whatever is added to the sum next then needs no pass for its bias. Only the
-kernels know of it; the op does not, and where the op is called or a gradient is wanted, plain
-PyTorch makes that sum.
+``add_layer_norm`` also returns the sum x + residual + add_bias + total_bias, rounded once. total_bias is not
+in the sum that is normalized. It is the bias of the layer whose output the caller adds to the returned sum
+next, so that this addition needs no pass for the bias.
 
-On a GPU the kernels of ``layer_norm/kernels.py`` run; everywhere else ``reference_layer_norm``.
-Layout and numerics contract: there. Gradients: ``layer_norm/backward.py``.
+The registered op does not have the argument total_bias, only the kernels do. If the op is called, or a
+gradient is wanted, plain PyTorch computes the sum with total_bias.
+
+On a GPU the kernels of ``layer_norm/kernels.py`` run, where layouts and numerics are explained. Everywhere
+else plain PyTorch runs. Gradients: ``layer_norm/backward.py``.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016. The interface follows
 torch.nn.functional.layer_norm.
@@ -34,6 +36,7 @@ from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 # --- declarations -----------------------------------------------------------------------------------
 
 
+# weight, bias and the biases of the sum.
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
 
 
@@ -45,14 +48,14 @@ class LayerNormCall(NamedTuple):
     bias: _PerColumn
     eps: float
     out_dtype: torch.dtype | None
-    # What ``AddCall`` has besides.
+    # Further arguments of ``AddCall``, so that plans can treat both calls alike.
     residual: None = None
     add_bias: None = None
     total_bias: None = None
 
 
 class AddCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``."""
+    """The arguments of the op ``sdfastgn::add_layer_norm``; ``total_bias`` is for the kernels only."""
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
     residual: Annotated[Tensor, Operand("(..., D)", whole=even_rows, same_dtype=True)]
@@ -70,12 +73,15 @@ def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
 
 
 def _centre_dtype(result: torch.dtype) -> torch.dtype:
-    """fp64, of the mean itself, where results are fp32 or fp64; else fp32, less the row's first element."""
+    """The dtype of ``centre``, given the dtype of y: fp32 if y has 16 bits, else fp64.
+
+    In fp32, centre is the difference between the mean and the row's first element. In fp64 it is the mean.
+    """
     return torch.float32 if result.itemsize == 2 else torch.float64
 
 
 def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory for centre and rstd: one value a row each. ``result``: the dtype of y."""
+    """Uninitialized memory (...) for centre and rstd of x (..., D). ``result``: the dtype of y."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape[:-1], dtype=_centre_dtype(result)), x.new_empty(x.shape[:-1], dtype=wide)
 
@@ -91,17 +97,20 @@ def reference_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
+    """``layer_norm`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
+
+    The fallback where no kernel runs. ``out_dtype``: the dtype of the result, by default the dtype of x.
+    """
     return _reference(LayerNormCall(x, weight, bias, eps, out_dtype))[0]
 
 
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, centre, rstd)"""
+    """(y, centre, rstd) in plain PyTorch."""
     x = call.x
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
     d = u - mean
-    rest = d.mean(-1, keepdim=True)  # what the rounding of the mean left
+    rest = d.mean(-1, keepdim=True)  # the rounding error of ``mean``
     d = d - rest
     rstd = torch.rsqrt(d.square().mean(-1, keepdim=True) + call.eps)
     y = d * rstd
@@ -117,7 +126,10 @@ def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor:
-    """x + residual + biases, (D,) or None each, in plain PyTorch: rounded once, to the dtype of x."""
+    """Computes x + residual + biases in plain PyTorch: contiguous, rounded once to the dtype of x.
+
+    Shapes: x and residual (..., D), each bias (D,) or None.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) + residual.to(wide)
     for bias in biases:
@@ -129,11 +141,12 @@ def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor
 
 
 def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
+    """The ``LayerNormCall`` that normalizes ``total``, the sum that ``call`` computes."""
     return LayerNormCall(total, call.weight, call.bias, call.eps, call.out_dtype)
 
 
 def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, centre, rstd)"""
+    """(y, total, centre, rstd) in plain PyTorch, without total_bias."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y, centre, rstd = _reference(_norm_of(total, call))
     return y, total, centre, rstd
@@ -151,7 +164,7 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
-    """What the backward needs; of the bias and of what is added, only the dtype."""
+    """Keep what the backward needs. For each bias it needs only the dtype, which its gradient has too."""
     ctx.eps = call.eps
     ctx.dtypes = tuple(
         None if t is None else t.dtype for t in (call.x, call.weight, call.bias, call.add_bias)
@@ -171,7 +184,10 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
 
 
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
-    """Gradients of x (and of the residual), weight, bias and what was added, each where ``wanted``."""
+    """The gradients of x, weight, bias and add_bias ("added") that are ``wanted``.
+
+    ``dy``, ``dtotal``: the gradients of y and of the sum, or None. The residual has the same gradient as x.
+    """
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))
     if dy is not None:
@@ -202,7 +218,7 @@ def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | N
 
 
 def _plain(call: LayerNormCall) -> Tensor:
-    """``layer_norm`` by PyTorch's own, where that is right."""
+    """``layer_norm`` by PyTorch's LayerNorm, or by the reference where PyTorch's result could be wrong."""
     x = call.x
     if x.numel() == 0 or not dispatch.is_untraced(x, (call.weight, call.bias)):
         return _reference(call)[0]
@@ -212,6 +228,7 @@ def _plain(call: LayerNormCall) -> Tensor:
 
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
+    """``add_layer_norm`` by PyTorch's own ops, with total_bias."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y = _plain(_norm_of(total, call))
     if call.total_bias is None:
@@ -225,8 +242,7 @@ def _plan(call: LayerNormCall | AddCall) -> Any:
     return LayerNormPlan(call)
 
 
-# For the backward: each row's mean, as ``centre`` in ``layer_norm/kernels.py``, and 1 / deviation in fp32
-# (fp64 for fp64 input).
+# What the forward saves for the backward: a mean and 1 / deviation of each row (``empty_saved``).
 _SAVED = ("centre", "rstd")
 _LAYER_NORM = PlannedOp(
     "layer_norm",
@@ -265,19 +281,18 @@ def layer_norm(
     Args:
         x: (..., D), at least rank 1.
         weight, bias: (D,) or None, independently of each other.
-        eps: added to the variance: a number of Python or NumPy, or a tensor without dimensions.
+        eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
 
     Shapes: the output has the shape of x.
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any of these. The
-        output has the dtype of x, or fp32 under CUDA autocast, as torch.nn.functional.layer_norm
-        has.
-    Layout: rows are read where they lie if they are without gaps and equally far apart, else from a
-    copy. The output is contiguous.
-    Grad: with respect to every tensor. Between forward and backward x is kept and 8 bytes a row, or
-        12 where the output is fp32. A second derivative, the transforms of torch.func and forward-mode
-        AD run in plain PyTorch.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of these
+        dtypes. The output has the dtype of x, but fp32 under CUDA autocast, as from
+        torch.nn.functional.layer_norm.
+    Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
+        contiguous.
+    Grad: of every tensor. x and 8 bytes for each row, or 12 if the output is fp32, are kept for the
+        backward. Second derivatives, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
+        TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape or a device does not fit.
 
     Source: torch.nn.functional.layer_norm for the interface; Ba, Kiros and Hinton, 2016, for the formula.
@@ -297,39 +312,39 @@ def add_layer_norm(
     add_bias: Tensor | None = None,
     total_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + residual + add_bias and its LayerNorm in one pass over memory: what stands between two parts
-    of a transformer block.
+    """The sum x + residual + add_bias and its LayerNorm in one pass, as between parts of a transformer block.
 
     Args:
         x: (..., D), at least rank 1.
-        residual: shape, dtype and device of x.
+        residual: the shape, dtype and device of x.
         weight, bias, eps: as in ``layer_norm``.
-        add_bias: (D,) or None, a dtype as weight's: a linear layer's bias, left to the next kernel.
-        total_bias: (D,) or None, likewise: the bias of what will be added to total next. The norm does
-            not see it.
+        add_bias: (D,) or None. For example the bias of the linear layer that made x.
+        total_bias: (D,) or None, added to the returned sum, but not to the normalized sum. For example the
+            bias of the layer whose output is added to the sum next.
 
     Returns:
-        (y, total): y is the ``layer_norm`` of the sum as rounded to the dtype of x. total is the
-        sum and total_bias, rounded once from fp32 to the dtype of x, in memory of its own: without
-        gradients it may be written to.
+        (y, total). y is the LayerNorm of the sum, which is first rounded to the dtype of x. total is the
+        sum plus total_bias, rounded once from fp32. Both are new tensors. The caller may write to total if
+        no gradients are wanted.
 
-    Shapes: both have the shape of x. Dtypes: total has that of x, y too, or fp32 under CUDA
-        autocast. Layout: both are contiguous; x and residual are read as in ``layer_norm``.
-    Grad: with respect to every tensor, through both results, as in ``layer_norm``; the sum is kept
-        for the backward. A total_bias then costs passes in plain PyTorch, and memory for a second
-        sum.
+    Shapes: y and total have the shape of x.
+    Dtypes: x, weight and bias as in ``layer_norm``; the other biases like bias. total has the dtype of x. y
+        has the dtype of x, but is fp32 under CUDA autocast.
+    Layout: x and residual as x in ``layer_norm``. y and total are contiguous.
+    Grad: of every tensor, through both results, as in ``layer_norm``. The sum is kept for the backward. With
+        gradients, total_bias takes further passes in plain PyTorch, and memory for a second sum.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes of x and residual differ.
+        TypeError: a tensor is not strided or has another dtype, x and residual have different dtypes, or
+            another argument has the wrong type.
         ValueError: a shape or a device does not fit.
 
-    Source: as ``layer_norm``; the sum goes with the norm since the first pre-norm transformers'
-    fused kernels.
+    Source: as ``layer_norm``.
     """
     name = _ADD_LAYER_NORM.name
     if type(eps) is not float:
         eps = as_eps(name, eps)
     call = AddCall(x, residual, weight, bias, add_bias, eps, dispatch.autocast_dtype(x), total_bias)
-    # Only the kernels know of a total_bias, and only in inference.
+    # Only the kernels take a total_bias, and only in inference.
     if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
         return _ADD_LAYER_NORM(call)
     _ADD_LAYER_NORM.check(name, call)

@@ -1,4 +1,4 @@
-"""PyTorch's own LayerNorm, and also right where the mean is far above the spread (``common/far_mean.py``)."""
+"""PyTorch's LayerNorm, corrected where the mean is far above the deviation (``common/far_mean.py``)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, reference_la
 
 
 def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of ``u`` (..., D), contiguous. Parameters (D,) of the dtype of u, or None. Only where
-    ``is_untraced``.
+    """LayerNorm of ``u`` over its last dimension. Only for calls for which ``dispatch.is_untraced`` is True.
+
+    Args:
+        u: (..., D), any floating dtype and layout.
+        weight, bias: (D,) in the dtype of u, or None.
+
+    Returns:
+        (..., D), contiguous, in the dtype of u.
     """
     return _LayerNorm.apply(
         u.contiguous(), *(None if t is None else t.contiguous() for t in (weight, bias)), eps
@@ -21,7 +27,10 @@ def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """PyTorch's own, but for higher derivatives: PyTorch 2.13 has them wrong from the fourth on."""
+    """PyTorch's LayerNorm and its first derivative. Higher derivatives are taken from the reference.
+
+    PyTorch's own derivatives are wrong from the fourth derivative on (PyTorch 2.13).
+    """
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

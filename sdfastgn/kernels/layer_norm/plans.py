@@ -1,4 +1,7 @@
-"""How LayerNorm is launched: which of ``layer_norm/kernels.py`` run, and in what memory."""
+"""The launches of LayerNorm: which kernels run, their grids and constants, and their scratch memory.
+
+The kernels are in ``layer_norm/kernels.py``, their configurations in ``layer_norm/config.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,17 @@ from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
 from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, result_dtype
 
-# Warps of a program that merges chunks, at most, and the chunks that one warp has.
+# Maximum number of warps of a program that merges chunks.
 _MERGE_MAX_WARPS = 4
+# Chunks that each warp of such a program merges.
 _MERGE_PER_WARP = 128
 
 
 class LayerNormPlan:
-    """The launches of one kind of call: ``rows``, or ``chunk``, ``merge`` and ``normalise``."""
+    """The launches of one kind of call: ``rows``, or ``chunk``, ``merge`` and ``normalise``.
+
+    ``partials``: number of fp32 values that ``chunk`` leaves for ``merge``. ``row_count``: number of rows.
+    """
 
     __slots__ = ("chunk", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
 
@@ -52,11 +59,13 @@ class LayerNormPlan:
         vector: int,
         pdl: bool,
     ) -> None:
+        """Plan ``chunk``, ``merge`` and ``normalise``. ``strides``: row strides of x and of residual."""
         D = call.x.shape[-1]
         is_complete, exact = call.residual is None, result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
-        # In vectors, so that the compiler knows what they are multiples of.
+        # Kernels multiply these numbers by VECTOR, so the compiler knows that the products are multiples of
+        # VECTOR.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunk = Launch(
@@ -78,6 +87,7 @@ class LayerNormPlan:
         )  # fmt: skip
 
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
+        """Launch, and return (y, centre, rstd) or (y, total, centre, rstd)."""
         centre, rstd = empty_saved(call.x, result_dtype(call))
         found = self.run(call, centre, rstd)
         return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
@@ -85,7 +95,7 @@ class LayerNormPlan:
     def run(
         self, call: LayerNormCall | AddCall, centre: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or y and total, in memory of their own. Also fills ``centre`` and ``rstd``, both or none."""
+        """Launch, and return y, or (y, total). Also fills ``centre`` and ``rstd``, unless they are None."""
         x = call.x
         stream = gpu.stream_on(x.device)
         if stream is None:
@@ -110,6 +120,7 @@ class LayerNormPlan:
         centre: Tensor | None,
         rstd: Tensor | None,
     ) -> None:
+        """Launch ``chunk``, ``merge`` and ``normalise``. They fill the tensors that are not None."""
         x = call.x
         if centre is None:
             centre, rstd = empty_saved(x, y.dtype)
@@ -123,7 +134,7 @@ class LayerNormPlan:
 
 
 def rows_constants(config: RowsConfig) -> dict[str, Any]:
-    """The last constants of every kernel that holds rows in registers."""
+    """The constants of ``config``'s tile, for every kernel that holds rows in registers."""
     return {
         "WIDE": config.wide,
         **tile_constants(config),

@@ -1,9 +1,10 @@
-"""Matrix products by cuBLASLt, with the algorithm given: the C library that PyTorch has loaded, by ctypes.
+"""Matrix products by a given algorithm of cuBLASLt, a C library that PyTorch loads, called through ctypes.
 
-cuBLASLt is column-major: a row-major (rows, columns) matrix is to it one of (columns, rows). So
-``out = x @ weight.T`` is asked for as ``out.T = weight @ x.T``.
+cuBLASLt takes matrices in column-major order. A row-major (rows, columns) matrix is the same memory as a
+column-major (columns, rows) matrix. So for ``out = x @ weight.T`` cuBLASLt computes
+``out.T = weight @ x.T``.
 
-Names and numbers are those of ``cublasLt.h``, the same since CUDA 11.
+The names and values of constants come from ``cublasLt.h``, where they have been the same since CUDA 11.
 
 Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API".
 """
@@ -21,41 +22,51 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 
-_CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
-_FP32 = 0  # CUDA_R_32F, of the numbers that the product is scaled by
-_COMPUTE_FP32 = 68  # CUBLAS_COMPUTE_32F
-# cublasLtMatmulDescAttributes_t
+# Dtype of the matrices: CUDA_R_16F, CUDA_R_16BF.
+_CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+# Dtype of the scalars by which cuBLASLt multiplies the product and the old output: CUDA_R_32F.
+_FP32 = 0
+# Dtype in which products are summed: CUBLAS_COMPUTE_32F.
+_COMPUTE_FP32 = 68
+# Numbers of a product's attributes, from cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+# Values of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
-_MAX_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
-# Bytes: enough for a counter of tiles, not for the partial sums of a product split along its depth.
+# Attribute of a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
+_MAX_WORKSPACE = 1
+# Maximum number of bytes of scratch memory of an algorithm. This is enough for counters of tiles, but too
+# little for algorithms that split the depth and store partial sums.
 _WORKSPACE = 4096
-# Algorithms that are asked for. An H200's library knows eight of a product.
+# Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16
 
 _Pointer = ctypes.c_void_p
 
 
 class Shape(NamedTuple):
-    """x (rows, depth) times the transpose of weight (columns, depth), contiguous, and what is added."""
+    """A product x @ weight.T: x (rows, depth), weight (columns, depth), out (rows, columns), all contiguous.
+
+    ``has_bias``: True if a bias (columns,) is added. ``adds``: True if the product is added to the values in
+    ``out``.
+    """
 
     rows: int
     columns: int
     depth: int
     dtype: torch.dtype
     has_bias: bool
-    adds: bool  # to what is in the output
+    adds: bool
 
 
 class Algorithm(NamedTuple):
-    """How a product is computed: cuBLASLt's own description, and the bytes of memory that it needs."""
+    """An algorithm: cuBLASLt's opaque description, and the bytes of scratch memory that it needs."""
 
     description: ctypes.Array[ctypes.c_uint64]
     workspace: int
 
 
-class Refused(Exception):  # noqa: N818  # of one algorithm: another may do
-    """A call that cuBLASLt does not make; the message has its status."""
+class Refused(Exception):  # noqa: N818  # not an error for callers, which try another algorithm
+    """A call of cuBLASLt failed. The message has its status."""
 
 
 class _Found(ctypes.Structure):
@@ -71,7 +82,7 @@ class _Found(ctypes.Structure):
 
 
 class _Arguments(NamedTuple):
-    """What cuBLASLt knows of a product besides the addresses: the operation, and the matrices' layouts."""
+    """cuBLASLt's descriptors of a product: the operation, and the layouts of the three matrices."""
 
     operation: ctypes.c_void_p
     weight: ctypes.c_void_p
@@ -81,7 +92,7 @@ class _Arguments(NamedTuple):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The library of the CUDA that PyTorch was built for; None where there is none, as on Windows."""
+    """cuBLASLt of the CUDA version that PyTorch was built for. None if it is not found, as on Windows."""
     if torch.version.cuda is None:
         return None
     try:
@@ -91,18 +102,21 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _call(name: str, *arguments: object) -> None:
+    """Call a function of the library. Raises ``Refused`` if its status is not 0."""
     status = getattr(_library(), name)(*arguments)
     if status != 0:
         raise Refused(f"sdfastgn: {name} returned {status}")
 
 
 def _set(kind: str, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    """Set an attribute of the descriptor ``of``, whose type is ``kind``, to the C value ``value``."""
     size = ctypes.c_size_t(ctypes.sizeof(value))
     _call(f"cublasLt{kind}SetAttribute", of, attribute, ctypes.byref(value), size)
 
 
 @functools.cache
 def _handle(device: torch.device) -> ctypes.c_void_p:
+    """The library's handle of ``device``, created once and never destroyed."""
     handle = _Pointer()
     with torch.cuda.device(device):
         _call("cublasLtCreate", ctypes.byref(handle))
@@ -111,7 +125,10 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 
 @contextmanager
 def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
-    """The arguments of a product; bias: its address. Its own in each call: threads share nothing."""
+    """Context with the descriptors of a product. ``bias``: address of the bias, or 0.
+
+    Each call creates new descriptors, so that threads do not share them.
+    """
     made: list[tuple[str, ctypes.c_void_p]] = []
 
     def make(kind: str, *arguments: object) -> ctypes.c_void_p:
@@ -142,7 +159,10 @@ def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
 
 
 def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
-    """Those that cuBLASLt recommends, best first; none where there is no cuBLASLt."""
+    """The algorithms that cuBLASLt recommends for ``shape`` on ``device``, the best first.
+
+    Empty if the library is not found. Raises ``Refused`` if the library fails.
+    """
     if _library() is None:
         return []
     found, count = (_Found * _MAX_ALGORITHMS)(), ctypes.c_int()
@@ -163,11 +183,15 @@ def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
 def multiply(
     shape: Shape, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """out = x @ weight.T + bias (+ out, if ``shape`` says so), on the current stream of their device.
+    """out = x @ weight.T + bias, plus the old values of out if ``shape.adds``, on the current stream.
 
-    That device has to be the current one. Pointers must be multiples of 256, as cuBLASLt assumes.
+    Args:
+        shape: sizes and dtype of the tensors, which are not checked.
+        algorithm: one of ``algorithms(shape, device)``.
+        x, weight, bias, out: as in ``Shape``, on the current device. Their addresses must be multiples of
+            256 bytes, which cuBLASLt assumes.
 
-    Raises Refused.
+    Raises ``Refused`` if cuBLASLt cannot run the algorithm.
     """
     one, before = ctypes.c_float(1.0), ctypes.c_float(float(shape.adds))
     workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8)

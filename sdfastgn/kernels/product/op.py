@@ -1,11 +1,13 @@
-"""Linear layers' matrix products; within CUDA graphs by whichever algorithm of cuBLASLt is fastest.
+"""The matrix products of linear layers. In CUDA graphs they use the fastest algorithm of cuBLASLt.
 
-PyTorch takes the algorithm that cuBLASLt's model of a GPU puts first, which is up to a third slower than
-the best. A rehearsal (``chosen_after``) notes the products of a call and then times, for each, PyTorch's
-own and all others that gave the same bits. A graph captured later repeats the fastest. So what a graph
-computes is what PyTorch computes, bit for bit.
+PyTorch uses the algorithm that cuBLASLt recommends first. The fastest one can take a third less time.
 
-Only in graphs: the call through ctypes takes the CPU longer than PyTorch's own.
+- In a *rehearsal* (``chosen_after``), a call runs as usual and its products are noted. At its end each kind
+  of product is timed with PyTorch, and with all algorithms that give the same bits as PyTorch.
+- When a graph is captured later, each product uses the fastest of these algorithms. So a graph computes
+  exactly the bits that PyTorch computes.
+
+Outside of graphs PyTorch's own products run, because a call through ctypes takes more CPU time.
 """
 
 from __future__ import annotations
@@ -25,48 +27,63 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
 
+# Dtypes of products for which an algorithm is chosen.
 _DTYPES = (torch.float16, torch.bfloat16)
-# Rows of x. Products of fewer are a wave of tiles or two, and gained less than the time of choosing.
+# Minimum number of rows of x. Smaller products have so few tiles that choosing took longer than it saved.
 _FEWEST_ROWS = 1024
-# Elements of an output, at most. Larger ones are limited by power, and would need their memory twice.
+# Maximum number of elements of the output. The speed of larger products is limited by the GPU's power, and
+# timing needs a second output.
 _MOST_ELEMENTS = 2**26
-# Bytes that cuBLASLt assumes each pointer to be a multiple of.
+# Addresses must be multiples of this number of bytes, which cuBLASLt assumes.
 _ALIGNMENT = 256
-# Launches that are timed at once, and rounds, of which the fastest counts.
-_LAUNCHES, _ROUNDS = 5, 3
-# Cycles for which the GPU waits, so that the CPU has enqueued them all: 0.2 ms.
+# Number of launches that are timed together. Their mean time counts.
+_LAUNCHES = 5
+# Number of rounds of ``_LAUNCHES`` launches. The fastest round counts.
+_ROUNDS = 3
+# Clock cycles for which the GPU is kept busy before a timing, 0.2 ms. The CPU queues all launches meanwhile.
 _HEAD_START = 400_000
-# Of the best time: slower ones are not timed again.
+# Algorithms that take longer than this multiple of the best time are not timed again.
 _NEAR = 1.05
-# Of PyTorch's time: a smaller gain may be noise.
+# An algorithm must take less than this fraction of PyTorch's time. A smaller gain may be noise.
 _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """Products that one choice is for. PyTorch's bits depend on its switches."""
+    """Products that share one choice. ``switches``: settings that decide the bits of PyTorch's results."""
 
     shape: Shape
     device: torch.device
     switches: tuple[object, ...]
 
 
-# None where PyTorch's own is best.
+# Kind of product -> its fastest algorithm, or None if PyTorch's algorithm is the fastest.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
-# Of the thread that rehearses: the products that it has come by, in order.
+# In a thread that rehearses, the kinds of products that were noted so far, in order. Else None.
 _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVar(
     "sdfastgn_noted_products", default=None
 )
 
 
 def is_choosing() -> bool:
-    """True in a rehearsal, and in the capture of a graph: only there ``linear`` is more than PyTorch's."""
+    """True in a rehearsal, and in the capture of a graph after one.
+
+    Everywhere else ``linear`` is just ``F.linear``.
+    """
     return not torch.compiler.is_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())
     )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``: x (..., depth), weight (columns, depth) -> (..., columns)."""
+    """``F.linear(x, weight, bias)`` by the chosen algorithm, if there is one.
+
+    Args:
+        x: (..., depth).
+        weight: (columns, depth).
+        bias: (columns,) or None.
+
+    Returns (..., columns). Dtypes, layouts, gradients and errors are those of ``F.linear``.
+    """
     choice = _choice(x, weight, bias, None)
     if choice is None:
         return F.linear(x, weight, bias)
@@ -76,7 +93,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """``total += x @ weight.T`` for total (rows, columns) and x (rows, depth), rounded once."""
+    """``total += x @ weight.T``, rounded once, by the chosen algorithm if there is one.
+
+    Args:
+        total: (rows, columns), changed in place.
+        x: (rows, depth).
+        weight: (columns, depth).
+
+    Dtypes, layouts and errors are those of ``Tensor.addmm_``.
+    """
     choice = _choice(x, weight, None, total)
     if choice is None:
         total.addmm_(x, weight.t())
@@ -87,7 +112,10 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def _choice(
     x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
 ) -> tuple[Shape, Algorithm] | None:
-    """What ``multiply`` takes to compute this product; None for PyTorch's own. A rehearsal notes it."""
+    """(shape, algorithm) for ``multiply``, or None if PyTorch computes this product.
+
+    In a rehearsal this function notes the product, and returns None.
+    """
     kind = _kind_of(x, weight, bias, total) if is_choosing() else None
     if kind is None:
         return None
@@ -100,7 +128,11 @@ def _choice(
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """None for what stays with PyTorch, also what it refuses."""
+    """The kind of a product, or None if this file never chooses an algorithm for such a product.
+
+    PyTorch then computes the product. The result is also None for invalid arguments, so that PyTorch raises
+    its own error.
+    """
     operands = [t for t in (x, weight, bias, total) if t is not None]
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.numel() == 0:
         return None
@@ -126,11 +158,14 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 
 @contextmanager
 def chosen_after() -> Iterator[None]:
-    """Notes the products of the calls inside; at the end times those that this process has not timed yet.
+    """Context of a rehearsal: notes the products inside, and chooses their algorithms at the end.
 
-    Of the current device, on its current stream.
+    Only products on the current device are noted. Kinds of products that were timed before are not timed
+    again. Timing runs on the current stream.
 
-    Raises torch.OutOfMemoryError where there is no memory for it; what is left stays PyTorch's.
+    Raises:
+        torch.OutOfMemoryError: there is no memory for timing. PyTorch computes the products that were not
+        timed yet.
     """
     noted: dict[_Kind, None] = {}
     token = _noted.set(noted)
@@ -145,9 +180,9 @@ def chosen_after() -> Iterator[None]:
 
 @torch.no_grad()
 def _fastest(kind: _Kind) -> Algorithm | None:
-    """Of the algorithms with PyTorch's bits the fastest; None if that is PyTorch's own."""
+    """The fastest algorithm that gives PyTorch's bits, or None if PyTorch itself is fastest."""
     shape, device = kind.shape, kind.device
-    # Not PyTorch's own generator: a user's random numbers stay what they would have been.
+    # A separate generator, so that the user's random numbers do not change.
     random = partial(
         torch.randn,
         dtype=shape.dtype,
@@ -174,7 +209,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
             ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out)))
     times = [_microseconds(way) for _, way in ways]
     for _ in range(_ROUNDS - 1):
-        # Most are far off at once. PyTorch's own, the first, is what the best is compared with.
+        # The first round excludes most algorithms. PyTorch, which is the first way, is timed in every round.
         near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
         for i in near:
             times[i] = min(times[i], _microseconds(ways[i][1]))
@@ -183,6 +218,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
 
 
 def _microseconds(way: Callable[[], object]) -> float:
+    """GPU time of one call of ``way``, the mean of ``_LAUNCHES`` calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     sleep(_HEAD_START)
     begin.record()

@@ -1,5 +1,6 @@
-"""How the kernels of statistics are launched: pure functions of sizes and the GPU's number of
-multiprocessors.
+"""The launch configuration of ``statistics/kernels.py``: pure functions of sizes and multiprocessors.
+
+The constants were chosen on an H200 (docs/adr/0006-group-norm-kernels.md).
 """
 
 from __future__ import annotations
@@ -14,26 +15,34 @@ from sdfastgn.kernels.common.sizes import (
     power_of_2_below,
 )
 
-# Warps of a program.
+# Maximum number of warps of a program. For channels-first tensors it is also limited by the number of
+# channels.
 _STATISTICS_WARPS = 4
-# (warps per multiprocessor, fewest steps, most steps) of a reduction. Steps of a tile are loads in
-# flight: enough to keep memory busy, few enough chunks to merge. A kernel that also writes, or reads
-# two tensors, has more in flight with more and smaller tiles.
+# Kind of reduction -> (warps per multiprocessor, minimum and maximum number of steps of a tile). In each step
+# of a tile a thread has one load in flight. More warps and more steps keep the memory busier. But more warps
+# also mean more chunks, whose results must be merged. Kernels of kind "write" also write what they read.
+# Kernels of kind "backward" read two tensors. These two kinds have enough accesses in flight with fewer
+# steps, and are faster with more warps.
 _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
-# Groups that a norm is taken to have where that is not known yet.
+# Number of groups that ``statistics_pay`` assumes, because it does not know the norm. Stable Diffusion's
+# norms have 32.
 _USUAL_GROUPS = 32
-# Padded elements of a group below which its one launch is shorter than two that read statistics.
+# Minimum number of elements of a group for which statistics from the producer make the norm faster. Elements
+# are counted with channels and positions padded to powers of 2. A smaller group is normalized by one launch
+# without given statistics, which is faster than the launches merge and apply.
 _STATISTICS_MIN_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)
 class StatisticsConfig:
-    """Mean and M2 of every channel over ``chunks`` of ``rows`` positions each, one chunk a warp.
+    """How x (N, C, HW) is divided: its HW positions into chunks, and the chunks among warps.
 
-    Each warp walks its chunk by itself, in (lanes, steps, block) tiles of ``tile_rows`` positions.
-    Channels-last: ``block`` channels of each position, and the warps of a program have neighbouring
-    chunks. Channels-first: ``block`` positions of one channel, and the warps have neighbouring
-    channels.
+    There are ``chunks`` chunks of ``rows`` positions. Each warp reduces one chunk by itself, in (lanes,
+    steps, block) tiles of ``tile_rows`` positions.
+
+    Channels-last: ``block`` is a number of channels, and a program's ``num_warps`` warps reduce neighboring
+    chunks of the same channels. Channels-first: ``block`` is a number of positions, and the warps reduce
+    the same chunk of neighboring channels.
     """
 
     lanes: int
@@ -45,7 +54,7 @@ class StatisticsConfig:
     chunks: int
 
     def programs(self, N: int, C: int, channels_last: bool) -> int:
-        """Programs for (N, C, HW)."""
+        """Number of programs for x (N, C, HW)."""
         if channels_last:
             return N * ceil_div(C, self.block) * ceil_div(self.chunks, self.num_warps)
         return N * ceil_div(C, self.num_warps) * self.chunks
@@ -54,44 +63,44 @@ class StatisticsConfig:
 def statistics_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, kind: str = "read"
 ) -> StatisticsConfig:
-    """How to reduce (N, C, HW) to values per channel and chunk.
+    """The configuration of a kernel that reduces x (N, C, HW) to values for each channel and chunk.
 
-    ``kind``: the kernel reads x (``read``), makes x and writes it (``write``), or reads x and a
-    gradient (``backward``).
+    ``kind``: "read" if the kernel only reads x, "write" if it computes and writes x, "backward" if it reads x
+    and a gradient.
     """
     warps_per_sm, steps_min, steps_max = _REDUCTIONS[kind]
     if channels_last:
-        # Whole 128-byte lines of each row where C allows.
+        # Read whole 128-byte lines of memory, if C is large enough. In 16 bits a line is 64 channels.
         block = min(64, next_power_of_2(C))
         lanes, columns, warps = WARP_LOAD // block, ceil_div(C, block), _STATISTICS_WARPS
     else:
         block, lanes, columns = min(WARP_LOAD, next_power_of_2(HW)), 1, C
         warps = min(_STATISTICS_WARPS, next_power_of_2(C))
     step_rows = lanes if channels_last else block
-    wanted = ceil_div(N * columns * HW, num_sms * warps_per_sm)  # rows a warp
+    wanted = ceil_div(N * columns * HW, num_sms * warps_per_sm)  # rows for each warp
     steps = max(steps_min, min(steps_max, power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps
-    # Each warp of a program wants a chunk, also where the samples are so many that one warp could
-    # take a whole one.
+    # Maximum number of tiles of a chunk. In channels-last each warp of a program has its own chunk, so there
+    # must be at least as many chunks as warps.
     most = ceil_div(ceil_div(HW, tile_rows), warps if channels_last else 1)
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     if channels_last:
         chunks = max(chunks, ceil_div(HW, max(1, MAX_OFFSET // C)))
-    # Chunks as equal as can be: their number alone then says how many rows each has.
+    # A chunk has ceil(HW / chunks) rows, because readers of the statistics know only the number of chunks.
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
 
 
 def statistics_pay(C: int, HW: int) -> bool:
-    """True if the GroupNorm of a tensor of C channels and HW positions is quicker with statistics from
-    whatever writes the tensor.
-    """
+    """True if GroupNorm of x (N, C, HW) is faster when the kernel that writes x also gives statistics."""
     return next_power_of_2(ceil_div(C, _USUAL_GROUPS)) * next_power_of_2(HW) >= _STATISTICS_MIN_ELEMENTS
 
 
 def _whole_chunks(HW: int, tile_rows: int, tiles: int) -> int:
-    """Rows of a chunk of about ``tiles`` tiles; such that chunks fill HW without a rest if one up to
-    half as long does.
+    """Number of rows of a chunk, which has at most ``tiles`` tiles.
+
+    The chunk has the largest number of tiles, from ``tiles`` down to half of ``tiles``, with which chunks
+    divide HW evenly. If no number does, it has ``tiles`` tiles.
     """
     for count in range(tiles, max(1, tiles // 2) - 1, -1):
         if HW % (tile_rows * count) == 0:

@@ -1,15 +1,23 @@
-"""Triton kernels of per-channel statistics, and their launchers. The ops are in ``statistics/op.py``.
+"""The Triton kernel of per-channel statistics, and its launch. The ops are in ``statistics/op.py``.
 
-Statistics of x (N, C, HW) are a mean and a sum of squared deviations (M2) of each channel over each
-of P chunks of ``ceil(HW / P)`` positions: fp32 (2, N, P, C), which ``merge`` in
-``group_norm/kernels.py`` brings together per group. One kernel reads a tensor, or adds two, or
-concatenates two, and takes the statistics of what it writes on the way.
+The positions of x (N, C, HW) are divided into P chunks of ``ceil(HW / P)``. The statistics are the mean and
+the sum of squared deviations (M2) of each sample, chunk and channel: fp32 (2, N, P, C). ``merge_kernel`` in
+``group_norm/kernels.py`` combines these to the statistics of groups.
 
-Pointers: ``x``, ``residual``, ``tail`` as above, the latter two or None; ``bias`` (C,) or None;
-``y``: where the sum or concatenation goes, or None; ``statistics``, or None where not wanted.
+The kernel reads a tensor, or adds two tensors, or concatenates two along the channels. It stores the sum or
+concatenation, and computes the statistics of the rounded values that it stores.
 
-Numerics: fp32. Deviations are from the mean of the chunk's first tile, never raw squares; sums run
-in a fixed order without atomics.
+Pointers:
+
+- ``x``: (N, HW, C) or (N, C, HW), fp16, bf16 or fp32; in a concatenation the first tensor, (N, HW, HEAD);
+- ``residual``: the second tensor of a sum, in shape, layout and dtype as x, or None;
+- ``bias``: (C,), added to the sum, or None;
+- ``tail``: the second tensor of a concatenation, (N, HW, C - HEAD) in the dtype of x, or None;
+- ``y``: the sum or concatenation, in the layout and dtype of x, or None;
+- ``statistics``: (2, N, P, C) fp32, or None if they are not wanted.
+
+Numerics: fp32. The kernel squares differences from the mean of the chunk's first tile, never the values
+themselves. Sums have a fixed order and no atomics.
 
 Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances", 1979.
@@ -42,11 +50,13 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 @triton.jit
 def _load(pointers, mask):
+    """Load a tile, with 0 where it is masked. If ``mask`` is None, nothing is masked."""
     return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _masked(x, mask):
+    """``x`` with 0 where it is masked. If ``mask`` is None, nothing is masked."""
     return x if mask is None else tl.where(mask, x, 0.0)
 
 
@@ -55,8 +65,9 @@ def _tile(
     x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr,
     bias, scale, x_offsets, tail_offsets, y_offsets, c, HEAD, mask,
 ):  # fmt: skip
-    """One tile in fp32: of x, of (x + residual + bias) * scale, or of cat(x, tail); stored at y,
-    and rounded as it is stored.
+    """A tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
+
+    If ``y_ptr`` is not None, the tile is stored in y, and the result has the rounded values.
     """
     if tail_ptr is not None:
         x = tl.load(x_ptr + x_offsets, mask=mask & (c < HEAD), other=0.0).to(tl.float32)
@@ -66,7 +77,7 @@ def _tile(
     if residual_ptr is not None:
         x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
     if (residual_ptr is not None) or (bias_ptr is not None):
-        x = _masked((x + bias) * scale, mask)  # the bias is there where x is not
+        x = _masked((x + bias) * scale, mask)  # masked again, because the bias is not 0 where x is masked
     if y_ptr is not None:
         y = x.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + y_offsets, y, mask=mask)
@@ -79,8 +90,11 @@ def rows_of_channels(
     HW, rows, chunks, C,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Channels-last: (sample, chunk, channel, position in the chunk, the chunk's first row) of this
-    program's tile. Rows are those of all samples, in int64; channel and position are int32.
+    """Indices of the elements of this program's first tiles, one tile for each warp: channels-last.
+
+    Returns (n, chunk, c, position, first), tensors that broadcast to (lanes, warps, steps, block): the
+    sample, the chunk, the channel, the position within the chunk, and the chunk's first row, where the
+    rows of all samples are numbered consecutively. n and first are int64, the others int32.
     """
     columns = tl.cdiv(C, BLOCK)
     programs = tl.cdiv(chunks, WARPS)
@@ -96,7 +110,10 @@ def positions_of_channels(
     HW, rows, chunks,
     C, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Channels-first: the same, but for the offset of the chunk's first element instead of its row."""
+    """What ``rows_of_channels`` returns, for a channels-first tensor.
+
+    But ``first`` is the offset of the chunk's first element.
+    """
     columns = tl.cdiv(C, WARPS)
     n = (tl.program_id(0) // columns // chunks).to(tl.int64)
     chunk = tl.program_id(0) // columns % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
@@ -107,7 +124,7 @@ def positions_of_channels(
 
 @triton.jit
 def _offsets(position, c, C, HEAD, CHANNELS_LAST: tl.constexpr):
-    """From a chunk's begin to a position and channel of it: in x, in the tail and in y."""
+    """Offsets of elements from the start of their chunk, int32: (in x, in the tail, in y)."""
     if CHANNELS_LAST:
         x, tail, y = position * HEAD + c, position * (C - HEAD) + (c - HEAD), position * C + c
     else:
@@ -117,12 +134,16 @@ def _offsets(position, c, C, HEAD, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """Mean of a chunk's first tile, of ``TILE`` values or all ``count`` of the chunk, from their sum.
+    """The mean of each channel in a chunk's first tile, given the sum ``total`` of its values.
 
-    16-bit values that are all equal have themselves for a mean: fp32 holds their sum exactly,
-    and the quotient is exact too. A whole tile is a power of 2. Else the remainder corrects the
-    quotient, which Triton's own division has wrong by two units in the last place; in a whole
-    tile that would cost registers, and 5 % of the time of large tensors.
+    The tile has ``TILE`` positions, or all ``count`` of the chunk if these are fewer. If all values are equal
+    and have 16 bits, the mean must be exactly that value. Their sum is exact in fp32. The quotient is exact
+    too:
+
+    - ``WHOLE``: the tile is full. Its size is a power of 2, so the division is exact;
+    - not ``WHOLE``: a division in Triton is wrong by up to two units in the last place, so the quotient is
+      corrected by the remainder. In full tiles the correction would cost registers, and large tensors would
+      take 5 % longer.
     """
     if WHOLE:
         mean = total * (1 / TILE)
@@ -136,23 +157,22 @@ def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _deviations(x, mean, mask):
-    """Sums over the steps of x - mean and of its squares."""
+    """Returns two sums over the steps of a tile: of x - mean, and of (x - mean)^2."""
     d = _masked(x - mean, mask)
     return tl.sum(d, STEP_AXIS, keep_dims=True), tl.sum(d * d, STEP_AXIS, keep_dims=True)
 
 
 @triton.jit
 def _corrected(mean, m2, s1, count):
-    """Mean and M2 of ``count`` values, from M2 around what was taken for their mean and the sum of
-    deviations from it.
+    """The exact (mean, M2) of ``count`` values, given an approximate ``mean``.
+
+    ``s1`` is the sum of differences from the approximate mean, ``m2`` the sum of their squares.
     """
     total = tl.maximum(count, 1).to(tl.float32)
     delta = s1 / total
     return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
 
 
-# One program: channels-last a block of channels in one chunk for each warp, channels-first one channel
-# for each warp in one chunk.
 @triton.jit(do_not_specialize=["C", "HEAD", "biased", "HW", "rows", "chunks", "plane", "scale"])
 def _statistics_kernel(
     x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr,
@@ -162,15 +182,30 @@ def _statistics_kernel(
     PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk, where wanted.
+    """Computes y and its statistics. Each warp of a program processes one chunk.
 
-    ``C``: channels of x and tail together, ``HEAD``: of x; ``KNOWN_*``: where the compiler is to
-    know them, else 0. ``biased``: 1 if there is a bias in ``bias``, else 0.
+    Channels-last: a program has a block of ``BLOCK`` channels, and its warps have neighboring chunks.
+    Channels-first: a program has one chunk, and each warp has another channel.
+
+    Numbers:
+        C, HEAD: channels of y and of x. They differ only in a concatenation.
+        biased: 1 if ``bias`` is a bias, 0 if the pointer is a placeholder that is not read.
+        HW, rows, chunks: positions of a sample, positions of a chunk, chunks of a sample.
+        plane: elements of each half of ``statistics``.
+        scale: factor of a sum.
+
+    Constants:
+        KNOWN_C, KNOWN_HEAD: C and HEAD as constants, or 0 if they are not constants. The compiled kernel then
+            serves all C and HEAD.
+        EXACT: True for fp32 x. M2 is then corrected for the rounding of the mean.
+        EVEN: True if no element of a tile is masked.
+        LOOP: True if a chunk has more than one tile.
+        C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows (``multiple_of``).
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
     C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
-    # One offset for x and y where they have the same channels.
+    # Without a tail, HEAD equals C. This tells the compiler that x and y have the same offsets.
     HEAD = C if tail_ptr is None else KNOWN_HEAD if KNOWN_C else multiple_of(HEAD, C_FACTOR)
     x_step = HEAD if CHANNELS_LAST else 1
     y_step = C if CHANNELS_LAST else 1
@@ -179,7 +214,8 @@ def _statistics_kernel(
     else:
         HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
         n, chunk, c, position, first = positions_of_channels(HW, rows, chunks, C, WARPS, STEPS, BLOCK)
-    # Pointers move to the chunk in int64, offsets in it are int32: fewer registers.
+    # The pointers move to the start of the chunk, by int64 offsets. Offsets within the chunk are int32,
+    # which takes fewer registers.
     x_offsets, tail_offsets, y_offsets = _offsets(position, c, C, HEAD, CHANNELS_LAST)
     x_ptr += first * x_step
     if residual_ptr is not None:
@@ -191,7 +227,8 @@ def _statistics_kernel(
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
     bias = 0.0
     if PDL:
-        # What follows may start once every program is past the wait: x is then complete.
+        # Waiting comes first, so that the next kernel starts only when x is complete, and may read x without
+        # a wait.
         gdc_wait()
         gdc_launch_dependents()
     if bias_ptr is not None:
@@ -221,26 +258,28 @@ def _statistics_kernel(
     if statistics_ptr is not None:
         m2 = tl.sum(s2, REDUCED, keep_dims=True)
         if LOOP or EXACT:
-            # ``mean`` is that of the first tile, rounded. The sum of deviations from it corrects it.
+            # Until here ``mean`` is the rounded mean of the chunk's first tile only.
             mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
-        # Partials stay apart by warp: sums over warps cost more than merging more chunks later.
+        # Each warp stores its own results. Summing over warps would cost more than merging more chunks does.
         out = statistics_ptr + (n * chunks + chunk) * C + c
         tl.store(out, mean, mask=(chunk < chunks) & (c < C))
         tl.store(out + plane, m2, mask=(chunk < chunks) & (c < C))
 
 
 class StatisticsLaunch:
-    """The launch of ``_statistics_kernel`` for one combination of sizes, dtypes and device.
+    """The launch of ``_statistics_kernel`` for one combination of shapes, strides, dtypes and device.
 
     Args:
-        x: dense (N, C, *spatial) tensor, the first of two if ``tail`` channels follow.
-        channels_last: its layout; must be true with ``tail``.
-        tail: channels of the second tensor of a concatenation.
-        producer: the kernel writes the tensor whose statistics it takes.
+        x: dense (N, C, *spatial) tensor, or the first tensor of a concatenation.
+        channels_last: the layout of x. Must be True if there is a ``tail``.
+        tail: channels of the second tensor of a concatenation, or 0.
+        producer: True if the kernel also writes ``y``.
         scale: factor of a sum.
-        has_bias: a bias is added too.
+        has_bias: True if calls pass a bias.
 
-    ``shape`` is that of the statistics, ``chunks`` their P.
+    Attributes:
+        shape: the statistics' shape, (2, N, P, C).
+        chunks: P, the number of chunks.
     """
 
     __slots__ = ("_launch", "chunks", "shape")
@@ -265,8 +304,9 @@ class StatisticsLaunch:
         pdl = gpu.has_programmatic_launch(x.device)
         loops = config.rows > config.tile_rows
         even = not tail and is_even(config, C, HW, channels_last)
-        # Sums, and loops over tiles, would hold offsets in registers: a program less a multiprocessor.
-        # Sums of one tile that is masked share a kernel instead.
+        # If C is a constant of the kernel, offsets take fewer registers, and one more program fits on a
+        # multiprocessor. That makes a loop over tiles or the sum of two tensors faster. In other launches C
+        # is a number, so that all channel counts share one compiled kernel.
         known = loops or (producer and even)
         self._launch = Launch(
             _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,
@@ -279,7 +319,7 @@ class StatisticsLaunch:
         )  # fmt: skip
 
     def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
-        """Statistics of ``x`` alone, on ``current_stream`` of the current device, which must be that of x."""
+        """Fill ``statistics`` of ``x``, on ``stream``. The device of x and stream must be the current one."""
         self._launch(stream, x, None, None, None, None, statistics)
 
     def __call__(
@@ -292,13 +332,16 @@ class StatisticsLaunch:
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
+        """Fill ``y`` and ``statistics``, unless they are None. Operands as in the kernel, all dense."""
         if residual is not None and bias is None:
-            bias = x  # any memory: no channel of it is read, and sums with and without one share a kernel
+            # x is a placeholder that is not read (``biased`` is 0). So sums with and without a bias share one
+            # compiled kernel.
+            bias = x
         self._launch.run(x, residual, bias, tail, y, statistics)
 
 
 def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:
-    """True if no element of any tile is masked."""
+    """True if tiles divide x (N, C, HW) evenly, so that no element is masked."""
     whole = HW % config.rows == 0 and config.rows % config.tile_rows == 0
     if channels_last:
         return whole and C % config.block == 0 and config.chunks % config.num_warps == 0

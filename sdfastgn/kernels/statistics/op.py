@@ -1,17 +1,18 @@
-"""Statistics from the producer: ops that write GroupNorm's input and hand out its statistics, which
-the write had in registers.
+"""Ops that compute a GroupNorm's input together with its channel statistics.
 
-Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations
-(M2) of each channel over P chunks of ``ceil(HW / P)`` positions each, HW being the product of the
-spatial sizes; the last chunks may be shorter or empty. They serve any number of groups:
-``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of twice.
+The *producer* of x is the kernel that writes x. It has the values of x in registers, and computes the
+statistics from them. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of
+twice.
+
+Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations (M2) of
+each channel over P chunks of ``ceil(HW / P)`` positions, where HW is the product of the spatial sizes. The
+last chunks may be shorter or empty. Norms with any number of groups can use them.
 
 The ops are ``sdfastgn::channel_statistics``, ``sdfastgn::add_with_statistics`` and
 ``sdfastgn::cat_with_statistics``.
 
-Source: the idea of partial statistics in a producer's epilogue is that of fused batch normalisation
-(Jung et al., "Restructuring batch normalization to accelerate CNN training", 2019); the formulas
-are those of ``statistics/kernels.py``.
+Source: Jung et al., "Restructuring batch normalization to accelerate CNN training", 2019, for statistics
+from the producer. The formulas are in ``statistics/kernels.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ from sdfastgn.kernels.statistics.plain import reference_channel_statistics
 
 
 def _chunks(x: Tensor, *, producer: bool = False) -> int:
-    """P of the statistics of ``x``, of those that come with it if ``producer``."""
+    """P, the number of chunks of the statistics of ``x``.
+
+    ``producer``: True if the kernel that writes x computes them, False if another kernel reads x for them.
+    """
     N, C, HW = int(x.shape[0]), int(x.shape[1]), int(math.prod(x.shape[2:]))
     if N * C * HW == 0:
         return 1
@@ -50,6 +54,7 @@ def _chunks(x: Tensor, *, producer: bool = False) -> int:
 
 
 def _statistics_of(x: Tensor) -> Tensor:
+    """``channel_statistics(x)`` for a valid ``x``, by the kernel or in plain PyTorch."""
     if dispatch.runs_in_triton(x) and x.numel() > 0:
         try:
             return statistics_kernel(dense(x))
@@ -59,11 +64,13 @@ def _statistics_of(x: Tensor) -> Tensor:
 
 
 def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
+    """Statistics of ``x`` in plain PyTorch, fp32 for every dtype. They are zeros if x is empty."""
     if x.numel() == 0:
         return torch.zeros((2, x.shape[0], chunks, x.shape[1]), dtype=torch.float32, device=x.device)
     return reference_channel_statistics(x, chunks).float()
 
 
+# Kind of call -> its ``StatisticsLaunch``.
 _launches: PlanCache[Any] = PlanCache()
 
 
@@ -74,7 +81,7 @@ def _new_launch(*args: Any, **options: Any) -> Any:
 
 
 def statistics_kernel(x: Tensor) -> Tensor:
-    """``channel_statistics`` in Triton, on a dense tensor that is not empty."""
+    """``channel_statistics`` by the kernel. ``x`` must be dense and not empty."""
     key = ("read", x.shape, x.stride(), x.dtype, x.device)
     launch = _launches.get(key)
     if launch is None:
@@ -93,13 +100,12 @@ def add_kernel(
     emits: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """``add_with_statistics`` in Triton, on valid arguments that are not empty.
+    """``add_with_statistics`` by the kernel. The arguments must be valid and not empty.
 
     Args:
-        residual: may be None here, for a bias alone.
-        emits: the statistics are wanted; else None is returned for them, and the kernel does not
-            compute them.
-        out: where the sum goes, instead of new memory: dense with the strides of x, or x itself.
+        residual: may be None, unlike in ``add_with_statistics``: only a bias is then added.
+        emits: compute the statistics. If False, None is returned in their place.
+        out: memory for the sum, instead of new memory: a dense tensor with the strides of x, or x itself.
     """
     strides = (
         None if residual is None else residual.stride(),
@@ -126,7 +132,8 @@ def add_kernel(
 
 
 def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
-    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty.
+    """``cat_with_statistics`` by the kernel. The arguments must be valid, channels-last and not empty.
+
     ``emits`` as in ``add_kernel``.
     """
     key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
@@ -143,10 +150,14 @@ def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any
 
 
 class _Read(NamedTuple):
+    """The arguments of ``sdfastgn::channel_statistics``."""
+
     x: Tensor
 
 
 class _Add(NamedTuple):
+    """The arguments of ``sdfastgn::add_with_statistics``."""
+
     x: Tensor
     residual: Tensor
     bias: Tensor | None
@@ -154,6 +165,8 @@ class _Add(NamedTuple):
 
 
 class _Cat(NamedTuple):
+    """The arguments of ``sdfastgn::cat_with_statistics``."""
+
     a: Tensor
     b: Tensor
 
@@ -189,17 +202,19 @@ def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
 
 
 def _cat_statistics(call: _Cat, y: Tensor) -> Tensor:
+    """Statistics of the concatenation ``y``, with the same number of chunks as in ``_fake_cat``."""
     if _in_one_pass(call):
         return _reference_statistics(y, _chunks(y, producer=True))
     return _statistics_of(y)
 
 
 def _in_one_pass(call: _Cat) -> bool:
+    """True if the kernel can concatenate the tensors: both are channels-last and not empty."""
     return all(t.numel() > 0 and is_channels_last(t) for t in call)
 
 
 def _empty_cat(a: Tensor, b: Tensor) -> Tensor:
-    """Uninitialized, with the shape of cat((a, b), 1) and the layout of ``a``."""
+    """Uninitialized memory for cat((a, b), 1), in the layout of ``a``."""
     return empty_laid_out(a, (a.shape[0], a.shape[1] + b.shape[1], *a.shape[2:]), is_channels_last(a))
 
 
@@ -276,13 +291,14 @@ def channel_statistics(x: Tensor) -> Tensor:
         x: (N, C, *spatial), at least rank 3.
 
     Returns:
-        (2, N, P, C) fp32: mean and M2 of each channel over P chunks of ceil(HW / P) positions; P
-        follows from the sizes and the GPU.
+        (2, N, P, C) fp32: mean and M2 of each channel over P chunks of ceil(HW / P) positions. P depends
+        on the sizes, the layout and the GPU.
 
-    Dtypes: x fp16, bf16, fp32 or fp64. Layout: any; channels-last and channels-first are read where they lie.
-    Grad: none. The backward of ``group_norm`` goes through x whole.
+    Dtypes: x fp16, bf16, fp32 or fp64.
+    Layout: any. A tensor that is neither channels-last nor channels-first is copied first.
+    Grad: none. ``group_norm`` computes the whole gradient of x, as if it had computed the statistics itself.
     Raises:
-        TypeError: x is not a dense tensor of one of these dtypes.
+        TypeError: x is not a strided tensor of one of these dtypes.
         ValueError: x has rank 2 or less.
         NotImplementedError: within torch.func transforms or forward-mode AD.
 
@@ -301,23 +317,23 @@ def channel_statistics(x: Tensor) -> Tensor:
 def add_with_statistics(
     x: Tensor, residual: Tensor, bias: Tensor | None = None, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual + bias) * scale and its statistics, in one pass: what ends a ResNet block, and
-    feeds the next GroupNorm.
+    """(x + residual + bias) * scale and its statistics, in one pass: the end of a ResNet block.
 
     Args:
-        x: (N, C, *spatial), at least rank 3.
-        residual: shape, dtype and device of x.
-        bias: (C,) or None, fp16, bf16, fp32 or fp64: a convolution's bias, left to the next kernel.
-        scale: factor of the sum, diffusers' 1 / output_scale_factor.
+        x: (N, C, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
+        residual: the shape, dtype and device of x.
+        bias: (C,), fp16, bf16, fp32 or fp64, or None. For example the bias of the convolution that made x.
+        scale: factor of the sum. In diffusers it is 1 / output_scale_factor.
 
     Returns:
-        The sum, with the strides of x if x is without gaps, rounded once from fp32; and (2, N, P, C) fp32 as
-        ``channel_statistics`` gives for it.
+        The sum, rounded once from fp32 to the dtype of x; and its statistics, (2, N, P, C) fp32 as from
+        ``channel_statistics``.
 
-    Grad: of x, residual and bias; the statistics carry none.
+    Layout: any. The sum has the strides of x if x has no gaps, else it is dense.
+    Grad: of x, residual and bias. The statistics have none.
     Raises:
-        TypeError: a tensor is not dense or none of these dtypes; the dtypes of x and residual differ;
-            scale is no number.
+        TypeError: a tensor is not strided or has another dtype, x and residual have different dtypes, or
+            scale is not a number.
         ValueError: a shape or a device does not fit, or x has rank 2 or less.
         NotImplementedError: within torch.func transforms or forward-mode AD.
     """
@@ -343,21 +359,20 @@ def add_with_statistics(
 
 
 def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.cat((a, b), dim=1) and its statistics, in one pass: what joins the skip connection of
-    an up block.
+    """torch.cat((a, b), dim=1) and its statistics, in one pass: the skip connection of an up block.
 
     Args:
-        a: (N, Ca, *spatial), at least rank 3.
-        b: (N, Cb, *spatial), dtype and device of a.
+        a: (N, Ca, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
+        b: (N, Cb, *spatial), the dtype and device of a.
 
     Returns:
-        (N, Ca + Cb, *spatial) in the layout of a; and (2, N, P, Ca + Cb) fp32 as
-        ``channel_statistics`` gives for it.
+        (N, Ca + Cb, *spatial), channels-last if a is, else channels-first; and its statistics,
+        (2, N, P, Ca + Cb) fp32 as from ``channel_statistics``.
 
-    Layout: one pass if both are channels-last; else torch.cat and a pass for the statistics.
-    Grad: of a and b; the statistics carry none.
+    Layout: any. It is one pass if both are channels-last, else torch.cat and a pass for the statistics.
+    Grad: of a and b. The statistics have none.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ.
+        TypeError: a tensor is not strided or has another dtype, or the dtypes differ.
         ValueError: a shape or a device does not fit, or a has rank 2 or less.
         NotImplementedError: within torch.func transforms or forward-mode AD.
     """
@@ -375,7 +390,7 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_transforms(name: str) -> None:
-    # PyTorch would drop the tangents of forward-mode AD without a word.
+    """Raise NotImplementedError inside transforms: PyTorch would silently drop forward-mode AD's tangents."""
     if not torch.compiler.is_compiling() and dispatch.is_transformed():
         raise NotImplementedError(f"{name}: torch.func transforms and forward-mode AD are not supported")
 

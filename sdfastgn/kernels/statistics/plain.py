@@ -1,4 +1,4 @@
-"""Statistics in plain PyTorch."""
+"""Channel statistics in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from sdfastgn.kernels.common.sizes import ceil_div
 
 
 def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
-    """Statistics of ``x`` over ``chunks`` chunks in plain PyTorch, in fp64 for fp64 input: fallback
-    and truth of the tests.
+    """Statistics of ``x`` (N, C, *spatial) over ``chunks`` chunks of positions.
+
+    The fallback where no kernel runs, and what tests compare with. Returns (2, N, chunks, C), mean and M2,
+    in fp32, or in fp64 for fp64 input.
     """
     N, C = x.shape[:2]
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -1,23 +1,27 @@
-"""A 3 x 3 convolution of an image upsampled by two, at low resolution: ``upsample_conv2d``, also with
-statistics.
+"""A 3 x 3 convolution of an image upsampled by two, computed at low resolution: ``upsample_conv2d``.
 
-Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1). Row i of y sees rows i - 1, i
-and i + 1 of the upsampled image,
-which are two rows of x: with i = 2h + a and w the rows of the weight,
+Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1).
 
-    a = 0:  w0 x[h - 1] + (w1 + w2) x[h],        a = 1:  (w0 + w1) x[h] + w2 x[h + 1],
+Row i of y depends on the rows i - 1, i and i + 1 of the upsampled image. These are only two rows of x. With
+i = 2h + a, and w0, w1, w2 the rows of the weight:
 
-and columns alike. So pixels of each of four phases (a, b) are a 2 x 2 convolution of x: 4/9 of the
-multiplications, and no upsampled image. All four run as one convolution with padding 1, t (N, 4
-C_out, H + 1, W + 1), whose phases a kernel then interleaves while it adds the bias: y[n, c, 2h + a,
-2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c]. The weights of the phases are made at
-each call: they are stored nowhere, so that they are never stale. Where that costs more than it
-saves (``phases_pay``), and everywhere but on channels-last images on a GPU, the image is upsampled
-and convolved.
+    a = 0:  w0 x[h - 1] + (w1 + w2) x[h],        a = 1:  (w0 + w1) x[h] + w2 x[h + 1]
 
-Numerics: sums of weights in fp32, rounded once to the weight's dtype, which is one rounding more
-than stock has; t is rounded where a convolution's result before its bias is; the bias is added in
-fp32.
+Columns work in the same way, with j = 2w + b. So the pixels of y are in four *phases* (a, b), and each phase
+is a 2 x 2 convolution of x. This takes 4/9 of the multiplications, and no memory for an upsampled image.
+There are three steps:
+
+1. A kernel computes the 2 x 2 weights of the phases. It runs at each call, so that they are never stale.
+2. One convolution with padding 1 computes all phases: t (N, 4 C_out, H + 1, W + 1).
+3. A kernel interleaves the phases and adds the bias:
+   y[n, c, 2h + a, 2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c].
+
+These steps run for channels-last images on a GPU if they are faster (``phases_pay``). Else the image is
+upsampled and convolved.
+
+Numerics: the weights of the phases are summed in fp32 and rounded once to the weight's dtype. PyTorch's
+convolution of the upsampled image does not have this rounding. t is rounded to the dtype of x. The bias is
+added in fp32.
 
 Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016, for
 resizing as convolutions of phases.
@@ -46,16 +50,18 @@ from sdfastgn.kernels.upsample.nearest import empty_image, upsample_nearest_2x
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same function at high resolution, in PyTorch's convolution: fallback, and truth of the tests
-    (in fp64).
+    """``upsample_conv2d`` by PyTorch's convolution of the upsampled image.
+
+    The fallback. Tests compare with its results in fp64.
     """
     y = F.conv2d(upsample_nearest_2x(x), weight, bias, padding=1)
     return laid_out(y, dense_is_channels_last(x))
 
 
 def reference_phase_weights(weight: Tensor) -> Tensor:
-    """(C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2) in plain PyTorch, summed in fp32 (fp64 for fp64):
-    truth of the tests.
+    """The weights of the phases in plain PyTorch: (C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2).
+
+    Summed in fp32, or in fp64 for fp64 input. Only tests use it.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     taps = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=wide, device=weight.device)
@@ -64,7 +70,7 @@ def reference_phase_weights(weight: Tensor) -> Tensor:
 
 
 def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
-    """True if ``upsample_conv2d`` of these convolves at low resolution."""
+    """True if ``upsample_conv2d(x, weight)`` convolves at low resolution, not the upsampled image."""
     N, C, H, W = x.shape
     return (
         dispatch.runs_in_triton(x)
@@ -77,14 +83,17 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
 def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:
-    """(y, statistics or None) at low resolution, whatever the sizes; x is channels-last and not empty."""
+    """``upsample_conv2d`` at low resolution, without asking whether that is faster.
+
+    Returns y, and its statistics or None. x must not be empty, and ``dense(x)`` must be channels-last.
+    """
     from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
 
     C_out, C_in = weight.shape[:2]
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     conv_kernels.launch_phase_weights(dense(weight), phases)
     t = F.conv2d(dense(x), phases, padding=1)
-    if not is_channels_last(t):  # where one channel or pixel makes it ambiguous
+    if not is_channels_last(t):  # with one channel or pixel, strides are ambiguous
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
     statistics = None
@@ -114,29 +123,29 @@ def upsample_conv2d(
 def upsample_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, with_statistics: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A 3 x 3 convolution of the image upsampled by two, with 4/9 of the multiplications where that
-    is faster.
+    """A 3 x 3 convolution of x upsampled by two, with 4/9 of the multiplications if that is faster.
 
     Args:
         x: (N, C_in, H, W).
-        weight: (C_out, C_in, 3, 3), with the dtype and on the device of x.
-        bias: (C_out,) or None, likewise.
-        with_statistics: return those of the result too, for ``sdfastgn.group_norm(y, ..., statistics=...)``.
+        weight: (C_out, C_in, 3, 3), the dtype and device of x.
+        bias: (C_out,), the dtype and device of x, or None.
+        with_statistics: return the result's statistics too, for
+            ``sdfastgn.group_norm(y, ..., statistics=...)``.
 
     Returns:
-        conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1); with
-        ``with_statistics`` also (2, N, P, C_out) fp32 as ``sdfastgn.channel_statistics`` gives for
-        it, in the same pass where the convolution runs at low resolution.
+        y = conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1). If
+        ``with_statistics``, also its statistics, (2, N, P, C_out) fp32 as from
+        ``sdfastgn.channel_statistics``. At low resolution they take no further pass.
 
-    Shapes: the output is (N, C_out, 2H, 2W).
-    Dtypes: fp16, bf16, fp32 or fp64, the same for all; under autocast all are cast to autocast's
-    first, as conv2d's are.
-    Layout: the output is channels-last if x is, which is what can run at low resolution, and
-    channels-first otherwise.
-    Grad: with respect to x, weight and bias, any number of times; the statistics carry none. Within
-        the transforms of torch.func and forward-mode AD it runs in plain PyTorch.
+    Shapes: y is (N, C_out, 2H, 2W).
+    Dtypes: fp16, bf16, fp32 or fp64, the same for all tensors. Under autocast all are cast first, as in
+        conv2d.
+    Layout: any. y is channels-last if x is, else channels-first. Only channels-last x can run at low
+        resolution.
+    Grad: of x, weight and bias, any number of times. The statistics have none. With gradients, and within the
+        transforms of torch.func and forward-mode AD, x is upsampled and convolved.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ.
+        TypeError: a tensor is not strided or has another dtype, or the dtypes differ.
         ValueError: a shape or a device does not fit.
         NotImplementedError: statistics within torch.func transforms or forward-mode AD.
 
@@ -162,6 +171,7 @@ _NAME = f"{__name__}.upsample_conv2d"
 
 
 def _check(x: Any, weight: Any, bias: Any) -> None:
+    """Check all arguments of ``upsample_conv2d``, but not that their dtypes agree (``_check_dtypes``)."""
     for label, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is not None or label != "bias":
             check_floating(_NAME, label, t)
@@ -179,6 +189,7 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
 
 
 def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check that weight and bias have the dtype of x, after autocast has cast all three."""
     for label, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{_NAME}: {label} must have the dtype of x, {x.dtype}, got {t.dtype}")

@@ -1,13 +1,18 @@
-"""Triton kernels around a convolution of an upsampled image at low resolution, and their launchers.
-The op is in ``upsample/conv.py``.
+"""Triton kernels that run before and after the convolution of ``upsample/conv.py``, and their launches.
 
-``_phase_weights_kernel`` makes the weights (4 C_out, 2, 2, C_in) of the four phases out of (C_out,
-3, 3, C_in). The convolution leaves t (N, H + 1, W + 1, 4 C_out); the interleave kernels take pixel
-(i, j) of y (N, 2H, 2W, C_out) from phase (i % 2, j % 2) of t at ((i + 1) // 2, (j + 1) // 2), add
-the bias, and one of them takes statistics of y, per channel and chunk, on the way
-(``statistics/kernels.py``).
+``_phase_weights_kernel`` computes the weights of the four phases. The convolution then computes t.
+``_interleave_kernel`` copies pixel (i, j) of y from phase (i % 2, j % 2) of t, at pixel
+((i + 1) // 2, (j + 1) // 2), and adds the bias. ``_interleave_statistics_kernel`` also computes the
+statistics of y (``statistics/kernels.py``).
 
-Numerics: sums in fp32, in a fixed order, rounded once at each store. Offsets that can pass 2^31 are int64.
+Memory layouts of the pointers, all without gaps, fp16, bf16 or fp32:
+
+- ``weight``: (C_out, 3, 3, C_in) or (C_out, C_in, 3, 3); ``out``, the phases' weights: (4 C_out, 2, 2, C_in);
+- ``t``: (N, H + 1, W + 1, 4 C_out); ``bias``: (C_out,) or None;
+- ``y``: (N, 2H, 2W, C_out), the dtype of t;
+- ``statistics``: (2, N, P, C_out) fp32.
+
+Numerics: sums are fp32 in a fixed order, rounded once at each store. Offsets that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -31,16 +36,20 @@ from sdfastgn.kernels.upsample.nearest_kernels import tile_of_pixels
 
 @triton.jit
 def _two_phases(w0, w1, w2):
-    """Along one axis: the two taps of phase 0, which lie on the pixel before and on this one, and
-    of phase 1, on this and the next.
+    """Computes the taps of the phases along one axis from three taps of the weight.
+
+    Returns two taps of phase 0, for the pixel before and for this pixel, and two taps of phase 1, for this
+    pixel and for the next.
     """
     return w0, w1 + w2, w0 + w1, w2
 
 
 @triton.jit
 def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C):
-    """Column tap S of phases (0, B) and (1, B), from the three rows of that tap. ``plane``:
-    elements from a phase to the next.
+    """Stores column tap ``S`` of the weights of phases (0, ``B``) and (1, ``B``).
+
+    ``w0``, ``w1``, ``w2``: column tap ``S`` in the three rows of the weight. ``plane``: elements between the
+    starts of phases.
     """
     first0, first1, second0, second1 = _two_phases(w0, w1, w2)
     tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)
@@ -51,14 +60,16 @@ def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def _row_of_weights(weight, mask, TAP):
-    """The column taps of the two phases, of one row of the 3 x 3 weights."""
+    """Loads one row of the 3 x 3 weights, and returns the column taps of the phases (``_two_phases``).
+
+    ``TAP``: elements between neighboring weights of the row.
+    """
     w0 = tl.load(weight, mask=mask).to(tl.float32)
     w1 = tl.load(weight + TAP, mask=mask).to(tl.float32)
     w2 = tl.load(weight + 2 * TAP, mask=mask).to(tl.float32)
     return _two_phases(w0, w1, w2)
 
 
-# One program: ``BLOCK_C`` input channels of ``BLOCK_O`` output channels.
 @triton.jit(do_not_specialize=["C_out", "C"])
 def _phase_weights_kernel(
     weight_ptr, out_ptr,
@@ -66,6 +77,11 @@ def _phase_weights_kernel(
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """A program computes the phases' weights for ``BLOCK_O`` output channels and ``BLOCK_C`` input channels.
+
+    ``C``: input channels. ``C_FACTOR``: a divisor of C (``multiple_of``). ``CHANNELS_LAST``: the layout of
+    ``weight``. ``EVEN``: True if no element is masked.
+    """
     C = multiple_of(C, C_FACTOR)
     TAP = C if CHANNELS_LAST else 1
     first, i, c = tile_of_pixels(C, BLOCK_O, BLOCK_C)
@@ -89,11 +105,10 @@ def _phase_weights_kernel(
 
 @triton.jit
 def _phase_offset(n, i, j, H, W, C):
-    """Offset in t of the first channel of pixel (i, j) of y."""
+    """Offset in t of the first channel of pixel (i, j) of y, in sample n."""
     return ((n * (H + 1) + (i + 1) // 2) * (W + 1) + (j + 1) // 2) * (4 * C) + (i % 2 * 2 + j % 2) * C
 
 
-# One program: ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of y.
 @triton.jit(do_not_specialize=["pixels", "H", "W"])
 def _interleave_kernel(
     t_ptr, bias_ptr, y_ptr,
@@ -101,11 +116,15 @@ def _interleave_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """A program computes y for ``BLOCK_HW`` pixels and ``BLOCK_C`` channels.
+
+    ``pixels``: pixels of y in all samples. ``H``, ``W``: rows and columns of x.
+    """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
     if not EVEN:
         mask = (i < pixels - first) & (c < C)
-    # Sample, row and column of the tile's first pixel in int64, from there on in int32.
+    # The index of the tile's first pixel is int64. Rows and columns relative to that pixel are int32.
     first_row = first // (2 * W)
     column = (first % (2 * W)).to(tl.int32) + i
     row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
@@ -122,7 +141,11 @@ def _interleave_kernel(
 
 @triton.jit
 def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
-    """One tile of y, stored, and in fp32 as it was rounded; zero where it is masked."""
+    """Computes a tile of y and stores it.
+
+    ``pixel``: the index of each pixel of the tile within sample ``n``. Returns the stored values (rounded to
+    the dtype of y) as fp32, with 0 where masked.
+    """
     t = t_ptr + _phase_offset(n, pixel // (2 * W), pixel % (2 * W), H, W, C) + c
     y = (tl.load(t, mask=mask).to(tl.float32) + bias).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + y_offsets, y, mask=mask)
@@ -132,11 +155,11 @@ def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
 
 @triton.jit
 def _deviations(y, mean, mask):
+    """Returns y - mean, with 0 where masked. If ``mask`` is None, nothing is masked."""
     d = y - mean
     return d if mask is None else tl.where(mask, d, 0.0)
 
 
-# One program: a block of channels in one chunk for each warp.
 @triton.jit(do_not_specialize=["C", "HW", "rows", "chunks", "plane", "H", "W"])
 def _interleave_statistics_kernel(
     t_ptr, bias_ptr, y_ptr, statistics_ptr,
@@ -145,7 +168,15 @@ def _interleave_statistics_kernel(
     EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same, with mean and M2 of each channel and chunk of y. HW: pixels of y."""
+    """Each warp of a program computes y and its statistics for a block of channels in one chunk of pixels.
+
+    Numbers:
+        HW: pixels of y in a sample. ``H``, ``W``: rows and columns of x.
+        rows, chunks: pixels of a chunk, and chunks of a sample.
+        plane: elements of each half of ``statistics``.
+
+    Constants as in ``_statistics_kernel`` of ``statistics/kernels.py``.
+    """
     C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
     TILE: tl.constexpr = LANES * STEPS
     n, chunk, c, position, first = rows_of_channels(HW, rows, chunks, C, LANES, WARPS, STEPS, BLOCK)
@@ -176,7 +207,8 @@ def _interleave_statistics_kernel(
             s1 += tl.sum(d, STEP_AXIS, keep_dims=True)
             s2 += tl.sum(d * d, STEP_AXIS, keep_dims=True)
     m2 = tl.sum(s2, LANE_AXIS, keep_dims=True)
-    # The first mean is off by its rounding, and by what the other tiles say.
+    # Until here ``mean`` is the rounded mean of the chunk's first tile only. The deviations from it give the
+    # mean of the chunk.
     total = tl.maximum(count, 1).to(tl.float32)
     delta = tl.sum(s1, LANE_AXIS, keep_dims=True) / total
     out = statistics_ptr + (n * chunks + chunk) * C + c
@@ -187,11 +219,12 @@ def _interleave_statistics_kernel(
 
 # --- launchers ------------------------------------------------------------------------------------
 
+# Kind of call -> its launch, for all kernels of this file.
 _launches: PlanCache[Launch] = PlanCache()
 
 
 def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
-    """Fills phases (4 C_out, C_in, 2, 2), channels-last, from dense weight (C_out, C_in, 3, 3)."""
+    """Fill ``phases`` (4 C_out, C_in, 2, 2), channels-last, from dense ``weight`` (C_out, C_in, 3, 3)."""
     channels_last = is_channels_last(weight)
     key = (weight.shape, channels_last, weight.dtype, weight.device)
     found = _launches.get(key)
@@ -208,14 +241,15 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
 
 
 def statistics_chunks(y: Tensor) -> int:
-    """P of the statistics of y (N, C, 2H, 2W) that ``launch_interleave`` makes."""
+    """P, the number of chunks of the statistics of y (N, C_out, 2H, 2W) from ``launch_interleave``."""
     N, C, H, W = map(int, y.shape)
     return statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write").chunks
 
 
 def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None = None) -> None:
-    """Fills y (N, C_out, 2H, 2W), and its statistics (2, N, P, C_out), from t (N, 4 C_out, H + 1, W +
-    1); both channels-last.
+    """Fill ``y`` (N, C_out, 2H, 2W) from ``t`` (N, 4 C_out, H + 1, W + 1), both channels-last.
+
+    It also fills ``statistics`` (2, N, P, C_out), unless that is None.
     """
     key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
     found = _launches.get(key)
@@ -229,6 +263,7 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
 
 
 def _interleave(y: Tensor) -> Launch:
+    """Make the launch with one program for each tile of pixels and channels of y."""
     N, C, H, W = y.shape
     config = tile_config(N * H * W, C, gpu.num_sms(y.device))
     pdl = gpu.has_programmatic_launch(y.device)
@@ -240,10 +275,11 @@ def _interleave(y: Tensor) -> Launch:
 
 
 def _interleave_with_statistics(y: Tensor) -> Launch:
+    """Make the launch with one warp for each chunk of pixels and block of channels of y."""
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)
-    loops = config.rows > config.tile_rows  # where the compiler knows C, as in ``StatisticsLaunch``
+    loops = config.rows > config.tile_rows  # C is then a constant, as in ``StatisticsLaunch``
     return Launch(
         _interleave_statistics_kernel, config.programs(N, C, True), config.num_warps, pdl=pdl,
         C=C, HW=H * W, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,

@@ -1,13 +1,17 @@
-"""Nearest-neighbor upsampling of images by two, the op ``sdfastgn::upsample_nearest_2x``, and its adjoint.
+"""Nearest-neighbor upsampling of images by two.
+
+The ops are ``sdfastgn::upsample_nearest_2x`` and ``sdfastgn::upsample_nearest_2x_backward``, its adjoint.
 
 Formula, for x (N, C, H, W) and y (N, C, 2H, 2W):
 
     y[n, c, i, j] = x[n, c, i // 2, j // 2],        dx[n, c, h, w] = sum of dy[n, c, 2h + (0, 1), 2w + (0, 1)]
 
-Channels-last tensors on a GPU go through the kernels of ``nearest_kernels.py``, everything else
-through PyTorch. Numerics: the forward copies, the sum is in fp32 (fp64 for fp64) and rounded once.
+Channels-last tensors on a GPU run in the kernels of ``nearest_kernels.py``, all others in PyTorch. PyTorch's
+own channels-last kernel for GPUs is slower, because it writes element by element.
 
-Source: torch.nn.functional.interpolate, whose channels-last kernel writes element by element.
+Numerics: the forward copies. The backward sums in fp32, or in fp64 for fp64 input, and rounds once.
+
+Source: torch.nn.functional.interpolate.
 """
 
 from __future__ import annotations
@@ -26,16 +30,17 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
-    """The same function in plain PyTorch: the fallback."""
-    # On a GPU channels-first: PyTorch's channels-last kernel fails from 2^31 elements on, and did
-    # so for batches of 64 (pytorch #81665, #141831).
+    """``upsample_nearest_2x`` in plain PyTorch: the fallback."""
+    # Channels-first on a GPU, because PyTorch's channels-last kernel fails from 2^31 elements on, and failed
+    # for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
     return laid_out(y, dense_is_channels_last(x))
 
 
 def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
-    """The adjoint in plain PyTorch, summed in fp32 (fp64 for fp64 input): fallback without a GPU and
-    truth of the tests.
+    """dy (N, C, 2H, 2W) -> dx (N, C, H, W) in plain PyTorch, summed in fp32, or in fp64 for fp64 input.
+
+    The fallback, and what tests compare with.
     """
     N, C, H, W = dy.shape
     wide = torch.promote_types(dy.dtype, torch.float32)
@@ -43,7 +48,7 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
-    """Uninitialized (N, C, H, W), with the N and the layout of ``dense(like)``."""
+    """Uninitialized (N, C, H, W), with N, dtype and device of ``like`` and the layout of ``dense(like)``."""
     return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
 
@@ -51,22 +56,28 @@ def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
 
 
 class _Upsample(NamedTuple):
+    """The arguments of ``sdfastgn::upsample_nearest_2x``."""
+
     x: Tensor
 
 
 class _Grad(NamedTuple):
+    """The arguments of ``sdfastgn::upsample_nearest_2x_backward``."""
+
     dy: Tensor
 
 
 def _runs_kernel(x: Tensor) -> bool:
+    """True if a kernel can read ``x``, because ``x`` or its dense copy is channels-last."""
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
+# Kind of call -> its launch.
 _launches: PlanCache[Any] = PlanCache()
 
 
 def _launch_for(small: Tensor, *, backward: bool) -> Any:
-    """The cached launch for a tensor of the lower resolution, which is read or written channels-last."""
+    """The launch for ``small``, the low-resolution tensor: x in the forward, dx in the backward."""
     key = (backward, small.shape, small.dtype, small.device)
     found = _launches.get(key)
     if found is None:
@@ -126,21 +137,19 @@ _NAME = f"{__name__}.upsample_nearest_2x"
 
 
 def upsample_nearest_2x(x: Tensor) -> Tensor:
-    """Each pixel four times: nearest-neighbor upsampling by two, at the speed at which the GPU writes.
+    """Nearest-neighbor upsampling by two, which repeats each pixel four times.
 
     Args:
         x: (N, C, H, W).
 
     Shapes: the output is (N, C, 2H, 2W).
-    Dtypes: x fp16, bf16, fp32 or fp64, which the output has too.
-    Layout: channels-last stays channels-last, and is what has a kernel; channels-first stays
-        channels-first and runs in PyTorch. A tensor with gaps is copied first, to channels-last if
-        its channels have the smallest stride.
-    Grad: with respect to x, any number of times; the transforms of torch.func and forward-mode AD
-    run in plain PyTorch.
+    Dtypes: x is fp16, bf16, fp32 or fp64. The output has the dtype of x.
+    Layout: channels-last x gives channels-last output, by a kernel. Channels-first x gives channels-first
+        output, in PyTorch. x with gaps is copied first, to channels-last if its channels have stride 1.
+    Grad: of x, any number of times. The transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: x is not a dense tensor of one of these dtypes.
-        ValueError: x is not of rank 4.
+        TypeError: x is not a strided tensor of one of these dtypes.
+        ValueError: x does not have rank 4.
 
     Source: torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").
     """

@@ -1,14 +1,15 @@
-"""Triton kernels of nearest-neighbour upsampling by two, and their launchers. The ops are in
-``upsample/nearest.py``.
+"""Triton kernels of nearest-neighbor upsampling by two, and their launch. Ops: ``upsample/nearest.py``.
 
-Channels-last, x (N, H, W, C) and y (N, 2H, 2W, C): a program has some pixels of x and some of their
-channels, and the four pixels of y that belong to each. So each element of x is read once and each
-of y written once, in vectors; the backward is the same the other way round. Rows of all samples are
-one sequence, of which only W has to be known: pixel i of x lies in row r = i // W, and its first
-pixel of y is 2 * (i + r * W).
+Tensors are fp16, bf16 or fp32, and channels-last: x and dx (N, H, W, C), y and dy (N, 2H, 2W, C). A program
+has some channels of some pixels of x. The forward reads each of these pixels once, and writes the four pixels
+of y that belong to it. The backward reads the four pixels of dy, and writes dx. All loads and stores are
+vectors.
 
-Numerics: the forward copies. The backward adds four values in fp32, in a fixed order, and rounds
-once. Offsets are int64.
+The pixels of all samples are numbered consecutively. So kernels need to know W but not H: pixel i of x is in
+row r = i // W, and the first of its four pixels in y has the number 2 * (i + r * W).
+
+Numerics: the forward copies. The backward adds four values in fp32, in a fixed order, and rounds once.
+Offsets are int64.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from sdfastgn.kernels.upsample.config import tile_config
 
 @triton.jit
 def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-    """(first pixel, (BLOCK_HW, 1) pixels after it, (1, BLOCK_C) channels) of this program's tile."""
+    """The indices of this program's tile of (pixels, C).
+
+    Returns the number of its first pixel, int64; (BLOCK_HW, 1) pixels counted from there, int32; and
+    (1, BLOCK_C) channels, int32.
+    """
     columns = tl.cdiv(C, BLOCK_C)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_HW
     i = tl.arange(0, BLOCK_HW)[:, None]
@@ -35,15 +40,15 @@ def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def first_of_four(first, i, W, C: tl.constexpr):
-    """Offset of the first pixel of y that belongs to each pixel of x; the others are C, 2 W C and
-    (2 W + 1) C further.
+    """Offset in y of the first of the four pixels that belong to pixel ``first + i`` of x.
+
+    The other three pixels start C, 2 W C and (2 W + 1) C elements after the first.
     """
     row = (first % W).to(tl.int32) + i
     row = first // W + row // W
     return (first + i + row * W) * (2 * C)
 
 
-# One program: ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x, and the four pixels of y of each.
 @triton.jit(do_not_specialize=["pixels", "W"])
 def _upsample_kernel(
     x_ptr, y_ptr,
@@ -51,6 +56,10 @@ def _upsample_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """A program reads ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x, and writes their pixels of y.
+
+    ``pixels``: pixels of x in all samples. ``EVEN``: True if no element is masked.
+    """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
     if not EVEN:
@@ -67,7 +76,6 @@ def _upsample_kernel(
     tl.store(y + below + C, x, mask=mask)
 
 
-# One program: ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of dx, and the four pixels of dy of each.
 @triton.jit(do_not_specialize=["pixels", "W"])
 def _upsample_grad_kernel(
     dy_ptr, dx_ptr,
@@ -75,6 +83,10 @@ def _upsample_grad_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of dx.
+
+    ``pixels``: pixels of dx in all samples. ``EVEN``: True if no element is masked.
+    """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
     if not EVEN:
@@ -90,7 +102,7 @@ def _upsample_grad_kernel(
 
 
 def upsample_launch(small: Tensor, *, backward: bool) -> Launch:
-    """The launch for a channels-last tensor of the lower resolution."""
+    """The launch for ``small`` (N, C, H, W), channels-last: x in the forward, dx in the backward."""
     N, C, H, W = small.shape
     config = tile_config(N * H * W, C, gpu.num_sms(small.device))
     return Launch(

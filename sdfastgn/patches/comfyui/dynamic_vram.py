@@ -1,9 +1,9 @@
-"""ComfyUI's DynamicVRAM, under which no layer keeps its weights at one address.
+"""Replaces models under ComfyUI's DynamicVRAM by models whose weights stay at one address.
 
-DynamicVRAM is the default of ComfyUI 0.16 and later on NVIDIA cards. Each layer asks for its weights at each
-call, and they may lie elsewhere than at the last call. Fused layers and CUDA graphs need weights that stay.
-A dynamic model that fits the card is therefore loaded a second time, as a model of the older kind whose
-weights stay on the GPU. ComfyUI itself does that for models with hooks.
+DynamicVRAM is the default in ComfyUI 0.16 and later on NVIDIA GPUs. A model under it is called dynamic: each
+layer asks for its weights at each call, and gets them at addresses that may change from call to call. Fused
+layers and CUDA graphs need weights that stay where they are. So a dynamic model that fits into the GPU's
+memory is loaded a second time, without DynamicVRAM. ComfyUI itself does the same for models with hooks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from comfy import model_management
 
-# Dynamic model -> the same model loaded the older way: ``model_override`` of ``ModelPatcher.clone``. Clones
-# with other LoRAs share both models.
+# Dynamic model -> the same model loaded without DynamicVRAM, in the form that ``ModelPatcher.clone`` takes as
+# ``model_override``. Clones of a ``ModelPatcher`` share the dynamic model, and so they share the second one.
 _loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def is_dynamic(patcher: Any) -> bool:
-    """True if ComfyUI may move the weights of ``patcher`` between two calls."""
-    # Releases before DynamicVRAM have no such method.
+    """True if the model of ``patcher`` is dynamic: ComfyUI may move its weights between two calls."""
+    # In older releases of ComfyUI a ``ModelPatcher`` has no method ``is_dynamic``.
     return bool(getattr(patcher, "is_dynamic", bool)())
 
 
 def reason_to_stay(patcher: Any) -> str | None:
-    """Why the weights of a dynamic ``patcher`` cannot stay on the GPU; None if they can."""
+    """Why the model of a dynamic ``patcher`` must stay dynamic; None if ``clone`` can replace it."""
     if patcher.cached_patcher_init is None:
         return "DynamicVRAM moves its weights, and its loader cannot load it the older way"
     needed = patcher.model_size() + model_management.minimum_inference_memory()
@@ -39,9 +39,10 @@ def reason_to_stay(patcher: Any) -> str | None:
 
 
 def clone(patcher: Any) -> Any:
-    """A clone of ``patcher``. Its weights stay on the GPU while it is loaded, unless ``reason_to_stay``.
+    """A clone of ``patcher`` that is not dynamic: while it is loaded, its weights stay on the GPU.
 
-    The first such clone of a dynamic model reads the model's file again.
+    If ``reason_to_stay`` gives a reason, the clone is dynamic like ``patcher``. For a dynamic model the first
+    call reads the model's file again; later calls use the same second model.
     """
     if not is_dynamic(patcher) or reason_to_stay(patcher) is not None:
         return patcher.clone()

@@ -1,11 +1,12 @@
-"""ComfyUI's ``UNetModel``: runs outside of inference mode, and as a CUDA graph if no other node takes part.
+"""Runs ComfyUI's ``UNetModel`` as a CUDA graph, if no other node runs code inside of the UNet.
 
-Other nodes reach into a UNet through ``transformer_options``, with patches or replaced attentions. With any
-of these, or with a ControlNet, a call runs eagerly. Without them the options only describe the call to other
-nodes, and a graph does not need them. Wrappers of other nodes run around ``_forward``, outside of the graph.
+Other nodes run code inside of a UNet by entries in ``transformer_options``: patches, or functions that
+replace an attention. A call with such an entry, or with a ControlNet, runs eagerly. All other entries only
+describe the call to other nodes, so a graph does not need them. Wrappers of other nodes run around
+``_forward``, outside of the graph.
 
-Calls are counted for the report: ``begin_run`` marks the start of a sampler's run, and ``calls_of_run`` gives
-the counts since then.
+Calls are counted for the report: ``begin_run`` marks the start of a sampler's run, and ``calls_of_run``
+returns the counts since then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from sdfastgn.patches.graphs.forward import GraphedForward
 
 __all__ = ["UNET", "FusedUNetModel", "begin_run", "calls_of_run", "graphs_of", "install"]
 
-# Entries that ComfyUI's own sampling puts into ``transformer_options``, and those that a UNet's forward adds.
+# Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. Other
+# nodes may put code into ``patches`` and ``patches_replace``, where ``_other_nodes`` looks for it.
 _HARMLESS = frozenset(
     (
         "activations_shape", "block", "block_index", "callbacks", "cond_or_uncond", "original_shape",
@@ -35,21 +37,22 @@ _HARMLESS = frozenset(
     )
 )  # fmt: skip
 
-# UNet -> its graphs. They stay after ``eject``, so that the next run uses them again.
+# UNet -> the object that keeps its graphs. The graphs stay after ``eject``, and the next run can use them.
 _graphs: weakref.WeakKeyDictionary[nn.Module, GraphedForward] = weakref.WeakKeyDictionary()
-# UNet -> (calls replayed, reason -> calls without a graph), both counted until the last run began.
+# UNet -> its counts when the last run began: (number of replayed calls, reason -> number of calls without a
+# graph).
 _before_run: weakref.WeakKeyDictionary[nn.Module, tuple[int, Counter[str]]] = weakref.WeakKeyDictionary()
 
 
 def begin_run(unet: nn.Module) -> None:
-    """A run of the sampler begins: ``calls_of_run`` counts from here."""
+    """Note that a run of the sampler begins now: ``calls_of_run`` counts calls from now on."""
     graphed = _graphs.get(unet)
     if graphed is not None:
         _before_run[unet] = graphed.replays, graphed.eager.copy()
 
 
 def calls_of_run(unet: nn.Module) -> tuple[int, Counter[str]]:
-    """(calls answered by a graph, reason -> calls without a graph) since the last run began."""
+    """(number of replayed calls, reason -> number of calls without a graph) since the last run began."""
     graphed = _graphs.get(unet)
     if graphed is None:
         return 0, Counter()
@@ -58,7 +61,10 @@ def calls_of_run(unet: nn.Module) -> tuple[int, Counter[str]]:
 
 
 def install(unet: nn.Module, mode: str | bool) -> None:
-    """Let calls of ``unet`` become graphs. ``mode`` is as in ``optimize``; False also drops all graphs."""
+    """Let calls of ``unet`` become graphs; with ``mode`` False, drop all its graphs and make no new ones.
+
+    ``mode``: as ``cuda_graphs`` in ``sdfastgn.optimize``.
+    """
     graphed = _graphs.setdefault(unet, GraphedForward(unet, mode))
     graphed.mode = mode
     if mode is False:
@@ -66,12 +72,15 @@ def install(unet: nn.Module, mode: str | bool) -> None:
 
 
 def graphs_of(unet: nn.Module) -> GraphedForward | None:
-    """The graphs of ``unet`` and the counts of its calls; None if it was never injected."""
+    """The object that keeps the graphs of ``unet`` and counts its calls; None if there was no ``install``."""
     return _graphs.get(unet)
 
 
 class FusedUNetModel(UNetModel):
-    """``UNetModel``. x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W)."""
+    """``UNetModel`` that runs outside of inference mode, and as a CUDA graph where possible.
+
+    x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
+    """
 
     def forward(
         self,
@@ -83,7 +92,7 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # called by a ``GraphedForward``: the call that is captured
+        if transformer_options is None:  # ``GraphedForward`` calls it to capture it
             return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
         return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
 
@@ -100,11 +109,11 @@ class FusedUNetModel(UNetModel):
         options = {} if transformer_options is None else transformer_options
         graphed = _graphs.get(self)
         others = _other_nodes(options)
-        # With a ControlNet, the forward removes tensors from the caller's lists; a replay would not.
+        # With a ControlNet, the forward pops tensors from the caller's lists. A replay would not do that.
         reason = others or ("a ControlNet takes part" if control is not None else None)
         if reason is not None and graphed is not None:
             graphed.eager[reason] += 1
-        # Patches may write into the caller's inference tensors, which is allowed in inference mode only.
+        # Other nodes' code may write into inference tensors, which is allowed in inference mode only.
         if others is not None:
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
         with outside_inference_mode():
@@ -114,7 +123,10 @@ class FusedUNetModel(UNetModel):
 
 
 def _other_nodes(options: dict[str, Any]) -> str | None:
-    """Names what other nodes run inside of the UNet; None if there is nothing."""
+    """A sentence with the names of other nodes' entries in ``options``; None if there are none.
+
+    ``options``: the ``transformer_options``.
+    """
     names = {*options.get("patches", ()), *options.get("patches_replace", ()), *(options.keys() - _HARMLESS)}
     return f"other nodes take part: {', '.join(sorted(map(str, names)))}" if names else None
 

@@ -1,7 +1,7 @@
 """Leaves inference mode, in which ComfyUI runs everything.
 
-In inference mode tensors do not count their writes. Without this count no statistics can be handed from the
-producer of a tensor to the norm that reads it (``core/statistics.py``).
+A tensor that is made in inference mode does not count the writes into it. Without this count the kernel that
+writes a tensor cannot hand its statistics to the norm that reads it (``core/statistics.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["outside_inference_mode"]
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Inside, inference mode is off, so that tensors count their writes. Gradients stay off."""
+    """A context in which inference mode is off, so that new tensors count their writes. Gradients are off."""
     if not torch.is_inference_mode_enabled():
         yield
         return

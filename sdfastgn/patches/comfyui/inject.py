@@ -1,8 +1,8 @@
 """Fuses a model of ComfyUI while it is loaded, and restores it afterwards.
 
-ComfyUI calls ``inject`` after it has loaded and patched the weights of a model. It calls ``eject`` before
-it changes them again: to move them, to add or remove a LoRA, or to run a clone with other patches. So no
-layer changes in between.
+``inject`` is called after ComfyUI has loaded and patched the weights of a model. ``eject`` is called before
+ComfyUI changes the weights again: to move them, to add or remove a LoRA, or to run a clone with other
+patches. So weights do not change while the model is fused.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ from sdfastgn.patches.fusions import group_norm, sequential
 __all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded", "root_of"]
 
 _BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
-# Fusions that claim ComfyUI's own classes. With them a report can describe a model that is not fused yet.
+# The fusions of ComfyUI's own classes. The report asks them what they will fuse in a stock model.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
-# In the order in which they are applied. Layers come first: the others look for PyTorch's exact classes.
+# All fusions, in the two stages in which they are applied. ``LAYERS`` must come first, because the fusions of
+# the second stage look for layers with PyTorch's exact classes.
 _STAGES: tuple[tuple[Any, ...], ...] = (LAYERS, (group_norm.FUSION, sequential.FUSION, *_BLOCKS))
 
 
 def root_of(patcher: Any) -> nn.Module:
-    """The module of a ``ModelPatcher`` that is fused: the UNet inside of a MODEL, or a whole VAE."""
+    """The module of ``patcher`` in which modules are fused: the UNet of a MODEL, or the whole VAE."""
     return getattr(patcher.model, "diffusion_model", patcher.model)
 
 
 def has_blocks(root: nn.Module) -> bool:
-    """True if ``root`` has a block that can be fused. A model without one is left as it is."""
+    """True if ``root`` contains a block of a known class. A model without such a block is left as it is."""
     known = tuple(fusion.stock for fusion in _BLOCKS)
     return any(isinstance(module, known) for module in root.modules())
 
 
 @functools.cache
 def _about(cls: Any, stage: int) -> tuple[Any, ...]:
-    """Fusions of a stage that may claim modules of ``cls``. Cached, because a UNet has 2000 modules."""
+    """The fusions of a stage that may claim modules of the class ``cls``.
+
+    The result is cached for each class, because a UNet has 2000 modules.
+    """
     return tuple(fusion for fusion in _STAGES[stage] if issubclass(cls, fusion.stock))
 
 
 def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
-    """Fuse what can be fused below ``root``. Undoes itself if anything fails. Idempotent."""
+    """Fuse what can be fused in ``root``. If anything raises, ``root`` is restored first. Idempotent."""
     if not has_blocks(root):
         return
     try:
@@ -70,7 +74,7 @@ def _apply(fusion: Fusion, module: nn.Module) -> None:
 
 
 def eject(root: nn.Module) -> None:
-    """Restore everything below ``root`` as it was before ``inject``, also weights' strides. Idempotent."""
+    """Restore ``root`` as it was before ``inject``: classes, hooks and the weights' strides. Idempotent."""
     for module in root.modules():
         restore_class(module)
         for layer in LAYERS:
@@ -80,7 +84,7 @@ def eject(root: nn.Module) -> None:
 
 
 def drop_graphs(root: nn.Module) -> None:
-    """Drop all graphs of UNets below ``root``, which frees their memory."""
+    """Drop the graphs of all UNets in ``root``, so that their memory is freed."""
     for module in root.modules():
         graphed = graphs.graphs_of(module)
         if graphed is not None:
@@ -88,5 +92,5 @@ def drop_graphs(root: nn.Module) -> None:
 
 
 def is_loaded(root: nn.Module) -> bool:
-    """True if no layer below ``root`` casts its weights at each call, as it would with low VRAM."""
+    """True if no layer in ``root`` casts its weights at each call. With low VRAM layers do."""
     return not any(getattr(module, "comfy_cast_weights", False) for module in root.modules())

@@ -1,13 +1,13 @@
 """Gives ComfyUI's layers PyTorch's classes, unless they cast their weights at each call.
 
-Fusions look for exact classes such as ``nn.Conv2d``, because they know what a call of it computes.
-ComfyUI's ``disable_weight_init.Conv2d`` computes the same unless its weights must be prepared at each call:
-with ``comfy_cast_weights`` (low VRAM, another dtype) or functions on the weights (LoRA in low VRAM). A layer
-with neither gets PyTorch's class. ComfyUI sets these attributes only when it loads or unloads weights, and
-calls ``eject`` before.
+Fusions look for exact classes such as ``nn.Conv2d``, because they know what a call of these computes.
+ComfyUI's ``disable_weight_init.Conv2d`` computes the same, unless it must prepare its weights at each call.
+It does so if ``comfy_cast_weights`` is set (low VRAM, another dtype) or if there are functions on its weights
+(LoRA with low VRAM). Every other layer gets PyTorch's class. ComfyUI changes these attributes only when it
+loads or unloads weights, and ``eject`` is called before that.
 
-ComfyUI's own layers also notice at each call that the user has interrupted the run. PyTorch's do not. The
-interruption is noticed at the next step, or at the next layer of ComfyUI's class.
+If the user interrupts a run, ComfyUI's own layers notice it at their next call. PyTorch's layers do not. So
+the run ends later: at the next layer that still has ComfyUI's class, or at the next step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_s
 __all__ = ["LAYERS"]
 
 _ops: Any = comfy.ops.disable_weight_init
-# Key in a layer's ``__dict__`` while it has PyTorch's class. Its value is ComfyUI's class.
+# Key in a layer's ``__dict__`` while the layer has PyTorch's class. Its value is the layer's ComfyUI class.
 _STOCK_CLASS = "_sdfastgn_stock_class"
 
 
@@ -33,7 +33,8 @@ class _PlainLayer:
 
     def __init__(self, stock: type[nn.Module], plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
-        # Where no weight needs casting, the known ``forward`` does what PyTorch's does.
+        # If the code of this ``forward`` is known, it computes the same as PyTorch's for weights that need no
+        # cast.
         self.sources: tuple[TestedSource, ...] = (tested(stock, "forward"),)
         self.stock, self._plain = stock, plain
 

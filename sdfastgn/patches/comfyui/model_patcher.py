@@ -1,6 +1,6 @@
-"""Adds sdfastgn to a ``ModelPatcher`` as an injection: ComfyUI calls it when it loads and unloads the model.
+"""Adds sdfastgn to a ``ModelPatcher`` of ComfyUI as an injection.
 
-Clones of the ``ModelPatcher`` inherit the injection.
+ComfyUI calls an injection when it loads and unloads the model. Clones of the ``ModelPatcher`` inherit it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _KEY = "sdfastgn"
 def optimize_model(
     model: Any, cuda_graphs: str | bool = "auto", after_run: Callable[[str], None] | None = None
 ) -> Any:
-    """A clone of a ``ModelPatcher`` whose model is fused while it is loaded; ``model`` stays stock.
+    """A clone of the ``ModelPatcher`` ``model``. While the clone is loaded, its model is fused.
 
-    With DynamicVRAM the clone has a model of its own, read from the same file, whose weights stay on the
-    GPU. Where the GPU has no room for that the clone runs stock's code.
+    ``model`` itself stays stock. Under DynamicVRAM the clone has a second model, read from the same file,
+    whose weights stay on the GPU. If that is not possible, for instance because the GPU has too little
+    memory, the clone runs stock's code.
 
     Args:
-        model: ComfyUI's MODEL.
+        model: ComfyUI's MODEL, a ``ModelPatcher``.
         cuda_graphs: "auto" captures the second call of a kind, True the first, False none.
-        after_run: called with the report's text whenever the sampler has run the model.
+        after_run: called with the text of the report whenever the sampler has run the model.
 
     Raises:
         TypeError: ``model`` is no ``ModelPatcher`` with injections.
@@ -51,13 +52,15 @@ def optimize_model(
             inject(root_of(patcher), cuda_graphs)
 
     def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When Python exits, ModelPatchers that are still alive eject, but half of the modules are gone.
+        # When Python exits, ComfyUI ejects the models that are still loaded, but by then some of the Python
+        # modules that ``eject`` needs are already gone.
         if not is_finalizing():
             eject(root_of(patcher))
 
     def begin(patcher: Any) -> None:
-        # A clone of an injected patcher shares its model, also has ``is_injected`` set, and ejects the model
-        # when it is deleted. So ``patcher`` may say that it is injected although its model is stock.
+        # A clone of an injected patcher shares the patcher's model, and its ``is_injected`` is True too. When
+        # the clone is deleted, it ejects the model. Then ``patcher.is_injected`` is still True, although the
+        # model is stock.
         if patcher.is_injected and not UNET.is_applied(root_of(patcher)):
             put_in(patcher)
         begin_run(root_of(patcher))
@@ -82,7 +85,7 @@ def optimize_model(
 
 
 def optimize_vae(vae: Any) -> Any:
-    """A copy of ComfyUI's VAE whose model is fused while it is loaded; ``vae`` stays stock.
+    """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, its model is fused. ``vae`` stays stock.
 
     Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
     """
@@ -90,5 +93,5 @@ def optimize_vae(vae: Any) -> Any:
         raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
     optimized = copy.copy(vae)
     optimized.patcher = optimize_model(vae.patcher, False)
-    optimized.first_stage_model = optimized.patcher.model  # another one if the VAE was dynamic
+    optimized.first_stage_model = optimized.patcher.model  # another model if ``vae`` is dynamic
     return optimized

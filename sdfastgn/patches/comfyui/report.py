@@ -1,4 +1,4 @@
-"""What a person at ComfyUI wants to know of a model: is it faster, why not, what stays stock, memory."""
+"""The report on a model in ComfyUI: whether it is faster, what runs stock's code and why, and its graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded, roo
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
 
-# Fusion -> what a person calls its parts. Only their own parts are listed: a fused model consists of them.
+# Name of a fusion -> what the report calls the modules that it fuses. All fusions in ``CLAIMING`` are here.
 _WORDS = {
     "resblock": "ResNet blocks",
     "spatial_transformer": "transformers",
@@ -35,10 +35,10 @@ _WORDS = {
 
 
 def text_of(patcher: Any) -> str:
-    """The state of a ``ModelPatcher``'s model now, in a few lines. The first says whether it is faster.
+    """The report on the model of a ``ModelPatcher``, in a few lines. The first line says if it is faster.
 
-    Before ComfyUI has loaded the model, the text says what will happen if all of it fits the GPU. Calls are
-    those of the sampler's last run. Changes nothing.
+    Before ComfyUI has loaded the model, the report says what will be fused if the whole model fits into the
+    GPU's memory. The numbers of calls are from the sampler's last run. Changes nothing.
     """
     root = root_of(patcher)
     name = type(root).__name__
@@ -63,7 +63,8 @@ def text_of(patcher: Any) -> str:
     return "\n".join([*lines, *_calls(root)])
 
 
-# What runs stock's code while other nodes have patches inside of transformer blocks.
+# The report's name for transformer blocks. While other nodes have patches inside of transformer blocks, these
+# run stock's code.
 _PATCHED = _WORDS["comfyui_transformer_block"]
 
 
@@ -84,7 +85,11 @@ def _has_gpu() -> bool:
 
 
 def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """(parts that are fused or will be, reason -> parts that run as stock)"""
+    """What of ``root`` is fused, or will be once it is loaded, and what runs stock's code.
+
+    Returns ({name of a kind of part: number of fused parts}, {reason: {name: number of parts that run stock's
+    code for this reason}}).
+    """
     fused: Counter[str] = Counter()
     stock: dict[str, Counter[str]] = {}
     for module in root.modules():
@@ -104,7 +109,7 @@ def _counted(parts: Counter[str]) -> str:
 
 
 def _calls(root: nn.Module) -> list[str]:
-    """Lines on the calls of the last run, and on the memory of all graphs. Empty before the first run."""
+    """Lines on the calls of the last run and on the memory of all graphs; empty before the first run."""
     graphed = graphs.graphs_of(root)
     replayed, eager = graphs.calls_of_run(root)
     total = replayed + eager.total()

@@ -1,8 +1,8 @@
 """Fusions for the blocks of ComfyUI's UNet (SD 1.5, SD 2, SDXL).
 
-The code that computes is shared with diffusers' blocks. This file only says which attribute of a block is
-which layer. ``layers.py`` has given most layers PyTorch's classes before. A layer that casts its weights
-keeps ComfyUI's class, and a fused block calls it as it is.
+The functions that compute are the same as for diffusers' blocks. This file passes them the layers of
+ComfyUI's blocks. ``layers.py`` has already given most layers PyTorch's classes. A layer that casts its
+weights keeps ComfyUI's class, and a fused block calls it as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["BLOCKS", "has_no_patches"]
 
 
 class FusedResBlock(ResBlock):
-    """``ResBlock``. x (N, C, H, W), emb (N, emb_channels) -> (N, C_out, H', W')."""
+    """``ResBlock`` with fused norms. x (N, C, H, W), emb (N, emb_channels) -> (N, C_out, H', W')."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         if not _runs_fused_resblock(self, x, emb):
@@ -68,14 +68,15 @@ def _runs_fused_resblock(block: Any, x: Tensor, emb: Tensor) -> bool:
 
 
 def _is_image_resblock(block: Any) -> bool:
-    """False for blocks of video models, which work across frames."""
+    """True for residual blocks of images; False for those of video models, which work across frames."""
     return isinstance(block.in_layers[-1], nn.Conv2d) and not block.exchange_temb_dims
 
 
 class FusedSpatialTransformer(SpatialTransformer):
     """``SpatialTransformer`` whose output is channels-last. x (N, C, H, W) -> the same.
 
-    Stock's forward ends with ``.contiguous()``, and all that follows would be channels-first.
+    Stock's forward ends with ``.contiguous()``, so its output and those of all later layers are
+    channels-first.
     """
 
     def forward(self, x: Tensor, context: Any = None, transformer_options: Any = None) -> Tensor:
@@ -83,7 +84,7 @@ class FusedSpatialTransformer(SpatialTransformer):
         if not (dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x, context, options)
         contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
-        options["activations_shape"] = list(x.shape)  # other nodes' patches read this and the index
+        options["activations_shape"] = list(x.shape)  # other nodes read it, and ``block_index``
         _, _, H, W = x.shape
         h = self.norm(x)
         if not self.use_linear:
@@ -103,7 +104,10 @@ class FusedSpatialTransformer(SpatialTransformer):
 
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):
-    """``BasicTransformerBlock``. x (N, tokens, C) -> the same. With patches inside, stock's forward runs."""
+    """``BasicTransformerBlock`` with each LayerNorm fused with the sum before it.
+
+    x (N, tokens, C) -> the same. Stock's forward runs if other nodes have patches inside of such blocks.
+    """
 
     def forward(self, x: Tensor, context: Tensor | None = None, transformer_options: Any = None) -> Tensor:
         options = {} if transformer_options is None else transformer_options
@@ -123,7 +127,10 @@ _INNER_PATCHES = {"attn1_patch", "attn1_output_patch", "middle_patch", "attn2_pa
 
 
 def has_no_patches(options: dict[str, Any]) -> bool:
-    """True if no other node runs code inside of transformer blocks. ``options``: ``transformer_options``."""
+    """True if no other node runs code inside of transformer blocks. ``options``: ``transformer_options``.
+
+    Such code is in the entries ``patches`` and ``patches_replace``.
+    """
     replaced = options.get("patches_replace", {})
     return _INNER_PATCHES.isdisjoint(options.get("patches", ())) and not (
         replaced.get("attn1") or replaced.get("attn2")
@@ -131,20 +138,20 @@ def has_no_patches(options: dict[str, Any]) -> bool:
 
 
 def _is_plain_block(block: Any) -> bool:
-    """False for blocks of video models, which work across frames."""
+    """True for transformer blocks of images; False for those of video models, which work across frames."""
     is_video = block.ff_in or block.attn2 is None or block.switch_temporal_ca_to_sa
     return block.is_res and not is_video
 
 
 class FusedGEGLU(GEGLU):
-    """``GEGLU`` in one kernel after the matrix product. x (..., dim_in) -> (..., dim_out)."""
+    """``GEGLU``: a matrix product, then one kernel for the rest. x (..., dim_in) -> (..., dim_out)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_geglu(self.proj, x) if dispatch.has_kernels(x) else super().forward(x)
 
 
 class FusedUpsample(Upsample):
-    """``Upsample`` with its convolution. x (N, C, H, W) -> (N, C_out, 2H, 2W)."""
+    """``Upsample``: upsampling and its convolution run together. x (N, C, H, W) -> (N, C_out, 2H, 2W)."""
 
     def forward(self, x: Tensor, output_shape: Any = None) -> Tensor:
         is_double = output_shape is None or tuple(output_shape[2:4]) == (2 * x.shape[2], 2 * x.shape[3])

@@ -1,7 +1,8 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
-Encoder and decoder themselves only leave inference mode (``inference_mode.py``). The activation after their
-last norm stays a separate pass: their ``forward`` calls a function, and there is no module to replace.
+The fused classes of the encoder and the decoder only leave inference mode (``inference_mode.py``). The
+activation after the last norm stays a separate pass: stock's ``forward`` calls a function for it, so there is
+no module that could be replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["BLOCKS"]
 
 
 class FusedResnetBlock(ResnetBlock):
-    """``ResnetBlock`` of an image autoencoder. x (N, C, H, W) -> (N, C_out, H, W)."""
+    """``ResnetBlock`` of an image autoencoder, with fused norms. x (N, C, H, W) -> (N, C_out, H, W)."""
 
     def forward(self, x: Tensor, temb: Tensor | None = None, *carried: Any) -> Tensor:
         is_usual = temb is None and not any(part is not None for part in carried)
@@ -52,7 +53,7 @@ class FusedAttnBlock(AttnBlock):
     """``AttnBlock``: one wide head over all pixels. x (N, C, H, W) -> the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # xformers' and the sliced attention run as in stock.
+        # If ComfyUI has chosen xformers or sliced attention, stock's forward runs.
         is_plain = self.optimized_attention is comfy_model.pytorch_attention
         if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x)
@@ -64,12 +65,12 @@ class FusedAttnBlock(AttnBlock):
 
 
 def _to_tokens(image: Tensor) -> Tensor:
-    """(N, C, H, W) -> (N, 1, H * W, C)."""
+    """The pixels of ``image`` as tokens of one head: (N, C, H, W) -> (N, 1, H * W, C)."""
     return image.permute(0, 2, 3, 1).flatten(1, 2).unsqueeze(1)
 
 
 class FusedUpsample(Upsample):
-    """``Upsample`` by two with its convolution. x (N, C, H, W) -> (N, C, 2H, 2W)."""
+    """``Upsample`` by two: upsampling and its convolution run together. x (N, C, H, W) -> (N, C, 2H, 2W)."""
 
     def forward(self, x: Tensor, *carried: Any) -> Tensor:
         is_usual = x.dim() == 4 and dispatch.has_kernels(x)
@@ -79,7 +80,7 @@ class FusedUpsample(Upsample):
 
 
 class FusedEncoder(Encoder):
-    """``Encoder`` outside of inference mode. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8)."""
+    """``Encoder`` that leaves inference mode. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8)."""
 
     def forward(self, x: Tensor) -> Tensor:
         with outside_inference_mode():
@@ -87,7 +88,7 @@ class FusedEncoder(Encoder):
 
 
 class FusedDecoder(Decoder):
-    """``Decoder`` outside of inference mode. z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W)."""
+    """``Decoder`` that leaves inference mode. z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W)."""
 
     def forward(self, z: Tensor, **kwargs: Any) -> Tensor:
         with outside_inference_mode():

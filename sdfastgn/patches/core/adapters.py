@@ -1,8 +1,9 @@
 """Finds layers with an adapter, such as a LoRA, and says why they run stock's code.
 
 peft replaces a layer of the model by a wrapper, which keeps the layer as its child. Fusions fuse plain
-layers only. They call a wrapper as stock's code does: it runs the layer, then the adapter's own small
-products, and adds the results. peft is not imported: a wrapper is known by the names of its children.
+layers only. They call a wrapper as stock's code does: the wrapper runs the layer and the adapter's own small
+matrix products, and adds the results. peft is not imported: a wrapper is recognized by the names of its
+children.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ from torch import nn
 
 __all__ = ["WRAPPED", "adapted_layers", "adapter_reason"]
 
-# peft's names for the model's layer inside a wrapper. ``base_layer``: the adapter adds to its result.
-# ``original_module``: the adapter trains a copy of the whole layer. All other children are the adapter's.
+# peft's names for the model's own layer inside a wrapper. All other children belong to the adapter.
+# ``base_layer``: the adapter adds its result to the layer's result.
+# ``original_module``: the adapter trains a copy of the whole layer.
 WRAPPED = ("base_layer", "original_module")
 
 _ALONE = "stock's code runs the layer by itself"
 
 
 def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, wrapper) of each layer below ``root``, itself included, that has an adapter."""
+    """(path, wrapper) of each layer with an adapter, among ``root`` and all modules below it."""
     return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
 
 
 def adapter_reason(layer: Any) -> str | None:
-    """Why ``layer`` runs stock's code if it has an adapter, and the remedy if there is one; else None."""
-    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # diffusers' LoRA from before it used peft
+    """The reason why ``layer`` runs stock's code because of its adapter; None if it has no adapter.
+
+    If there is a remedy, the reason names it.
+    """
+    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
         return f"it has an adapter (LoRA): {_ALONE}"
     if not (isinstance(layer, nn.Module) and _is_wrapper(layer)):
         return None

@@ -5,11 +5,11 @@ stay the same. Each convolution remembers the former shape and strides of its we
 first convolution makes its input channels-last. A hook on the last convolution makes its output
 channels-first again, which is what callers of the stock model get.
 
-The layout pays only where kernels run. So a weight is converted when it is on a GPU and kernels support
-its dtype. If it is not there yet, it is converted when the model is moved: ``.to()`` and similar methods
-call ``_apply``, which ``apply`` replaces in the root's ``__dict__``. A weight that leaves the GPU keeps the
-layout, because it usually comes back. The first forward on a device without kernels restores the former
-layout.
+Channels-last is faster only where kernels run. So a weight is converted if it is on a GPU and kernels support
+its dtype. A weight that is not on a GPU yet is converted when the model is moved: ``.to()`` and similar
+methods call ``_apply``, which ``apply`` replaces in the ``__dict__`` of the model's root. A weight that
+leaves the GPU keeps channels-last, because it usually comes back. The first forward on a device without
+kernels gives the weights their former layout.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
     "unconverted_weights",
 ]
 
-# Key in the ``__dict__`` of a converted convolution. Its value, (shape, strides) of the stock weight, stays
-# with the module in a deepcopy, in a pickle and as a LoRA's base_layer.
+# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight. Deep
+# copies and pickles of the convolution have this entry too.
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
@@ -53,15 +53,18 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv3d: torch.channels_last_3d,
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
-# How the paths of the convolutions end through which images enter or leave a model. An autoencoder's
-# ``quant_conv`` runs by itself after the encoder, so it is in both lists. ".input_blocks.0.0" and ".out.2"
-# are ComfyUI's names, the others diffusers'.
+# Ends of the paths of a model's first convolutions (_ENTRIES) and last convolutions (_EXITS). An
+# autoencoder's ``quant_conv`` is in both lists, because it runs alone between the encoder and the latents.
+# ".input_blocks.0.0" and ".out.2" are names in ComfyUI, all others are names in diffusers.
 _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
 
 
 def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward pre-hook of a first convolution: image to channels-last."""
+    """Forward pre-hook of a model's first convolution: makes its input channels-last.
+
+    On a device without kernels it gives the model's weights their former layout instead.
+    """
     if not args or not isinstance(args[0], Tensor) or args[0].dim() != 4:
         return None
     if dispatch.has_kernels(args[0]):
@@ -72,22 +75,22 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def leave(conv: Any, args: Any, output: Any) -> Any:
-    """Forward hook of a last convolution: image to channels-first."""
+    """Forward hook of a model's last convolution: makes its output channels-first."""
     return output.contiguous() if isinstance(output, Tensor) and dispatch.has_kernels(output) else output
 
 
 def is_entry(path: str, module: nn.Module) -> bool:
-    """True if ``module``, at the dotted ``path``, is a 2-D convolution through which images come in."""
+    """True if ``module``, at the dotted ``path``, is a first 2-D convolution of a model."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_ENTRIES)
 
 
 def is_exit(path: str, module: nn.Module) -> bool:
-    """True if ``module``, at the dotted ``path``, is a 2-D convolution through which images go out."""
+    """True if ``module``, at the dotted ``path``, is a last 2-D convolution of a model."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_EXITS)
 
 
 def _path_in_model(path: str) -> str:
-    """``path`` with a dot before it, and without the names that an adapter's wrapper adds to its end."""
+    """``path`` with a leading dot, and without the trailing names that an adapter's wrapper adds."""
     names = path.split(".")
     while names and names[-1] in WRAPPED:
         names.pop()
@@ -97,8 +100,9 @@ def _path_in_model(path: str) -> str:
 def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``root.named_modules()`` without the modules whose weights must keep their layout.
 
-    These are modules that an adapter added (adapters are saved contiguous), modules that FSDP shards (the
-    memory belongs to FSDP), and all modules of a model that would become slower.
+    The weights of these modules keep their layout: modules that an adapter added, because adapters are saved
+    contiguous; modules that FSDP shards, because their memory belongs to FSDP; and all modules of a model
+    that would become slower (``left_alone.py``).
     """
     if reason_to_leave(root) is not None:
         return iter(())
@@ -109,12 +113,13 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in root.named_modules() if module not in left)
 
 
-# id -> ``_Apply``, for every ``_Apply`` that is alive. They are searched for the model of a convolution.
+# id -> ``_Apply``, for every ``_Apply`` that is alive. ``_lay_out_as_stock`` searches their roots for the
+# model that contains a convolution.
 _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 
 class _Apply(InstanceEntry):
-    """Replaces the ``_apply`` of one root: also converts the convolutions that the move brought to a GPU."""
+    """Replaces the ``_apply`` of a model's root: moves the model, then converts convolutions now on a GPU."""
 
     __slots__ = ()
 
@@ -127,7 +132,8 @@ class _Apply(InstanceEntry):
         type(root)._apply(root, fn, recurse)
         if recurse:
             for _, module in convertible_modules(root):
-                # After its conversion the caller may have chosen another layout (``.to(memory_format=...)``).
+                # A convolution that is already converted is left as it is: since then the caller may have
+                # chosen another layout with ``.to(memory_format=...)``.
                 if _STOCK_LAYOUT not in vars(module):
                     _convert(module)
         return root
@@ -145,7 +151,7 @@ def is_complete(root: nn.Module) -> bool:
 
 
 def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
-    """A function for each change that ``apply(root)`` has to make."""
+    """Yields a function without arguments for each change that ``apply(root)`` has to make."""
     has_convolution = False
     for path, module in convertible_modules(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
@@ -170,7 +176,7 @@ def is_applied(root: nn.Module) -> bool:
 
 
 def laid_out(root: nn.Module) -> set[nn.Module]:
-    """Modules below ``root`` that ``apply`` has changed or hooked."""
+    """``root`` and the modules below it that ``apply`` has changed or given a hook."""
     return {
         module
         for module in root.modules()
@@ -182,7 +188,7 @@ def laid_out(root: nn.Module) -> set[nn.Module]:
 
 
 def _convert(module: nn.Module) -> None:
-    """Give the weight of ``module`` the format that ``_format_now`` names, if it names one."""
+    """Give the weight of ``module`` the memory format ``_format_now(module)``; do nothing if that is None."""
     memory_format = _format_now(module)
     if memory_format is None:
         return
@@ -192,14 +198,14 @@ def _convert(module: nn.Module) -> None:
 
 
 def _format_now(module: nn.Module) -> torch.memory_format | None:
-    """The format to give the weight of ``module`` on its present device; None to leave it as it is."""
+    """The memory format for the weight of ``module`` on its present device; None if it must not change."""
     memory_format = _new_format(module)
     weight: Any = None if memory_format is None else module._parameters["weight"]
     return memory_format if weight is not None and dispatch.has_kernels(weight) else None
 
 
 def _new_format(module: nn.Module) -> torch.memory_format | None:
-    """The format to give the weight of ``module`` once it is on a GPU; None to leave it as it is."""
+    """The memory format for the weight of ``module`` once it is on a GPU; None if it must not change."""
     memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
     if memory_format is None:
         return None
@@ -212,7 +218,7 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
         or not weight.is_floating_point()
         or 0 in weight.stride()
     ):
-        return None  # quantized weights have other shapes, and elements of expanded ones share memory
+        return None  # a quantized weight has another shape or dtype; an expanded one has a stride of 0
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 
 
@@ -222,12 +228,15 @@ def unconverted_weights(module: nn.Module) -> int:
 
 
 def converted_weights(module: nn.Module) -> int:
-    """Number of convolutions below ``module`` whose weights are channels-last by ``apply``."""
+    """Number of convolutions below ``module`` whose weights ``apply`` has made channels-last."""
     return sum(_STOCK_LAYOUT in vars(m) for m in module.modules())
 
 
 def restore(module: nn.Module) -> None:
-    """Undo ``apply`` on one module: remove hooks, and give a weight of the same shape its strides again."""
+    """Undo ``apply`` on ``module`` only: remove its hooks, and give its weight the stock strides again.
+
+    A weight that was replaced by one of another shape stays as it is.
+    """
     remove_hooks(module, enter, leave)
     if isinstance(vars(module).get("_apply"), _Apply):
         del vars(module)["_apply"]
@@ -236,7 +245,7 @@ def restore(module: nn.Module) -> None:
 
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
-    """Give all weights of the model that has ``conv`` their former layout, until the model moves again."""
+    """Give all weights of the model that contains ``conv`` their former layout, until the model is moved."""
     # ``valuerefs`` copies the table in one step, so other threads may add to it meanwhile.
     entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
     roots = [root for entry in entries if (root := entry._module()) is not None]
@@ -248,25 +257,25 @@ def _unconvert(module: nn.Module) -> None:
     layout = vars(module).get(_STOCK_LAYOUT)
     if layout is None:
         return
-    # All parameters, because parametrizations, pruning and weight_norm rename the weight.
+    # Goes through all parameters, because parametrizations, pruning and weight_norm rename the weight.
     for weight in (*module.parameters(), _offloaded(module)):
-        # A weight of another shape has replaced ours, for instance a wider one for inpainting. With the
-        # old strides its elements would overlap.
+        # A weight of another shape (a wider one for inpainting, for instance) has replaced the one that was
+        # converted. With the old strides its elements would overlap.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
     del vars(module)[_STOCK_LAYOUT]  # last, so that ``restore`` can be called again after an interrupt
 
 
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
-    """Give a dense ``weight`` these strides. It keeps its memory, unless something else shares the memory.
+    """Give a dense ``weight`` the strides ``stride``.
 
-    Keeping the memory keeps CUDA graphs usable: ComfyUI restores the stock strides and converts them again
-    between two runs, and a graph that was captured before reads the right weights afterwards. The weight
-    has its values at every moment, so Ctrl-C cannot spoil it.
+    The weight stays at its address unless it shares its memory with another tensor. So captured CUDA graphs
+    stay usable in ComfyUI, which restores the stock strides and converts the weight again between two runs.
+    The weight has its values at every moment, so Ctrl-C cannot spoil it.
     """
     in_place = is_alone(weight)
-    # An inference tensor may be written in inference mode only. Any other weight would become an
-    # inference tensor if its new memory were made there.
+    # PyTorch allows writes into an inference tensor only in inference mode. All other weights are handled
+    # outside of it, because a tensor that is made in inference mode becomes an inference tensor.
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         own = weight.data
         weight.data = torch.empty_strided(own.shape, stride, dtype=own.dtype, device=own.device).copy_(own)
@@ -275,7 +284,7 @@ def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
 
 
 def _offloaded(module: nn.Module) -> Tensor | None:
-    """The weight that accelerate's offloading keeps and puts into ``module`` at each call; else None."""
+    """The weight that accelerate's offloading keeps for ``module`` between calls; None without offloading."""
     hook = getattr(module, "_hf_hook", None)
     for part in getattr(hook, "hooks", (hook,)):
         weights = getattr(part, "weights_map", None)

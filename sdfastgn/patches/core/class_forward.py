@@ -1,8 +1,8 @@
-"""Changes the class of a module, and updates every kept bound method of its old ``forward``.
+"""Changes the class of a module, and replaces its old bound ``forward`` wherever other code keeps it.
 
 Hooks of accelerate and diffusers, and wrappers of other code, keep the module's bound ``forward`` in order
-to call it. Removed hooks leave it in the instance's ``__dict__``. After a change of class, such a method
-would still run the old class's code, and ``super()`` in it could fail.
+to call it. Hooks that are removed leave it in the instance's ``__dict__``. After a change of class, such a
+bound method would still run the old class's code, and a ``super()`` call in that code could fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Forward = Callable[..., Any]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
-# Most objects that are searched for a kept ``forward``. Hooks and wrappers keep it close to the module.
+# Maximum number of objects that are searched for a kept ``forward``. Hooks and wrappers keep it only a few
+# references away from the module.
 _MAX_OBJECTS = 1000
 
 
@@ -32,18 +33,18 @@ def class_forward(module: nn.Module) -> types.MethodType:
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """True if the instance has a ``forward`` in its ``__dict__`` that is not its own class's."""
+    """True if the ``__dict__`` of ``module`` has a ``forward`` that is not the bound method of its class."""
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
-    # torch.compile traces this function. It can read the parts of a method, but cannot create a method to
-    # compare with.
+    # The parts of the method are compared, because torch.compile traces this function and cannot trace
+    # ``class_forward``, which creates a method.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
     return not (is_own and forward.__self__ is module)
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give ``module`` another class, and replace each kept bound ``forward`` of the old class by the new."""
+    """Give ``module`` the class ``cls``, and replace its old bound ``forward`` wherever that is kept."""
     old = class_forward(module)
     module.__class__ = cls
     new = class_forward(module)
@@ -52,7 +53,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
-    """Replace ``old`` by ``new`` in ``module``, in its hooks and in wrappers of its ``forward``."""
+    """Replace ``old``, a bound ``forward``, by ``new`` wherever ``module``, its hooks or wrappers keep it."""
     attributes = vars(module)
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]
@@ -64,7 +65,7 @@ def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
 
 
 def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
-    """Replace ``old`` by ``new`` in ``value``, and return the objects that it refers to."""
+    """Replace ``old`` by ``new`` in ``value``, and return the objects that ``value`` refers to."""
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if type(value) is dict:

@@ -1,8 +1,8 @@
 """Calls of convolutions without separate passes for bias, residual and ReLU.
 
-Either the next kernel adds the bias, or cuDNN adds bias and residual and applies ReLU before it writes. Both
-need plain inference on a GPU and a plain ``nn.Conv2d``. Any other convolution, such as a LoRA layer or a
-hooked one, is called as it is.
+Either the next kernel adds the bias, or cuDNN adds bias and residual and applies ReLU before it writes the
+result. Each of these needs a plain ``nn.Conv2d``, and a call on a GPU without gradients. Any other
+convolution, such as a LoRA layer or a hooked one, is called as it is.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _CUDNN_CHANNELS = 8
 
 
 def is_plain_conv(conv: nn.Module) -> bool:
-    """True if calling ``conv`` is PyTorch's 2-D convolution and nothing else.
+    """True if a call of ``conv`` runs PyTorch's 2-D convolution and nothing else.
 
-    ``_conv_forward`` is checked because code for seamless tiling replaces it in the instance.
+    ``_conv_forward`` is checked too, because code for seamless tiling replaces it in the instance.
     """
     return type(conv) is nn.Conv2d and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
 
 
 def bias_can_move(conv: nn.Module) -> bool:
-    """True if the next kernel may add the bias of ``conv``."""
+    """True if ``conv`` has a bias and is plain, so that the kernel that runs next may add the bias."""
     return is_plain_conv(conv) and conv.bias is not None
 
 
@@ -50,7 +50,7 @@ def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """``relu(conv(x) + residual)``, in one call of cuDNN where that is allowed."""
+    """``relu(conv(x) + residual)``, in one call of cuDNN if cuDNN can fuse it. None: no residual is added."""
     is_plain = is_plain_conv(conv) and type(relu) is nn.ReLU and is_unhooked(relu)
     if not (is_plain and _fits_cudnn(conv, x, residual)):
         y = conv(x)
@@ -83,8 +83,8 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
 def pointwise(conv: Any, x: Tensor) -> Tensor:
     """conv(x) for x (N, C, H, W), as a matrix product if ``conv`` is 1x1 and x is channels-last.
 
-    The product adds the bias before it writes. fp32 stays a convolution: by PyTorch's default
-    convolutions run in TF32, and products in slower fp32.
+    The product adds the bias before it writes the result. In fp32 it stays a convolution: by PyTorch's
+    default convolutions run in TF32, and matrix products in fp32, which is slower.
     """
     if not (is_plain_conv(conv) and _is_product(conv, x)):
         return conv(x)

@@ -1,9 +1,10 @@
-"""Changes to models that other threads use: a change waits for running calls, and new calls wait for it.
+"""Keeps other threads from running a model while it is changed.
 
-``optimize`` and ``restore`` exchange classes and strides module by module. A call that ran meanwhile
-would meet some modules before the change and some after it. Preventing this costs calls no time: a change
-finds running calls by the frames of ``nn.Module.__call__`` on the stacks of other threads. During a change,
-each module has a gate in its ``__dict__``, where new calls wait.
+``optimize`` and ``restore`` exchange classes and strides module by module. A call that ran meanwhile would
+use some modules in the old state and some in the new one. So a change waits until running calls are done,
+and new calls wait until the change is done. Outside of changes, calls take no extra time: a change finds
+running calls by the frames of ``nn.Module.__call__`` on the stacks of other threads. During a change, each
+module has a gate in its ``__dict__``, where new calls wait.
 
 Two kinds of call are not noticed: a ``forward`` that is called directly, and a new call of a module that
 ``module.compile()`` has compiled.
@@ -24,16 +25,16 @@ from torch import nn
 
 __all__ = ["one_at_a_time", "undisturbed"]
 
-# Seconds that a change waits for running calls.
+# Maximum number of seconds that a change waits for running calls.
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.
 _LOOK_EVERY = 0.002
-# The gate's name. ``nn.Module.__call__`` looks this method up in the instance first. A hook would not do:
-# fused code leaves hooked modules alone.
+# The key of a gate in its module's ``__dict__``. ``nn.Module.__call__`` looks this method up in the instance
+# first. A hook cannot be the gate, because fused code runs hooked modules as stock.
 _GATE = "_call_impl"
-# The code that runs in every call of a module. Locals are read from frames of this code only. A second read
-# of a frame's locals drops the values of the first read. If that frees a tensor, other threads run on in the
-# middle of the search.
+# The code that runs in every call of a module. Only the locals of frames with this code are read. Reading the
+# locals of a frame again drops the values that the first read returned. If such a value were a tensor,
+# freeing it could let other threads run on in the middle of the search.
 _CALL = nn.Module.__call__.__code__
 
 one_at_a_time = threading.RLock()  # held during a change of any model
@@ -41,7 +42,7 @@ _change: _Change | None = None
 
 
 class _Change:
-    """A change to ``modules`` that is going on."""
+    """One running change of ``modules``."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.owner = threading.get_ident()
@@ -60,7 +61,7 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
-        # A call inside a running call goes on, because the change waits for the outer call.
+        # A call that was made inside another call does not wait: the change waits for the outer call to end.
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()
@@ -69,15 +70,15 @@ class _Gate:
 
 @contextmanager
 def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, no other thread runs a module of ``roots``. Inside another ``undisturbed`` it does nothing.
+    """Inside this context no other thread runs a module of ``roots``.
 
-    The caller must hold ``one_at_a_time``.
+    The caller must hold ``one_at_a_time``. If ``undisturbed`` is nested, the inner one does nothing.
 
     Args:
-        call: the public function's name, for the error.
-        roots: the models that are changed inside.
+        call: the name of the public function that makes the change, for the error.
+        roots: the models that are changed.
 
-    Raises RuntimeError, before anything is changed, if a call runs for more than 30 seconds.
+    Raises RuntimeError, before anything is changed, if a running call does not end within 30 seconds.
     """
     global _change
     change = _Change(module for root in roots for module in root.modules())
@@ -111,7 +112,7 @@ def _wait_for_others(call: str, change: _Change) -> None:
 
 
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
-    """(thread, module) of a call in another thread that is not at a gate; None if there is none."""
+    """(thread, module) of a call of a module in a thread that is neither the owner nor waiting; or None."""
     was_enabled = gc.isenabled()
     gc.disable()  # a collection would let other threads run on while their frames are read
     try:
@@ -127,13 +128,13 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
 
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
-    """True if the call at the gate was made inside another call of ``modules``."""
+    """True if the call that has reached the gate was made inside a call of another of ``modules``."""
     own_call = sys._getframe(2)  # the frame of the call that has reached the gate
     return _called_module(own_call.f_back, modules) is not None
 
 
 def _called_module(frame: FrameType | None, modules: set[nn.Module]) -> nn.Module | None:
-    """The outermost of ``modules`` whose call is ``frame`` or one of its callers, or None."""
+    """The module in ``modules`` whose call is the outermost among ``frame`` and its callers; None if none."""
     found = None
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals["self"] in modules:

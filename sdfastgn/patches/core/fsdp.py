@@ -1,4 +1,7 @@
-"""Finds modules that FSDP shards. FSDP gathers their weights at each call, in its own memory and strides."""
+"""Finds the modules that FSDP shards.
+
+At each call FSDP gathers their weights in memory of its own, with strides that it chooses.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ __all__ = ["modules_in_fsdp"]
 
 
 def modules_in_fsdp(root: nn.Module) -> set[nn.Module]:
-    """Modules below ``root`` that are in a ``fully_shard`` or a FullyShardedDataParallel below it."""
+    """All modules in ``root`` that FSDP shards, by ``fully_shard`` or by ``FullyShardedDataParallel``."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

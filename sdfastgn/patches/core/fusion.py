@@ -31,7 +31,7 @@ __all__ = [
 class Fusion(Protocol):
     """One entry of the registry.
 
-    ``undo`` reverts ``apply``. Both change only the given module and, if need be, its children.
+    ``undo`` reverts ``apply``. Each of them changes only the given module and, if need be, its children.
     """
 
     @property
@@ -39,7 +39,7 @@ class Fusion(Protocol):
 
     @property
     def sources(self) -> tuple[TestedSource, ...]:
-        """Upstream methods that the fusion replaces or relies upon."""
+        """The upstream methods that the fusion replaces or relies on."""
 
     def claims(self, module: nn.Module) -> bool:
         """True if a report lists ``module`` under this fusion: as fused, fusable, or skipped."""
@@ -47,7 +47,7 @@ class Fusion(Protocol):
     def is_applied(self, module: nn.Module) -> bool: ...
 
     def reason_to_skip(self, module: nn.Module) -> str | None:
-        """Why a claimed, not yet fused ``module`` must stay as it is, or None. Changes nothing."""
+        """Why ``module``, which is claimed but not fused, cannot be fused, or None. Changes nothing."""
 
     def apply(self, module: nn.Module) -> None: ...
 
@@ -71,12 +71,15 @@ class ClassSwap:
 
     Args:
         name: the fusion's name in reports.
-        stock: exact type that is fused; a subclass may compute something else and is skipped.
-        fused: its replacement, defined at the top level of a module (pickle).
-        sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
-        check: reason to skip that depends on the instance.
-        covers: False for an instance whose settings make ``stock`` do something that has no fused form. Such
-            an instance is not claimed.
+        stock: the exact class whose instances are fused. Instances of a subclass may compute something else,
+            so they are skipped.
+        fused: the subclass that replaces ``stock``. It is defined at the top level of a Python module, where
+            pickle finds it.
+        sources: the upstream methods that ``fused`` replaces or relies on. Their installed code must be
+            known.
+        check: called with an instance. Returns the reason to skip it, or None.
+        covers: called with an instance. Returns False if its settings make ``stock`` do something that has no
+            fused form. Then the fusion does not claim the instance.
         layers: paths of the children that ``fused`` replaces by kernels. If such a child has an adapter,
             ``fused`` calls it as stock does, and the report names the child.
     """
@@ -97,7 +100,7 @@ class ClassSwap:
             return False
         try:
             return self.is_applied(module) or self.covers(module)
-        except AttributeError:  # a subclass whose own __init__ sets other attributes
+        except AttributeError:  # a subclass's own __init__ need not set the attributes that ``covers`` reads
             return False
 
     def is_applied(self, module: nn.Module) -> bool:
@@ -123,38 +126,38 @@ _stock_of: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
-    """Note that ``fused`` replaces ``stock``, and give it the same ``__name__``.
+    """Note that ``fused`` replaces ``stock``, and give ``fused`` the ``__name__`` of ``stock``.
 
-    Regional compilation, device maps and LoRA trainers find modules by this name. Pickle uses
-    ``__qualname__``, which stays the fused class's own.
+    Regional compilation, device maps and LoRA trainers find modules by ``__name__``. Pickle finds the fused
+    class by its ``__qualname__``, which is not changed.
     """
     fused.__name__ = stock.__name__
     _stock_of[fused] = stock
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``; if that is a fused class, the stock class that it replaces."""
+    """The class of ``module``, or the stock class that it replaces if it is a fused class."""
     return _stock_of.get(type(module), type(module))
 
 
 def restore_class(module: nn.Module) -> None:
-    """Give ``module`` its stock class again, if its class is a fused one."""
+    """Give ``module`` its stock class again if it has a fused class; else do nothing."""
     stock = _stock_of.get(type(module))
     if stock is not None:
         change_class(module, stock)
 
 
 def is_over_fused(module: nn.Module) -> bool:
-    """True if other code has derived the class of ``module`` from a fused one."""
+    """True if other code has given ``module`` a class that it derived from the fused class."""
     cls = type(module)
     return cls not in _stock_of and any(base in _stock_of for base in cls.__mro__)
 
 
 def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
-    """True if the class of ``module`` is a ``stock`` class, or one that other code derived from it.
+    """True if the class of ``module`` is one of the classes ``stock``, or is derived from one of them.
 
-    False for subclasses that diffusers or ComfyUI define themselves. They belong to other models, so
-    reports do not list them.
+    But subclasses of diffusers' or ComfyUI's classes that diffusers or ComfyUI define themselves do not
+    count: they belong to other models, and reports do not list them.
     """
     cls = type(module)
     if cls in stock:
@@ -167,7 +170,10 @@ def _is_upstreams(cls: type) -> bool:
 
 
 def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
-    """The reason to skip ``module`` if its class is only derived from one of ``stock``; else None."""
+    """The reason to skip ``module`` if its class is derived from one of the classes ``stock``.
+
+    None if its class is one of them, or a fused class.
+    """
     cls = type(module)
     if cls in stock or cls in _stock_of:
         return None
@@ -179,14 +185,15 @@ def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
 
 
 def foreign_override(module: nn.Module, *methods: str) -> str | None:
-    """The reason to skip ``module`` if other code has put a ``forward`` into the instance; else None.
+    """The reason to skip ``module`` if other code replaced its ``forward`` or one of ``methods``; else None.
 
-    The fused class's ``forward`` would then never run.
+    Only replacements in the ``__dict__`` of the instance are looked for. With another ``forward`` there, the
+    ``forward`` of the fused class would never run.
 
     Args:
         module: the module.
-        methods: further methods that must not be replaced in the instance, because the fused class does not
-            call them or relies on what they do.
+        methods: other methods that must not be replaced, because the fused class does not call them, or
+            relies on what they do.
     """
     if has_foreign_forward(module):
         owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
@@ -196,9 +203,10 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """True if a call of ``module`` runs its class's forward and nothing else: no hooks, no override.
+    """True if a call of ``module`` runs its class's forward and nothing else.
 
-    Fused code asks at each call, because hooks may be added at any time.
+    Then the module has no hooks, and no ``forward`` of other code in its ``__dict__``. Fused code checks this
+    at each call, because hooks may be added at any time.
     """
     return not (
         module._forward_hooks
@@ -214,10 +222,10 @@ _ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu
 
 
 def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> str | None:
-    """Name under which an activation module can be fused, or None.
+    """The name of the activation that ``module`` computes, for the kernels; None if no kernel has it.
 
-    Only exact classes have one, because a subclass may compute something else. ``stock``: the class of
-    ``module`` before it was fused; None if it was not.
+    A subclass of a known activation has no name, because it may compute something else. ``stock``: the class
+    that ``module`` had before it was fused; None if it is not fused.
     """
     kind = stock or type(module)
     name = _ACTIVATION_NAMES.get(kind)
@@ -227,9 +235,9 @@ def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> st
 
 
 def activation_reason(act: nn.Module, *kinds: type[nn.Module]) -> str | None:
-    """Why an activation module cannot be fused, or None.
+    """Why the activation module ``act`` cannot be fused; None if it can.
 
-    ``kinds``: the classes that can be fused here; by default all that have a fused form.
+    ``kinds``: the classes that the caller can fuse. Without any, all activations of the kernels are allowed.
     """
     if activation_of(act) is not None and (not kinds or type(act) in kinds):
         return None

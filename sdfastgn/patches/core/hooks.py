@@ -1,4 +1,7 @@
-"""Removes module hooks by their functions, which survive deepcopy and pickle. The handles do not."""
+"""Removes a module's hooks by their functions.
+
+Copies and pickles of a module have its hooks, but the handles that PyTorch returned for them are lost.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _OPTION_DICTS = (
 
 
 def remove_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
-    """Remove every forward hook and pre-hook that is one of ``functions``."""
+    """Remove every forward hook and forward pre-hook of ``module`` that is one of ``functions``."""
     for name in _HOOK_DICTS:
         hooks = getattr(module, name)
         for key in [k for k, hook in hooks.items() if hook in functions]:

@@ -1,9 +1,9 @@
-"""Objects in a module's ``__dict__`` that belong to this one module, such as a graphed ``forward``.
+"""Entries in a module's ``__dict__`` that belong to this one module, such as a ``forward`` with CUDA graphs.
 
-A shallow copy (``copy.copy``) gets the ``__dict__`` of the original. With such an entry in it, the copy would
-run the original, and fail once the original is gone. So shallow copies, and the replicas that
-``nn.DataParallel`` makes, get no entries and have stock's methods. A deep copy or pickle gets new entries,
-which belong to the copy.
+A shallow copy (``copy.copy``) gets the items of the original's ``__dict__``. If they included such an entry,
+the copy would run the original, and would fail once the original is freed. So shallow copies, and the
+replicas that ``nn.DataParallel`` makes, get no entries: they have stock's methods. A deep copy or pickle gets
+new entries, which belong to the copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
 
 
 class InstanceEntry:
-    """An entry of one module's ``__dict__``. It holds a weak reference to the module, which owns it."""
+    """Base class of the entries. An entry has a weak reference to its module; the module owns the entry."""
 
     __slots__ = ("__weakref__", "_module")
 
@@ -27,7 +27,7 @@ class InstanceEntry:
 
     @property
     def module(self) -> nn.Module:
-        """The module. Raises ReferenceError when it is gone."""
+        """The module that owns this entry. Raises ReferenceError if the module was freed."""
         module = self._module()
         if module is None:
             raise ReferenceError(f"sdfastgn: the module of this {type(self).__name__} is gone")
@@ -46,9 +46,10 @@ def _entries_of(module: nn.Module) -> set[str]:
 
 
 class _State(dict[str, Any]):
-    """A module's state for copies. As a dict it has no entries (shallow copy); ``whole`` has all.
+    """The result of a module's ``__getstate__``, for all kinds of copies.
 
-    Deepcopy and pickle use ``whole``.
+    This dict has the items of the module's ``__dict__`` without the entries; shallow copies use it. ``whole``
+    is the ``__dict__`` with the entries; deepcopy and pickle use it.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ class _State(dict[str, Any]):
 
 
 class _GetState(InstanceEntry):
-    """Replaces the ``__getstate__`` of its module."""
+    """Replaces the ``__getstate__`` of its module, so that shallow copies get no entries."""
 
     __slots__ = ()
 
@@ -74,7 +75,7 @@ class _GetState(InstanceEntry):
 
 
 class _Replicate(InstanceEntry):
-    """Replaces the ``_replicate_for_data_parallel`` of its module."""
+    """Replaces the ``_replicate_for_data_parallel`` of its module, so that replicas get no entries."""
 
     __slots__ = ()
 
@@ -86,7 +87,7 @@ class _Replicate(InstanceEntry):
         return replica
 
 
-# Method that copies a module -> the entry that replaces it.
+# Name of a method that copies a module -> class of the entry that replaces this method.
 GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
 
 
@@ -97,7 +98,7 @@ def guard(module: nn.Module) -> None:
 
 
 def unguard(module: nn.Module) -> None:
-    """Undo ``guard`` if no other entry is left."""
+    """Undo ``guard``, unless ``module`` still has other entries, which need it."""
     entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:

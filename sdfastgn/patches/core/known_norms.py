@@ -1,7 +1,7 @@
-"""Subclasses of ``nn.GroupNorm`` in other projects, recognized by the code of their ``forward``.
+"""Recognizes two subclasses of ``nn.GroupNorm`` in other projects by the code of their ``forward``.
 
-GroupNorm32 is copied from repository to repository, and timm may not be installed. So there is no class that
-could be imported and compared with.
+They cannot be recognized by class: GroupNorm32 is copied from repository to repository, so there are many
+such classes, and timm, which defines GroupNormAct, may not be installed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sdfastgn.patches.core.tested_sources import definition_of, hash_of
 
 __all__ = ["CAST", "NORM_ACT", "kind_of", "known_base"]
 
-# GroupNorm32 of guided-diffusion and Latent Diffusion: the norm of x in fp32, cast back.
+# GroupNorm32 of guided-diffusion and Latent Diffusion: casts x to fp32, normalizes, and casts back.
 CAST = "cast"
-# timm's GroupNormAct and GroupNorm1Act: the norm, then ``drop``, then ``act``.
+# timm's GroupNormAct and GroupNorm1Act: normalizes, then calls ``drop``, then ``act``.
 NORM_ACT = "norm_act"
 
 _KINDS = {
@@ -27,25 +27,28 @@ _KINDS = {
     "fb6dbc32c2bcda99": CAST,  # .to(x.dtype)
     "2952c40abcaa8cd6": NORM_ACT,  # timm 0.9 to 1.0.31
 }
-# ``forward`` -> its hash. The key is not the class, which may get another ``forward``.
+# A ``forward`` -> the hash of its code. Classes cannot be the keys: a class may get another ``forward``.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
 
 
 def known_base(cls: type) -> type[nn.Module] | None:
-    """The class with a known ``forward``: ``cls`` itself or one of its bases; None if there is none."""
+    """The first class among ``cls`` and its bases that ``kind_of`` knows; None if it knows none of them."""
     if not issubclass(cls, nn.GroupNorm):
         return None
     return next((base for base in cls.__mro__ if kind_of(base) is not None), None)
 
 
 def kind_of(cls: type) -> str | None:
-    """``CAST`` or ``NORM_ACT`` for a direct subclass of ``nn.GroupNorm`` with that ``forward``."""
+    """``CAST`` or ``NORM_ACT`` for a direct subclass of ``nn.GroupNorm`` whose own ``forward`` is known.
+
+    None for all other classes.
+    """
     forward = vars(cls).get("forward")
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
         return None
     kind = _KINDS.get(_hash(forward))
-    # The hash does not cover the globals that the code uses. While ``_fast_norm`` is off, timm's code uses
-    # one, ``F``: it must be PyTorch's.
+    # The hash does not cover the values of global names. While ``_fast_norm`` is off, timm's code uses only
+    # one global name, ``F``. It must be ``torch.nn.functional``.
     return None if kind == NORM_ACT and forward.__globals__.get("F") is not F else kind
 
 

@@ -1,8 +1,8 @@
 """Faster calls of linear layers.
 
-In a CUDA graph the matrix product uses the fastest algorithm. If the input has few rows, one kernel computes
-the activation before the layer, the product and the bias. Both need plain inference on a GPU and a plain
-``nn.Linear``. Any other layer is called as it is.
+In a CUDA graph the matrix product runs with the fastest algorithm for its shape. If the input has few rows,
+one kernel computes the activation before the layer, the product and the bias. Each of these needs a plain
+``nn.Linear``, and a call on a GPU without gradients. Any other layer is called as it is.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ __all__ = ["call_linear", "fused_linear", "is_plain_linear", "linear_of"]
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """True if calling ``module`` is a product and its bias: no LoRA, hooks, quantized or sharded weights."""
+    """True if a call of ``module`` is one matrix product with a bias and nothing else.
+
+    False for layers with LoRA, hooks, quantized weights or sharded weights.
+    """
     return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_unhooked(module)
 
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``. In a CUDA graph the product uses the fastest algorithm."""
-    # The cheap check comes first: outside of graphs it is the only one.
+    """``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape."""
+    # ``is_choosing`` is the cheaper check, so it comes first. It is False unless a graph is being made.
     if is_choosing() and is_plain_linear(layer):
         return product(x, layer.weight, layer.bias)
     return layer(x)
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
-    """``linear(act(x))``, or ``linear(x)`` if act is None; in one kernel where that is allowed."""
+    """``linear(act(x))``, or ``linear(x)`` if act is None. One kernel computes it if ``fused_linear`` can."""
     y = fused_linear(linear, act, x)
     if y is None:
         y = linear(x if act is None else act(x))
@@ -44,7 +47,10 @@ def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
 
 
 def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
-    """``linear(act(x)) + extra_bias`` in one kernel, x (N, K) and extra_bias (C,); None if not allowed."""
+    """``linear(act(x)) + extra_bias`` in one kernel, for x (N, K) and extra_bias (C,).
+
+    None if the kernel cannot compute it: with gradients, with many rows, or for a layer that is not plain.
+    """
     if (
         torch.compiler.is_compiling()
         or not isinstance(x, Tensor)

@@ -1,16 +1,17 @@
 """Hands the statistics of a tensor from the kernel that writes it to the GroupNorm that reads it.
 
-A block's last sum writes the tensor that the next block normalizes. Where it pays, the sum's kernel also
+A block's last sum writes the tensor that the next block normalizes. If this saves time, the sum's kernel also
 computes the tensor's statistics (``statistics/op.py``), and ``store_statistics`` keeps them. The norm that
 gets the same tensor takes them with ``take_statistics``. Producer and norm do not know each other. The norm
 finds valid statistics or none, whatever code runs in between.
 
-Statistics are kept in a table here. As an attribute of the tensor they would go into pickles, files of
-``torch.save`` and deepcopies. An entry is dropped when it is taken or when its tensor is freed. It is valid
-while the tensor is the same object at the same address with the same version. Every write raises the
-version, also a write through a view. A write through ``x.data`` does not; diffusers makes none to tensors
-that pass from block to block. Inference tensors have no version, so nothing is stored for them. During a
-capture, statistics from before it are not valid: a replay would read them instead of new ones.
+Statistics are kept in a table in this file. If they were an attribute of the tensor, deepcopies, pickles and
+``torch.save`` would include them. An entry is dropped when it is taken or when its tensor is freed. It is
+valid while the tensor is the same object at the same address with the same version. PyTorch raises the
+version at every write, also at a write through a view. It does not at a write through ``x.data``, but
+diffusers never writes to the tensors between blocks in this way. Inference tensors have no version, so
+nothing is stored for them. Statistics that were stored before a capture are not valid in the capture: every
+replay would read these old statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["add", "add_bias", "cat", "emits", "store_statistics", "take_statisti
 
 
 class _Key(weakref.ref[Tensor]):
-    """Weak reference to a tensor that still knows the tensor's id after the tensor is gone."""
+    """Weak reference to a tensor that still knows the tensor's id after the tensor was freed."""
 
     __slots__ = ("id",)
     id: int
@@ -40,11 +41,11 @@ class _Key(weakref.ref[Tensor]):
 
 class _Entry(NamedTuple):
     key: _Key
-    state: tuple[Any, ...]  # ``_state_of`` the tensor when it was stored
+    state: tuple[Any, ...]  # ``_state_of(x)`` at the time of ``store_statistics(x, ...)``
     statistics: Tensor
 
 
-# Id of a tensor -> its entry. torch's WeakTensorKeyDictionary takes 20 times as long.
+# Id of a tensor -> its entry. PyTorch's WeakTensorKeyDictionary would take 20 times as long.
 _stored: dict[int, _Entry] = {}
 
 
@@ -55,13 +56,21 @@ def _forget(key: _Key) -> None:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...]:
-    """A value that differs after ``x`` was written or moved, on another stream, and in or after a capture."""
+    """A value that tells whether statistics of ``x`` are still valid: equal values mean that they are.
+
+    It changes when ``x`` is written or moved, on another stream, and when a capture begins or ends.
+    """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
 
 
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
-    """Keep the ``statistics`` of ``x``, (2, N, P, C) fp32, and return ``x``. Call it only if ``emits``."""
+    """Keep the statistics of ``x`` for the norm that reads ``x``, and return ``x``.
+
+    Call it only if ``emits`` is True.
+
+    statistics: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
+    """
     key = _Key(x, _forget)
     key.id = id(x)
     _stored[key.id] = _Entry(key, _state_of(x), statistics)
@@ -69,7 +78,7 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """The stored statistics of ``x``, which are then no longer stored. None if there are no valid ones."""
+    """Remove the statistics of ``x`` from the table and return them. None if there are no valid ones."""
     if torch.compiler.is_compiling() or id(x) not in _stored:
         return None
     entry = _stored.pop(id(x), None)
@@ -79,18 +88,18 @@ def take_statistics(x: Tensor) -> Tensor | None:
 
 
 def emits(C: int, HW: int) -> bool:
-    """True if the producer of a tensor of C channels and HW positions should store its statistics."""
+    """True if code that writes a tensor of C channels and HW positions should store its statistics."""
     return statistics_pay(C, HW) and not torch.is_inference_mode_enabled()
 
 
 def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float = 1.0) -> Tensor:
     """(x + residual + bias) / divisor.
 
-    In plain inference on a GPU this is one kernel, which also stores the statistics where they pay.
+    On a GPU, without gradients, one kernel computes the sum, and also its statistics if ``emits`` is True.
 
     Args:
         x, residual: (N, C, *spatial).
-        bias: (C,) or None. The bias of the convolution that made x, if the convolution did not add it.
+        bias: (C,), the bias of the convolution that made x, if the convolution did not add it; else None.
     """
     if dispatch.is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
         try:
@@ -105,9 +114,9 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias for x (N, C, *spatial), a convolution's result, and bias (C,) or None. May write to x.
+    """x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,) or None. May write to x.
 
-    In plain inference on a GPU this is one kernel, which also stores the statistics where they pay.
+    On a GPU, without gradients, one kernel computes the sum, and also its statistics if ``emits`` is True.
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
@@ -133,8 +142,8 @@ def _is_alike(x: Tensor, y: Tensor) -> bool:
 def cat(a: Tensor, b: Tensor) -> Tensor:
     """torch.cat((a, b), dim=1) of (N, C, *spatial).
 
-    For channels-last tensors in plain inference on a GPU this is one kernel, which also stores the
-    statistics where they pay.
+    For channels-last tensors on a GPU, without gradients, one kernel copies a and b, and also computes the
+    statistics of the result if ``emits`` is True.
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)
@@ -154,6 +163,9 @@ def _join(a: Tensor, b: Tensor) -> bool:
 def _are_channels_last(
     a: tuple[int, ...], a_stride: tuple[int, ...], b: tuple[int, ...], b_stride: tuple[int, ...]
 ) -> bool:
-    """True for two channels-last tensors that are not empty. Cached: it takes as long as a launch."""
+    """True if tensors with the shapes a and b and these strides are channels-last and not empty.
+
+    The answer is cached, because finding it takes as long as a kernel launch.
+    """
     tensors = [torch.empty_strided(*layout, device="meta") for layout in ((a, a_stride), (b, b_stride))]
     return all(is_channels_last(t) and t.numel() > 0 for t in tensors)

@@ -1,9 +1,9 @@
-"""The upstream methods that a fusion replaces or relies on, and whether their code was tested.
+"""Checks that the installed code of upstream methods is a version that sdfastgn was tested with.
 
-A fused ``forward`` computes the same as one version of the stock ``forward``. With another version it could
-change pixels. So the installed code of each method is compared with the tested versions, and a module whose
-class has unknown code is skipped with a reason. Each fusion's file names the methods that it depends on.
-``tested_sources.json`` has the hashes of the tested versions.
+A fused ``forward`` computes the same as one version of the stock ``forward``. With another version of it, the
+fused ``forward`` could give other pixels. So the installed code of each method is compared with the tested
+versions, and a module whose class has unknown code is skipped with a reason. Each fusion's file names the
+methods that the fusion replaces or relies on. ``tested_sources.json`` has the hashes of the tested versions.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 
-# Read and written by ``sdfastgn sources`` too.
+# The hashes of the tested versions. ``sdfastgn sources`` also reads this file, and adds new versions to it.
 FILE = Path(__file__).parents[1] / "tested_sources.json"
 
 
 class TestedSource(NamedTuple):
-    """An upstream class, and the methods of it that a fusion replaces or relies upon.
+    """An upstream class, and the names of its methods that a fusion replaces or relies on.
 
-    ``cls`` may also be a Python module; ``methods`` are then functions in it.
+    ``cls`` may also be a Python module. Then ``methods`` names functions in it.
     """
 
     cls: Any
@@ -50,44 +50,47 @@ class TestedSource(NamedTuple):
 
 
 def tested(cls: Any, *methods: str) -> TestedSource:
-    """``tested(GEGLU, "__init__", "forward")``: both must be known for the fusion to be applied."""
+    """The ``TestedSource`` of ``cls`` and ``methods``, as in ``tested(GEGLU, "__init__", "forward")``.
+
+    The fusion is applied only if the installed code of all these methods is known.
+    """
     return TestedSource(cls, methods)
 
 
 def upstream_name(cls: Any) -> str:
-    """``module.Class``, or the name of a module: the key of ``cls`` in ``tested_sources.json``."""
+    """The key of ``cls`` in ``tested_sources.json``: ``module.Class``, or the module's name for a module."""
     return cls.__name__ if isinstance(cls, types.ModuleType) else f"{cls.__module__}.{cls.__qualname__}"
 
 
 @functools.cache
 def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
-    """The content of ``FILE``: ``upstream_name`` -> method -> its tested versions, the oldest first.
+    """The content of ``FILE``: ``upstream_name`` -> name of a method -> its tested versions, oldest first.
 
-    Each version has its ``hash`` (of ``source_hash``) and, if it is known, ``first_seen``: the first release
-    in which this code was seen.
+    A version is a dict with its ``hash`` (as from ``source_hash``) and, if known, ``first_seen``: the first
+    release in which this code was seen.
     """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def is_known(cls: Any, method: str) -> bool:
-    """True if the installed version of a method was tested."""
+    """True if the installed code of the method is one of its tested versions."""
     found = source_hash(cls, method)
     versions = tested_versions().get(upstream_name(cls), {}).get(method, ())
     return any(version["hash"] == found for version in versions)
 
 
-# Package -> its name in messages.
+# Import name of an upstream package -> its name in messages.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# Function -> its hash. The key is not (class, name), because other code may replace a class's function.
+# Function -> its hash. (class, name) cannot be the key, because other code may replace a class's method.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
 def source_hash(cls: Any, method: str) -> str | None:
-    """``hash_of`` a method or property; None if the code is not upstream's or cannot be read.
+    """The hash of the code of a method or property; None if the code is not upstream's or cannot be read.
 
-    Decorators of upstream are part of the hash. A wrapper of other code gives None, also if
-    ``functools.wraps`` makes it look like the method.
+    Decorators in upstream's code are part of the hash. For a method that other code has wrapped the result is
+    None, even if ``functools.wraps`` makes the wrapper look like the method.
     """
     function = getattr(cls, method, None)
     if isinstance(function, property):
@@ -125,7 +128,8 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 def hash_of(definition: ast.FunctionDef) -> str:
     """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    Layout, comments, docstrings and annotations do not change it. All versions of Python give the same.
+    Layout, comments, docstrings and annotations do not change the hash. It is the same in all versions of
+    Python.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
@@ -148,7 +152,7 @@ def _is_docstring(part: Any) -> bool:
 
 
 def _dump(part: Any) -> str:
-    """``ast.dump`` without empty fields. Python's versions differ in which empty fields they have."""
+    """``ast.dump`` without empty fields, because each version of Python has different empty fields."""
     if isinstance(part, list):
         return f"[{','.join(map(_dump, part))}]"
     if not isinstance(part, ast.AST):
@@ -158,7 +162,8 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # ``__module__`` would be wrong for wrappers, because functools.wraps copies it.
+    # ``__globals__`` names the module in which the function was written. functools.wraps copies
+    # ``__module__``, so in a wrapper it names the module of the wrapped function.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 

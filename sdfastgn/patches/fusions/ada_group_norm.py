@@ -15,7 +15,7 @@ __all__ = ["FUSION", "FusedAdaGroupNorm"]
 
 
 class FusedAdaGroupNorm(AdaGroupNorm):
-    """``AdaGroupNorm`` on sdfastgn's kernel. x (N, C, H, W), emb (N, embedding_dim)."""
+    """``AdaGroupNorm`` on sdfastgn's kernel. x (N, C, H, W), emb (N, embedding_dim) -> (N, C, H, W)."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         if not dispatch.has_kernels(x):

@@ -1,16 +1,17 @@
-"""diffusers' ``Attention``: queries, keys and values in one matrix product, and fewer passes around it.
+"""diffusers' ``Attention``: queries, keys and values in one matrix product, and fewer passes over tensors.
 
 It computes what ``AttnProcessor2_0`` does, with four differences.
 
-- Self-attention computes q, k and v in one product, cross-attention k and v in one. The parameters stay
-  the same objects (``shared/packed_weights.py``).
-- Attention to a prompt's few keys, and attention with a VAE's wide heads, run in special kernels.
-- The division by ``rescale_output_factor`` is left out if the factor is 1, because it is a whole pass.
-- The processor's signature is not inspected at each call, which would take longer than a product's launch.
+- Self-attention computes q, k and v in one matrix product; cross-attention computes k and v in one. The
+  parameters stay the same objects (``shared/packed_weights.py``).
+- Attention to the few keys of a prompt, and attention with the wide heads of a VAE, run in special kernels.
+- There is no division by ``rescale_output_factor`` if this factor is 1. Stock divides by 1 in a pass over the
+  whole tensor.
+- The processor's signature is not inspected at each call. In stock this takes longer than a kernel launch.
 
 One product is faster than three if each of the three leaves a part of the GPU idle. For 2048 tokens of 1280
-channels, each product has 80 tiles of 128 x 256, but an H200 has 132 multiprocessors: three products take
-three rounds. One product of 240 tiles takes two rounds.
+channels each product has 80 tiles of 128 x 256, and an H200 computes 132 tiles at a time. Three products take
+three rounds, and one product of 240 tiles takes two rounds.
 
 diffusers' own forward runs for other processors (IP-Adapter, xformers, sliced attention,
 ``fuse_qkv_projections``), with masks, with arguments that the processor warns about, and under a compiler.
@@ -39,10 +40,10 @@ __all__ = ["FUSION", "FusedAttention"]
 
 
 class FusedAttention(Attention):
-    """``Attention`` in fewer launches.
+    """``Attention`` with fewer kernel launches.
 
-    hidden_states is (N, L, C) or (N, C, H, W), encoder_hidden_states is (N, S, C') or None.
-    The result has the shape of hidden_states.
+    hidden_states: (N, tokens, C) or (N, C, H, W). encoder_hidden_states: (N, tokens', C'), or None for
+    self-attention. The result has the shape of hidden_states.
     """
 
     def forward(
@@ -77,14 +78,14 @@ class FusedAttention(Attention):
             not torch.compiler.is_compiling()
             and dispatch.has_kernels(hidden_states)
             and type(self.processor) is AttnProcessor2_0
-            and all(name == "temb" for name in options)  # only spatial_norm reads it, and there is none
+            and all(name == "temb" for name in options)  # temb is for spatial_norm, which is None here
             and hidden_states.dim() in (3, 4)
             and (context is None or (context.dim() == 3 and context.shape[0] == hidden_states.shape[0]))
             and _is_plain_attention(self)
         )
 
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries, keys and values, (N, heads, tokens, channels of a head) each."""
+        """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head)."""
         heads = self.heads
         if context is None:
             together = self._joined(hidden_states, (self.to_q, self.to_k, self.to_v))
@@ -98,7 +99,7 @@ class FusedAttention(Attention):
         return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
 
     def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of one layer that replaces ``linears``; None if they must be called one by one."""
+        """(weight, bias) of one layer that computes all ``linears``; None if each must be called itself."""
         found = plain_parameters(linears)
         return joined(self, found) if found is not None and is_one_product(x, found) else None
 
@@ -108,13 +109,13 @@ class FusedAttention(Attention):
         pack(self, linears if same else linears[1:])
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``.to()`` and similar methods give every parameter new memory, so they are packed again."""
+        """``.to()`` and similar methods give every parameter new memory. So parameters are packed again."""
         module = super()._apply(*args, **kwargs)
         self._pack()
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The parameters of a deepcopy have new memory, so they are packed again."""
+        """A deepcopy's parameters have new memory. So they are packed again."""
         super().__setstate__(state)
         self._pack()
 
@@ -122,9 +123,9 @@ class FusedAttention(Attention):
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Tensor:
     """scaled_dot_product_attention of (N, heads, tokens, channels), with kernels for few keys and wide heads.
 
-    ``is_prompt``: the keys are a prompt's, so their number does not depend on the image.
+    ``is_prompt``: True if the keys come from a prompt, so that their number does not depend on the image.
     """
-    # Self-attention has few keys if the image is small. Each image size would compile another kernel.
+    # Self-attention of a small image has few keys too. But the kernel would be compiled for each image size.
     fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
     if fits and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
@@ -138,7 +139,10 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _is_plain_attention(attn: Any) -> bool:
-    """True if only the three products are between the input's norm and scaled_dot_product_attention."""
+    """True if scaled_dot_product_attention gets exactly what the layers for q, k and v return.
+
+    Then the module has no norms but ``group_norm``, which is for its input.
+    """
     return (
         attn.spatial_norm is None
         and not attn.norm_cross
@@ -157,8 +161,8 @@ class _AttentionFusion(ClassSwap):
 
 
 def _covers(attn: Attention) -> bool:
-    # No call of any other ``Attention`` could run fused. The processor is not looked at here but at each
-    # call, because users change it at any time.
+    # If this is False, no call of the module could run fused. The processor is checked at each call instead,
+    # because users may change it at any time.
     return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 
 

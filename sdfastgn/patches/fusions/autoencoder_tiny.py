@@ -1,8 +1,9 @@
 """diffusers' ``AutoencoderTiny`` (TAESD): channels-last, and convolutions with ReLU and skip in one call.
 
-It has no norms. Beside its convolutions, stock spends time on one pass each for bias, ReLU and the skip sum,
-and on upsampling. Here cuDNN adds bias and skip and applies ReLU before it writes. Upsampling and the
-convolution after it are one convolution at low resolution, in the kernel that ``upsample_2d`` uses.
+It has no norms. Apart from convolutions, stock spends time on upsampling, and on a pass over the tensor for
+each bias, ReLU and skip sum. Here cuDNN adds bias and skip and applies ReLU before it writes the result.
+Upsampling and the convolution after it run as one convolution at low resolution, in the kernel that
+``upsample_2d.py`` uses.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def _runs_fused(module: Any, x: Tensor, layers: nn.Module) -> bool:
 
 
 def _chain(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Run ``layers`` in order. A convolution runs as one with a ReLU after it or an upsampling before it."""
+    """Run ``layers`` in order and return the result.
+
+    A convolution runs in one call with a ReLU that follows it, or with an upsampling directly before it.
+    """
     todo = list(layers)
     while todo:
         layer, following = todo.pop(0), todo[0] if todo else None
@@ -68,7 +72,10 @@ def _is_upsampling(module: Any) -> bool:
 
 
 class FusedTinyBlock(AutoencoderTinyBlock):
-    """``AutoencoderTinyBlock`` in one call for each convolution. x (N, C, H, W) -> (N, C_out, H, W)."""
+    """``AutoencoderTinyBlock`` with one call of cuDNN for each convolution and what follows it.
+
+    x (N, C, H, W) -> (N, C_out, H, W).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if not _runs_fused(self, x, self.conv):

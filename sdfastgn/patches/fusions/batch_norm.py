@@ -1,8 +1,8 @@
-"""Folds an ``nn.BatchNorm2d`` in eval into the convolution directly before it in an ``nn.Sequential``.
+"""Folds an ``nn.BatchNorm2d`` in eval mode into the convolution directly before it in an ``nn.Sequential``.
 
-The parameters and the state_dict stay as they are. The folded weight and bias are made at the first call
-and kept beside the module. They are made again when one of the tensors that they were made from was replaced
-or written.
+The parameters and the state_dict stay as they are. The folded weight and bias are made at the first call and
+kept in a table in this file. They are made again when a tensor from which they were made has been replaced or
+written.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ __all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "forget"
 
 
 class FoldedBatchNorm2d(nn.BatchNorm2d):
-    """A mark: the ``FusedSequential`` around this norm may fold it. Called directly, it is stock's norm."""
+    """Computes what ``nn.BatchNorm2d`` does. The class marks a norm that its ``FusedSequential`` may fold."""
 
 
 register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)
 
 
 class _Folded(NamedTuple):
-    """Weight and bias of the folded convolution, and the tensors that they were made from."""
+    """Weight and bias of a folded convolution, and the tensors from which they were made.
+
+    ``states``: eps, and the address, version and dtype of each of these tensors at that time.
+    """
 
     sources: tuple[Tensor | None, ...]
     states: tuple[Any, ...]
@@ -40,12 +43,13 @@ class _Folded(NamedTuple):
     bias: Tensor
 
 
-# Convolution -> its folded weight. Not in its ``__dict__``, so that it is neither copied nor pickled.
+# Convolution -> its folded weight and bias. They are not kept in the convolution's ``__dict__``, so that they
+# are neither copied nor pickled.
 _folded: weakref.WeakKeyDictionary[nn.Module, _Folded] = weakref.WeakKeyDictionary()
 
 
 def foldable(module: nn.Module) -> Iterator[nn.Module]:
-    """The norms that directly follow a convolution among the children of a Sequential and fit it."""
+    """Yields the children of a Sequential that are norms, directly follow a convolution and can be folded."""
     children = [child for child in module._modules.values() if child is not None]
     for conv, norm in pairwise(children):
         if type(conv) is not nn.Conv2d or type(norm) not in (nn.BatchNorm2d, FoldedBatchNorm2d):
@@ -56,7 +60,7 @@ def foldable(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_folded(module: nn.Module) -> bool:
-    """True if a norm among the children of ``module`` may be folded."""
+    """True if a child of ``module`` is marked as a norm to fold."""
     return any(type(child) is FoldedBatchNorm2d for child in module.children())
 
 
@@ -73,27 +77,28 @@ def unfold(module: nn.Module) -> None:
 
 
 def forget(conv: nn.Module) -> None:
-    """Drop the folded weight of ``conv``, also if its norm is no longer there."""
+    """Drop the folded weight and bias of ``conv``, if there are any."""
     _folded.pop(conv, None)
 
 
 def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
-    """``norm(conv(x))`` as one convolution; None if the two must be called one by one."""
+    """``norm(conv(x))``, computed as one convolution; None if conv and norm must be called one by one."""
     if type(norm) is not FoldedBatchNorm2d or not is_plain_conv(conv):
         return None
     if norm.training or norm.running_mean is None or norm.running_var is None or x.dim() != 4:
         return None
     made_of = conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var
-    # In training PyTorch writes the running averages without raising their versions. But it raises the
-    # version of ``num_batches_tracked``.
+    # ``num_batches_tracked`` shows that the running averages have changed: in training PyTorch writes into
+    # them without raising their versions, but it raises the version of ``num_batches_tracked``.
     sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
     if not (is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
-    # A graph would go on using the folded weight of the capture after the parameters have changed.
+    # In a capture nothing is folded: the graph would go on using the folded weight of the capture even after
+    # the parameters have changed.
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or dispatch.wants_gradient(x, sources) or torch.is_autocast_enabled(x.device.type):
         return None
-    if any(t is not None and t.is_inference() for t in sources):  # they do not count writes
+    if any(t is not None and t.is_inference() for t in sources):  # inference tensors count no writes
         return None
     states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
     found = _folded.get(conv)
@@ -107,7 +112,7 @@ def _fold(
     eps: float, weight: Tensor, bias: Tensor | None, scale: Tensor | None, offset: Tensor | None,
     mean: Tensor, var: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weight and bias of the folded convolution: computed in fp64 and rounded once."""
+    """(weight, bias) of the folded convolution, computed in fp64 and then rounded to the weight's dtype."""
     factor = torch.rsqrt(var.double() + eps)
     factor = factor if scale is None else factor * scale.double()
     shift = -mean.double() if bias is None else bias.double() - mean.double()

@@ -1,12 +1,13 @@
 """The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-The parent's forward calls both. It is long and is not repeated here. Instead, the norm's kernel also applies
-the activation, and ``conv_act`` returns exactly that tensor unchanged. The norm does so only while the
-parent's forward runs: hooks on the parent arm and disarm it, so that ``conv_norm_out`` called directly is
-only a norm. Each thread has its own hand-off, which holds a weak reference to the tensor.
+The forward of their parent, the model, calls the two modules. It is long, so it is not replaced. Instead, the
+norm's kernel also applies the activation, and ``conv_act`` returns its input unchanged if the norm made it in
+this way. To tell ``conv_act`` which tensor that is, the norm keeps a weak reference to it, for each thread.
 
-Why hooks: an activated result is wrong for every other caller of the norm. So the norm must know before it
-computes who calls it and which activation follows. Neither its input nor its own state says so.
+The norm applies the activation only while the parent's forward runs, because for every other caller of
+``conv_norm_out`` an activated result is wrong. The norm cannot know its caller from its input or its own
+state. So hooks on the parent tell it: one hook arms the norm before the parent's forward, and one disarms it
+afterwards.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """The hand-off of one thread.
+    """What a norm and its activation share, separately for each thread.
 
-    ``armed``: id of an armed norm -> its activation. ``output``: the tensor that a norm has activated.
+    ``armed``: id of an armed norm -> its activation module. ``output``: weak reference to the last tensor
+    that a norm has activated; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ _hand_off = _HandOff()
 
 
 class FusedNormOut(FusedGroupNorm):
-    """``conv_norm_out``, together with the activation when the parent's forward calls it."""
+    """``conv_norm_out``. While it is armed, its result is already activated."""
 
     def forward(self, input: Tensor) -> Tensor:
         act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))
@@ -98,7 +100,7 @@ class FusedNormOut(FusedGroupNorm):
 
 
 class _Pass(nn.Module):
-    """Returns a tensor that ``FusedNormOut`` has already activated unchanged, and activates all others."""
+    """An activation that returns its input unchanged if ``FusedNormOut`` has already activated it."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and _hand_off.output is not None:
@@ -109,15 +111,15 @@ class _Pass(nn.Module):
 
 
 class PassSiLU(_Pass, nn.SiLU):
-    """``nn.SiLU`` behind a ``FusedNormOut``."""
+    """``nn.SiLU`` that runs after a ``FusedNormOut``."""
 
 
 class PassReLU(_Pass, nn.ReLU):
-    """``nn.ReLU`` behind a ``FusedNormOut``."""
+    """``nn.ReLU`` that runs after a ``FusedNormOut``."""
 
 
 class PassGELU(_Pass, nn.GELU):
-    """``nn.GELU`` behind a ``FusedNormOut``."""
+    """``nn.GELU`` that runs after a ``FusedNormOut``."""
 
 
 _PASS: dict[Any, Any] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
@@ -134,7 +136,7 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 
 def arm(parent: Any, args: Any) -> None:
-    """Forward pre-hook of the parent. Arms its norm if the parent still runs a known forward."""
+    """Forward pre-hook of the parent. Arms the parent's norm if the parent's forward is a known one."""
     if torch.compiler.is_compiling():
         return
     if type(parent).forward in _FORWARDS or stock_class(parent) in PARENTS:
@@ -142,7 +144,7 @@ def arm(parent: Any, args: Any) -> None:
 
 
 def disarm(parent: Any, args: Any, output: Any) -> None:
-    """Forward hook of the parent; runs after an exception too."""
+    """Forward hook of the parent. Disarms the parent's norm. It also runs if the forward has raised."""
     if not torch.compiler.is_compiling():
         _hand_off.armed.pop(id(parent.conv_norm_out), None)
         _hand_off.output = None

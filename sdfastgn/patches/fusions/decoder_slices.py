@@ -1,9 +1,9 @@
-"""diffusers' VAE ``Decoder``: a large batch is decoded in slices, so that memory does not grow with it.
+"""diffusers' VAE ``Decoder``: decodes a large batch in slices, so that it takes only the memory of one slice.
 
 Every convolution and norm treats each image separately, so slices give the same result. One image of 1024^2
-pixels keeps a GPU busy: an H200 takes as long for it as for four images of 512^2 one by one
-(``docs/benchmarks.md``). More images at once gain no time, and each needs memory for activations of 256
-channels at full resolution. In a CUDA graph all slices use the same memory, one after the other.
+pixels already keeps a GPU busy: an H200 takes as long for it as for four images of 512^2 one by one
+(``docs/benchmarks.md``). So decoding more images together saves no time, but each of them needs memory for
+activations of 256 channels at full resolution. In a CUDA graph all slices use the same memory in turn.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "MOST_PIXELS", "FusedDecoder"]
 
-# Most pixels that are decoded at once. Images with more pixels are decoded one by one.
+# Maximum number of pixels in a slice. Images with more pixels are decoded one by one.
 MOST_PIXELS = 1024**2
 
 
 class FusedDecoder(Decoder):
-    """``Decoder``. sample (N, C, H, W) latents -> (N, 3, 8 H, 8 W) if it has the usual four levels."""
+    """``Decoder`` that works in slices.
+
+    sample: latents (N, C, H, W). The result is (N, 3, 8 H, 8 W) for a decoder with the usual four levels.
+    """
 
     def forward(self, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
         most = None if latent_embeds is not None else self._images_at_once(sample)
@@ -32,7 +35,10 @@ class FusedDecoder(Decoder):
         return torch.cat([super(FusedDecoder, self).forward(part) for part in sample.split(most)])
 
     def _images_at_once(self, sample: Tensor) -> int | None:
-        """Number of images that are decoded together. None: all of them. Only plain inference is sliced."""
+        """Maximum number of images in a slice; None if all images must be decoded together.
+
+        Only calls without gradients are sliced, and only where kernels run.
+        """
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
             return None
         if sample.dim() != 4 or sample.numel() == 0 or not dispatch.has_kernels(sample):

@@ -1,9 +1,9 @@
 """diffusers' ``GEGLU``, the first part of ``FeedForward``: bias, GELU and product in one kernel.
 
-Upstream's linear layer writes (..., 2D). GELU reads and writes half of that, and the elementwise product
-reads both halves and writes (..., D). Here one kernel reads the result of the matrix product, adds the bias
-and writes (..., D). The rest of ``FeedForward`` (dropout, the second linear layer, chunks of tokens) stays
-as it is.
+Upstream's linear layer writes a tensor (..., 2D). GELU reads and writes half of this tensor, and the
+elementwise product reads both halves and writes (..., D). Here the matrix product adds no bias, and one
+kernel reads its result, does all the rest and writes (..., D). The other parts of ``FeedForward`` (dropout,
+the second linear layer, chunks of tokens) stay as they are.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ __all__ = ["FUSION", "FusedGEGLU"]
 
 
 class FusedGEGLU(GEGLU):
-    """``GEGLU`` in one kernel after the matrix product.
+    """``GEGLU``: a matrix product, then one kernel for the rest.
 
     hidden_states (..., dim_in) -> (..., dim_out).
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Extra arguments are deprecated, and upstream's forward warns. A compiler makes the same kernel.
+        # Upstream's forward runs with extra arguments, because it warns that they are deprecated. It also
+        # runs under a compiler, which makes the same kernel.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         return linear_geglu(self.proj, hidden_states)

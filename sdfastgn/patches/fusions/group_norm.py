@@ -1,4 +1,4 @@
-"""Every plain ``nn.GroupNorm`` on sdfastgn's kernel, and ``norm_act``, which also fuses an activation."""
+"""Runs every plain ``nn.GroupNorm`` in sdfastgn's kernel. With ``norm_act`` it also applies an activation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ class FusedGroupNorm(nn.GroupNorm):
     Shapes, dtypes and errors: ``sdfastgn.group_norm``.
     """
 
-    # The class itself, if its forward is a norm and nothing else. A subclass with another forward inherits
-    # the value of its base, which is not the subclass itself. So it does not count as a mere norm. This is
-    # an attribute because torch.compile can trace it in all releases.
+    # If the forward of a class is a norm and nothing else, its ``norm_alone`` is the class itself. A subclass
+    # with another forward inherits the value of its base class, so there it is not the class itself. This is
+    # an attribute because torch.compile can trace attributes in all its releases.
     norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return self._fused(input, "identity") if dispatch.has_kernels(input) else self._in_pytorch(input)
 
     def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
-        """Norm and activation in one kernel. ``operands``: keyword operands of ``sdfastgn.group_norm``."""
+        """``activation`` of the norm of x, in one kernel.
+
+        ``operands``: further operands of ``sdfastgn.group_norm``, by keyword.
+        """
         norm = self.num_groups, self.weight, self.bias, self.eps
         return group_norm(x, *norm, activation, statistics=take_statistics(x), **operands)
 
@@ -39,7 +42,8 @@ class FusedGroupNorm(nn.GroupNorm):
         if not (input.is_cpu and is_channels_last_to_pytorch(input)):
             return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
-        # PyTorch's channels-last kernel for CPUs where it is exact enough, else the reference.
+        # PyTorch's channels-last kernel for CPUs runs if it is exact enough for this input. If not, ``found``
+        # is None.
         found = channels_last_group_norm(*operands)
         return reference_group_norm(*operands) if found is None else found[0]
 
@@ -48,7 +52,10 @@ FusedGroupNorm.norm_alone = FusedGroupNorm
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
-    """True if ``act(norm(x))`` may run as one kernel: both modules are known, and neither has hooks."""
+    """True if ``act(norm(x))`` may run as one kernel.
+
+    Then ``norm`` is a fused norm, ``act`` is an activation of the kernel, and neither of them has hooks.
+    """
     return (
         isinstance(norm, FusedGroupNorm)
         and norm.norm_alone is type(norm)
@@ -59,22 +66,23 @@ def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
 
 
 def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:
-    """``act(norm(x))`` for x (N, C, *spatial), in one kernel where that is allowed."""
+    """``act(norm(x))`` for x (N, C, *spatial), in one kernel if ``can_fuse(norm, act)``."""
     if can_fuse(norm, act) and dispatch.has_kernels(x):
         return fused_norm_act(norm, act, x)
     return act(norm(x))
 
 
 def fused_norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
-    """``act(norm(x))`` with keyword operands of ``sdfastgn.group_norm``. Only where ``can_fuse`` is true.
+    """``act(norm(x))`` with further operands of ``sdfastgn.group_norm``, such as ``shift``.
 
-    If no kernel runs, ``group_norm`` computes in plain PyTorch.
+    It may be called only if ``can_fuse(norm, act)``. Where no kernel runs, ``group_norm`` computes in plain
+    PyTorch.
     """
     return norm._fused(x, activation_of(act) or "identity", **operands)
 
 
-# sdfastgn's own module, which runs the kernel already. Only its name is used: patches must not import
-# modules.py.
+# Full name of sdfastgn's own GroupNorm, which runs the kernel already. The class itself is not used, because
+# patches must not import modules.py.
 _OURS = "sdfastgn.modules.GroupNorm"
 
 

@@ -1,7 +1,7 @@
-"""Known subclasses of ``nn.GroupNorm``: GroupNorm32's cast to fp32, and timm's GroupNormAct.
+"""Fuses known subclasses of ``nn.GroupNorm``: GroupNorm32, which casts to fp32, and timm's GroupNormAct.
 
-A fused subclass of each such class is made when its first instance is optimized. So a fused module is still
-an instance of its stock class.
+When the first instance of such a class is optimized, a fused subclass of the class is made. So a fused module
+is still an instance of its stock class.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
 
 
 class _MadeLater(FusedGroupNorm):
-    """Base of the fused classes, which are made at run time.
+    """Base of the fused classes, which are made at run time, so that a pickle cannot find them by name.
 
-    A pickle names the stock class. When it is loaded, the fused class is made again.
+    A pickle names the stock class instead. When it is loaded, the fused class is made again.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -44,23 +44,27 @@ class _MadeLater(FusedGroupNorm):
 
 
 class FusedGroupNorm32(_MadeLater):
-    """GroupNorm32 on sdfastgn's kernel, which computes in fp32 and rounds once. x (N, C, *spatial)."""
+    """GroupNorm32 on sdfastgn's kernel, which computes in fp32 and rounds once.
+
+    x (N, C, *spatial) -> the same.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
     def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
-        # Under autocast the kernel's result is fp32.
+        # Under autocast the kernel returns fp32, but GroupNorm32 returns the dtype of x.
         return super()._fused(x, activation, **operands).to(x.dtype)
 
     def _in_pytorch(self, input: Tensor) -> Tensor:
-        # Weights are fp64 only in a verification's reference. Upstream's cast of x to fp32 would fail there.
+        # Weights are in fp64 only if ``verify`` computes a reference. Then x is not cast to fp32 as upstream
+        # does, because PyTorch's norm needs x and weights of one dtype.
         is_wide = self.weight is not None and self.weight.dtype is torch.float64
         return super()._in_pytorch(input if is_wide else input.float()).to(input.dtype)
 
 
 class FusedGroupNormAct(_MadeLater):
-    """timm's ``GroupNormAct``. One kernel, unless ``drop`` between norm and activation drops anything.
+    """timm's ``GroupNormAct`` in one kernel, if ``drop``, which it calls before ``act``, drops nothing.
 
     x (N, C, *spatial) -> the same.
     """
@@ -71,7 +75,7 @@ class FusedGroupNormAct(_MadeLater):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fast_norm:
-            return super(FusedGroupNorm, self).forward(x)  # timm's own forward
+            return super(FusedGroupNorm, self).forward(x)  # calls timm's own forward
         name = activation_of(self.act)
         drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
         if name is None or drops or not (is_unhooked(self.act) and dispatch.has_kernels(x)):
@@ -85,7 +89,7 @@ _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _fused_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """The fused subclass of ``stock``, or ``stock`` itself where its ``forward`` is not known."""
+    """The fused subclass of ``stock``, or ``stock`` itself if its ``forward`` is not known."""
     kind = kind_of(stock)
     if kind is None:
         return stock
@@ -110,7 +114,7 @@ class SubclassSwap:
     """Does what ``ClassSwap`` does, for classes that are recognized by the code of their ``forward``."""
 
     name = "group_norm_subclass"
-    # No upstream class: ``core/known_norms.py`` has the hashes.
+    # Empty, because these classes are in no upstream package. ``core/known_norms.py`` checks their code.
     sources: tuple[TestedSource, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:

@@ -1,9 +1,9 @@
-"""The part of a residual block between its convolutions: bias, time embedding, norm and activation.
+"""The part of a residual block up to its second convolution: bias, time embedding, norm and activation.
 
-The first convolution's bias and the projected time embedding are one number for each sample and channel.
-The norm's kernel adds both while it reads, which saves two passes over the tensor. One kernel
-(``act_linear``) computes the embedding's activation and projection and adds the bias. The blocks of
-diffusers and of ComfyUI use this.
+The bias of the first convolution has one number for each channel, and the projected time embedding has one
+for each sample and channel. The norm's kernel adds their sum while it reads its input, which saves two passes
+over the tensor. One kernel (``act_linear``) computes this sum: it applies the activation to the embedding,
+projects it, and adds the bias. The blocks of diffusers and of ComfyUI use this file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ __all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
 
 
 class Embedding(NamedTuple):
-    """A time embedding and what a block does with it.
+    """A time embedding and what a residual block of C channels does with it.
 
     Attributes:
-        value: (N, K), or None for no embedding.
-        linear: the projection to (N, C), or to (N, 2C) with ``scales``; None: ``value`` is added as it is.
-        act: the activation before the projection, or None.
-        scales: True: the embedding is a scale and a shift after the norm. False: a shift before the norm.
+        value: (N, K); None if there is no embedding.
+        linear: the layer that projects it to (N, C), or to (N, 2C) if ``scales`` is True. None if ``value``
+            is used as it is.
+        act: the activation that is applied before the projection; None if there is none.
+        scales: False if the embedding is added before the norm. True if its first half, plus one, multiplies
+            the norm's result, and its second half is then added.
     """
 
     value: Tensor | None = None
@@ -43,9 +45,18 @@ NO_EMBEDDING = Embedding()
 def conv_norm_act(
     h: Tensor, conv: Any, norm: Any, act: nn.Module, C: int, embedding: Embedding = NO_EMBEDDING
 ) -> Tensor:
-    """``act(norm(conv(h)))`` with the time embedding in it.
+    """``act(norm(conv(h) + embedding))``, or ``act(norm(conv(h)) * (1 + scale) + shift)``.
 
-    h: (N, C_in, *spatial). C: number of output channels of ``conv``.
+    The second form is computed if ``embedding.scales`` is True: scale and shift are the halves of the
+    projected embedding. Without an embedding the result is ``act(norm(conv(h)))``.
+
+    Args:
+        h: (N, C_in, *spatial).
+        conv: the block's first convolution.
+        norm: the norm after it.
+        act: the activation after the norm.
+        C: number of output channels of ``conv``.
+        embedding: the time embedding.
     """
     N, scales = h.shape[0], embedding.scales
     fuses = can_fuse(norm, act)
@@ -53,7 +64,7 @@ def conv_norm_act(
     bias = conv.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(conv) else None
     temb, has_bias = _project(embedding, h, bias)
     fits = temb is None or (
-        embedding.linear is not None  # an embedding that is not projected may have any shape
+        embedding.linear is not None  # without a projection the embedding may have any shape
         and temb.dtype == h.dtype
         and tuple(temb.shape) == (N, 2 * C if scales else C)
     )
@@ -75,7 +86,7 @@ def conv_norm_act(
 
 
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
-    """The projected time embedding, and whether ``bias`` was added to it. h: the convolution's input."""
+    """(the projected time embedding, True if ``bias`` was added to it). h: the convolution's input."""
     temb, linear, act, scales = embedding
     if linear is None:
         return temb, False

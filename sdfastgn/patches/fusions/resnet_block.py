@@ -1,8 +1,8 @@
-"""diffusers' ``ResnetBlock2D``: both norms with their activations, and the sum at its end.
+"""diffusers' ``ResnetBlock2D``: fuses both norms with their activations, and the sum at the block's end.
 
-``residual.py`` has the part between the convolutions. The sum at the end adds conv2's bias, divides by the
-output scale, and stores the statistics of its result. ``nonlinearity`` stays a separate module, because the
-block also applies it to the time embedding.
+``residual.py`` has the part between the convolutions. The kernel of the sum also adds conv2's bias, divides
+by the output scale, and stores the statistics of its result. The module ``nonlinearity`` is not changed,
+because the block also applies it to the time embedding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
     """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        # Extra arguments are deprecated, and upstream's forward warns.
+        # Extra arguments are deprecated: upstream's forward warns of them.
         if args or kwargs or not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb, *args, **kwargs)
         h = norm_act(self.norm1, self.nonlinearity, input_tensor)
@@ -45,13 +45,14 @@ class FusedResnetBlock2D(ResnetBlock2D):
         resample = self.upsample if self.upsample is not None else self.downsample
         if resample is None:
             return input_tensor, h
-        # diffusers has this guard too: PyTorch's channels-last upsampling failed for large batches.
+        # Large batches become channels-first before the upsampling, as in diffusers, because PyTorch's
+        # channels-last upsampling failed for them.
         if self.upsample is not None and h.shape[0] >= 64:
             input_tensor, h = input_tensor.contiguous(), h.contiguous()
         return resample(input_tensor), resample(h)
 
     def _conv1_norm2_act(self, h: Tensor, temb: Tensor | None) -> Tensor:
-        """From conv1's input and the time embedding to conv2's input."""
+        """Returns conv2's input. h: conv1's input, (N, C, H, W). temb: the time embedding."""
         scales = self.time_embedding_norm == "scale_shift"
         if scales and temb is None:
             raise ValueError(
@@ -62,7 +63,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
         if scales or self.time_embedding_norm == "default":
             linear_act = None if self.skip_time_act else self.nonlinearity
             embedding = Embedding(temb, self.time_emb_proj, linear_act, scales)
-        # Not conv1.out_channels, because conv1 may be a LoRA's wrapper.
+        # ``self.out_channels`` instead of ``conv1.out_channels``: conv1 may be the wrapper of a LoRA.
         return conv_norm_act(h, self.conv1, self.norm2, self.nonlinearity, self.out_channels, embedding)
 
 
@@ -70,7 +71,8 @@ FUSION = ClassSwap(
     "resnet_block",
     ResnetBlock2D,
     FusedResnetBlock2D,
-    # The two versions of forward: before diffusers 0.37 it makes the shortcut's input channels-first.
+    # Two versions of ``forward`` are known. They compute the same, but the one before diffusers 0.37 makes
+    # the shortcut's input channels-first.
     sources=(tested(ResnetBlock2D, "__init__", "forward"),),
     check=lambda block: activation_reason(block.nonlinearity),
     layers=("norm1", "conv1", "time_emb_proj", "norm2", "conv2", "conv_shortcut"),

@@ -1,7 +1,7 @@
 """``nn.Sequential`` that runs pairs of its children together.
 
-A GroupNorm and the activation directly after it are one kernel. With ``fold_batch_norm``, a BatchNorm2d in
-eval becomes part of the convolution before it.
+A GroupNorm and the activation directly after it run as one kernel. With ``fold_batch_norm``, a BatchNorm2d in
+eval mode becomes part of the convolution directly before it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ __all__ = ["FOLD_BATCH_NORM", "FUSION", "FusedSequential"]
 
 
 class FusedSequential(nn.Sequential):
-    """``nn.Sequential`` that runs each (GroupNorm, activation) pair as one kernel, and each pair of a
-    convolution and a ``FoldedBatchNorm2d`` as one convolution.
+    """``nn.Sequential`` that runs pairs of its children together.
+
+    A GroupNorm and the activation after it run as one kernel. A convolution and the ``FoldedBatchNorm2d``
+    after it run as one convolution.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -53,9 +55,10 @@ FUSION = ClassSwap("sequential", nn.Sequential, FusedSequential, covers=_has_pai
 
 
 class _FoldBatchNorm:
-    """Folds BatchNorm2d in an ``nn.Sequential``, and lists every other module with one as skipped.
+    """Folds the BatchNorm2d children of an ``nn.Sequential``.
 
-    Only an ``nn.Sequential`` says in which order its children run.
+    It claims every module with a BatchNorm2d child. A module that is no ``nn.Sequential`` is skipped with a
+    reason, because only an ``nn.Sequential`` defines the order in which its children run.
     """
 
     name = "batch_norm"

@@ -1,7 +1,7 @@
-"""Stable Video Diffusion's residual blocks of 5-D tensors: both norms with their activations.
+"""Stable Video Diffusion's residual blocks of 5-D tensors: fuses both norms with their activations.
 
-The time embedding differs from frame to frame. It is not one number for each sample and channel, so the
-norm's kernel cannot add it, and it stays a separate addition.
+The time embedding is added in a separate pass. The norm's kernel could add it only if it were one number for
+each sample and channel, but here it differs from frame to frame.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FUSION", "FusedTemporalResnetBlock"]
 class FusedTemporalResnetBlock(TemporalResnetBlock):
     """``TemporalResnetBlock`` with fused normalizations.
 
-    input_tensor (N, C, F, H, W), temb (N, F, temb_channels) or None.
+    input_tensor (N, C, F, H, W) for F frames, temb (N, F, temb_channels) or None -> (N, C_out, F, H, W).
     """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:

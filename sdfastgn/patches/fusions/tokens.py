@@ -16,9 +16,9 @@ from sdfastgn.patches.core.linear import is_plain_linear
 
 __all__ = ["add_feed_forward", "add_norm", "linear_geglu", "norm"]
 
-# In training a norm runs in the kernel only if its input has at least this many elements. For fewer the GPU
-# saves less time than the kernel costs on the CPU: its autograd node is written in Python and takes 0.1 to
-# 0.3 ms on an H200's host, PyTorch's own norm 0.05 ms.
+# In training a norm runs in the kernel only if its input has at least this many elements. For fewer elements
+# the kernel saves less time on the GPU than it costs on the CPU: its autograd node is written in Python and
+# takes 0.1 to 0.3 ms on the host of an H200. PyTorch's own norm takes 0.05 ms there.
 _TRAINING_ELEMENTS = 2**24
 
 
@@ -39,13 +39,13 @@ def _can_fuse(layer: nn.Module, x: Tensor) -> bool:
 
 
 def norm(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)`` for x (N, tokens, C) and a LayerNorm, in the kernel where that is allowed."""
+    """``layer(x)`` for x (N, tokens, C) and a LayerNorm ``layer``, in the kernel if it can be fused."""
     return layer_norm(x, layer.weight, layer.bias, layer.eps) if _can_fuse(layer, x) else layer(x)
 
 
 def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(layer(x + residual), x + residual) in one kernel where that is allowed."""
-    # Other dtypes (autocast, attention in fp32) would promote, and other shapes would broadcast.
+    """(layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if it can be fused."""
+    # The kernel neither promotes different dtypes (autocast, attention in fp32) nor broadcasts shapes.
     if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(layer, x):
         return add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps)
     total = x + residual
@@ -53,7 +53,7 @@ def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """total + ff(layer(total)) with total = x + residual.
+    """total + ff(layer(total)), where total is x + residual and ``layer`` is a LayerNorm.
 
     layers: the layers that ``ff`` calls one after the other; None if ``ff`` does anything else.
     """
@@ -61,11 +61,12 @@ def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, r
         h, total = add_norm(layer, x, residual)
         return ff(h) + total
     *others, last = layers
-    # ``total`` is a new tensor that only this function has, so it may be written in place.
+    # ``total`` is a new tensor that only this function has. So it may be written in place below.
     h, total = add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps, total_bias=last.bias)
     for module in others:
         h = module(h)
-    # A hook or a replaced layer may have changed h so that the sum must promote or broadcast.
+    # Because of a hook or a replaced layer, h may have another dtype or shape than usual. Then the sum must
+    # promote or broadcast.
     if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
         return linear(h, last.weight) + total
     add_linear_(total.view(-1, total.shape[-1]), h.reshape(-1, h.shape[-1]), last.weight)
@@ -75,7 +76,7 @@ def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, r
 def _adds_in_product(
     layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor
 ) -> TypeGuard[list[Any]]:
-    """True if the last of ``layers`` is a plain linear layer whose product may add itself to the sum."""
+    """True if the last of ``layers`` is a plain linear layer whose matrix product may add to the sum."""
     if layers is None:
         return False
     last = layers[-1]

@@ -1,8 +1,8 @@
-"""diffusers' ``Transformer2DModel``: tokens become an image as a channels-last view, without a copy.
+"""diffusers' ``Transformer2DModel``: returns a channels-last image, as a view of the tokens without a copy.
 
-Upstream's forward ends with ``.permute(0, 3, 1, 2).contiguous()``, and all that follows would be
-channels-first. Here the image stays channels-last, the sum with the residual stores the statistics of its
-result, and the 1x1 convolutions before and after the blocks run as matrix products.
+Upstream's forward ends with ``.permute(0, 3, 1, 2).contiguous()``, so all later layers get channels-first
+images. Here the image stays channels-last. The kernel of the sum with the residual also stores the statistics
+of its result. The 1x1 convolutions before and after the blocks run as matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FUSION", "FusedTransformer2DModel"]
 
 
 class FusedTransformer2DModel(Transformer2DModel):
-    """``Transformer2DModel`` whose continuous output is channels-last."""
+    """``Transformer2DModel`` whose output, if it is an image, is channels-last."""
 
     def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
         if not dispatch.has_kernels(hidden_states):

@@ -2,15 +2,15 @@
 
     norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
 
-The kernel writes both the sum and the norm, so the norm need not read the sum: a tensor is transferred four
-times instead of five, in one launch instead of two.
+Such a kernel reads two tensors, and writes the sum and its norm. These are four transfers of a tensor in one
+launch. Stock makes five in two launches, because its norm reads the sum again.
 
-In plain inference on a GPU the last add has no kernel. The feed-forward's last matrix product adds its result
-to the sum in place. The kernel before has already added that layer's bias to the sum (``total_bias`` of
-``add_layer_norm``). This rounds once less than stock.
+On a GPU, without gradients, the last add has no kernel of its own. The feed-forward's last matrix product
+adds its result to the sum in place. The bias of this last layer is already in the sum: the kernel of (add,
+norm3) has added it (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in stock.
 
-Under a compiler diffusers' own forward runs: the compiler makes the same kernel, and also includes the
-division by ``rescale_output_factor``.
+Under a compiler diffusers' own forward runs, because the compiler makes the same kernel, and also includes
+the division by ``rescale_output_factor``.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
 
 
 def _register_for_hooks() -> None:
-    """Register the fused class for diffusers' hooks that skip blocks, which look blocks up by exact class.
+    """Register the fused class with diffusers, for the hooks of SkipLayerGuidance and AutoGuidance.
 
-    Such hooks are SkipLayerGuidance and AutoGuidance.
+    These hooks skip blocks, and look blocks up by their exact class.
     """
     try:
         from diffusers.hooks._helpers import TransformerBlockRegistry
@@ -103,7 +103,7 @@ def _register_for_hooks() -> None:
 
 
 def _has_layer_norms(block: Any) -> bool:
-    """True if the block's norms are plain LayerNorms, and nothing is added between norm and attention."""
+    """True if the block's norms are plain LayerNorms, without positional embeddings added after a norm."""
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 
@@ -121,7 +121,8 @@ FUSION = ClassSwap(
         tested(BasicTransformerBlock, "__init__", "forward"),
         tested(FeedForward, "__init__", "forward"),
     ),
-    # Blocks with adaptive norms or positional embeddings have no add directly before a plain LayerNorm.
+    # Blocks with adaptive norms or positional embeddings are not claimed, because in these the kernel would
+    # not compute what stock does.
     covers=_has_layer_norms,
     layers=("norm1", "norm2", "norm3", "ff.net.2"),
 )

@@ -1,8 +1,9 @@
-"""diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: the concatenation stores statistics.
+"""diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: one kernel concatenates and computes statistics.
 
-The ResNet block that follows begins with a norm of the concatenation. ``torch.cat`` of channels-last tensors
-takes two to three times as long as the kernel. Upstream's forward runs with gradients, checkpointing,
-deprecated arguments, under compilers, and with FreeU, which changes both halves first.
+The next ResNet block begins with a norm of the concatenation, which needs the statistics. ``torch.cat`` of
+channels-last tensors takes two to three times as long as the kernel. Upstream's forward runs with gradients,
+with checkpointing, with deprecated arguments, under compilers, and with FreeU, which changes both tensors
+before the concatenation.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock
 
 
 class FusedUpBlock2D(UpBlock2D):
-    """``UpBlock2D``.
+    """``UpBlock2D`` with sdfastgn's concatenation.
 
-    hidden_states (N, C, H, W), skips (N, C', H, W) -> (N, C_out, H', W'). The last skip is used first.
+    hidden_states (N, C, H, W), a tuple of skips (N, C', H, W) -> (N, C_out, H', W'). The last skip is used
+    first.
     """
 
     def forward(
@@ -48,9 +50,9 @@ class FusedUpBlock2D(UpBlock2D):
 
 
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
-    """``CrossAttnUpBlock2D``.
+    """``CrossAttnUpBlock2D`` with sdfastgn's concatenation.
 
-    Like ``FusedUpBlock2D``, but each ResNet block is followed by an attention on encoder_hidden_states
+    Like ``FusedUpBlock2D``, but after each ResNet block there is an attention to encoder_hidden_states
     (N, tokens, D).
     """
 

@@ -1,8 +1,8 @@
-"""diffusers' ``Upsample2D``: upsampling by two and the next convolution run as one where that is faster.
+"""diffusers' ``Upsample2D``: upsampling by two and its convolution run as one where this is faster.
 
-Only the usual call of a UNet or decoder is fused: no norm before it, no transposed convolution, twice the
-size. PyTorch's own channels-last upsampling copies element by element, which is slow. It fails for large
-tensors, for which upstream makes the image channels-first.
+Only the usual call in a UNet or decoder is fused: the size is doubled, there is no norm before, and the
+convolution is not transposed. PyTorch's own channels-last upsampling is slow, because it copies element by
+element. For large tensors it fails, so upstream makes these channels-first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FusedUpsample2D(Upsample2D):
 
 
 def _conv_of(module: Any) -> Any:
-    """The convolution after the upsampling, under either of upstream's names; None if there is none."""
+    """The convolution after the upsampling, which upstream calls ``conv`` or ``Conv2d_0``; None if none."""
     return (module.conv if module.name == "conv" else module.Conv2d_0) if module.use_conv else None
 
 
@@ -62,7 +62,8 @@ def _is_nearest(module: Any) -> bool:
     return module.norm is None and not module.use_conv_transpose and module.interpolate
 
 
-# With a norm, a transposed convolution or no interpolation it is another operation.
+# An ``Upsample2D`` with a norm, with a transposed convolution or without interpolation is not claimed: it
+# computes something else.
 FUSION = ClassSwap(
     "upsample_2d",
     Upsample2D,

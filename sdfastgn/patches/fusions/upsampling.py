@@ -1,10 +1,10 @@
-"""Upsampling by two and a convolution, as one convolution at low resolution where that is faster.
+"""Upsampling by two and the convolution after it, as one convolution at low resolution where this is faster.
 
-Elsewhere a kernel upsamples the image, and then the convolution is called: in training, under autocast to
-another dtype, if the convolution is not plain (LoRA layers, hooks), and for small images. The blocks of
-diffusers and of ComfyUI use this.
+In other cases a kernel upsamples the image, and then the convolution is called: in training, under autocast
+to another dtype, if the convolution is not plain (LoRA layers, hooks), and for small images. The blocks of
+diffusers and of ComfyUI use this file.
 
-The kernel that adds the bias also stores the statistics of its result where they pay. Nothing is kept between
+The kernel that writes the result also computes its statistics if this saves time. Nothing is kept between
 calls: each call makes the weights of the low-resolution convolution from the module's weight.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
 
 
 def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
-    """``conv`` of x (N, C, H, W), channels-last, after x was upsampled by two (nearest neighbor)."""
+    """``conv(upsampled x)``, where x (N, C, H, W), channels-last, is upsampled by two (nearest neighbor)."""
     if not convolves_at_low_resolution(conv, x):
         return add_bias(*conv_without_bias(conv, upsample_nearest_2x(x)))
     if not emits(conv.out_channels, 4 * math.prod(x.shape[2:])):
@@ -35,7 +35,7 @@ def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
 
 
 def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
-    """True if ``upsample_conv2d`` gives the same as ``conv`` of the upsampled x, and is faster."""
+    """True if ``upsample_conv2d`` computes the same as ``conv(upsampled x)``, and is faster."""
     return (
         is_plain_conv(conv)
         and keeps_size(conv)

@@ -211,7 +211,7 @@ class _FusedNorm(nn.Module):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         norm = None
-        if dispatch.has_kernels(x) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and dispatch.has_kernels(x):
             norm = _norm_of(self, None, x)
         return super().forward(x) if norm is None else channel_norm(x, *norm)
 

@@ -1,4 +1,4 @@
-"""Takes the arguments of a call apart: the key of its graph, the tensors, and the containers around them."""
+"""Separates the tensors in a call's arguments from everything else, and makes the key of the call's graph."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ _CONTAINERS = (list, tuple, dict)
 
 _INITIAL_ORDER = tuple(sdp_priority_order())
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# The orders that PyTorch chooses itself: at the first attention on some GPUs it moves cuDNN to the front.
+# The orders of attention backends that PyTorch chooses by itself, without the user. On some GPUs it moves
+# cuDNN to the front at the first call of attention.
 _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
 
 
 class Unsupported(Exception):  # noqa: N818  # not an error: the call runs without a graph
-    """This call must run eager. The message is the reason, for the report."""
+    """Raised if a call must run eagerly. The message is the reason, which the report shows."""
 
 
 class Number(NamedTuple):
-    """An argument that may be a number, such as a timestep.
+    """Describes an argument that may be a number, such as a timestep.
 
     The model would turn the number into a 0-d tensor. A graph gets this tensor instead of the number, so one
-    graph serves all values.
+    graph serves all values. ``position``: index of the argument if it is positional.
     """
 
     position: int
@@ -55,27 +56,28 @@ class _Slot(NamedTuple):
 
 
 class _Spec(NamedTuple):
-    """The layout of a tensor."""
+    """Describes a tensor: two tensors with equal specs can be arguments of the same graph."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    is_lazy: bool = False  # a conjugate or negative that is not computed yet
+    is_lazy: bool = False  # True for a conjugate or negative view (``is_conj``, ``is_neg``)
 
 
 class Call:
-    """The arguments of one call, with tensors and containers apart.
+    """The arguments of one call, with their tensors separated from the lists, tuples and dicts around them.
 
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        numbers: name -> ``Number``, for the arguments that become 0-d tensors if they are numbers.
+        numbers: name -> ``Number``, for the arguments that the model turns into 0-d tensors.
 
     Attributes:
-        key: hashable. Calls with equal keys can share a graph: they agree in structure, shapes, strides,
-            dtypes, device and plain values.
-        tensors: the tensors in the order of their slots. An argument in ``numbers`` may be a number here.
-        device: the device that all tensors are on.
+        key: hashable. Calls with equal keys can share a graph: their arguments have the same structure,
+            shapes, strides, dtypes, device and plain values.
+        tensors: the tensors, in the order in which they occur in the arguments. For an argument in
+            ``numbers``, the number if it is one.
+        device: the device of all tensors.
 
     Raises Unsupported for tensors on several devices, and for objects other than tensors, plain values,
     lists, tuples and dicts.
@@ -101,7 +103,7 @@ class Call:
         self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
 
     def buffers(self) -> list[Tensor]:
-        """A new tensor of the same layout for each tensor of the call. The values are undefined."""
+        """A new tensor of the same shape, strides and dtype for each of ``tensors``. Values are undefined."""
         return [_like(spec, self.device) for spec in self._specs]
 
     def fill(self, buffers: list[Tensor]) -> None:
@@ -117,17 +119,17 @@ class Call:
             copy_each(targets, sources)
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with ``buffers`` in place of the tensors, in new containers."""
+        """(args, kwargs) of the call in new lists, tuples and dicts, with ``buffers`` instead of tensors."""
         return [_fill_in(p, buffers) for p in self._args], {
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
-        """``value`` with slots in place of its tensors. Appends its part of the key to ``tokens``."""
+        """``value`` with a ``_Slot`` instead of each tensor. Appends a description of it to ``tokens``."""
         kind = type(value)
         if number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
-                # ``item`` does not wait for a GPU, because the tensor is on the CPU.
+                # ``item`` need not wait for the GPU, because this tensor is on the CPU.
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
             if kind in (int, float):  # it becomes a tensor of the same dtype as in diffusers' forward
                 dtype = torch.int64 if kind is int else number.float_dtype
@@ -192,7 +194,7 @@ def _fill_in(part: Any, buffers: list[Tensor]) -> Any:
 
 
 def global_state(device: torch.device) -> tuple[Any, ...]:
-    """PyTorch's global switches that change which kernels a call runs or which tensors it returns."""
+    """The state of PyTorch's global switches that decide which kernels a call runs or what it returns."""
     kind = device.type
     return (
         torch.is_inference_mode_enabled(),
@@ -205,9 +207,10 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
 
 
 def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with each tensor t replaced by ``fn(t)``.
+    """``value`` with each tensor t in it replaced by ``fn(t)``, in new containers.
 
-    Raises Unsupported if a part of it is no tensor, plain value, list, tuple, dict or output of diffusers.
+    Raises Unsupported if anything in ``value`` is of another class than tensors, plain values, lists, tuples,
+    dicts and outputs of diffusers.
     """
     kind = type(value)
     if isinstance(value, Tensor):
@@ -232,7 +235,8 @@ def static_copy(output: Any) -> Any:
 def clone_of(output: Any) -> Any:
     """``output`` with copies of its tensors, so that no later call overwrites them.
 
-    A tensor that occurs twice is copied once. Raises Unsupported if ``output`` has parts of unknown classes.
+    A tensor that occurs twice is copied once. Raises Unsupported if ``output`` contains an object of an
+    unknown class.
     """
     clones: dict[int, Tensor] = {}
 
@@ -245,9 +249,9 @@ def clone_of(output: Any) -> Any:
 
 
 def structure_of(*values: Any) -> Any:
-    """Nested lists with the structure of ``values``, and the id of each object that is no container.
+    """``values`` as nested lists: a list for each list, tuple or dict, and the id of every other object.
 
-    Equal results before and after a call show that it changed no container.
+    If the results before and after a call are equal, the call has changed no list or dict in ``values``.
     """
     return [
         structure_of(*(v.items() if isinstance(v, dict) else v))
@@ -258,7 +262,7 @@ def structure_of(*values: Any) -> Any:
 
 
 def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """(container, its present content) for each list, dict and tuple in ``values``, also nested ones."""
+    """(container, its content) for each list, dict and tuple in ``values``, including nested ones."""
     found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     todo = list(values)
     while todo:
@@ -270,7 +274,7 @@ def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Put back, in place, the content that the lists and dicts had at ``contents_of``."""
+    """Give lists and dicts, in place, the content that ``contents_of`` recorded."""
     for value, content in containers:
         if type(value) is list:
             value[:] = content

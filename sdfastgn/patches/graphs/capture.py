@@ -23,7 +23,7 @@ __all__ = ["Backend", "CudaBackend", "Graph", "Handle", "backend_of", "capture_c
 
 
 class Handle(Protocol):
-    """A captured call. ``output`` is what the forward returned; each ``replay`` overwrites its memory."""
+    """A captured call. ``output`` is what the forward returned. Each ``replay`` writes new values into it."""
 
     output: Any
 
@@ -31,10 +31,10 @@ class Handle(Protocol):
 
 
 class Backend(Protocol):
-    """Captures and replays graphs on one device. Tests use another one, for the CPU.
+    """Captures and replays graphs on one device. Tests use another backend, for the CPU.
 
-    All graphs of a device share one memory pool, so only one may run at a time. ``lock`` ensures that for
-    the threads of the host, ``ordered`` for the streams of the GPU.
+    All graphs of a device share one memory pool, so only one graph may run at a time. ``lock`` ensures this
+    between threads, and ``ordered`` between streams of the GPU.
     """
 
     lock: Any
@@ -43,22 +43,22 @@ class Backend(Protocol):
         """True if other code is capturing the current stream."""
 
     def allocating(self) -> AbstractContextManager[Any]:
-        """Inside, memory for a graph's inputs may be allocated."""
+        """A context in which memory for a graph's inputs is allocated."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` only to compile its kernels and to choose algorithms for its matrix products."""
+        """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
-        """Capture ``fn``. If that fails, the error is raised and the device is left as it was."""
+        """Capture a call of ``fn``. If this fails, raise the error and leave the device as it was."""
 
     def ordered(self) -> AbstractContextManager[Any]:
-        """Work that is enqueued inside waits for all work of earlier blocks, also on other streams."""
+        """A context whose GPU work waits for the GPU work of all earlier such contexts, on any stream."""
 
     def wait(self) -> None:
-        """Wait on the host until all work of ``ordered`` blocks is done. Then graphs may be dropped."""
+        """Block until the GPU work of all ``ordered`` contexts is done. After that graphs may be dropped."""
 
     def memory(self) -> int:
-        """Bytes of the memory pool that the graphs share."""
+        """Size in bytes of the memory pool that the graphs share."""
 
 
 class Graph:
@@ -68,7 +68,7 @@ class Graph:
         self.buffers, self.handle, self.output = buffers, handle, static_copy(handle.output)
 
     def run(self, call: Call, backend: Backend) -> Any:
-        """The result for the arguments of ``call``, in new memory."""
+        """Replay the graph with the arguments of ``call``, and return a copy of its output."""
         with backend.ordered():
             call.fill(self.buffers)
             self.handle.replay()
@@ -78,28 +78,28 @@ class Graph:
 def capture_call(
     module: nn.Module, call: Call, backend: Backend, watch_of_now: Callable[[], Watch], *, is_warm: bool
 ) -> Graph:
-    """A graph of ``call``.
+    """Capture ``call`` and return its graph.
 
     Args:
-        module: its forward is captured.
+        module: the module whose forward is captured.
         call: the arguments. The graph gets copies of them.
-        backend: of the device of ``call``.
+        backend: the backend of the device of ``call``.
         watch_of_now: returns a Watch over the present state of ``module``. It is called just before the
             capture.
-        is_warm: True if this thread has made such a call before, so that kernels are compiled and cuDNN
-            has chosen its algorithms. Otherwise the forward runs once before the capture.
+        is_warm: True if this thread has made a call of this kind before. Then kernels are compiled and cuDNN
+            has chosen its algorithms. If False, the forward runs once before the capture.
 
     Raises:
-        Unsupported: with the reason, if the capture fails or the forward has effects that a replay would
-            lack or repeat.
+        Unsupported: with the reason, if the capture fails, or if the forward changes the model, its tensors
+            or its arguments. A replay would not repeat changes made in Python, and would repeat all writes.
     """
     buffers = _buffers_of(call, backend)
 
     def run() -> Any:
         args, kwargs = call.rebuild(buffers)
         before = structure_of(args, kwargs)
-        # Not in inference mode, because its tensors do not count how often they are written into. The
-        # caller gets copies, which are made in the caller's mode.
+        # The forward runs outside of inference mode, because inference tensors do not count writes. The
+        # caller gets copies of the outputs, which are made in the caller's mode.
         with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
             output = type(module).forward(module, *args, **kwargs)
         if structure_of(args, kwargs) != before:
@@ -120,12 +120,13 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # The capture failed without a warm-up: the model has changed, or a tensor is aligned in another way.
+    # A capture without a warm-up may fail if, since the earlier call, the model has changed or a tensor has
+    # another alignment. So it is tried once more, with a warm-up.
     if graph is None:
         return capture_call(module, call, backend, watch_of_now, is_warm=False)
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
-    if watch.writes() != writes:  # every replay would write, even one whose result is discarded
+    if watch.writes() != writes:  # every replay would repeat the write, even if its result is discarded
         raise Unsupported("its forward writes into its own tensors")
     if versions != [buffer._version for buffer in buffers]:
         raise Unsupported("its forward writes into its arguments")
@@ -133,7 +134,7 @@ def capture_call(
 
 
 def run_on_copies(module: nn.Module, call: Call, backend: Backend) -> None:
-    """Run the forward on copies of the arguments of ``call`` and ignore its result."""
+    """Run the forward of ``module`` on copies of the arguments of ``call``, and ignore its result."""
     args, kwargs = call.rebuild(_buffers_of(call, backend))
     type(module).forward(module, *args, **kwargs)
 
@@ -151,7 +152,7 @@ def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Inside, autocast caches no cast weights: their memory is freed later, but a replay would read it."""
+    """Inside this context autocast keeps no cast weights: they are freed later, but replays read them."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -171,7 +172,7 @@ class _CudaHandle:
 
 
 class CudaBackend:
-    """The graphs of one GPU: one memory pool, one stream for captures, one event to order replays."""
+    """The ``Backend`` of one GPU, with a memory pool, a stream for captures and an event to order replays."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
@@ -188,8 +189,8 @@ class CudaBackend:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # PyTorch's allocator reuses memory on the stream where it was allocated. This stream has no
-        # other work, so nothing overwrites the inputs of a graph that is dropped while it runs.
+        # PyTorch's allocator gives freed memory only to work on the stream where it was allocated. This
+        # stream runs nothing else. So if a graph is dropped while it runs, nothing overwrites its inputs.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -202,13 +203,14 @@ class CudaBackend:
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()
-        # Kept alive during the capture, because the allocator refuses a pool whose graphs are all gone.
+        # This list keeps the other graphs alive during the capture, because the allocator refuses a pool
+        # whose graphs have all been freed.
         others = list(self._alive)
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool
-        # The pool cannot use memory that eager calls left in the allocator's cache. So that is given
-        # back first.
+        # The pool cannot use the memory that eager calls left in the allocator's cache. So the cache is
+        # emptied first.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -228,19 +230,19 @@ class CudaBackend:
         try:
             graph.capture_end()
         except RuntimeError:
-            # CUDA has invalidated the capture, for example because of a synchronization. PyTorch's
-            # ``capture_end`` then stops halfway: the allocator still believes that it is capturing. It
-            # would not empty its cache any more, and would add no other graph to this pool.
+            # CUDA has invalidated the capture, for example because of a synchronization. Then PyTorch's
+            # ``capture_end`` stops halfway, and the allocator still believes that a capture is running. It
+            # would never empty its cache again, and would add no other graph to this pool.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # ``capture_end`` had ended it already, and the graph releases its pool itself
-            # Kept alive: the allocator of pinned memory has a callback that reads from it.
+                return  # ``capture_end`` had told the allocator already; the graph releases its pool itself
+            # The graph is kept alive, because the allocator of pinned memory has a callback that reads it.
             self._broken.append(graph)
             self._free_generator()
 
     def _free_generator(self) -> None:
-        # PyTorch's default generator may also believe that it is capturing, and would refuse to draw.
-        # The end of an empty capture resets it.
+        # PyTorch's default generator may also believe that a capture is running, and would then refuse to
+        # draw. The end of a small successful capture resets it.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
         torch.zeros(1, device=self._device)
@@ -260,7 +262,7 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
-        with self.lock:  # so that no other thread adds a graph meanwhile
+        with self.lock:  # no other thread may add a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
@@ -272,9 +274,10 @@ _backends_lock = threading.Lock()
 
 
 def _free_locks() -> None:
-    """Make new locks in a forked process: no thread is there that could release the old ones.
+    """Make new locks in a forked process, where the threads that could release the old locks do not exist.
 
-    CUDA does not run there and raises an error that says so.
+    CUDA cannot be used in a forked process. Thanks to the new locks a call does not hang, but raises CUDA's
+    error about this.
     """
     global _backends_lock
     _backends_lock = threading.Lock()
@@ -286,7 +289,7 @@ os.register_at_fork(after_in_child=_free_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:
-    """The only backend of ``device``, made at its first use; None for a device without CUDA graphs."""
+    """The one backend of ``device``, made at the first call; None if ``device`` has no CUDA graphs."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     backend = _backends.get(device)

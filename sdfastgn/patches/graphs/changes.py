@@ -1,4 +1,7 @@
-"""Puts a change of the model into words: what changed, and its old and new value where these are short."""
+"""Describes a change of the model in words, for the report: what changed, and its old and new value.
+
+A value is shown only if it is short.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,23 @@ import torch
 
 __all__ = ["Place", "changed", "difference_of", "joined", "tensor_in_words"]
 
-# Classes with values that are shown if short. ``repr`` of another class may run any code.
+# Classes whose values are shown. Values of other classes are not, because their ``repr`` may run any code.
 _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _SHOWN_CONTAINERS = (list, tuple, set, dict)
-# Characters of the longest value that is shown.
+# Maximum number of characters of a value that is shown.
 _MAX_SHOWN = 40
 
 
 class Place(NamedTuple):
-    """A container of the model, with the names of its items.
+    """A list, tuple, set or dict in the model, with what is needed to name its items.
 
     Attributes:
-        name: dotted path of the container. For a module's own dicts (parameters, attributes, hooks) the
-            path of the module.
-        kind: what the items are: "parameter", "buffer", "module", "attribute" or "forward hook" in a
-            module's own dicts, "LoRA scale" in a LoRA layer's dict of scales, "item" in all others.
-        container: the list, set or dict itself.
-        keys: the keys that a dict had at the capture.
+        name: the dotted path of the container. For a module's own dicts (parameters, attributes, hooks) it
+            is the path of the module.
+        kind: what an item of the container is: "parameter", "buffer", "module", "attribute" or "forward
+            hook" in a module's own dicts, "LoRA scale" in a LoRA layer's dict of scales, else "item".
+        container: the list, tuple, set or dict itself.
+        keys: the keys that a dict had at the capture; empty for other containers.
     """
 
     name: str
@@ -35,13 +38,16 @@ class Place(NamedTuple):
     keys: tuple[Any, ...]
 
     def child(self, key: Any) -> str:
-        """The name of the item ``key``."""
+        """The path of the item ``key``, for example ``conv_in.weight`` or ``processor.scales[3]``."""
         if self.kind == "LoRA scale":
             return f"LoRA scale of {self.name.removesuffix('.scaling')}"
         return f"{self.name}[{_shown(key)}]" if self.kind == "item" else joined(self.name, key)
 
     def difference(self, old: Iterable[Any], is_same: Callable[[Any, Any], Any]) -> str | None:
-        """What differs from the items ``old``, in words; None if nothing does."""
+        """A sentence on how the container now differs from its former items ``old``; None if it does not.
+
+        ``is_same(old_item, new_item)`` compares two items.
+        """
         if isinstance(self.container, dict):
             was = dict(zip(self.keys, old, strict=True))
             return difference_of(self, was, dict(dict.items(self.container)), is_same)
@@ -70,7 +76,10 @@ class Place(NamedTuple):
 def difference_of(
     place: Place, before: dict[Any, Any], now: dict[Any, Any], is_same: Callable[[Any, Any], Any]
 ) -> str | None:
-    """What differs between two states of the dict at ``place``, in words; None if nothing does."""
+    """A sentence on the first difference between two states of the dict at ``place``; None if they are equal.
+
+    ``is_same(old_value, new_value)`` compares two values.
+    """
     for key in now:
         if key not in before:
             return f"{place.noun(key)} was added"
@@ -85,7 +94,7 @@ def difference_of(
 
 
 def changed(noun: str, old: Any, new: Any) -> str:
-    """A sentence: ``noun`` changed from ``old`` to ``new``."""
+    """The sentence "``noun`` changed from ``old`` to ``new``", or a similar one if they look the same."""
     before, after = _shown(old), _shown(new)
     if before == after and type(old) is not type(new):
         before, after = (f"{type(value).__module__}.{type(value).__qualname__}" for value in (old, new))
@@ -95,20 +104,20 @@ def changed(noun: str, old: Any, new: Any) -> str:
 
 
 def joined(name: str, key: Any) -> str:
-    """The dotted path of the attribute ``key``."""
-    key = "config" if key == "_internal_dict" else key  # diffusers' property, by which users know it
+    """The dotted path of the attribute ``key`` of the object at the path ``name``."""
+    key = "config" if key == "_internal_dict" else key  # users know it as diffusers' property ``config``
     return f"{name}.{key}" if name else str(key)
 
 
 def tensor_in_words(name: str) -> str:
-    """For example "the weight of conv_in" for ``conv_in.weight``."""
+    """Words for the tensor at the path ``name``: "the weight of conv_in" for ``conv_in.weight``."""
     head, _, last = name.rpartition(".")
     is_attribute = bool(head) and last.isidentifier() and not last.startswith("_") and " " not in name
     return f"the {last} of {head}" if is_attribute else f"the tensor {name}"
 
 
 def _shown(value: Any) -> str:
-    """``value`` if it is short and of a known class, else the name of its class."""
+    """``value`` as text if it is short and of a class that is shown, else the name of its class."""
     if isinstance(value, type):
         return value.__name__
     is_plain = type(value) in _SHOWN

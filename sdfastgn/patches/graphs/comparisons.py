@@ -1,8 +1,12 @@
-"""Compares a model with the record of a ``Watch``: fast at each call, in words after a change.
+"""Classes with which a ``Watch`` records the state of a model, and later compares the model with the record.
 
-Each class records one kind of state. ``add`` takes a piece of the model and its name, and ``freeze`` keeps
-the values of all pieces. ``same`` compares all of them at once, with loops that run in C. ``difference``
-compares them one by one, in Python, and describes the first that differs; None if none does.
+Each class records one kind of state:
+
+- ``add`` takes a piece of the model and its name;
+- ``freeze`` stores the present values of all pieces;
+- ``same`` compares all pieces with these values at once, with loops that run in C. It runs at each call;
+- ``difference`` compares the pieces one by one, in Python. It returns a sentence on the first difference, or
+  None if there is none. It runs only after a change.
 """
 
 from __future__ import annotations
@@ -28,12 +32,12 @@ _version_of = operator.attrgetter("_version")
 _content_of = operator.attrgetter("cell_contents")
 _END = object()
 
-# Decimal digits of a number that are shown: fp32 has no more.
+# Number of significant decimal digits of a float that are shown: fp32 has no more.
 _FLOAT_DIGITS = 6
 
 
 class Types:
-    """Compares the classes of objects."""
+    """Checks that objects keep their classes."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -57,19 +61,20 @@ class Types:
 
 
 class _Containers:
-    """Compares the items of containers. The items of all containers are compared in one go."""
+    """Base class: compares the items of containers. The items of all containers are kept in one list."""
 
     def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
         self._is_same = is_same
-        self._items: list[Any] = []  # for each container an iterable of its items
+        self._items: list[Any] = []  # one iterable of items for each container
         self._places: list[Place | None] = []
 
     def add(self, items: Any, place: Place | None) -> None:
         """Record a container.
 
         Args:
-            items: an iterable of its items.
-            place: names it in ``difference``. None if another comparison describes the same change.
+            items: an iterable of the container's items.
+            place: the container's place, for ``difference``. None if another comparison describes a change of
+                this container.
         """
         self._items.append(items)
         self._places.append(place)
@@ -77,8 +82,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container between these two lines. Then it is unknown which
-        # items are in which container.
+        # False if another thread changed a container between the two lines above. Then it is unknown which
+        # of the kept items belong to which container.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -114,7 +119,8 @@ class Identities(_Containers):
         self._kept.append(_END)
 
     def same(self) -> bool:
-        # Both sides end with _END, so that an additional or missing item is seen.
+        # ``map`` stops at the end of the shorter side. Both sides end with _END, so that an additional or
+        # missing item is noticed all the same.
         now = chain(chain.from_iterable(self._items), (_END,))
         return all(map(operator.is_, now, self._kept))
 
@@ -134,7 +140,7 @@ class Attributes:
 
     Args:
         inert: names of attributes that may change.
-        plain_dicts: names of attributes that are always plain dicts.
+        plain_dicts: names of attributes whose values are always of the class dict itself, no subclass of it.
     """
 
     def __init__(self, inert: Collection[str], plain_dicts: Collection[str]) -> None:
@@ -144,7 +150,7 @@ class Attributes:
         self._places: list[Place] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
-        # The modules that have dicts as attributes, and functions that return these dicts.
+        # The ``__dict__`` of each module that has dicts as attributes, and the function that returns these.
         self._holders: list[dict[str, Any]] = []
         self._dict_getters: list[Callable[[Any], Any]] = []
 
@@ -154,7 +160,7 @@ class Attributes:
         self._places.append(place)
         self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
         names = [key for key in keys if isinstance(attributes[key], dict) and key not in self._plain_dicts]
-        if names:  # the first one twice: itemgetter returns no tuple for a single name
+        if names:  # the first name is given twice, because itemgetter returns no tuple for a single name
             self._holders.append(attributes)
             self._dict_getters.append(operator.itemgetter(names[0], *names))
 
@@ -165,10 +171,11 @@ class Attributes:
 
     def same(self) -> bool:
         return (
-            # An equal dict of a user's class may return other values, so the classes are compared as well.
+            # A dict of a user's class may be equal to the old one and yet return other values. So the classes
+            # of dicts are compared too.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # ``map`` makes one tuple at a time. A list of two thousand tuples would start the garbage
+            # ``map`` makes one tuple at a time. Making a list of two thousand tuples would start the garbage
             # collector.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
@@ -219,7 +226,7 @@ class Cells:
 
 
 class _Tensors:
-    """Keeps tensors with their names."""
+    """Base class: keeps tensors and their names."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -237,8 +244,8 @@ class _Tensors:
 class Memory(_Tensors):
     """Checks that tensors stay at their addresses.
 
-    The memory is not kept alive, so that a model that moves to another device can free it. New memory may
-    then get an old address, so weak references to the storages are checked as well.
+    The tensors' memory is not kept alive, so that a model that moves to another device can free it. New
+    memory may then get the same address. So weak references to the storages are checked too.
     """
 
     def freeze(self) -> None:
@@ -283,7 +290,7 @@ def _rounded(value: Any) -> Any:
 
 
 class Writes(_Tensors):
-    """Checks that nothing is written into tensors on the CPU."""
+    """Checks that nothing has been written into tensors on the CPU, by the number of writes."""
 
     def freeze(self) -> None:
         self._versions = list(map(_version_of, self.tensors))

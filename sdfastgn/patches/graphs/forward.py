@@ -1,15 +1,15 @@
-"""A module's ``forward`` with CUDA graphs: each call is replayed, captured, or runs eager.
+"""A module's ``forward`` with CUDA graphs: it replays a graph, captures one, or runs eagerly.
 
 Each step of a call has its own file:
 
-1. Describe the call: ``arguments.py`` makes a key of the arguments, ``models.py`` says when there can be no
-   graph.
+1. Describe the call: ``arguments.py`` makes a key of the arguments, and ``models.py`` says when there can be
+   no graph.
 2. If ``store.py`` has a graph for the key and all weights are still at the addresses that the graph reads,
-   start it. While the GPU runs, ``watch.py`` compares the model with the captured one. If the model changed,
-   the result is discarded and the graphs are dropped.
-3. Without a graph ``policy.py`` decides whether to capture the call now (``capture.py``). A model that draws
+   start the graph. While the GPU runs it, ``watch.py`` compares the model with its state at the capture. If
+   the model has changed, the result is discarded and the graphs are dropped.
+3. Without a graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that draws
    random numbers is refused (``random_numbers.py``).
-4. Every other call runs eager. Its reason is counted for the report.
+4. Every other call runs eagerly, and its reason is counted for the report.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["GraphedForward", "all_living"]
 
-# Different reasons that are counted separately. Only calls that never repeat have more.
+# Maximum number of reasons that are counted separately. More occur only if each call has another reason.
 _MAX_REASONS = 64
 
-# id -> ``GraphedForward``, for all that exist. Another library's wrapper may have replaced one in its module
-# and still call it: then it is found only here. When memory is short, all of them drop their graphs.
+# id -> ``GraphedForward``, for all that exist. When memory is short, all of them drop their graphs. They are
+# not all found through modules: if another library wraps a ``GraphedForward``, the module has the wrapper.
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
 
 def all_living() -> list[GraphedForward]:
     """All that exist in the process."""
-    # ``valuerefs`` copies in one step of the interpreter. A loop over the dict would fail if another
-    # thread adds one in the meantime.
+    # ``valuerefs`` copies the dict in one step. A loop over the dict itself would fail if another thread
+    # added an entry during the loop.
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
 class GraphedForward(InstanceEntry):
-    """Replaces the ``forward`` of one instance. A copy or pickle has no graphs at first.
+    """Replaces the ``forward`` of one module. In a copy or pickle of the module it begins without graphs.
 
     Args:
-        module: the instance.
-        mode: ``"auto"`` captures at the second call of a kind, True at the first.
-        backend: captures and replays. None: the backend of the device that the arguments are on. Tests pass
+        module: the module.
+        mode: ``"auto"`` captures the second call of a kind, True the first. False makes all calls eager.
+        backend: what captures and replays. None stands for the backend of the arguments' device. Tests pass
             another one.
-        stands_over_own: true if the instance's ``__dict__`` had the class's ``forward`` in it before. It is
-            put back when this object is removed.
+        stands_over_own: True if the module's ``__dict__`` already had an entry "forward", the class's own
+            method. Then the entry gets this method again when this object is removed.
 
     Attributes:
-        eager: reason -> number of calls that ran eager for it.
+        eager: reason -> number of calls that ran eagerly for this reason.
     """
 
-    # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
-    # wrapper.
+    # There is no __dict__, because functools.update_wrapper, which accelerate's hooks use, would copy its
+    # items into the wrapper.
     __slots__ = ("_backend", "_policy", "_store", "eager", "mode", "stands_over_own")
 
     def __init__(
@@ -97,10 +97,10 @@ class GraphedForward(InstanceEntry):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The class's ``forward``, from which ``inspect.signature`` reads the parameters."""
+        """The ``forward`` of the module's class. ``inspect.signature`` reads the parameters from it."""
         return class_forward(self.module)
 
-    # A bound method has these three attributes. torch.export reads them.
+    # The next three attributes are those of a bound method. torch.export reads them.
 
     @property
     def __self__(self) -> nn.Module:
@@ -116,7 +116,7 @@ class GraphedForward(InstanceEntry):
 
     @property
     def alive(self) -> int:
-        """Number of graphs at this moment."""
+        """Number of graphs that exist now."""
         return len(self._store)
 
     @property
@@ -126,7 +126,7 @@ class GraphedForward(InstanceEntry):
 
     @property
     def replays(self) -> int:
-        """Calls answered by a graph so far."""
+        """Number of calls so far whose result came from a graph."""
         return self._store.replays
 
     @property
@@ -141,7 +141,7 @@ class GraphedForward(InstanceEntry):
 
     @classmethod
     def of(cls, module: nn.Module) -> list[GraphedForward]:
-        """All that were made for ``module`` and still exist."""
+        """All ``GraphedForward`` objects that were made for ``module`` and still exist."""
         return [graphed for graphed in all_living() if graphed._module() is module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,14 +161,15 @@ class GraphedForward(InstanceEntry):
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
-            # A call that succeeds with the stock model must not fail because graphs take memory.
+            # A call that succeeds in the stock model must not fail because graphs take memory. So it is tried
+            # again if dropping graphs has freed memory.
             if not _give_memory_back():
                 raise
-        refill(containers)  # diffusers' UNet takes a T2I-Adapter's residuals out of the caller's list
+        refill(containers)  # the failed call may have changed them: diffusers' UNet pops from a caller's list
         return type(module).forward(module, *args, **kwargs)
 
     def clear(self) -> int:
-        """Drop all graphs and the record of the module's state. Returns the number of graphs."""
+        """Drop all graphs and the record of the module's state. Returns the number of dropped graphs."""
         backend = self._store.backend
         if backend is None:
             return 0
@@ -177,15 +178,15 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def pool_bytes(self) -> dict[int, int]:
-        """{id of the backend: bytes of its memory pool}; empty without graphs.
+        """{id of the backend: size of its memory pool in bytes}; empty without graphs.
 
-        All modules on one device share the pool, and the id shows which pools are the same.
+        All modules on one device share one pool. By the id, callers count a shared pool only once.
         """
         backend = self._store.backend
         return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
 
     def _by_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the call by a graph. Raises Unsupported with the reason if it must run eager."""
+        """The result of the call, from a graph. Raises Unsupported with the reason if it must run eagerly."""
         reason = "they are turned off" if self.mode is False else reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
@@ -198,8 +199,8 @@ class GraphedForward(InstanceEntry):
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
         store = self._store
         if backend is not store.backend:
-            # ``clear`` takes the old device's lock, so the new one's is not taken yet. If two models
-            # exchanged their devices, each thread could hold the lock that the other waits for.
+            # ``clear`` takes the lock of the old backend, so the lock of the new one is taken only after it.
+            # Otherwise, if two models exchanged their devices, two threads could wait for each other's lock.
             self.clear()
             store.backend = backend
         with backend.lock:
@@ -215,9 +216,9 @@ class GraphedForward(InstanceEntry):
         raise Unsupported("first call of its kind")
 
     def _replay_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """Start the graph, and compare the model with the captured one while the GPU runs.
+        """Start the call's graph. While the GPU runs it, check that the model is as it was at the capture.
 
-        Returns None if there is no graph, or if the model changed: then the result is discarded.
+        Returns the result. Returns None if there is no graph, or if the model has changed.
         """
         graph, watch = self._store.find(key), self._store.watch
         if graph is None or watch is None or not watch.is_in_place():
@@ -226,10 +227,10 @@ class GraphedForward(InstanceEntry):
         return output if watch.unchanged(module) else None
 
     def _replay_or_capture(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """The result of ``call`` by a graph, which is captured if there is none.
+        """The result of ``call`` from its graph, which is captured first if it does not exist.
 
-        Returns None for a first call that is not captured. Raises Unsupported with the reason if the call
-        must run eager.
+        Returns None if this is a first call of its kind, which mode "auto" does not capture. Raises
+        Unsupported with the reason if the call must run eagerly.
         """
         store, policy = self._store, self._policy
         self._check_model(module)
@@ -245,8 +246,8 @@ class GraphedForward(InstanceEntry):
         is_warm = policy.is_warm(key)
         store.make_room()
         try:
-            # ``undrawn`` also covers the first replay: on a GPU the replay draws random numbers, not the
-            # capture.
+            # The first replay is inside ``undrawn`` too, because on a GPU not the capture but the replay
+            # draws the random numbers.
             with undrawn(call.device, partial(run_on_copies, module, call, backend)):
                 watch_of_now = partial(self._watch_of, module, call.device)
                 graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
@@ -260,22 +261,22 @@ class GraphedForward(InstanceEntry):
             raise
 
     def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
-        """Compile all kernels of a kind of call in parallel. The first call would compile them one by one.
+        """Compile the kernels for a kind of call in parallel, which is faster than one by one in the call.
 
-        This runs the forward once more, on copies of the arguments. Only models that may be captured are
-        rehearsed: for others an additional run may have effects.
+        To find these kernels, the forward runs once on copies of the arguments. This is done only for models
+        that may be captured. In other models one more run could have effects, such as a counter that changes.
         """
         if self._policy.is_rehearsed(key):
             return
         run = partial(run_on_copies, module, call, backend)
-        # If the rehearsal fails, so does the call that follows, and there the user sees the error.
+        # An error here is ignored: the same error is raised in the call that follows, where the user sees it.
         with contextlib.suppress(Exception):
             if Watch(module, is_harmless).reason is None:
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
     def _check_model(self, module: nn.Module) -> None:
-        """Drop the graphs if the model changed. Raises Unsupported if it must not be captured now."""
+        """Drop the graphs if the model has changed. Raises Unsupported if it must not be captured now."""
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
             self._policy.model_changed(self._store.replays_of_state)
@@ -286,13 +287,13 @@ class GraphedForward(InstanceEntry):
             raise Unsupported(watch.reason)
 
     def _drop_changed(self, module: nn.Module, watch: Watch) -> None:
-        """Drop the graphs after ``module`` changed. The policy remembers the change in words."""
+        """Drop the graphs because ``module`` has changed, and store in words what changed, for the report."""
         if self.alive:
             self._policy.last_change = watch.what_changed(module)
         self.clear()
 
     def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
-        """The watch over the present state of ``module``. Graphs of an earlier state are dropped.
+        """The Watch over the present state of ``module``. Drops the graphs if they are of an earlier state.
 
         Raises Unsupported if the module cannot be watched.
         """
@@ -303,7 +304,7 @@ class GraphedForward(InstanceEntry):
         if watch is None:
             try:
                 watch = Watch(module, is_harmless, device)
-            except Exception as error:  # of any class, because this runs properties of users' classes
+            except Exception as error:  # any class of error: Watch runs code of users' classes (properties)
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
             self._store.begin(watch)
         if watch.reason is not None:
@@ -312,7 +313,7 @@ class GraphedForward(InstanceEntry):
 
 
 def _give_memory_back() -> int:
-    """Drop all graphs of the process, and capture none for a while. Returns the number of dropped graphs."""
+    """Drop all graphs in the process, and pause captures. Returns the number of dropped graphs."""
     count = 0
     for graphed in all_living():
         dropped = graphed.clear()

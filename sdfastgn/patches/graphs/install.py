@@ -30,6 +30,7 @@ MODES = ("auto", True, False)
 class Graphs:
     """The state of one module's graphs, and how its calls ran so far.
 
+    ``alive``: number of graphs that exist now. ``replays``: number of calls whose result came from a graph.
     ``eager``: reason -> number of calls that ran without a graph for this reason.
     ``last_change``: the last change of the model that made its graphs invalid; empty if there was none.
     """
@@ -46,18 +47,19 @@ class Graphs:
 
 
 def has_graphable(root: nn.Module) -> bool:
-    """True if there is anything below ``root`` whose calls can be graphs."""
+    """True if ``root`` or a module below it is of a class whose calls become graphs."""
     return any(True for _ in _outermost(root))
 
 
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
-    """Give every graphable module below ``root`` a ``GraphedForward``; take it away if ``mode`` is False.
+    """Give every graphable module in ``root`` a ``GraphedForward``, or remove it if ``mode`` is False.
 
-    Of nested graphable modules only the outermost gets one: the inner ones are part of its graph.
+    Of nested graphable modules only the outermost one gets a ``GraphedForward``, because the inner ones are
+    part of its graphs.
     """
     for _, module in list(_outermost(root)):
         for inner in module.modules():
-            if inner is not module and _graphed(inner) is not None:  # from an ``optimize(inner)`` before
+            if inner is not module and _graphed(inner) is not None:  # ``optimize(inner)`` was called before
                 _take_off(inner)
         graphed = _graphed(module)
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
@@ -81,17 +83,18 @@ def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
-    """Wait until the GPUs with parameters of ``roots`` are idle, including the streams of other threads."""
+    """Wait until all streams are idle on all GPUs that have parameters of ``roots``."""
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
         if device.type == "cuda":
             backend = backend_of(device)
-            # Synchronizing would break a capture in another thread. With the lock no capture is running.
+            # Synchronizing would break a capture in another thread. While this thread has the lock, no other
+            # thread captures.
             with contextlib.nullcontext() if backend is None else backend.lock:
                 torch.cuda.synchronize(device)
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
-    """The state of every graphable module below ``root``. Changes nothing."""
+    """Yields (state, its ``GraphedForward`` or None) for every graphable module in ``root``."""
     for path, module in _outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
@@ -106,7 +109,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
 
 
 def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of each graphable module in ``root`` that is not inside another graphable one."""
+    """Yields (path, module) for each graphable module in ``root`` that is in no other graphable module."""
     seen = set()
     todo = [(path, root)]
     while todo:
@@ -137,7 +140,7 @@ def _take_off(module: Any) -> None:
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
     for graphed in GraphedForward.of(module):
-        graphed.mode = False  # if other code still calls it, it only calls the class's forward
+        graphed.mode = False  # other code may still call it: then it only calls the class's forward
         graphed.clear()
-        replace_kept(module, graphed, class_forward(module))  # hooks that keep it would put it back
+        replace_kept(module, graphed, class_forward(module))  # else hooks that keep it could put it back
     unguard(module)

@@ -1,4 +1,4 @@
-"""Which models' calls become CUDA graphs, and when no call can be replayed."""
+"""Lists the models whose calls become CUDA graphs, and the states in which none of their calls can."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sdfastgn.patches.graphs.arguments import Number
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
 
-# Models that turn a timestep given as a float into an fp64 tensor.
+# For models that turn a timestep that is a float into an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
-# Full name of a class -> its arguments that may be numbers. Names are enough, so diffusers is not imported.
-# Subclasses do not count. UNets for video are left out: they keep a GPU busy without graphs, and their graphs
-# would hold gigabytes.
+# Full name of a class whose calls become graphs -> its arguments that may be numbers. The keys are names, so
+# that diffusers need not be imported. Subclasses of these classes get no graphs. UNets for video are left
+# out: they keep a GPU busy without graphs, and their graphs would take gigabytes of memory.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
@@ -51,24 +51,25 @@ def is_harmless(hook: Any) -> bool:
     sdfastgn's own hooks change layouts on the GPU. The hooks of transformers collect hidden states, which
     are outputs of the captured call.
     """
-    # The module in which the hook was written. ``__module__`` may differ, because functools.wraps copies it.
+    # ``__globals__`` names the module in which the hook was written. ``__module__`` may name another one,
+    # because functools.wraps copies it.
     written_in = getattr(hook, "__globals__", {}).get("__name__")
     return hook in _HARMLESS or written_in == "transformers.utils.output_capturing"
 
 
 def is_graphable(module: nn.Module) -> bool:
-    """True if ``module`` is of a class whose calls are captured."""
+    """True if ``module`` is of a class whose calls become graphs."""
     return numbers_of(module) is not None
 
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
-    """The arguments of ``module`` that may be numbers, by name; None if its calls are not captured."""
+    """The arguments of ``module`` that may be numbers, by name; None if its calls never become graphs."""
     kind = stock_class(module)
     return _GRAPHABLE.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def reason_now(module: nn.Module) -> str | None:
-    """Why this thread can replay no call of ``module`` now; None if that depends on the arguments alone."""
+    """Why no call of ``module`` in this thread can be replayed now, whatever its arguments are; or None."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if module.training:

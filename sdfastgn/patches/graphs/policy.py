@@ -1,4 +1,4 @@
-"""When a call is captured, and when a module or a kind of call is left to run eager."""
+"""Decides whether a call is captured now, and which modules and kinds of calls run eagerly."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["NO_MEMORY", "Policy"]
 
 # The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
-# Kinds of calls that are remembered. There are more only if calls never repeat.
+# Maximum number of kinds of calls that are remembered. There are more only if calls never repeat.
 _MAX_REMEMBERED = 64
-# Replays after which a capture has saved more time than it took.
+# Number of replays after which a capture has saved more time than it took.
 _WORTHWHILE = 3
-# The longest pause, in calls.
+# Length of the longest pause: number of calls that run eagerly.
 _MAX_PAUSE = 256
 
 
 class Policy:
-    """Decides from the past calls of one module whether the next one is captured or runs eager.
+    """Decides from the past calls of one module whether its next call is captured or runs eagerly.
 
-    Calls of one kind have the same key in the store. The caller must hold the backend's lock, except for
-    ``is_rehearsed`` and ``pause_without_memory``.
+    Calls with the same key in the store are of one kind. The caller of a method must hold the backend's lock,
+    except for ``is_rehearsed`` and ``pause_without_memory``.
 
     Attributes:
         last_change: the last change of the model that made its graphs invalid; empty if there was none.
@@ -33,33 +33,33 @@ class Policy:
     __slots__ = ("_pause", "_refused", "_rehearsed", "_short_lives", "_threads", "last_change")
 
     def __init__(self) -> None:
-        # Kind of call -> the thread that made its first call. Dropped when the kind is captured.
+        # Kind of call -> the thread that made its first call. Removed when a call of this kind is captured.
         self._threads: OrderedDict[Any, int] = OrderedDict()
-        self._refused: OrderedDict[Any, str] = OrderedDict()  # kind -> reason
+        self._refused: OrderedDict[Any, str] = OrderedDict()  # kind -> why it is not captured
         self._rehearsed: OrderedDict[Any, None] = OrderedDict()
-        self._pause: tuple[int, str] = (0, "")  # calls that are still to run eager, and why
-        # How many times in a row the model changed before its captures had saved any time.
+        self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
+        # How many times in a row the model has changed before its captures had saved any time.
         self._short_lives = 0
         self.last_change = ""
 
     # ---- pauses
 
     def model_changed(self, replays: int) -> None:
-        """Take note that the model changed after ``replays`` replays of its graphs.
+        """Take note that the model has changed after ``replays`` replays of its graphs.
 
-        If there were too few replays twice in a row, the next 4 calls run eagerly. Each further time doubles
-        this pause.
+        If this was after too few replays twice in a row, the next 4 calls run eagerly. Each time that it
+        happens again without a break doubles this pause, up to 256 calls.
         """
         self._short_lives = self._short_lives + 1 if replays < _WORTHWHILE else 0
         if self._short_lives > 1:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 
     def pause_without_memory(self) -> None:
-        """Capture nothing for a while: the graphs were dropped because memory is short."""
+        """Begin the longest pause, because memory is short and the graphs were dropped."""
         self._pause = (_MAX_PAUSE, NO_MEMORY)
 
     def check_pause(self) -> None:
-        """During a pause: count this call and raise Unsupported with the reason."""
+        """During a pause, count this call and raise Unsupported with the reason; else do nothing."""
         calls, reason = self._pause
         if calls:
             self._pause = (calls - 1, reason)
@@ -68,7 +68,7 @@ class Policy:
     # ---- kinds of calls
 
     def forget_kinds(self) -> None:
-        """Forget first calls and refusals, because the model has changed and they may no longer be true."""
+        """Forget all first calls and refusals: the model has changed, so they may no longer hold."""
         self._threads.clear()
         self._refused.clear()
 
@@ -76,30 +76,37 @@ class Policy:
         return key not in self._threads
 
     def first_call(self, key: Any) -> None:
-        """Take note that this thread makes the first call of its kind. The second is captured."""
+        """Take note that this thread makes the first call of the kind ``key``."""
         _remember(self._threads, key, threading.get_ident())
 
     def is_warm(self, key: Any) -> bool:
-        """True if this thread made the first call: then kernels are compiled and cuDNN has chosen."""
+        """True if this thread has made the first call of the kind ``key``.
+
+        Then kernels are compiled and cuDNN has chosen its algorithms, so the call can be captured at once.
+        """
         return self._threads.get(key) == threading.get_ident()
 
     def was_captured(self, key: Any) -> None:
-        """Forget the first call. If the graph is dropped later, the next call counts as a first one."""
+        """Forget the first call of the kind ``key``, because the kind now has a graph.
+
+        If the graph is dropped later, the next call of this kind counts as a first call.
+        """
         self._threads.pop(key, None)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Capture no call of this kind any more, until the model changes."""
+        """Let all calls of the kind ``key`` run eagerly for ``reason``, until the model changes."""
         _remember(self._refused, key, reason)
 
     def check_refused(self, key: Any) -> None:
-        """Raise Unsupported with the reason if the kind was refused."""
+        """Raise Unsupported with the reason if ``refuse`` was called for the kind ``key``."""
         if key in self._refused:
             raise Unsupported(self._refused[key])
 
     def is_rehearsed(self, key: Any) -> bool:
-        """Whether this kind was rehearsed before. Marks it as rehearsed: the caller does so after False.
+        """True if the kind ``key`` was rehearsed before. After False the caller must rehearse it.
 
-        A change of the model does not reset this, because kernels stay compiled.
+        This method already marks the kind as rehearsed. A change of the model does not remove the mark,
+        because kernels stay compiled.
         """
         if key in self._rehearsed:
             return True

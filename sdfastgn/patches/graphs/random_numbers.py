@@ -17,11 +17,11 @@ __all__ = ["undrawn"]
 
 
 class _DrawsError(Exception):
-    """An operation was about to draw random numbers."""
+    """Raised when an operation is about to draw random numbers."""
 
 
 class _Guard(TorchDispatchMode):
-    """Raises before this thread draws its first random number."""
+    """Inside this mode an operation of this thread that would draw random numbers raises ``_DrawsError``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -31,7 +31,7 @@ class _Guard(TorchDispatchMode):
 
 
 def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for attention with dropout 0. PyTorch tags it as drawing random numbers, but it draws none."""
+    """True for a call of attention with dropout 0, which draws no random numbers although its tag says so."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             p = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
@@ -40,7 +40,10 @@ def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _states(device: torch.device | None) -> list[Tensor]:
-    """The states of PyTorch's default generators. Reading them does not wait for the GPU."""
+    """The states of PyTorch's default generators, of the CPU and of a GPU ``device``.
+
+    Reading them does not wait for the GPU.
+    """
     states = [torch.get_rng_state()]
     if device is not None and device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -49,11 +52,11 @@ def _states(device: torch.device | None) -> list[Tensor]:
 
 @contextlib.contextmanager
 def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator[None]:
-    """Use it around code that makes ``call``. If ``call`` draws random numbers, reset the generators.
+    """A context for code that makes ``call``. If ``call`` has drawn random numbers, it raises Unsupported.
 
-    Raises Unsupported then. Another thread may draw at the same time, which must not be undone. So if the
-    generators have changed, ``call`` is made once more and stopped before it draws. The generators are reset
-    only if this shows that ``call`` draws.
+    Before that it resets PyTorch's default generators. But if another thread has drawn from them meanwhile,
+    they must not be reset. So if their states have changed, ``call`` is made once more, and is stopped before
+    it draws. Only if this shows that ``call`` draws, the generators are reset.
     """
     before = _states(device)
     try:

@@ -1,4 +1,4 @@
-"""The graphs of one module, by kind of call. If there are too many, the least recently used is dropped."""
+"""Keeps the graphs of one module by kind of call. If there are too many, drops the least recently used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["MAX_GRAPHS", "Store"]
 
-# Most graphs that one module may have. Each is for one kind of call.
+# Maximum number of graphs that one module may have. Each graph is for one kind of call.
 MAX_GRAPHS = 8
 
 
@@ -32,7 +32,7 @@ class Store:
         self.backend: Backend | None = None
         self.watch: Watch | None = None
         self.captured = self.replays = self.dropped = 0
-        self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # the most recently used is the last
+        self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # the last one was used most recently
         self._replays_before = 0
 
     def __len__(self) -> int:
@@ -43,16 +43,16 @@ class Store:
 
     @property
     def replays_of_state(self) -> int:
-        """Calls that were replayed since ``begin``."""
+        """Number of calls that were replayed since the last ``begin``."""
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch) -> None:
-        """Start with graphs of the state that ``watch`` has recorded. The store must be empty."""
+        """From now on store graphs of the state that ``watch`` has recorded. The store must be empty."""
         self.watch = watch
         self._replays_before = self.replays
 
     def find(self, key: Any) -> Graph | None:
-        """The graph for calls of kind ``key``, or None. The graph becomes the most recently used."""
+        """The graph for calls of kind ``key``, or None. Marks the graph as the most recently used one."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -63,7 +63,7 @@ class Store:
         self.captured += 1
 
     def make_room(self) -> None:
-        """Drop the least recently used graphs until one more may be added."""
+        """Drop the least recently used graphs until there is room for one more."""
         while len(self._graphs) >= MAX_GRAPHS:
             self.drop(next(iter(self._graphs)))
 
@@ -73,7 +73,7 @@ class Store:
         self.dropped += 1
 
     def clear(self) -> int:
-        """Drop all graphs and the watch. Returns the number of graphs."""
+        """Drop all graphs and the watch. Returns the number of dropped graphs."""
         count = len(self._graphs)
         if count:
             self._wait()
@@ -83,5 +83,5 @@ class Store:
         return count
 
     def _wait(self) -> None:
-        if self.backend is not None:  # no graph may be dropped while it runs
+        if self.backend is not None:  # a graph must not be dropped while the GPU runs it
             self.backend.wait()

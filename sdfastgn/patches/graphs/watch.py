@@ -1,24 +1,27 @@
 """Records the Python state of a model at a capture, and checks quickly that none of it has changed.
 
-A CUDA graph repeats kernels with the addresses and numbers of its capture. The watch covers everything
-that decides these:
+A CUDA graph repeats the kernels of its capture, with the same addresses and numbers. A Watch covers
+everything that determines these:
 
 - the modules, their classes, attributes and hooks;
 - parameters and buffers: the objects, their storages and addresses;
 - everything that attributes refer to, as deep as it goes: attention processors, LoRA's dicts of scales,
   lists.
 
-In-place writes into a weight on the GPU are not watched: a replay reads the new values. In-place writes into
-a tensor on the CPU are watched: the capture has copied its value into Python's numbers or a kernel's
-arguments.
+In-place writes into a weight on the GPU are not watched, because a replay reads the new values. In-place
+writes into a tensor on the CPU are watched, because the capture may have used its old value as a Python
+number or as an argument of a kernel.
 
 A model with code of an unknown package is not captured, because such code may keep its state anywhere.
 A function belongs to the package in which its code was written. Its ``__module__`` may name another package,
 because ``functools.wraps`` copies it.
 
-Four changes are not noticed: a class attribute or a module-level function is replaced; a ``.data`` becomes
-another view of the same memory; a number or list is replaced by an equal one of a user's class; a module's
-dict of buffers or hooks is replaced as a whole.
+Four changes are not noticed:
+
+- a class attribute or a module-level function is replaced;
+- the ``.data`` of a tensor becomes another view of the same memory;
+- a number or list is replaced by an equal one of a user's class;
+- a module's dict of buffers or hooks is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ from sdfastgn.patches.graphs.comparisons import (
 
 __all__ = ["Watch"]
 
-# Packages whose classes keep the state of a call in tensors and attributes. Others may keep it in
-# closures or globals.
+# Packages whose code keeps all state that a forward reads in tensors and attributes. Code of other packages
+# may keep it in global variables, which a Watch does not find.
 _TRUSTED = sys.stdlib_module_names | {
     "torch",
     "diffusers",
@@ -68,51 +71,53 @@ _TRUSTED = sys.stdlib_module_names | {
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Classes whose values are compared as a whole. A leaf refers to no other object that must be watched.
+# Classes of leaves. A leaf is compared as a whole, because it refers to no other object that must be watched.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
-# NumPy's float64 and complex128 are subclasses of Python's numbers, so they are leaves, too. Arrays are not.
+# NumPy's float64 and complex128 are leaves too, because they are subclasses of float and complex. NumPy's
+# arrays are no leaves.
 _TRUSTED_LEAVES = _TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 # Attributes through which functions, methods and partials refer to other objects.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
-# Classes of objects whose content cannot be read, or differs from thread to thread.
+# Classes of objects whose content cannot be read (``lru_cache``) or differs between threads.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
 # A model with more objects than this is not captured, because checking them would take too long.
 _MAX_OBJECTS = 50_000
-# CPU tensors with at most this many elements are compared by value. For larger ones the number of writes is
-# compared, which PyTorch counts.
+# CPU tensors with at most this many elements are compared by value. Larger ones are compared by the number of
+# writes into them, which PyTorch counts.
 _FEW = 16
 
 _OUR_ENTRY = "forward"
-# The dicts of a module that hold its parts, and what the parts are called.
+# Name of a dict in which a module keeps its parts -> what such a part is called.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Attributes that may be replaced. These are all attributes of ``nn.Module()`` except ``training``,
-# ``_parameters`` and ``_modules``, which decide what a forward computes. Hooks for gradients and state dicts
-# are never read by a forward. Of the dicts for forward hooks and buffers the content is watched elsewhere.
-# ``_apply`` and GUARDS are sdfastgn's own entries, which run when a model is moved or copied.
+# Attributes that may be replaced. They are the attributes of ``nn.Module()`` that no forward reads, such as
+# the dicts of hooks for gradients and state dicts, and sdfastgn's own entries ``_apply`` and GUARDS, which
+# run when a model is moved or copied. The dicts of forward hooks and buffers are here too, because only their
+# content is watched (``_see_hooks``, ``_see_module``).
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
 
 
 class Watch:
-    """The state of a module and of everything below it, at the time when the Watch is made.
+    """A record of the state of a module and of everything below it, at the time when the Watch is made.
 
-    A Watch keeps the objects that it watches alive, so that no other object gets their ids. It does not
-    keep ``root`` alive, nor the memory of tensors: a model that moves to another device frees it.
+    A Watch keeps the objects that it watches alive, so that no other object gets their ids. It does not keep
+    ``root`` alive. It does not keep the memory of tensors alive either, so that a model that moves to another
+    device can free it.
 
     Args:
-        root: the module that is captured. Its own forward hooks are not watched: they run outside of
+        root: the module that is captured. Its own forward hooks are not watched, because they run outside of
             the graph.
         is_harmless: called with each forward hook of an inner module. Returns True if all effects of the
             hook are part of the graph.
-        device: the device of the capture. Unless it is the CPU, a write into a tensor on the CPU counts as a
+        device: the device of the capture. If it is not the CPU, a write into a tensor on the CPU counts as a
             change.
 
     Attributes:
-        reason: why the module must not be captured, or None. If there is a reason, the record ends
-            where it was found; ``unchanged`` becomes False when the cause is gone.
+        reason: why the module must not be captured, or None. If there is a reason, the record ends at the
+            object that gave the reason, and ``unchanged`` returns False once the reason no longer holds.
     """
 
     def __init__(
@@ -125,13 +130,13 @@ class Watch:
         self._is_harmless = is_harmless
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
-        self._objects: list[Any] = []  # visited objects: kept alive, so that their ids stay unique
+        self._objects: list[Any] = []  # visited objects, kept alive so that their ids stay unique
         self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._lora_scales: set[int] = set()  # ids of the dicts with the scales of LoRA layers
         self._empty, self._types, self._held = Empty(), Types(), Identities()
         self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
-        # The quickest comparison comes first. ``_memory`` comes before those that read tensors.
+        # The quickest comparison comes first. ``_memory`` comes before the comparisons that read tensors.
         self._comparisons: tuple[Comparison, ...] = (
             self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
             self._attributes, self._plain,
@@ -141,7 +146,7 @@ class Watch:
         for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales):
             only_for_the_walk.clear()
         self._root_values = _own_values(root)
-        if self.reason is not None:  # some tensors may have no address
+        if self.reason is not None:  # the reason may be a tensor without an address
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
         for comparison in self._comparisons:
@@ -151,18 +156,18 @@ class Watch:
     def is_in_place(self) -> bool:
         """True if all weights are at the addresses that the graphs read.
 
-        Then a replay reads no freed memory. Its result may still be wrong, if something else changed.
+        Then a replay reads no freed memory. But its result is wrong if something else has changed.
         """
         return self._memory.is_in_place()
 
     def writes(self) -> list[int]:
-        """How many times each tensor was written into. Inference tensors have no count: they are left out."""
+        """How many times each tensor was written into. Leaves out inference tensors, which have no count."""
         return [tensor._version for tensor in self._memory.tensors if not tensor.is_inference()]
 
     def unchanged(self, root: nn.Module) -> bool:
-        """True if everything is as it was.
+        """True if everything that is watched is as it was when the Watch was made.
 
-        The comparisons run in C: SDXL's 1900 modules take less than a millisecond.
+        The comparisons run in C. For the 1900 modules of SDXL's UNet they take less than a millisecond.
         """
         try:
             return (
@@ -171,8 +176,8 @@ class Watch:
                 and _same(_own_values(root), self._root_values)
             )
         except Exception:
-            # A comparison fails only after a change: an attribute is gone, a tensor took the place of a
-            # number, or a container changes at this moment.
+            # A comparison raises only if there was a change: an attribute was removed, a number was replaced
+            # by a tensor, or another thread is changing a container.
             return False
 
     def what_changed(self, root: nn.Module) -> str:
@@ -186,7 +191,7 @@ class Watch:
             return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
 
         for difference in (*(comparison.difference for comparison in self._comparisons), own_attributes):
-            with contextlib.suppress(Exception):  # for the causes see ``unchanged``
+            with contextlib.suppress(Exception):  # a comparison may raise, as in ``unchanged``
                 found = difference()
                 if found is not None:
                     return found
@@ -216,7 +221,7 @@ class Watch:
 
     def _place(self, name: str, kind: str, container: Any) -> Place:
         keys = tuple(container) if isinstance(container, dict) else ()
-        # Modules of one class have the same attribute names: they share one tuple.
+        # Modules of one class have the same attribute names, so they share one tuple of names.
         return Place(name, kind, container, self._keys.setdefault(keys, keys))
 
     def _is_trusted(self, path: str, value: Any) -> bool:
@@ -242,7 +247,8 @@ class Watch:
             self.reason = f"{path} is a {type(tensor).__name__} on {tensor.device}"
             return
         self._memory.add(tensor, path)
-        # A tensor without dimensions is passed to kernels by value, even where ``device`` is the CPU.
+        # The value or the writes are watched only if a capture may have stored the value. A capture on a GPU
+        # may store any CPU tensor's value. On the CPU only 0-d tensors are passed to kernels by value.
         if tensor.device.type != "cpu" or (tensor.dim() and not self._is_elsewhere):
             return
         if tensor.numel() <= _FEW:
@@ -255,7 +261,8 @@ class Watch:
     def _see_module(self, path: str, module: nn.Module, *, is_root: bool) -> list[tuple[str, Any]]:
         attributes = vars(module)
         if not is_root:
-            # Before a reason is looked for: ``unchanged`` must notice when the cause of a reason goes away.
+            # These are recorded before a reason is looked for, because ``unchanged`` must notice when the
+            # reason no longer holds.
             self._types.add(module, path)
             self._see_attributes(path, attributes)
             self._see_hooks(path, module)
@@ -288,12 +295,12 @@ class Watch:
                 self.reason = f"there is a forward hook on {path}"
 
     def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
-        """Record a container. Returns (name, item) of its items. ``kind``: their kind, as in ``Place``."""
+        """Record a container, and return (name, item) for its items. ``kind``: as in ``Place``."""
         place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
             if isinstance(value, dict):
-                self._plain.add(value, None)  # its keys
+                self._plain.add(value, None)  # compares the keys
             has_tensors = any(isinstance(item, Tensor) for _, item in pairs)
             if not pairs:
                 self._empty.add(value, place)
@@ -302,14 +309,14 @@ class Watch:
                     dict.values(value) if isinstance(value, dict) else value, place
                 )
         found = [(place.child(key), item) for key, item in pairs]
-        # diffusers' configs are dicts that also have attributes.
+        # Some dicts also have attributes, for instance diffusers' configs.
         return found + (
             self._see_container(path, vars(value), "attribute") if hasattr(value, "__dict__") else []
         )
 
 
 class Comparison(Protocol):
-    """Compares one kind of state of the model. The classes are in ``comparisons.py``."""
+    """What the classes in ``comparisons.py`` have in common: each compares one kind of state of the model."""
 
     def freeze(self) -> None: ...
 
@@ -319,7 +326,7 @@ class Comparison(Protocol):
 
 
 def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
-    """Why a model that contains ``module`` cannot be captured; None if nothing is found here."""
+    """Why a model that contains ``module`` cannot be captured; None if ``module`` gives no reason."""
     attributes = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return f"{path} is compiled by TorchScript"
@@ -335,7 +342,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
 
 
 def _package_of(value: Any) -> str:
-    """The package of a function's code, of a module or class, or of the class of any other object."""
+    """The package in which a function, Python module or class was written; else that of the value's class."""
     if isinstance(value, types.FunctionType):
         name = value.__globals__.get("__name__")
     elif isinstance(value, types.ModuleType):
@@ -356,8 +363,8 @@ def _has_slots(kind: type) -> bool:
 
 
 def _own_values(root: nn.Module) -> list[Any]:
-    # Read anew at each call: a Watch that kept the root's dict would be part of a reference cycle, and a
-    # dropped model would stay until the next garbage collection.
+    # These are read anew at each call. If a Watch kept the root's ``__dict__``, they would form a reference
+    # cycle, and a model that nobody uses would stay in memory until the next garbage collection.
     return [v for pair in vars(root).items() if pair[0] != _OUR_ENTRY and pair[0] not in _INERT for v in pair]
 
 

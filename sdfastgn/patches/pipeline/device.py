@@ -1,10 +1,10 @@
-"""diffusers' ``DiffusionPipeline``: the device on which it works, found in one walk over its modules.
+"""Finds the device on which a ``DiffusionPipeline`` of diffusers works, faster than diffusers does.
 
-A pipeline reads ``_execution_device`` at the start of each image. Upstream's property looks for offload hooks
-in ``modules()`` of each model. Its nested Python generators are slow: in an SDXL pipeline they take half of
-the CPU time that is spent outside of the models. Here the modules are visited level by level, in built-in
-functions. If there is no hook and all models are on one device, that device is the answer. In all other cases
-upstream's code decides.
+A pipeline reads its property ``_execution_device`` at the start of each image. Upstream's property looks for
+offload hooks in ``modules()`` of each model. The nested Python generators of ``modules()`` are slow: in an
+SDXL pipeline they take half of the CPU time that is spent outside of the models. Here the modules are visited
+level by level, in built-in functions. If there is no hook and all models are on one device, this device is
+the result. In all other cases upstream's code runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
-# Modules that define ``device`` as the device of a model's first parameter.
+# Python modules with the base classes of models, whose property ``device`` is the first parameter's device.
 _FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")
 
 
@@ -31,7 +31,10 @@ def _says_first_parameter(cls: type) -> bool:
 
 
 def _device_without_hooks(pipe: Any) -> torch.device | None:
-    """The one device of all models of ``pipe``. None if there are several devices, or a module has a hook."""
+    """The device of all models of ``pipe``.
+
+    None if they are on several devices, if a module has an offload hook, or if the answer is not certain.
+    """
     roots = {part for part in vars(pipe).values() if isinstance(part, nn.Module)}
     devices = set()
     for root in roots:
@@ -47,7 +50,7 @@ def _device_without_hooks(pipe: Any) -> torch.device | None:
         seen |= level
         attributes = list(map(vars, level))
         if any("_hf_hook" in names or "_diffusers_hook" in names for names in attributes):
-            return None  # accelerate's offloading, or diffusers'
+            return None  # a hook for offloading, of accelerate or of diffusers
         if any("_modules" not in names for names in attributes):
             return None  # a TorchScript module has no ``_modules``
         level = set(chain.from_iterable(names["_modules"].values() for names in attributes)) - seen

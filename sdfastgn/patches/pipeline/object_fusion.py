@@ -1,8 +1,8 @@
-"""Fusions of objects that are no modules, such as a scheduler. They do what ``ClassSwap`` does for modules.
+"""Fusions of objects that are no ``nn.Module``s, such as schedulers. For modules there is ``ClassSwap``.
 
-One instance gets a subclass of its class. The subclass has the stock class's name and module, because
-``save_pretrained`` writes both and pipelines look them up. A new instance that is made with the subclass,
-as by ``type(pipe.scheduler).from_config(...)``, gets the stock class.
+The fused instance gets a subclass of its class. The subclass has the name and the Python module of the stock
+class, because ``save_pretrained`` writes both and pipelines look them up. If a new instance is made with the
+subclass, as by ``type(pipe.scheduler).from_config(...)``, it gets the stock class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
 
 __all__ = ["ObjectFusion"]
 
-_MARK = "_sdfastgn_fusion"  # in the subclass: the name of its fusion
+_MARK = "_sdfastgn_fusion"  # attribute of a fused class: its fusion's name
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,13 @@ class ObjectFusion:
 
     Args:
         name: the fusion's name in reports.
-        module: ``__name__`` of the module that has this fusion as ``FUSION``; copies and pickles look it
-            up there.
-        sources: the stock classes, and their methods that are replaced or relied upon; these must be known.
+        module: the ``__name__`` of the Python module in which this fusion is called ``FUSION``. Copies and
+            pickles find the fusion there.
+        sources: the stock classes, and their methods that the fusion replaces or relies on. The installed
+            code of these methods must be known.
         overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
-        heirs: True also fuses subclasses that inherit all methods in ``sources``, False exact classes only.
+        heirs: True if subclasses of the stock classes that inherit all methods in ``sources`` are fused too.
+            False if only instances of the exact classes are fused.
     """
 
     name: str
@@ -49,11 +51,11 @@ class ObjectFusion:
         return vars(type(part)).get(_MARK) == self.name
 
     def is_over_applied(self, part: object) -> bool:
-        """True if other code has derived the class of ``part`` from ours."""
+        """True if other code has given ``part`` a class that it derived from the fused class."""
         return any(vars(base).get(_MARK) == self.name for base in type(part).__mro__[1:])
 
     def reason_to_skip(self, part: Any) -> str | None:
-        """Why a claimed, not yet fused ``part`` must stay as it is, or None. Changes nothing."""
+        """Why ``part``, which is claimed but not fused, cannot be fused, or None. Changes nothing."""
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
         source: Any = self._source_of(type(part))
@@ -64,7 +66,7 @@ class ObjectFusion:
         part.__class__ = self._class_for(type(part))
 
     def undo(self, part: Any) -> None:
-        """Give ``part`` its stock class again, if it has the fused one."""
+        """Give ``part`` its stock class again if it has the fused class; else do nothing."""
         if self.is_applied(part):
             part.__class__ = type(part).__base__
 
@@ -87,13 +89,13 @@ class ObjectFusion:
         @functools.wraps(stock.__init__)
         def init(part: Any, *args: Any, **kwargs: Any) -> None:
             stock.__init__(part, *args, **kwargs)
-            self.undo(part)  # a new instance is stock: ``optimize`` has not seen it
+            self.undo(part)  # a new instance is stock, because ``optimize`` was not called for it
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # its class is derived from the fused one
+            if not self.is_applied(part):  # other code has derived its class from the fused class
                 return (make, arguments, *state)
-            # By name, pickle would find the stock class.
+            # Pickle finds classes by name, and by this name it would find the stock class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
@@ -102,7 +104,10 @@ class ObjectFusion:
 
 
 def _new(module: str, stock: type) -> Any:
-    """An instance without state, for copies and pickles. It is stock if upstream's code is not known."""
+    """Make a fused instance without state, for copies and pickles.
+
+    It is a stock instance if the installed code of upstream is not known.
+    """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     source = fusion._source_of(stock)
     cls: Any = stock if source is None or unknown_source(source) else fusion._class_for(stock)

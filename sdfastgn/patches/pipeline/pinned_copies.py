@@ -1,8 +1,8 @@
 """Copies small tensors of diffusers to the GPU without waiting for the GPU.
 
-A copy from pageable memory waits until the GPU has finished its earlier work, which in a step is the UNet.
-diffusers copies noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) in this way. A copy from pinned
-memory is queued behind the earlier work, and the CPU goes on.
+diffusers copies noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) from pageable memory. In such a
+copy the CPU waits until the GPU has finished its earlier work, which during a step is the UNet. For a copy
+from pinned memory the CPU does not wait: the GPU makes the copy after its earlier work.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["WAITED_FOR", "PinnedCopies"]
 
-# Devices for which the host waits when it copies to them or reads from them.
+# Types of device for which the CPU waits when it copies to the device or reads from it.
 WAITED_FOR = ("cuda",)
 
 
 class PinnedCopies(TorchFunctionMode):
-    """While active, ``to`` and ``torch.tensor`` copy to the GPU through pinned memory.
+    """Inside this mode ``Tensor.to`` and ``torch.tensor`` copy to the GPU through pinned memory.
 
-    ``to("cpu")`` of such a copy does not wait either: it clones the pinned tensor. On the GPU
-    ``torch.linalg.solve`` does not check whether there is a solution, because the check waits. Without a
-    solution its values are not finite.
+    ``to("cpu")`` of a tensor that was copied in this way does not wait either: it clones the pinned tensor.
+    ``torch.linalg.solve`` on the GPU does not check whether there is a solution, because the CPU would wait
+    for the check. If there is no solution, the result contains infinities or NaN.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class PinnedCopies(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id of the copy -> copy, pinned tensor
 
     def on_host(self, copy: Any) -> Tensor | None:
-        """The pinned tensor from which ``copy`` was made here; None if it was not."""
+        """The pinned tensor from which ``copy`` was made in this mode; None if it was not made so."""
         known = self._known.get(id(copy))
         return None if known is None else known[1]
 

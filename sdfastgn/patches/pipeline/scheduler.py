@@ -1,13 +1,13 @@
 """Schedulers whose steps do not wait for the GPU: PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC.
 
 A pipeline calls ``step`` with an element of ``scheduler.timesteps``, which is on the GPU. Upstream's PNDM,
-DDIM and LCM use it as an index into a table on the CPU, and the others search for it among the timesteps. To
-read it, the CPU waits until the UNet is done, and then the GPU waits for the CPU.
+DDIM and LCM use this timestep as an index into a table on the CPU, and the other schedulers search for it
+among the timesteps. To read it, the CPU waits until the UNet is done, and then the GPU waits for the CPU.
 
-Here ``set_timesteps`` keeps a copy of the timesteps on the CPU, and ``step`` reads the number there. LCM
-also computes with the timestep. It does so with the element on the GPU, because a number on the CPU would be
-rounded in another way. So samples are equal bit by bit. Tensors that a step copies to the GPU are copied by
-``pinned_copies.py``.
+Here ``set_timesteps`` keeps a copy of the timesteps on the CPU, and ``step`` reads the timestep from this
+copy. LCM also computes with the timestep. For this it takes the element on the GPU, because the CPU would
+round in another way. So the samples are the same, bit by bit. Tensors that a step copies to the GPU are
+copied by ``pinned_copies.py``.
 
 An in-place write to ``timesteps.data`` is not noticed, because PyTorch does not count it as a write. Dynamic
 thresholding still waits for the GPU.
@@ -40,7 +40,7 @@ from sdfastgn.patches.pipeline.pinned_copies import PinnedCopies
 
 __all__ = ["FUSION"]
 
-# Schedulers whose ``step`` indexes a table with the timestep.
+# Schedulers whose ``step`` uses the timestep as an index into a table.
 _INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 
 
@@ -50,21 +50,21 @@ class _Copy(NamedTuple):
     on_host: Tensor
     table: Tensor
     version: int
-    storage: torch.UntypedStorage  # kept alive, so that no other storage gets its address
+    storage: torch.UntypedStorage  # of ``table``; kept alive so that no other storage gets its address
 
 
-# Scheduler -> its copy. It is not in the scheduler's ``__dict__``, because it must not be part of a deepcopy:
-# there the tensors count their writes from zero.
+# Scheduler -> its copy. The copy is not kept in the scheduler's ``__dict__``, because a deepcopy of the
+# scheduler would include it: new tensors begin to count their writes at zero, so ``version`` would be wrong.
 _copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 
 
 def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tensor | None:
-    """The copy on the CPU of the scheduler's timesteps. It is made again if they have changed.
+    """The copy of the scheduler's timesteps on the CPU. It is made anew if the timesteps have changed.
 
     Args:
         scheduler: the scheduler.
         table: its timesteps.
-        on_host: the tensor on the CPU from which ``table`` was just made, if there is one.
+        on_host: the tensor on the CPU from which ``table`` was just copied; None if there is no such tensor.
 
     Returns None if ``table`` is on the CPU, or if changes to it cannot be noticed.
     """
@@ -85,7 +85,10 @@ def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tenso
 
 
 def _index(element: Any, table: Tensor) -> int | None:
-    """``i`` if ``element`` is the 0-d view ``table[i]``, else None. ``table`` must have stride 1."""
+    """The index i for which ``element`` is the 0-d view ``table[i]``; None if there is none.
+
+    ``table`` must have stride 1.
+    """
     if type(element) is not Tensor or element.dim():
         return None
     if (element.dtype, element.device) != (table.dtype, table.device):
@@ -97,7 +100,7 @@ def _index(element: Any, table: Tensor) -> int | None:
 
 
 def _on_host(scheduler: Any, timestep: Any) -> Any:
-    """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else ``timestep`` itself."""
+    """The same timestep on the CPU if ``timestep`` is an element of ``scheduler.timesteps``, else itself."""
     table = scheduler.timesteps
     if type(timestep) is not Tensor or (copy := _copy_of(scheduler, table)) is None:
         return timestep
@@ -106,7 +109,7 @@ def _on_host(scheduler: Any, timestep: Any) -> Any:
 
 
 def _on_device(scheduler: Any, timestep: Any) -> Any:
-    """``timestep`` on the GPU if ``_on_host`` returned it, else ``timestep`` itself."""
+    """The same timestep on the GPU if ``_on_host`` returned ``timestep``, else ``timestep`` itself."""
     known = _copies.get(scheduler)
     index = None if known is None else _index(timestep, known.on_host)
     return timestep if known is None or index is None else known.table[index]
@@ -114,7 +117,10 @@ def _on_device(scheduler: Any, timestep: Any) -> Any:
 
 @contextlib.contextmanager
 def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
-    """Inside, ``scheduler.timesteps`` is on the CPU: LCM's ``step`` reads the next timestep from there."""
+    """Inside this context ``scheduler.timesteps`` is the copy on the CPU.
+
+    LCM's ``step`` reads the next timestep from ``scheduler.timesteps``.
+    """
     table = scheduler.timesteps
     copy = _copy_of(scheduler, table)
     scheduler.timesteps = table if copy is None else copy
@@ -125,14 +131,20 @@ def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
 
 
 def _copies_to_it(stock: Any, generator: Any) -> bool:
-    """True if a step copies tensors to the GPU. Only then ``PinnedCopies`` is worth its time on the CPU."""
+    """True if a step of the class ``stock`` copies tensors to the GPU.
+
+    Only then ``PinnedCopies`` saves more time than it takes.
+    """
     generators = generator if isinstance(generator, list) else [generator]
     on_host = any(isinstance(each, torch.Generator) and each.device.type == "cpu" for each in generators)
     return on_host or stock is UniPCMultistepScheduler
 
 
 def _is_recorded() -> bool:
-    """True while a compiler or tracer records the call. A timestep must not become a constant there."""
+    """True while a compiler or tracer records the call.
+
+    Then upstream's code runs, because the timestep must not become a constant in the recorded code.
+    """
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -157,7 +169,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Inference tensors count no writes, so inference mode is left, with gradients on or off as before.
+        # Outside of inference mode, because inference tensors count no writes. Gradients stay as they were.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
@@ -191,7 +203,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
 FUSION = ObjectFusion(
     "host_timesteps",
     module=__name__,
-    # Methods that pass the timestep on, and methods that compute with it.
+    # All methods that get the timestep, or compute with it.
     sources=(
         tested(PNDMScheduler, "set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
         tested(DDIMScheduler, "set_timesteps", "step", "_get_variance"),

@@ -1,16 +1,17 @@
 """Packs the parameters of linear layers that read the same tensor, so that one matrix product does them all.
 
-The parameters are moved side by side into one allocation. Each stays the same object and contiguous. Its
-storage is a slice of the allocation that holds this parameter only. So code that looks for parameters with a
-common storage finds none: ``torch.save`` and pickle write each parameter by itself, and accelerate's
-``save_model``, which keeps one parameter of each storage, drops none.
+The parameters are moved side by side into one allocation. Each parameter stays the same object, contiguous,
+and has a storage of its own: the slice of the allocation with its values. So code that looks for parameters
+with a common storage finds none: ``torch.save`` and pickle write each parameter separately, and accelerate's
+``save_model``, which saves only one parameter of each storage, saves them all.
 
-The joined weight is not kept. Each call makes it as a view of the allocation, after it has checked that all
-parameters are still in the allocation. So a write into a parameter takes effect, and a parameter that was
-moved (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak
+Each call makes the joined weight anew, as a view of the allocation, after it has checked that all parameters
+are still in the allocation. So a write into a parameter takes effect, and a parameter that was moved
+(``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak
 reference to the allocation is kept: the allocation is freed with the last parameter in it.
 
-Nothing is packed during a call: an older CUDA graph would go on reading the memory that packing has freed.
+Parameters are never packed during a call: packing frees their old memory, which a CUDA graph that was
+captured earlier would go on reading.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["Parameters", "is_one_product", "joined", "pack", "plain_parameters", "unpack"]
 
-# Only GPUs gain: one large product keeps a GPU busier than three small ones, but each of them fills a CPU.
+# Packing is faster only on GPUs: one large product keeps a GPU busier than three small ones. A CPU is busy
+# with each small product already.
 PACKED_DEVICES = ("cuda",)
-# Bytes. Matrix products read 16 bytes at a time, so each parameter must begin at a multiple of 16.
+# Bytes. Matrix products read 16 bytes at once, so each parameter must begin at an address divisible by 16.
 _ALIGNMENT = 16
 
-# Module that owns the linear layers -> its allocation. Not in the module's ``__dict__``, so that it is
-# neither copied nor pickled.
+# Module that owns the linear layers -> weak reference to its allocation. It is not kept in the module's
+# ``__dict__``, so that it is neither copied nor pickled.
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
 
 
@@ -47,13 +49,13 @@ class Parameters(NamedTuple):
 
 
 def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
-    """The parameters of ``linears``. None unless all are plain, and all or none of them have a bias."""
+    """The parameters of ``linears``; None unless all are plain, and all or none of them have a bias."""
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
         if type(linear) is not nn.Linear or not is_unhooked(linear):
             return None
-        parameters = linear._parameters  # a module's attributes take a microsecond each
+        parameters = linear._parameters  # reading an attribute such as ``linear.weight`` takes a microsecond
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None:
             return None
@@ -73,10 +75,11 @@ def is_one_product(x: Tensor, parameters: Parameters) -> bool:
 
 
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
-    """All weights concatenated, and all biases, as views of the allocation of ``owner``.
+    """(all weights concatenated, all biases concatenated), as views of the allocation of ``owner``.
 
-    A linear layer with these two computes the concatenated results of all layers. None if the parameters
-    are not side by side in the allocation.
+    A linear layer with this weight and bias computes the concatenated results of all layers. The second value
+    is None if the layers have no biases. The result is None if the parameters are not side by side in the
+    allocation.
     """
     allocation = _allocation(owner)
     if allocation is None:
@@ -94,7 +97,7 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
 
 
 def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
-    """One tensor that covers ``parts``, or None if they are not side by side in ``allocation``."""
+    """One tensor that covers all ``parts``; None if they are not side by side in ``allocation``."""
     first = parts[0]
     dtype, columns = first.dtype, first.shape[1:]
     start = end = first.data_ptr()
@@ -118,8 +121,8 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
 def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
     """Put the parameters of ``linears``, which are layers in ``owner``, side by side where that is possible.
 
-    Their values, strides and identities stay. Nothing is moved if a parameter shares its storage (tied
-    weights, a state_dict that somebody holds), is quantized or offloaded.
+    The parameters keep their values and strides, and stay the same objects. None of them is moved if one of
+    them is quantized or offloaded, or shares its storage (tied weights, a state_dict that somebody holds).
     """
     parameters = plain_parameters(linears)
     if parameters is None:
@@ -133,7 +136,7 @@ def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
         try:
             _allocations[owner] = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
-            return  # the layers then stay separate products
+            return  # there is no memory for it: each layer stays a separate product
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
@@ -148,8 +151,8 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 
 def _move(parts: list[Tensor]) -> torch.UntypedStorage:
-    """Move ``parts`` into a new allocation, and return it. If this fails, no part was moved."""
-    # Memory made in inference mode would turn the parameters into inference tensors.
+    """Move ``parts`` into a new allocation, and return it. If an exception is raised, no part was moved."""
+    # Outside of inference mode, because memory from inside would turn the parameters into inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)
         allocation = torch.empty(size, dtype=torch.uint8, device=parts[0].device).untyped_storage()

@@ -21,16 +21,11 @@ from tests.kernels.samples import (
     in_fp64,
     kernels,
     make,
-    multiprocessors,
     skip_cut_off,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 1
-
-
-few_multiprocessors = multiprocessors(NUM_SMS)
-
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.multiprocessors(NUM_SMS)]
 
 # Of x, (N, C, *spatial).
 SHAPES = [

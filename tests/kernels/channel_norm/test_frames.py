@@ -21,12 +21,10 @@ from tests.kernels.samples import (
     interpreted,
     kernels,
     make,
-    multiprocessors,
     to_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
-few_multiprocessors = multiprocessors(1)
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.multiprocessors(1)]
 run = kernels(direct=True)(pad_frames)
 
 

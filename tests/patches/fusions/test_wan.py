@@ -15,9 +15,10 @@ from tests.kernels.samples import kernels
 from tests.patches import cases, samples
 from tests.patches.samples import randomize, snapshot
 
-on_each_device = cases.on_each_device
-without_gradients = cases.without_gradients
-launches = cases.launches
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.usefixtures("on_each_device", "without_gradients"),
+]
 
 SIZES = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True]}
 # Wan 2.2's blocks have shortcuts around their resampling, and its images are cut into patches.
