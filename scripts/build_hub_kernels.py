@@ -30,16 +30,16 @@ KERNELS = ROOT / "sdfastgn" / "kernels"
 HUB = ROOT / "integrations" / "hub"
 NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
-# Folders of ops that are left out, because only the fusions of sdfastgn.optimize use them.
+# Folders of sdfastgn/kernels that the package lacks: only fusions of ``sdfastgn.optimize`` use their ops.
 LEFT_OUT = ("act_linear", "attention", "product")
-# Number of hexadecimal digits of the hash in a namespace.
+# Number of hexadecimal digits of the hash at the end of a namespace of ops.
 ID_DIGITS = 12
 
 
 def with_relative_imports(text: str, path: str) -> str:
-    """``text``, the module at ``path``, with relative imports.
+    """Returns ``text``, the source of the module at ``path`` in the package, with relative imports.
 
-    Raises ValueError if it imports a module of sdfastgn that is not in the package.
+    Raises ValueError if the module imports a part of sdfastgn that is not in the package.
     """
     dots = "." * (path.count("/") + 1)
     text = re.sub(r"^( *)from sdfastgn\.kernels\.", rf"\1from {dots}", text, flags=re.MULTILINE)
@@ -52,7 +52,7 @@ def with_relative_imports(text: str, path: str) -> str:
 
 
 def package() -> dict[str, str]:
-    """Path in the package -> text of the file."""
+    """Returns {path in the package: text of the file}, the same for all backends."""
     sources = [path for path in sorted(KERNELS.rglob("*.py")) if path.parent.name not in LEFT_OUT]
     paths = {path.relative_to(KERNELS).as_posix(): path for path in sources}
     paths |= {path.name: path for path in sorted((HUB / "package").glob("*.py"))}
@@ -62,7 +62,7 @@ def package() -> dict[str, str]:
 
 
 def variant(files: dict[str, str], backend: str) -> dict[str, str]:
-    """The package for one backend: its ops get a unique namespace, and metadata.json is added."""
+    """Returns ``files`` for one backend: with a unique namespace for the ops and with metadata.json."""
     content = json.dumps(sorted(files.items())).encode()
     identifier = f"_{NAME}_{backend}_{hashlib.sha256(content).hexdigest()[:ID_DIGITS]}"
     old = f'_NAMESPACE = "{NAME}"'
@@ -86,12 +86,12 @@ def variant(files: dict[str, str], backend: str) -> dict[str, str]:
 
 
 def hub_version() -> int:
-    """The major version, which is all that the Hub has. 0 means that the interface may still change."""
+    """Returns sdfastgn's major version. The Hub has no minor versions. 0: the interface may still change."""
     return int(sdfastgn.__version__.partition(".")[0])
 
 
 def project(repo_id: str) -> dict[str, str]:
-    """Path in the output folder -> text of the file."""
+    """Returns {path in the output folder: text of the file}. ``repo_id``: the repository on the Hub."""
 
     def template(name: str) -> str:
         text = (HUB / name).read_text("utf-8")
@@ -100,7 +100,7 @@ def project(repo_id: str) -> dict[str, str]:
     files = package()
     card = filled(template("CARD.md"), ROOT / "benchmarks")
     found = {"build.toml": template("build.toml"), "CARD.md": card, "build/CARD.md": card}
-    # Without ``_ops.py``, because kernel-builder writes its own namespace.
+    # ``_ops.py`` is left out, because kernel-builder writes one with its own namespace.
     found |= {f"torch-ext/{NAME}/{name}": text for name, text in files.items() if name != "_ops.py"}
     for backend in BACKENDS:
         made = variant(files, backend)

@@ -1,4 +1,4 @@
-"""Measure time and memory of a training step of the SDXL UNet at 512x512: forward, loss and backward.
+"""Measure time and memory of a training step (forward, loss and backward) of the SDXL UNet at 512x512.
 
 python scripts/time_training.py --dtype fp16 --json train_sdxl.json
 python scripts/time_training.py --model sd15 --json train_sd15.json

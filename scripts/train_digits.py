@@ -2,9 +2,10 @@
 
 python scripts/train_digits.py --steps 300
 
-The network is diffusers' UNet2DModel. The data are the 1797 digits of scikit-learn (the extra ``train``).
-Both runs have the same weights, images, timesteps and noise, which come from the seed. Everything is fp32
-without TF32, so only the order of additions differs. Exits with 1 if the runs disagree.
+The network is diffusers' UNet2DModel. The data are the 1797 digits of scikit-learn, which the extra
+``train`` installs. Both runs have the same seed and so the same initial weights, images, timesteps and
+noise. They compute in fp32 without TF32, so their results differ only by rounding. The exit code is 1 if
+the runs disagree.
 
 Source: Ho, Jain and Abbeel, "Denoising Diffusion Probabilistic Models", 2020, for the loss.
 """
@@ -25,21 +26,21 @@ from torch import Tensor
 import sdfastgn
 from sdfastgn.bench import timing
 
-# Pixels along a side of the images. Digits are enlarged to this size.
+# Width and height of the images in pixels. The digits are enlarged to this size.
 SIZE = 16
 TIMESTEPS = 1000
 LEARNING_RATE = 5e-4
-# A smoothed loss is the mean of at most this many steps. Single losses vary by half.
+# Maximum number of steps whose mean is a smoothed loss. Losses of single steps vary too much to be compared.
 LONGEST_WINDOW = 100
-# Largest relative error of the first gradient.
+# Maximum relative error of the first step's gradient.
 GRADIENT_BOUND = 1e-3
-# Largest allowed relative difference of the two smoothed losses. Adam amplifies rounding errors within
-# hundreds of steps.
+# Maximum relative difference between the smoothed losses of the two runs. It is large because Adam amplifies
+# rounding errors over hundreds of steps.
 CURVE_BOUND = 0.03
 
 
 def build_model(width: int, seed: int) -> Any:
-    """The stock model in train mode. Its weights depend only on the seed."""
+    """Returns the stock model in train mode. Its weights depend only on the seed and the width."""
     torch.manual_seed(seed)
     return UNet2DModel(
         sample_size=SIZE,
@@ -53,7 +54,7 @@ def build_model(width: int, seed: int) -> Any:
 
 
 def losses_of(model: Any, images: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
-    """Yields the loss of random batches, without end."""
+    """Yields the losses of random batches, endlessly. The batches depend only on the seed."""
     generator = torch.Generator(images.device).manual_seed(options.seed)
     where: dict[str, Any] = {"generator": generator, "device": images.device}
     while True:
@@ -65,7 +66,7 @@ def losses_of(model: Any, images: Tensor, options: argparse.Namespace) -> Iterat
 
 
 def train(name: str, model: Any, images: Tensor, options: argparse.Namespace) -> tuple[Tensor, list[float]]:
-    """Train in place. Returns (gradient of the first step, as one vector over all parameters; losses)."""
+    """Trains ``model`` in place. Returns (the first step's gradient as one vector, losses of all steps)."""
     gradients = torch.autograd.grad(next(losses_of(model, images, options)), list(model.parameters()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     batches, losses = losses_of(model, images, options), []
@@ -83,7 +84,7 @@ def train(name: str, model: Any, images: Tensor, options: argparse.Namespace) ->
 
 
 def curve_difference(losses: list[float], reference: list[float]) -> float:
-    """Largest relative difference of the smoothed losses; NaN if any loss is not finite."""
+    """Returns the maximum relative difference of the smoothed losses, or NaN if any loss is not finite."""
     window = max(1, min(LONGEST_WINDOW, len(reference) // 20))
     ours, theirs = (np.convolve(each, np.full(window, 1 / window), "valid") for each in (losses, reference))
     return float(np.abs((ours - theirs) / theirs).max())
@@ -100,7 +101,7 @@ def main() -> int:
     if min(options.steps, options.batch_size) < 1:
         numbers = f"{options.steps} and {options.batch_size}"
         parser.error(f"--steps and --batch-size: must be positive whole numbers, got {numbers}")
-    pixels = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # scikit-learn's are 0 to 16
+    pixels = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # from 0 .. 16 to -1 .. 1
     images = F.interpolate(pixels, size=(SIZE, SIZE), mode="bilinear").to(options.device)
     stock = build_model(options.width, options.seed).to(options.device)
     ours = sdfastgn.optimize(copy.deepcopy(stock), strict=True)
@@ -113,7 +114,7 @@ def main() -> int:
     }
     for what, (value, bound) in checks.items():
         print(f"{what} {value:.2e}, bound {bound:g}")
-    # Written with ``<=``, so that a NaN disagrees.
+    # A NaN counts as disagreement, because ``NaN <= bound`` is false.
     agree = all(value <= bound for value, bound in checks.values())
     print("the optimized model learns as the stock one does" if agree else "DISAGREES")
     return 0 if agree else 1

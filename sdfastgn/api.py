@@ -157,8 +157,9 @@ def optimized(
 
 
 def verdicts(obj: Any) -> list[Verdict]:
-    """Compare every fused part of ``obj`` with stock's code, and give wrong parts stock's code again.
+    """Compare the output of every fused part of ``obj`` with the stock code's output.
 
+    Parts whose output is wrong get the stock code back.
     Returns a Verdict for each part. Removes the CUDA graphs of ``obj``.
     """
     found = []

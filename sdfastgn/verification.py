@@ -58,10 +58,10 @@ class Verdict:
 
 
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
-    """Compare the fused parts of ``root``, inner ones first, and give wrong parts stock's code again.
+    """Compare the outputs of the fused parts of ``root``, inner parts first.
 
-    A part is right if its error is at most four times stock's error plus one unit of rounding. The caller
-    must have removed all CUDA graphs. ``prefix``: the path of ``root``.
+    Wrong parts get stock's code back. A part is right if error <= 4 * (stock's error) + (one unit of
+    rounding). The caller must have removed all CUDA graphs. ``prefix``: the path of ``root``.
     """
     fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
     for finding in patcher.inspect(root, prefix):

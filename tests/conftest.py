@@ -1,4 +1,4 @@
-"""What holds for every test: where kernels run, random numbers, and switches that are put back.
+"""Settings for every test: where kernels run, the random seed, and global state that is reset after a test.
 
 Markers and the fixtures that tests ask for by name are in ``tests/plugin.py``.
 """
@@ -13,31 +13,34 @@ import torch
 pytest_plugins = ["tests.plugin"]
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
     if importlib.util.find_spec("triton") is not None:
         from tests.interpreter import make_quick
 
         make_quick()
 
-# Two workers on two cores: more threads only wait for each other.
+# The tests usually run in as many processes as there are cores, so more threads would only slow each other.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """The same random numbers in every test, whatever ran before it."""
+    """Seeds PyTorch, so that a test's random numbers do not depend on the tests before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch):
-    """Tables are as wide as in a pipe, however wide the terminal of whoever runs the tests."""
+    """Unsets COLUMNS, so that the width of printed tables does not depend on the terminal of the tests."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warned_once():
-    """``optimize`` says once a process what a machine lacks: not in whichever test comes first."""
+    """Triggers ``optimize``'s warnings about this machine before the first test.
+
+    They appear only once per process, and would otherwise appear in the first test that calls ``optimize``.
+    """
     from sdfastgn import api
 
     with warnings.catch_warnings():
@@ -47,7 +50,10 @@ def warned_once():
 
 @pytest.fixture(autouse=True)
 def no_tf32(request):
-    """fp32 as it is on the CPU: with TF32 two ways to one convolution differ in the third digit."""
+    """Turns TF32 off in cuDNN for tests marked ``gpu``, so that fp32 convolutions are as exact as on a CPU.
+
+    With TF32, two ways to compute the same convolution already differ in the third digit.
+    """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = request.node.get_closest_marker("gpu") is None and before
     yield
@@ -56,7 +62,10 @@ def no_tf32(request):
 
 @pytest.fixture(autouse=True)
 def kernels_stay_on(monkeypatch):
-    """A kernel that does not compile turns all off, and plain PyTorch would pass whatever comes next."""
+    """Fails a test that turned the kernels off, and turns them on again.
+
+    A kernel that does not compile turns all kernels off. Later tests would then pass in plain PyTorch.
+    """
     from sdfastgn.kernels.common import dispatch
 
     before = dispatch.why_off
@@ -68,7 +77,7 @@ def kernels_stay_on(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def memory_given_back():
-    """Test processes share one GPU, and PyTorch keeps what a test has freed for its own process."""
+    """Empties PyTorch's memory cache if it is above 1 GiB: other test processes share the GPU."""
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()

@@ -1,9 +1,10 @@
-"""What tests ask for by name: the markers of ``pyproject.toml`` that change how a test runs, and fixtures.
+"""Fixtures that tests request by name, and fixtures that implement markers of ``pyproject.toml``.
 
-All of them are here and none in a ``conftest.py`` of a folder: pytest 9.1 loses such a file's fixtures for
-the rest of the folder if the command line names a file of the folder above in between.
-Modules of the package and of the tests are imported where they are used, because pytest loads this file
-before the tests of any folder.
+No folder of tests has a ``conftest.py`` with fixtures of its own, because pytest 9.1 can lose such fixtures.
+It happens when the command line names files of that folder, then a file of the parent folder, then further
+files of that folder.
+pytest loads this file before the tests of any folder. So sdfastgn and most modules of the tests are imported
+inside the fixtures that use them.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from tests.devices import DEVICES
 
 @pytest.fixture(autouse=True)
 def fused_on_cpu(request, monkeypatch):
-    """What the markers ``fused_on_cpu`` and ``without_kernels`` do."""
+    """Implements the markers ``fused_on_cpu`` and ``without_kernels``."""
     markers = {marker.name for marker in request.node.iter_markers()}
     if "fused_on_cpu" in markers:
         pack_on_cpu(monkeypatch)
@@ -28,12 +29,12 @@ def fused_on_cpu(request, monkeypatch):
 
 
 def pack_on_cpu(monkeypatch):
-    """Weights are packed on CPUs as on GPUs: what packing must not break breaks there too."""
+    """Lets sdfastgn pack weights on CPUs too, so that tests on a CPU find what packing breaks."""
     monkeypatch.setattr("sdfastgn.patches.shared.packed_weights.PACKED_DEVICES", ("cuda", "cpu"))
 
 
 def run_fused_on_cpu(monkeypatch):
-    """Optimized modules run their fused forwards on CPU tensors, in plain PyTorch."""
+    """Lets optimized modules run their fused forwards on CPU tensors, with ops in plain PyTorch."""
     from sdfastgn.kernels.common import dispatch
 
     has_kernels = dispatch.has_kernels
@@ -46,7 +47,7 @@ def run_fused_on_cpu(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def multiprocessors(request, monkeypatch):
-    """What the marker ``multiprocessors`` does."""
+    """Implements the marker ``multiprocessors``."""
     marker = request.node.get_closest_marker("multiprocessors")
     if marker is not None and not torch.cuda.is_available():
         monkeypatch.setattr("sdfastgn.kernels.common.gpu.num_sms", lambda device: marker.args[0])
@@ -57,7 +58,7 @@ def multiprocessors(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """Chromium, for tests of pages."""
+    """Starts Chromium for tests of HTML pages, and yields its Selenium driver."""
     from tests.browser import started
 
     driver = started(tmp_path_factory.mktemp("browser"))
@@ -67,13 +68,13 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Of the tensors that kernels are given."""
+    """Each device on which kernels are tested; tests create their tensors there."""
     return request.param
 
 
 @pytest.fixture
 def poisoned_memory():
-    """Uninitialized memory is NaN: an element that no kernel writes shows."""
+    """Fills uninitialized memory with NaN, so that a test sees an element that no kernel has written."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -85,9 +86,9 @@ def poisoned_memory():
 
 @pytest.fixture(params=DEVICES)
 def on_each_device(request, monkeypatch):
-    """Kernels are launched as in plain inference on a GPU, on each device. On the CPU they are interpreted.
+    """Runs the test once per device, with kernels launched as in plain inference on a GPU.
 
-    ``tests.patches.cases`` then makes its tensors on that device.
+    On the CPU Triton's interpreter runs the kernels. ``tests.patches.cases`` makes its tensors on the device.
     """
     from tests.kernels.samples import kernels
     from tests.patches.cases import WHERE
@@ -105,15 +106,15 @@ def without_gradients():
 
 @pytest.fixture
 def statistics_always_pay(monkeypatch):
-    """Statistics are stored for tensors of any size."""
+    """Makes kernels store statistics for tensors of any size, also where this does not pay."""
     monkeypatch.setattr("sdfastgn.patches.core.statistics.statistics_pay", lambda C, HW: True)
 
 
 @pytest.fixture
 def pipeline_fused_on_cpu(monkeypatch):
-    """Fusions of a scheduler and an image processor run on the CPU too.
+    """Lets the fusions of a scheduler and an image processor run on the CPU too, to compare their numbers.
 
-    Nothing waits for a copy there, but the numbers can be compared.
+    On the CPU they save no time, because no copy makes the host wait.
     """
     from sdfastgn.patches.pipeline import image_processor, pinned_copies
 
@@ -125,7 +126,7 @@ def pipeline_fused_on_cpu(monkeypatch):
 
 @pytest.fixture
 def linear_calls(monkeypatch):
-    """A list of the linear layers that are called as modules, in the order of the calls."""
+    """Returns a list that collects the linear layers that are called as modules, in the order of calls."""
     calls = []
     stock = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
@@ -134,7 +135,10 @@ def linear_calls(monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch):
-    """A list of the matrix products that are made in place of a convolution."""
+    """Returns a list that collects the arguments of each call of ``nn.functional.linear``.
+
+    Optimized modules call it for 1x1 convolutions that they compute as matrix products.
+    """
     found = []
     linear = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
@@ -142,14 +146,17 @@ def products(monkeypatch):
 
 
 class Launches(list[tuple[str, Any, dict[str, Any]]]):
-    """(name, launch, pointers by name) of each kernel. ``runs``: False: kernels are noted, not launched."""
+    """A list of launched kernels as (name, launch, {argument: tensor}).
+
+    ``runs``: set it to False to record kernels without launching them.
+    """
 
     runs = True
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The ``Launches`` of the test so far."""
+    """Returns a ``Launches`` that collects the kernels launched during the test."""
     from sdfastgn.kernels.common.launch import Launch
 
     found = Launches()
@@ -167,7 +174,7 @@ def launches(monkeypatch):
 
 @pytest.fixture
 def ran(launches):
-    """``ran(name)``: how often the pass ``name`` was launched."""
+    """Returns a function: ``ran(name)`` is the number of launches of the pass ``name`` so far."""
     from tests.patches.cases import passes
 
     return lambda name: passes(launches)[name]
@@ -175,7 +182,7 @@ def ran(launches):
 
 @pytest.fixture
 def gpu_at_hand(monkeypatch):
-    """The report on a model of ComfyUI is made as on a machine with a GPU."""
+    """Makes sdfastgn's report on a ComfyUI model read as on a machine with a GPU."""
     from sdfastgn.patches.comfyui import report
 
     monkeypatch.setattr(report, "_has_gpu", lambda: True)

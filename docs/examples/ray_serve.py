@@ -1,11 +1,12 @@
-"""A server of images on Ray Serve: a replica for each GPU, which draws requests of one size together.
+"""An image server on Ray Serve, with one replica per GPU. Requests for images of one size share a call.
 
 pip install ".[serve]"
 serve run --app-dir docs/examples --working-dir docs/examples ray_serve:build model=path/to/pipeline
 curl localhost:8000/images -H 'content-type: application/json' -d '{"prompt": "a cat"}' -o cat.png
 """
 
-# No `from __future__ import annotations`: Ray and FastAPI read the annotations of `build` and `images`.
+# `from __future__ import annotations` is missing on purpose: Ray and FastAPI need the annotations of `build`
+# and `images` as types, not as strings.
 import asyncio
 import io
 import logging
@@ -26,39 +27,39 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 
-# Most images of a call. Each number of images has its own CUDA graphs.
+# Maximum number of images in one call. Each number of images has CUDA graphs of its own.
 MAX_BATCH = 4
-# Seconds that a request waits for others that fit: little beside the seconds of an image.
+# Seconds that a request waits for other requests that can share its call. An image takes much longer.
 WAIT_S = 0.005
-# Requests that a replica holds: one call's run, and the next call's wait.
+# Maximum number of requests at a replica: those of the running call and those of the next call.
 MAX_ONGOING = 2 * MAX_BATCH
-# Seconds that a call may take. A health check waits as long for the running call, and a replica that
-# is stopped has as long to finish.
+# Maximum number of seconds that a call may take. A health check waits this long for the running call, and a
+# replica that is stopped has this long to finish its call.
 CALL_S = 60.0
-# Seconds between two health checks. Ray replaces a replica that fails three in a row.
+# Seconds between two health checks. Ray replaces a replica after three failed checks in a row.
 CHECK_S = 2.0
-# Replicas that one request may be sent to, if they die while it is drawn.
+# Maximum number of replicas that are tried for one request: if one dies, the next is asked.
 TRIES = 3
 
 log = logging.getLogger("ray.serve")
 
 
 class Settings(BaseModel):
-    """What ``serve run`` takes as name=value."""
+    """The arguments that ``serve run`` accepts as name=value."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str  # a pipeline's path or name
+    model: str  # path of a pipeline, or its name on the Hub
     device: Literal["cuda", "cpu"] = "cuda"
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    stock: bool = False  # without sdfastgn.optimize
+    stock: bool = False  # True: do not call sdfastgn.optimize
     min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt = 1  # the number of GPUs
-    max_waiting: PositiveInt = 64  # requests that wait for a replica; further ones are answered with 503
+    max_replicas: PositiveInt = 1  # set it to the number of GPUs
+    max_waiting: PositiveInt = 64  # maximum number of waiting requests; further ones get the answer 503
 
 
 class Wanted(BaseModel):
-    """One image; without a size, of the model's own. Outside of these limits the answer is 422."""
+    """A request for one image. The default size is the model's own. Other values than these: status 422."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -71,28 +72,28 @@ class Wanted(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
 
     def call(self) -> dict[str, Any]:
-        """The arguments that all images of a call share."""
+        """Returns the pipeline's arguments that must be the same for all images of one call."""
         size = {"width": self.width, "height": self.height}
         return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
 
     def kind(self) -> str:
-        """Requests of equal kind can be drawn in one call."""
+        """Returns a key. Requests with equal keys can be drawn in one call."""
         return f"{self.call()} {self.negative_prompt is not None}"
 
 
 def load(settings: Settings) -> Any:
-    # Here and not above: of all processes only the replicas need them, and they take seconds.
+    # Imported here, because these imports take seconds and only the replicas' processes need them.
     import torch
     from diffusers import DiffusionPipeline
 
     import sdfastgn
 
-    # dtype is torch_dtype before diffusers 0.40.
+    # Before diffusers 0.40 the argument ``dtype`` is called ``torch_dtype``.
     pipe = DiffusionPipeline.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
     pipe.to(settings.device).set_progress_bar_config(disable=True)
     if not settings.stock:
         sdfastgn.optimize(pipe)
-    # Compile the kernels and capture the graphs of each number of images before the first request.
+    # Before the first request, compile the kernels and capture the CUDA graphs for each number of images.
     for count in range(1, MAX_BATCH + 1):
         for _ in range(2):
             pipe(prompt=["a cat"] * count, num_inference_steps=2)
@@ -100,7 +101,7 @@ def load(settings: Settings) -> Any:
 
 
 class Painter:
-    """A replica: one GPU, one pipeline, and one thread that calls both."""
+    """A replica: a pipeline on one GPU, and the one thread that calls it."""
 
     def __init__(self, settings: Settings, load: Callable[[Settings], Any]) -> None:
         import torch
@@ -111,35 +112,38 @@ class Painter:
         self._thread = ThreadPoolExecutor(max_workers=1)  # a pipeline's calls must not overlap
 
     async def draw(self, wanted: Wanted) -> bytes:
-        """The PNG. Raises what the pipeline raised."""
+        """Returns the image as PNG. Raises what the pipeline raised."""
         drawn = await self._batch(wanted)
         if isinstance(drawn, Exception):
             raise drawn
-        return await asyncio.to_thread(_png, drawn)  # the GPU need not wait for it
+        return await asyncio.to_thread(_png, drawn)  # in a thread: the next call need not wait
 
-    # Ray splits what has come by the multiplexed model id, which is the request's kind here.
+    # Ray only batches requests with the same multiplexed model id. Here the id is ``Wanted.kind``.
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=WAIT_S)
     async def _batch(self, batch: list[Wanted]) -> list[Any]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._drawn, batch)
 
     async def check_health(self) -> None:
-        """Raises if the card has failed. Waits for the running call: a card that hangs fails, too."""
+        """Raises if the GPU has failed.
+
+        Waits for the running call. If the GPU hangs, the wait takes too long, and Ray counts a failed check.
+        """
         if self._on_gpu:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._torch.cuda.synchronize)
 
     def _drawn(self, batch: list[Wanted]) -> list[Any]:
-        """An image for each, or what the pipeline raised."""
+        """Returns for each request its image, or the exception that the pipeline raised for it."""
         try:
             return self._images(batch)
         except self._torch.AcceleratorError:
             log.exception("the card has failed: this process ends, and Ray starts another")
-            os._exit(1)  # CUDA does not work again in it. Front asks another replica.
+            os._exit(1)  # CUDA is unusable in this process now. Front asks another replica.
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the memory of the call that failed
+            traceback.clear_frames(error.__traceback__)  # frames keep the failed call's memory alive
             if len(batch) == 1:
                 log.exception("an image could not be drawn")
                 return [error]
-        # There was too much memory together, or one of them is at fault.
+        # The batch needed too much memory, or one request is at fault. So draw them one by one.
         return [drawn for each in batch for drawn in self._drawn([each])]
 
     def _images(self, batch: list[Wanted]) -> list[Any]:
@@ -148,7 +152,7 @@ class Painter:
             call["negative_prompt"] = [each.negative_prompt for each in batch]
         images: list[Any] = self._pipe(
             prompt=[each.prompt for each in batch],
-            # One for each image, on the CPU: the same noise in any batch.
+            # A generator for each image, on the CPU, makes its noise independent of the batch.
             generator=[self._torch.Generator("cpu").manual_seed(each.seed) for each in batch],
             **call,
         ).images
@@ -166,19 +170,19 @@ app = FastAPI()
 
 @app.exception_handler(RequestValidationError)
 async def refuse(_: Request, error: RequestValidationError) -> Response:
-    # FastAPI's own answer repeats the value, and fails at NaN.
+    # FastAPI's own handler repeats the invalid value in its answer, and fails if the value is NaN.
     detail = [{"loc": each["loc"], "msg": each["msg"]} for each in error.errors()]
     return JSONResponse({"detail": detail}, 422)
 
 
-# It takes every request at once: they wait for a Painter, whose queue is bounded. It does little work,
-# so Ray need not keep a processor for it.
+# Front accepts every request at once, because the queue of the Painters limits how many may wait. It does
+# little work, so Ray reserves no CPU for it.
 @serve.deployment(
     ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000, graceful_shutdown_timeout_s=CALL_S
 )
 @serve.ingress(app)
 class Front:
-    """Checks requests, and sends each to a replica. Answers 503 if too many wait."""
+    """Checks requests and sends each to a replica. The answer is 503 if too many requests wait."""
 
     def __init__(self, painter: DeploymentHandle) -> None:
         self._painter = painter
@@ -189,7 +193,7 @@ class Front:
         for _ in range(TRIES):
             try:
                 return Response(await replicas.draw.remote(wanted), media_type="image/png")
-            except RayActorError as error:  # drawing it again gives the same image
+            except RayActorError as error:  # a second try draws the same image
                 log.warning("a replica has died, another one is asked: %s", error)
         raise HTTPException(503, "the replicas that were asked have died")
 
@@ -201,7 +205,7 @@ def application(settings: Settings, load: Callable[[Settings], Any] = load) -> A
         max_ongoing_requests=MAX_ONGOING,
         max_queued_requests=settings.max_waiting,
         backpressure_config=BackpressureConfig(retry_after_s=1),
-        # As many replicas as keep one call's requests at each, those that wait included.
+        # Ray adds replicas while there are more than MAX_BATCH running and waiting requests per replica.
         autoscaling_config=AutoscalingConfig(
             min_replicas=settings.min_replicas,
             max_replicas=settings.max_replicas,
@@ -215,7 +219,7 @@ def application(settings: Settings, load: Callable[[Settings], Any] = load) -> A
 
 
 def build(settings: Settings) -> Application:
-    """For ``serve run``, which gives it name=value."""
-    if Path(settings.model).exists():  # replicas have another working directory
+    """Returns the application. ``serve run`` calls it with the settings from its command line."""
+    if Path(settings.model).exists():  # made absolute: replicas have another working directory
         settings.model = str(Path(settings.model).resolve())
     return application(settings)

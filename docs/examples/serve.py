@@ -1,4 +1,4 @@
-"""A server of images. Requests that arrive together and fit in one call are drawn together.
+"""An image server. Requests that arrive together are drawn in one call of the pipeline, if they can share it.
 
 pip install fastapi uvicorn
 MODEL=path/to/pipeline uvicorn --app-dir docs/examples --factory serve:create_app
@@ -29,11 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import sdfastgn
 
-# Most images in one call. Each number of images has separate CUDA graphs.
+# Maximum number of images in one call. Each number of images has CUDA graphs of its own.
 MAX_BATCH = 4
-# Seconds that a request waits for others that fit: short, compared with the time of an image.
+# Seconds that a request waits for other requests that can share its call. An image takes much longer.
 WAIT_S = 0.005
-# Requests that may wait; further ones are answered with 503.
+# Maximum number of waiting requests. Further requests get the answer 503.
 MAX_WAITING = 64
 # Seconds between two checks whether a client is still connected.
 LOOK_S = 0.1
@@ -42,7 +42,7 @@ log = logging.getLogger("uvicorn.error")
 
 
 class Wanted(BaseModel):
-    """A request for one image. The default size is the model's own. Outside of the limits: status 422."""
+    """A request for one image. The default size is the model's own. Other values than these: status 422."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -55,7 +55,7 @@ class Wanted(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
 
     def call(self) -> dict[str, Any]:
-        """The pipeline's arguments that must be the same for all images of one call."""
+        """Returns the pipeline's arguments that must be the same for all images of one call."""
         size = {"width": self.width, "height": self.height}
         options = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
         negative = {} if self.negative_prompt is None else {"negative_prompt": self.negative_prompt}
@@ -69,7 +69,7 @@ class Waiting:
 
 
 class Batcher:
-    """Collects requests from all threads. One thread calls the pipeline with them."""
+    """Collects requests from all threads into batches. A single thread calls the pipeline, once per batch."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -82,7 +82,10 @@ class Batcher:
         return self._thread.is_alive()
 
     def submit(self, wanted: Wanted) -> Future[Any]:
-        """A future of the image, or of the pipeline's exception. Raises queue.Full if too many wait."""
+        """Returns a future of the image or of the pipeline's exception.
+
+        Raises queue.Full if too many requests wait.
+        """
         if self._queue.qsize() + len(self._waiting) >= MAX_WAITING:
             raise queue.Full
         request = Waiting(wanted)
@@ -92,11 +95,11 @@ class Batcher:
     def _run(self) -> None:
         while True:
             batch = self._next_batch()
-            # Cancelled requests are not drawn. After this line the others can no longer be cancelled.
+            # Leaves out cancelled requests. From here on, the other requests can no longer be cancelled.
             self._draw([each for each in batch if each.image.set_running_or_notify_cancel()])
 
     def _next_batch(self) -> list[Waiting]:
-        """The oldest request, and others that can be drawn in the same call."""
+        """Waits for a request. Returns the oldest one and others that can be drawn in the same call."""
         if not self._waiting:
             self._waiting.append(self._queue.get())
         call = self._waiting[0].wanted.call()
@@ -121,7 +124,7 @@ class Batcher:
         try:
             images = self._pipe(
                 prompt=[each.wanted.prompt for each in batch],
-                # A generator for each image, on the CPU, gives the same noise in any batch.
+                # A generator for each image, on the CPU, makes its noise independent of the batch.
                 generator=[torch.Generator("cpu").manual_seed(each.wanted.seed) for each in batch],
                 **call,
             ).images
@@ -134,8 +137,8 @@ class Batcher:
             for each, image in zip(batch, images, strict=True):
                 each.image.set_result(image)
             return
-        # The batch needed too much memory, or one request is at fault, so draw them one by one. Not
-        # inside of ``except``, where the memory of the failed call is not free yet.
+        # The batch needed too much memory, or one request is at fault. So draw the requests one by one. This
+        # follows the ``except``, because inside of it the memory of the failed call is not free yet.
         for each in batch:
             self._draw([each])
 
@@ -147,12 +150,12 @@ def _png(image: Any) -> bytes:
 
 
 def serve(pipe: Any) -> FastAPI:
-    """The web application for a pipeline that is ready to draw."""
+    """Returns the web application for ``pipe``, a pipeline that is ready to draw."""
     app, batcher = FastAPI(), Batcher(pipe)
 
     @app.exception_handler(RequestValidationError)
     async def refuse(_: Request, error: RequestValidationError) -> Response:
-        # FastAPI's own answer repeats the value, and fails at NaN.
+        # FastAPI's own handler repeats the invalid value in its answer, and fails if the value is NaN.
         detail = [{"loc": each["loc"], "msg": each["msg"]} for each in error.errors()]
         return JSONResponse({"detail": detail}, 422)
 
@@ -170,12 +173,12 @@ def serve(pipe: Any) -> FastAPI:
             raise HTTPException(503, "too many requests are waiting") from None
         while not (await asyncio.wait([drawn], timeout=LOOK_S))[0]:
             if await request.is_disconnected():
-                drawn.cancel()  # not drawn, unless its call has begun
+                drawn.cancel()  # has no effect once its call has begun
                 return Response(status_code=499)
         if drawn.exception() is not None:
             log.error("an image could not be drawn", exc_info=drawn.exception())
             raise HTTPException(500, "the image could not be drawn")
-        # In a thread, because other requests would wait while the PNG is made.
+        # The PNG is made in a thread, because other requests would have to wait for it otherwise.
         png = await run_in_threadpool(_png, drawn.result())
         return Response(png, media_type="image/png")
 
@@ -186,11 +189,11 @@ def create_app() -> FastAPI:
     model = os.environ.get("MODEL")
     if not model:
         raise SystemExit("serve.py: set the environment variable MODEL to a pipeline's path or name")
-    # dtype is torch_dtype before diffusers 0.40.
+    # Before diffusers 0.40 the argument ``dtype`` is called ``torch_dtype``.
     pipe = DiffusionPipeline.from_pretrained(model, dtype=torch.float16).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     sdfastgn.optimize(pipe)
-    # Compile the kernels and capture the graphs of each number of images before the first request.
+    # Before the first request, compile the kernels and capture the CUDA graphs for each number of images.
     for count in range(1, MAX_BATCH + 1):
         for _ in range(2):
             pipe(prompt=["a cat"] * count, num_inference_steps=2)

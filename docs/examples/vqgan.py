@@ -1,10 +1,10 @@
-"""A VQGAN built with sdfastgn's modules. It has the arguments and parameter names of published checkpoints.
+"""A VQGAN built with sdfastgn's modules. Published checkpoints fit: arguments and parameter names are theirs.
 
-``Encoder`` and ``Decoder`` also serve a latent-diffusion autoencoder (``double_z=True``). Tensors stay
-channels-last from the input image to the output image. A norm and the SiLU after it are one kernel.
+``Encoder`` and ``Decoder`` can also be used for a latent-diffusion autoencoder (``double_z=True``). Tensors
+stay channels-last from the input image to the output image. A norm is fused with the SiLU after it.
 
 model = VQModel(ddconfig, n_embed=1024, embed_dim=256).to("cuda", memory_format=torch.channels_last)
-model.load_state_dict(torch.load("last.ckpt")["state_dict"], strict=False)  # it also has the loss's networks
+model.load_state_dict(torch.load("last.ckpt")["state_dict"], strict=False)  # the file also has the loss
 
 Source: Esser, Rombach and Ommer, "Taming Transformers for High-Resolution Image Synthesis", 2021.
 """
@@ -28,7 +28,7 @@ def norm(channels: int, activation: str = "identity") -> nn.Module:
 
 
 class ResnetBlock(nn.Module):
-    """x (N, in_channels, H, W) -> (N, out_channels, H, W)."""
+    """Two convolutions with a shortcut. x (N, in_channels, H, W) -> (N, out_channels, H, W)."""
 
     def __init__(self, in_channels: int, out_channels: int, dropout: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ResnetBlock(nn.Module):
 
 
 class AttnBlock(nn.Module):
-    """Attention of one head over all positions."""
+    """Self-attention with one head over all positions. x (N, channels, H, W) -> the same shape."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """The blocks of one resolution, each with its attention, if there is any."""
+    """The residual blocks of one resolution. If ``attends``, attention follows each of them."""
 
     def __init__(self, channels: Sequence[int], attends: bool, dropout: float) -> None:
         super().__init__()
@@ -106,7 +106,10 @@ class Mid(nn.Module):
 
 
 class Encoder(nn.Module):
-    """x (N, in_channels, H, W) -> (N, z_channels, h, w), twice the channels with ``double_z``."""
+    """Images (N, in_channels, H, W) -> latents (N, z_channels, h, w).
+
+    With ``double_z`` there are 2 * z_channels channels. Each level but the last halves height and width.
+    """
 
     def __init__(
         self,
@@ -145,7 +148,10 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """z (N, z_channels, h, w) -> (N, out_ch, H, W)."""
+    """Latents (N, z_channels, h, w) -> images (N, out_ch, H, W).
+
+    Each level but the last doubles height and width.
+    """
 
     def __init__(
         self,
@@ -184,7 +190,10 @@ class Decoder(nn.Module):
 
 
 class VectorQuantizer(nn.Module):
-    """z (N, C, H, W) -> the nearest codes as z, the loss of van den Oord et al. 2017, indices (N, H, W)."""
+    """z (N, C, H, W) -> (nearest codes with z's shape, loss, indices of the codes (N, H, W)).
+
+    The loss is the one of van den Oord et al. 2017.
+    """
 
     def __init__(self, n_e: int, e_dim: int, beta: float = 0.25) -> None:
         super().__init__()
@@ -200,7 +209,7 @@ class VectorQuantizer(nn.Module):
 
 
 class VQModel(nn.Module):
-    """Images (N, in_channels, H, W) -> images, and the quantizer's loss."""
+    """Images (N, in_channels, H, W) -> (reconstructed images, the quantizer's loss)."""
 
     def __init__(self, ddconfig: Mapping[str, Any], n_embed: int, embed_dim: int) -> None:
         super().__init__()

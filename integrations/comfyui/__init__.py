@@ -1,10 +1,11 @@
-"""sdfastgn's nodes for ComfyUI. ComfyUI imports this folder from its ``custom_nodes``."""
+"""sdfastgn's nodes for ComfyUI. ComfyUI imports this folder when it is in ``custom_nodes``."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
-# `make comfyui-node` puts the package here, so that a copy of this folder is all that is needed.
+# `make comfyui-node` builds a copy of this folder that has the package sdfastgn here. The copy needs no
+# separate installation of sdfastgn.
 _SHIPPED = Path(__file__).parent / "package"
 
 if importlib.util.find_spec("sdfastgn") is None:
@@ -23,7 +24,7 @@ if importlib.util.find_spec("triton") is None:
 WEB_DIRECTORY = "./web"
 
 try:
-    from comfy_api.latest import ComfyExtension  # noqa: F401  # releases before 0.3.48 have none
+    from comfy_api.latest import ComfyExtension  # noqa: F401  # not in ComfyUI before 0.3.48
 except ImportError:
     from .v1 import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS  # noqa: F401
 else:

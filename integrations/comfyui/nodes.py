@@ -1,4 +1,7 @@
-"""The nodes, independent of ComfyUI's two ways to declare nodes: ``v1.py`` and ``v3.py`` read ``NODES``."""
+"""The nodes: names, inputs, outputs and functions.
+
+ComfyUI has two formats for declaring nodes. ``v1.py`` and ``v3.py`` declare ``NODES`` in one format each.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _GRAPHS = {"auto": "auto", "at once": True, "never": False}
 
 
 class Input(NamedTuple):
-    """An input. ``choices``: the values of a list from which one is picked, the default first."""
+    """An input of a node. ``choices``: for a drop-down list, the values to pick from, default first."""
 
     id: str
     type: str
@@ -28,9 +31,9 @@ class Output(NamedTuple):
 class Node(NamedTuple):
     """A node.
 
-    ``run`` takes ``node_id`` and the inputs by name, and returns the outputs. The last one is text, which is
-    also shown on the node. With ``always_runs`` the node runs in each prompt, even if nothing is connected
-    to its outputs.
+    ``run`` takes ``node_id`` and the inputs by name, and returns the outputs. The last output is text, which
+    is also shown on the node. ``always_runs``: True if the node runs in each prompt, even if its inputs have
+    not changed or nothing is connected to its outputs.
     """
 
     id: str
@@ -53,7 +56,7 @@ _GRAPHS_INPUT = Input(
 _TEXT = Output("text", "STRING", "Whether it is faster, what stays as in stock and why, and memory.")
 
 
-# sdfastgn is imported when a node runs: it needs Triton, and ComfyUI should start without waiting for it.
+# sdfastgn is imported when a node runs. It imports Triton, and ComfyUI's start should not wait for that.
 
 
 def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, ...]:
@@ -86,8 +89,8 @@ def _report(node_id: Any, model: Any, latent: Any) -> tuple[Any, ...]:
 
 
 def _show(node_id: Any, text: str) -> None:
-    """Show ``text`` on a node that has run before: what the sampler has found out since."""
-    server = sys.modules.get("server")  # ComfyUI has imported it, unless a script calls the nodes
+    """Shows ``text`` on a node that has already run. The sampler runs later and finds out more to show."""
+    server = sys.modules.get("server")  # missing if a script calls the nodes without ComfyUI's server
     if hasattr(getattr(server, "PromptServer", None), "instance"):
         server.PromptServer.instance.send_sync("sdfastgn.text", {"node": node_id, "text": text})
 

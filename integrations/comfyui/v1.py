@@ -1,4 +1,4 @@
-"""The nodes for releases of ComfyUI that have no V3 schema."""
+"""The nodes of ``nodes.py`` as classes for releases of ComfyUI without the V3 schema."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _class_of(node: Node) -> type:
 
             @classmethod
             def IS_CHANGED(cls, **_: Any) -> float:
-                return float("nan")  # equal to nothing, so the node never counts as unchanged
+                return float("nan")  # NaN differs from itself, so the node always counts as changed
 
     Declared.__name__ = Declared.__qualname__ = node.id
     return Declared

@@ -1,4 +1,4 @@
-"""The nodes in ComfyUI's V3 schema."""
+"""The nodes of ``nodes.py`` as classes in ComfyUI's V3 schema."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _class_of(node: Node) -> type[io.ComfyNode]:
 
             @classmethod
             def fingerprint_inputs(cls, **_: Any) -> float:
-                return float("nan")  # equal to nothing, so the node never counts as unchanged
+                return float("nan")  # NaN differs from itself, so the node always counts as changed
 
     Declared.__name__ = Declared.__qualname__ = node.id
     return Declared

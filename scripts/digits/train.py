@@ -2,13 +2,13 @@
 
 python scripts/digits/train.py --output /tmp/digits
 
-It trains an autoencoder, then a UNet and a text encoder, as Stable Diffusion was trained, with stock
-diffusers. A classifier is trained on the same digits and reads 100 images of the pipeline at the end. Exits
-with 1 if it reads fewer than 90 of them as their prompts say. It takes minutes on a GPU. On a CPU try
---steps 50.
+The script first trains an autoencoder, then a UNet and a text encoder together, as Stable Diffusion was
+trained, with stock diffusers. It also trains a classifier on the same digits. At the end the pipeline draws
+100 images, and the classifier reads the digit in each. The exit code is 1 if it reads the prompt's digit in
+fewer than 90. Training takes minutes on a GPU. On a CPU try --steps 50.
 
 Data: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository, 1998, doi:10.24432/C50P49, CC BY 4.0; its test set, as scikit-learn has it.
+Repository, 1998, doi:10.24432/C50P49, CC BY 4.0. Only its test set is used, which scikit-learn contains.
 Source: Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", 2022.
 """
 
@@ -41,16 +41,17 @@ from sdfastgn.models.pipelines import build_tokenizer, write_tokenizer
 from sdfastgn.program import OptionError
 
 LEARNING_RATE = 1e-3
-# Steps in which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
+# Number of steps over which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
 WARM_UP = 100
-# Weight of the KL divergence in the autoencoder's loss, relative to the mean error of a pixel. As in Stable
-# Diffusion.
+# Weight of the KL divergence in the autoencoder's loss. The mean error of a pixel has the weight 1. Stable
+# Diffusion used the same value.
 KL_WEIGHT = 1e-6
-# Share of images that are trained with an empty prompt, which guidance needs.
+# Fraction of the images that the UNet is trained on with an empty prompt, so that guidance works.
 EMPTY_PROMPTS = 0.1
-# Number of digits that only test the classifier.
+# Number of digits that the classifier is tested with and not trained on.
 HELD_OUT = 297
-# Images that are read at the end, and how many of them must show what their prompt says.
+# IMAGES: number of images that the classifier reads at the end. LEAST_READ: minimum number of images whose
+# digit must be the prompt's.
 IMAGES, LEAST_READ = 100, 90
 VAE = {
     "block_out_channels": (16, 32, 32, 64),
@@ -82,7 +83,13 @@ SCHEDULER = {
 
 
 class Digits:
-    """The scanned digits (N, 1, 8, 8) in [0, 1] and their values, and images drawn from them."""
+    """The scanned digits, from which random training images are made.
+
+    Attributes:
+        pixels: the scans, (N, 1, 8, 8) in [0, 1]; 1 is ink.
+        values: (N,) int64, the digits 0 to 9 that the scans show.
+        inks: (colors, 3), the RGB values of ``INKS``.
+    """
 
     def __init__(self, device: str) -> None:
         loaded = load_digits()
@@ -90,10 +97,13 @@ class Digits:
         self.values = torch.as_tensor(loaded.target, dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
-    # Without autocast, whose bf16 would move the grid by a tenth of a pixel.
+    # Autocast is off, because the grid's positions in bf16 would be wrong by a tenth of a pixel.
     @torch.autocast("cuda", enabled=False)
     def draw(self, which: Tensor) -> Tensor:
-        """Ink (N, 1, SIZE, SIZE) in [0, 1] of the digits ``which``, slightly turned, moved and scaled."""
+        """Returns digits as ink (N, 1, SIZE, SIZE) in [0, 1], slightly turned, moved and scaled at random.
+
+        ``which``: (N,), indices of digits.
+        """
         turned, stretched, right, down = (torch.rand(4, len(which), device=which.device) * 2 - 1).unbind()
         angle, zoom = turned * math.radians(10), 1.25 + 0.1 * stretched
         cos, sin = zoom * angle.cos(), zoom * angle.sin()
@@ -105,18 +115,21 @@ class Digits:
         return ink.square() * (3 - 2 * ink)
 
     def paint(self, ink: Tensor, colors: Tensor) -> Tensor:
-        """Images (N, 3, SIZE, SIZE) in [-1, 1] with this ink on white paper. ``colors``: indices in INKS."""
+        """Returns images (N, 3, SIZE, SIZE) in [-1, 1]: ``ink`` on white paper.
+
+        ``colors``: (N,), indices into INKS.
+        """
         return 1 - 2 * ink * (1 - self.inks[colors][:, :, None, None])
 
     def sample(self, count: int) -> tuple[Tensor, Tensor]:
-        """(random images, index of each image's prompt)."""
+        """Returns (``count`` random images, the index of each image's prompt)."""
         which = torch.randint(len(self.values), (count,), device=self.values.device)
         colors = torch.randint(len(INKS), (count,), device=self.values.device)
         return self.paint(self.draw(which), colors), self.values[which] * len(INKS) + colors
 
 
 def fit(name: str, models: Iterable[nn.Module], steps: int, loss_of: Callable[[], Tensor]) -> None:
-    """Train ``models`` in place to lower ``loss_of()``, and print its mean now and then."""
+    """Trains ``models`` in place to minimize ``loss_of()``. Prints its mean ten times."""
     parameters = [parameter for model in models for parameter in model.parameters()]
     device = parameters[0].device.type
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
@@ -159,7 +172,7 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
     vae = AutoencoderKL(**VAE).to(options.device)
 
     def loss_of() -> Tensor:
-        images, _ = digits.sample(options.batch_size // 4)  # a smaller batch: images are larger than latents
+        images, _ = digits.sample(options.batch_size // 4)  # a quarter: images need more memory
         latents = vae.encode(images).latent_dist
         return F.l1_loss(vae.decode(latents.sample()).sample, images) + KL_WEIGHT * latents.kl().mean()
 
@@ -168,9 +181,10 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
 
 
 def encode(vae: Any, digits: Digits, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """(latents with a standard deviation of one, index of each latent's prompt), to train the UNet with.
+    """Returns the UNet's training data: (latents of random images, the index of each latent's prompt).
 
-    Sets the autoencoder's ``scaling_factor``, which scales latents to this deviation.
+    Sets the autoencoder's ``scaling_factor``. The latents are multiplied by it, so that their standard
+    deviation is 1.
     """
     latents, prompts = [], []
     for _ in range(max(1, options.steps // 50)):
@@ -200,7 +214,7 @@ def train_diffusion(
         clean, noise = latents[which], torch.randn_like(latents[which])
         timesteps = torch.randint(scheduler.config.num_train_timesteps, which.shape, device=options.device)
         empty = torch.rand(which.shape, device=options.device) < EMPTY_PROMPTS
-        # There are few different prompts, so each is encoded once per step and not once per image.
+        # There are few different prompts, so a step encodes each prompt once, not each image's prompt.
         context = text_encoder(ids).last_hidden_state[prompts[which].where(~empty, len(texts) - 1)]
         noisy = scheduler.add_noise(clean, noise, timesteps)
         return F.mse_loss(unet(noisy, timesteps, context).sample.float(), noise)
@@ -210,14 +224,14 @@ def train_diffusion(
 
 
 def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder: Any, tokenizer: Any) -> None:
-    """Save the pipeline and the classifier, in files that every supported release of transformers reads.
+    """Saves the pipeline and the classifier so that every supported release of transformers can load them.
 
-    UNet and autoencoder are saved in fp16.
+    UNet and autoencoder are saved in fp16, and the text encoder in fp32.
     """
     pipe = StableDiffusionPipeline(
         vae=vae.half(),
         unet=unet.half(),
-        text_encoder=text_encoder,  # fp32: transformers 5 would keep fp16 when it loads the file
+        text_encoder=text_encoder,  # in fp32: transformers 5 would load an fp16 file in fp16
         tokenizer=tokenizer,
         scheduler=DDIMScheduler(**SCHEDULER),
         safety_checker=None,
@@ -238,7 +252,7 @@ def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder:
 
 
 def count_read(output: Path, device: str) -> int:
-    """How many of IMAGES images, drawn by the saved pipeline, show what their prompts say."""
+    """Draws IMAGES images with the saved pipeline. Returns how many show the digit of their prompt."""
     pipe = DiffusionPipeline.from_pretrained(output).to(device)
     pipe.set_progress_bar_config(disable=True)
     asked = [number % len(NUMERALS) for number in range(IMAGES)]

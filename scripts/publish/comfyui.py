@@ -1,4 +1,4 @@
-"""Iterations per second of ComfyUI's sampler and its VAE's milliseconds: stock, channels-last, sdfastgn.
+"""Time ComfyUI's sampler (iterations per second) and VAE decode (ms): stock, channels-last and sdfastgn.
 
 python -m scripts.publish.comfyui build/ComfyUI --model sdxl --json benchmarks/by_hand/comfyui_sdxl.json
 """
@@ -23,7 +23,7 @@ from sdfastgn.cli import comfyui_checkout
 from sdfastgn.cli.checks import file_path
 from sdfastgn.program import OptionError
 
-# Variant -> ComfyUI's arguments for it.
+# Variant -> the command-line arguments with which ComfyUI runs.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
 WARM_UP_RUNS = 2
 TIMED_RUNS = 5
@@ -40,7 +40,7 @@ def main(
         Path | None, typer.Option("--json", help="Also write all results to this file.")
     ] = None,
 ) -> None:
-    """Random weights in fp16; each variant in a process of its own."""
+    """Time each variant in a process of its own, with random weights in fp16."""
     if model not in comfyui_models.MODELS:
         raise typer.BadParameter(
             f"{model!r} is none of {', '.join(comfyui_models.MODELS)}", param_hint="--model"
@@ -63,9 +63,11 @@ def main(
 
 
 def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> dict[str, Any]:
-    """One variant's; of sdfastgn also how far its images are from stock's, and whether ejection is exact.
+    """Returns one variant's times, versions and peak memory. Call it in a fresh process.
 
-    Exact can only be what a stock run repeats to the bit.
+    For sdfastgn it also has the differences to stock's latents and image. ``exact_after_ejection`` says
+    whether the stock model gives the same bits as before when sdfastgn has been removed from it.
+    ``stock_repeats_itself`` says whether two stock runs gave the same bits before sdfastgn was applied.
     """
     version = comfyui_checkout.import_comfyui(str(folder), *VARIANTS[variant])
     import comfy.sample
@@ -117,7 +119,7 @@ def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> di
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Median of ``TIMED_RUNS``, whole calls with all that ComfyUI does around them."""
+    """Returns the median time of ``TIMED_RUNS`` calls, including ComfyUI's own work around the model."""
     device = torch.device("cuda")
     times = [timing.time_once(call, device)[0] for _ in range(WARM_UP_RUNS + TIMED_RUNS)]
     return statistics.median(times[WARM_UP_RUNS:])

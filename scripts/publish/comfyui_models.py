@@ -1,4 +1,4 @@
-"""Models of ComfyUI with random weights, in its own format."""
+"""ComfyUI's models SD1.5 and SDXL and their VAE, with random weights, made without checkpoint files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNET = {
     "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320,
     "use_spatial_transformer": True, "legacy": False,
 }  # fmt: skip
-# ComfyUI reads them from a checkpoint's shapes.
+# Model -> arguments of ComfyUI's UNet. ComfyUI finds them itself from the shapes of a checkpoint's weights.
 MODELS: dict[str, dict[str, Any]] = {
     "sd15": {
         "num_res_blocks": [2] * 4, "channel_mult": [1, 2, 4, 4], "transformer_depth": [1] * 6 + [0] * 2,
@@ -32,7 +32,10 @@ VAE: dict[str, Any] = {
 
 
 def random_weights(module: nn.Module, dtype: torch.dtype, device: str, prefix: str = "") -> dict[str, Tensor]:
-    """Weights that keep the scale of what goes through, the same in every process."""
+    """Returns a state dict for ``module``, with ``prefix`` before each name. It is the same in every process.
+
+    The weights are scaled so that activations keep their magnitude from layer to layer.
+    """
     g = torch.Generator(device).manual_seed(0)
     return {
         f"{prefix}{name}": (
@@ -44,7 +47,7 @@ def random_weights(module: nn.Module, dtype: torch.dtype, device: str, prefix: s
 
 
 def unet(config: dict[str, Any]) -> nn.Module:
-    """ComfyUI's UNet without memory for its weights. config: as in ``MODELS``."""
+    """Returns ComfyUI's UNet on the device ``meta``, without memory for weights. config: as in ``MODELS``."""
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     with torch.device("meta"):
@@ -54,7 +57,10 @@ def unet(config: dict[str, Any]) -> nn.Module:
 def load_model(
     config: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
 ) -> Any:
-    """A MODEL, as ComfyUI's loader makes it of a checkpoint. options: its ``model_options``."""
+    """Returns a MODEL as ComfyUI's loader makes it from a checkpoint.
+
+    config: as in ``MODELS``. options: the loader's ``model_options``.
+    """
     import comfy.sd
 
     with torch.inference_mode():  # as ComfyUI runs every node
@@ -65,7 +71,7 @@ def load_model(
 
 
 def load_vae(config: dict[str, Any], device: str = "cpu") -> Any:
-    """A VAE in the dtype that ComfyUI chooses. config: as ``VAE``."""
+    """Returns a VAE in the dtype that ComfyUI chooses. config: like ``VAE``."""
     import comfy.sd
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
@@ -75,7 +81,7 @@ def load_vae(config: dict[str, Any], device: str = "cpu") -> Any:
 
 
 def conditioning(config: dict[str, Any], seed: int) -> list[Any]:
-    """What a text encoder would give for one prompt of 77 tokens."""
+    """Returns random values in the format that a text encoder returns for one prompt of 77 tokens."""
     g = torch.Generator().manual_seed(seed)
     pooled = {"pooled_output": torch.randn(1, 1280, generator=g)} if "adm_in_channels" in config else {}
     return [[torch.randn(1, 77, config["context_dim"], generator=g), pooled]]

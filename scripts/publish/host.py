@@ -1,8 +1,8 @@
-"""What a pipeline does on the CPU around its models, by the functions that it calls.
+"""Measure the CPU time of a pipeline's call, split by the functions that the pipeline calls.
 
 python -m scripts.publish.host --model sdxl --size 512 --steps 1 --guidance 0
 
-A profiler's own cost is within, and a function that waits for the GPU has the GPU's time.
+The times include the cost of the profiler. If a function waits for the GPU, its time includes the wait.
 """
 
 from __future__ import annotations
@@ -38,22 +38,25 @@ from sdfastgn.cli.options import (
 from sdfastgn.cli.terminal import console
 from sdfastgn.program import counted
 
-# Ways that are compared, and images before the profile: the third replays every graph.
+# The variants that are compared.
 WAYS = ("eager", "sdfastgn")
+# Number of images that are drawn before the profile. From the third image on, every CUDA graph is replayed.
 WARM_UP = 3
 
 
 def profiled(fn: Callable[[], object], calls_of: Any, *, repeats: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds of ``calls_of``, a function that ``fn`` calls, and of each function that it calls.
+    """Profiles ``calls_of``, a Python function that ``fn`` calls, over ``repeats`` calls of ``fn``.
 
-    Of one call of ``fn``. Functions of one name are one; a method's name has its object's class before it.
+    Returns (total, parts), both in milliseconds per call of ``fn``: the time of ``calls_of``, and the time
+    of each function that ``calls_of`` calls directly, by name, longest first. A method's name is
+    ``Class.method``. Functions with the same name are added up.
     """
     code = inspect.unwrap(calls_of).__code__
     found: dict[str, float] = {}
     begun: list[float] = []
     total = 0.0
 
-    # Not cProfile: Python 3.12's loses its place where a function is left by an exception.
+    # cProfile is not used: in Python 3.12 it assigns times wrongly after an exception leaves a function.
     def see(frame: types.FrameType, event: str, called: Any) -> None:
         nonlocal total
         is_python = event in ("call", "return")
@@ -61,7 +64,7 @@ def profiled(fn: Callable[[], object], calls_of: Any, *, repeats: int) -> tuple[
         if caller is not None and caller.f_code is code:
             if event in ("call", "c_call"):
                 begun.append(time.perf_counter())
-            elif len(begun) == 1:  # else it was called back by a function in C
+            elif len(begun) == 1:  # false if a function in C called it back
                 name = _name_of(frame) if is_python else called.__name__
                 found[name] = found.get(name, 0.0) + time.perf_counter() - begun.pop()
             else:
@@ -85,7 +88,7 @@ def _name_of(frame: types.FrameType) -> str:
 
 
 def run(config: BenchConfig) -> list[HostRow]:
-    """Each of ``WAYS`` on one pipeline."""
+    """Profiles one pipeline with each variant of ``WAYS``. Returns a row per variant."""
     device, rows = config.torch_device, []
     with timing.device_scope(device):
         workload = workloads.build_pipeline(config)
@@ -112,7 +115,7 @@ def host(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Profile what a pipeline does on the CPU around its models, stock and optimized."""
+    """Profile the CPU time of a pipeline's call, stock and optimized."""
     with one_line_errors():
         given: dict[str, Any] = {"size": size, "steps": steps, "scheduler": scheduler, "guidance": guidance}
         given |= {"dtype": dtype, "device": device, "repeats": repeats}

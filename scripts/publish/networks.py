@@ -1,6 +1,7 @@
-"""The networks of docs/coverage.md with the architectures of published models, and one call of each.
+"""The networks that docs/coverage.md lists with times, and for each network the call that is timed.
 
-A call is a step of a UNet with guidance, or a decode of an autoencoder, at the size that people use.
+They have the architectures of published models. The call is one step of a UNet or transformer (mostly with
+guidance, so a batch of 2), or one decode of an autoencoder, at a usual image size.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.models.video import Draw
 
-# (model, draw) -> a call of the model on random inputs.
+# (model, draw) -> a function without arguments that calls the model on random inputs.
 Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, and the call of it that is timed."""
+    """One model: ``build`` makes it, and ``prepare`` makes the call that is timed."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -40,7 +41,11 @@ CASES: list[Case] = []
 def case(
     name: str, cls: str, dtype: torch.dtype = torch.float16, **config: Any
 ) -> Callable[[Prepare], Prepare]:
-    """Registers what prepares a call of the diffusers class ``cls`` with ``config``."""
+    """A decorator that adds a ``Case`` to ``CASES``.
+
+    The model is the diffusers class ``cls`` with the arguments ``config``. The decorated function is the
+    case's ``prepare``.
+    """
 
     def register(prepare: Prepare) -> Prepare:
         CASES.append(Case(name, lambda: getattr(diffusers, cls)(**config), prepare, dtype))
@@ -50,7 +55,7 @@ def case(
 
 
 BF16 = torch.bfloat16
-BATCH = 2  # a step with guidance
+BATCH = 2  # of a step with guidance
 
 
 def tokens(draw: Draw, width: int, length: int = 77) -> Tensor:
@@ -58,7 +63,10 @@ def tokens(draw: Draw, width: int, length: int = 77) -> Tensor:
 
 
 def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
-    """A step of the UNet ``name`` or of its ControlNet; ``more``: further arguments."""
+    """Prepares a step of the UNet ``name`` (a key of ``UNETS``), or of a ControlNet for it.
+
+    ``more``: further arguments of the call, each made by a function of ``draw``.
+    """
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         config = {**dict(model.config), "_class_name": "UNet2DConditionModel"}
@@ -70,11 +78,12 @@ def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
 
 
 def decode_of(*latents: int, **options: Any) -> Prepare:
-    """A decode of random latents of this shape."""
+    """Prepares a decode of random latents of the shape ``latents``. ``options``: arguments of ``decode``."""
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         z = draw(*latents)
-        return lambda: model.decode(z, **options, return_dict=False)  # looked up then: it may be fused
+        # ``model.decode`` is looked up in each call, because ``optimize`` may replace it.
+        return lambda: model.decode(z, **options, return_dict=False)
 
     return prepare
 
@@ -208,6 +217,15 @@ SDXL_CONTROL = {k: v for k, v in UNETS["sdxl"].items() if k not in ("sample_size
 case("SDXL ControlNet, 1024²", "ControlNetModel", **SDXL_CONTROL)(
     step_of("sdxl", controlnet_cond=lambda draw: draw(BATCH, 3, 1024, 1024))
 )
+case("SDXL ControlNet Union, 1024²", "ControlNetUnionModel", **SDXL_CONTROL)(
+    step_of(
+        "sdxl",
+        controlnet_cond=lambda draw: [draw(BATCH, 3, 1024, 1024)],
+        control_type=lambda draw: draw(BATCH, 6),
+        control_type_idx=lambda draw: [3],
+        conditioning_scale=lambda draw: [1.0],
+    )
+)
 
 # --- Video ----------------------------------------------------------------------------------------
 
@@ -222,9 +240,19 @@ def _(model, draw):
     return partial(model, draw(BATCH, 4, 16, 32, 32), 500, tokens(draw, 1024), return_dict=False)
 
 
+@case("I2VGenXL UNet, 16 x 704 x 1280", "I2VGenXLUNet")
+def _(model, draw):
+    fps = torch.full((BATCH,), 16, device=model.device)
+    sample, latents = draw(BATCH, 4, 16, 88, 160), draw(BATCH, 4, 16, 88, 160)
+    return partial(model, sample, 500, fps, latents, draw(BATCH, 1024), tokens(draw, 1024), return_dict=False)
+
+
+video_case("HunyuanVideo VAE decode, 17 x 480 x 832", "hunyuan_video", "vae")
 video_case("Wan 2.1 VAE decode, 17 x 480 x 832", "wan", "vae")
 video_case("Qwen-Image VAE decode, 1024²", "qwen_image", "vae")
 video_case("CogVideoX VAE decode, 9 x 480 x 720", "cogvideox", "vae")
+
+case("Mochi VAE decode, 13 x 480 x 848", "AutoencoderKLMochi", BF16)(decode_of(1, 12, 3, 60, 106))
 
 
 @case("Allegro VAE decode, one tile of 24 x 320²", "AutoencoderKLAllegro", BF16)
@@ -374,6 +402,27 @@ def _(model, draw):
     )
 
 
+def wuerstchen_prior() -> nn.Module:
+    from diffusers.pipelines.deprecated.wuerstchen import WuerstchenPrior
+
+    return WuerstchenPrior(c_in=16, c=1536, c_cond=1280, c_r=64, depth=32, nhead=24)
+
+
+CASES.append(
+    Case(
+        "Wuerstchen prior, 1024²",
+        wuerstchen_prior,
+        lambda model, draw: partial(
+            model,
+            draw(BATCH, 16, 24, 24),
+            torch.full((BATCH,), 0.5, dtype=model.dtype, device=model.device),
+            tokens(draw, 1280),
+        ),
+        BF16,
+    )
+)
+
+
 @case(
     "AudioLDM2 UNet, 10 s",
     "AudioLDM2UNet2DConditionModel",
@@ -386,6 +435,23 @@ def _(model, draw):
 def _(model, draw):
     states = {"encoder_hidden_states": draw(BATCH, 8, 768), "encoder_hidden_states_1": draw(BATCH, 32, 1024)}
     return partial(model, draw(BATCH, 8, 250, 16), 500, **states, return_dict=False)
+
+
+@case(
+    "MusicLDM UNet, 10 s",
+    "UNet2DConditionModel",
+    in_channels=8,
+    out_channels=8,
+    block_out_channels=(128, 256, 384, 640),
+    class_embed_type="simple_projection",
+    class_embeddings_concat=True,
+    projection_class_embeddings_input_dim=512,
+    cross_attention_dim=(128, 256, 384, 640),
+    attention_head_dim=32,
+)
+def _(model, draw):
+    sample, labels = draw(BATCH, 8, 250, 16), draw(BATCH, 512)
+    return partial(model, sample, 500, None, class_labels=labels, return_dict=False)
 
 
 @case(

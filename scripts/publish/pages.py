@@ -1,7 +1,7 @@
-"""Tables and pictures of the pages, from committed JSON.
+"""Writes the tables and pictures of the published pages from the committed JSON files.
 
-``python -m scripts.publish.pages`` renews them all. A table is what lies between ``<!-- table:NAME
--->`` and ``<!-- /table:NAME -->``.
+``python -m scripts.publish.pages`` renews all of them. On a page, a table's place is between the lines
+``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables.plots import plot_reason
 
-# The pages that have tables. The Kernel Hub's card gets its own when that package is built.
+# The pages whose tables are renewed here. scripts/build_hub_kernels.py fills the tables of the Hub's card.
 PAGES = (
     "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md", "docs/comfyui.md",
 )  # fmt: skip
@@ -63,14 +63,15 @@ _SLOT = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->)(?P<body>.*?)(<!-- /table:
 
 
 def slots(text: str) -> list[str]:
-    """Names of the tables that a page has a place for."""
+    """Returns the names of the tables whose opening mark is in ``text``, in their order."""
     return re.findall(r"<!-- table:([\w-]+) -->", text)
 
 
 def check_one_commit(results: Path) -> None:
-    """Raises ValueError where a renewal's results are not all there, or not all of its commit and GPU.
+    """Raises ValueError if a renewal lacks a result, or if a result has another commit or GPU.
 
-    The message names the files. Results without ``renewal.json`` beside them are taken as they are.
+    A renewal is a folder with ``renewal.json`` (see ``scripts.publish.renew``), which names the commit and
+    the GPU. The message names the files. Results in folders without ``renewal.json`` are not checked.
     """
     for summary in results.rglob(SUMMARY):
         content, folder = read_json(summary), summary.parent
@@ -86,10 +87,10 @@ def check_one_commit(results: Path) -> None:
 
 
 def filled(text: str, results: Path) -> str:
-    """``text`` with every table slot filled from the JSON files under ``results``.
+    """Returns ``text`` with every table written anew from the JSON files under ``results``.
 
-    Raises ValueError where a slot has a name that no table has, or is not closed, or where a renewal's
-    results are of several commits.
+    Raises ValueError if a mark names an unknown table, if a table's closing mark is missing, or if
+    ``check_one_commit`` finds a fault.
     """
     check_one_commit(results)
     opened = slots(text)
@@ -103,7 +104,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def _renewed(page: Path, results: Path) -> str:
-    """The text of ``page`` with its tables filled. The message of a ValueError names the page."""
+    """Returns the text of ``page`` with its tables written anew. A ValueError's message names the page."""
     try:
         return filled(page.read_text(encoding="utf-8"), results)
     except (OSError, ValueError) as error:
@@ -112,12 +113,12 @@ def _renewed(page: Path, results: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 where a page cannot be filled or a picture cannot be drawn."""
+    """Returns the exit code: 0, or 2 if a page cannot be filled or a picture cannot be drawn."""
     parser = argparse.ArgumentParser("python -m scripts.publish.pages", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE alone")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks", help="folder of the JSON files")
     options = parser.parse_args(arguments)
-    # An empty folder has no results yet; one that is not there is somewhere else.
+    # An empty folder is valid: it has no results yet. A folder that does not exist is a mistyped path.
     if not options.results.is_dir():
         print(f"pages: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""Pictures of committed results: the times of whole models, the roofline of kernels, a breakdown.
+"""Draws pictures of committed results: times of whole models, a roofline of kernels, a profile's breakdown.
 
-Each entry of ``PICTURES`` is a file in docs/images and what draws it. Needs matplotlib (the extra
-``plot``).
+``PICTURES`` maps the name of a file in docs/images to the function that draws it. Needs matplotlib (the
+extra ``plot``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdfastgn.bench.tables.plots import COLORS, breakdown, roofline, save
 
 
 def headline(results: Path, picture: Path) -> None:
-    """Draws the milliseconds of each way to run a model, a panel for each part of ``headline_times``."""
+    """Draws the milliseconds of eager, sdfastgn and its peers: one panel per entry of ``headline_times``."""
     from matplotlib.figure import Figure
 
     panels = headline_times(results)
@@ -43,13 +43,13 @@ def headline(results: Path, picture: Path) -> None:
 
 
 def kernels(results: Path, picture: Path) -> None:
-    """Draws the roofline of the committed run of the suite inference."""
+    """Draws the roofline of the committed run of the kernel suite ``inference``."""
     (content,) = documents(results, "kernels")
     roofline(with_peers(results, content), picture, f"{content['config']['dtype']}, {source_line(content)}")
 
 
 def profile(results: Path, picture: Path) -> None:
-    """Draws the breakdown of the committed run with ``--profile``."""
+    """Draws where the time goes in the committed run with ``--profile``."""
     (content,) = documents(results, "profile")
     breakdown([Row(**values) for values in content["rows"]], picture, source_line(content))
 

@@ -1,11 +1,11 @@
-"""Stock against optimized for the models of docs/coverage.md, at the sizes that people use.
+"""Time the networks of docs/coverage.md, stock and optimized, at usual image sizes.
 
 python -m scripts.publish.real_sizes --json real_sizes.json
 
-Architectures are those of the published models, weights are random. A row is one call of one model: a
-step of a UNet with guidance, a decode of an autoencoder. Stock is timed before ``optimize`` and after
-``restore``; the faster of both counts. ``optimize`` runs with its defaults, so with CUDA graphs where a
-model has them.
+The architectures are published ones, and the weights are random (see ``scripts.publish.networks``). A row
+is one call of one model, such as a step of a UNet or a decode of an autoencoder. Stock is timed twice,
+before ``optimize`` and after ``restore``, and the faster time counts. ``optimize`` has its default
+arguments, so it uses CUDA graphs for models that support them.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models.architectures import with_random_weights
 
-# Seconds that one round of timed calls may take, and the most calls in it.
+# Seconds that the timed calls of one model should take together.
 ROUND_SECONDS = 0.4
+# Maximum number of timed calls of one model.
 MAX_CALLS = 20
-# Runs that the published networks are shared out among.
+# Number of runs into which the networks are divided.
 THIRDS = 3
-# Calls before a round: the first compiles, the second is captured, the third replays.
+# Calls before the timed calls: the first compiles kernels, the second captures a graph, the third replays it.
 WARM_UP = 3
-# Relative error of an optimized output in half precision, at most: random weights amplify rounding.
+# Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
 
 
 def built(case: Case, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """The model with random weights, and its call, which returns one tensor."""
+    """Returns (the case's model with random weights, a function that calls it and returns one tensor)."""
     model = with_random_weights(case.build, case.dtype, device, seed=0)
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
@@ -67,7 +68,7 @@ def built(case: Case, device: torch.device) -> tuple[nn.Module, Callable[[], Ten
 
 
 def milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Median of calls that are waited for, after the warm-up."""
+    """Returns the median time of a call after a warm-up. A call ends when the GPU has finished its work."""
     for _ in range(WARM_UP):
         took, _ = timing.time_once(call, device)
     count = min(MAX_CALLS, max(3, int(ROUND_SECONDS / took)))
@@ -106,13 +107,16 @@ def measured(case: Case, device: torch.device) -> SizeRow:
 
 
 def chosen(only: str, third: int | None) -> list[Case]:
-    """The cases whose names match ``only``. ``third``, from 1 to 3, selects a third of them."""
+    """Returns the cases whose names match the regular expression ``only``.
+
+    ``third``: 1, 2 or 3 selects one third of these cases; None selects all.
+    """
     found = [case for case in CASES if re.search(only, case.name)]
     return found if third is None else found[third - 1 :: THIRDS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if an output was wrong or no network ran, else 0."""
+    """Returns the exit code: 1 if an output was wrong or if every network failed, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -126,14 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with timing.global_switches() as switches:
         where = environment(device, switches)
         timing.spin_up(device)
-        # Now, and after each: a run that is cut off has what came before.
+        # Written now and after each network, so that an interrupted run keeps its results so far.
         write = functools.partial(_write, options.json, where)
         write(rows)
         for each in chosen(options.only, options.third):
             start = time.perf_counter()
             try:
                 rows.append(measured(each, device))
-            except Exception as error:  # the other models go on
+            except Exception as error:  # the other models are still timed
                 rows.append(SizeRow.failed(each.name, str(each.dtype), one_line(error)))
             gc.collect()
             torch.cuda.empty_cache()

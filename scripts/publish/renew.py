@@ -1,10 +1,11 @@
-"""Measures again all that the published pages show, at one commit on one GPU.
+"""Repeats all measurements that the published pages show, at one commit on one GPU.
 
 python -m scripts.publish.renew --out build/renewal
 
-Steps that an earlier call did at this commit are kept with ``--resume``, so that several short calls
-do the same as one long call. ``--archive`` also writes the results as one file. ``--unpack`` puts
-such a file into ``benchmarks/h200``, from where ``python -m scripts.publish.pages`` makes the pages.
+The measurements are the ``STEPS`` of ``scripts.publish.steps``. ``--resume`` keeps the steps that an
+earlier call finished at this commit, so several short calls do the same as one long call. ``--archive``
+also packs the results into one file. ``--unpack`` extracts such a file into ``benchmarks/h200`` and
+``docs/images``. Afterwards ``python -m scripts.publish.pages`` writes the pages.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
-# A step is stopped after this many times its budget, so that one that hangs does not hold up the rest.
+# A step is stopped after its budget times this factor, so that a step that hangs does not block the rest.
 PATIENCE = 3
 
 
 @dataclass
 class StepRow:
-    """How one step went.
+    """The outcome of one step.
 
     Attributes:
-        writes: the file that the step makes, in the folder of the results.
-        seconds: how long it took, in this call or, if it was kept, in the one that did it.
-        reason: why it failed or was not started.
+        writes: the file that the step makes, relative to the folder of the results.
+        status: ``OK``, ``FAILED`` or ``NOT_STARTED``.
+        seconds: how long the step ran. For a kept step this is the time in the earlier call.
+        budget: the step's budget in seconds.
+        reason: why the step failed or was not started.
     """
 
     writes: str
@@ -58,10 +61,11 @@ def renew(
     resume: bool = False,
     budget: float = float("inf"),
 ) -> list[StepRow]:
-    """Runs ``steps`` in their order, each into ``out``, and returns a row for each.
+    """Runs ``steps`` one after another and returns a row for each. Their files go into the folder ``out``.
 
-    A step that fails does not stop the others. A step whose own budget does not fit into what is left of
-    ``budget`` seconds is not started. ``renewal.json`` in ``out`` has all rows after each step.
+    The steps after a failed step still run. A step is not started if its own budget exceeds the rest of the
+    ``budget`` seconds of this call. ``out / "renewal.json"`` is written anew after each step, with all rows.
+    ``tiny``: a dry run of tiny models on the CPU. ``resume``: keep the steps that an earlier call finished.
     """
     until = time.monotonic() + budget
     where = environment(torch.device("cpu" if tiny else "cuda"))
@@ -84,7 +88,10 @@ def renew(
 
 
 def _kept(out: Path, where: dict[str, Any], tiny: bool) -> dict[str, StepRow]:
-    """By file, what an earlier call into ``out`` did at the same commit, on the same GPU and as large."""
+    """Returns {file: row} of the steps that an earlier call into ``out`` finished.
+
+    It is empty if that call had another commit, another GPU or another value of ``tiny``.
+    """
     if not (out / SUMMARY).exists():
         return {}
     content = read_json(out / SUMMARY)
@@ -95,7 +102,11 @@ def _kept(out: Path, where: dict[str, Any], tiny: bool) -> dict[str, StepRow]:
 
 
 def _run(step: Step, out: Path, tiny: bool, timeout: float) -> StepRow:
-    """One step. Its file gets to its place only when it is whole; its output goes to a log."""
+    """Runs one step and returns its row.
+
+    The step writes its file into the folder ``unfinished``; the file is moved to its place after the step
+    has succeeded. What the step prints goes to a file in the folder ``logs``.
+    """
     path, unfinished = out / step.writes, out / "unfinished" / step.writes
     log = out / "logs" / f"{step.name}.log"
     for each in (path, unfinished, log):
@@ -114,7 +125,10 @@ def _run(step: Step, out: Path, tiny: bool, timeout: float) -> StepRow:
 
 
 def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
-    """The exit code of a program whose output goes to ``log``; None if it was stopped after ``timeout`` s."""
+    """Runs a program and returns its exit code, or None if it was stopped after ``timeout`` seconds.
+
+    ``arguments``: the program and its arguments. What it prints goes to the file ``log``.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -122,7 +136,7 @@ def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
         try:
             return process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # the processes that it has started, too
+            os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that it has started
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return None
@@ -137,7 +151,7 @@ def _line(row: StepRow) -> str:
 
 
 def pack(out: Path, archive: Path) -> None:
-    """Writes the summary, every result and every log in ``out`` as a ``.tar.gz``."""
+    """Packs the summary, every result and every log of ``out`` into the ``.tar.gz`` file ``archive``."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as packed:
         for path in sorted(out.rglob("*")):
@@ -146,9 +160,10 @@ def pack(out: Path, archive: Path) -> None:
 
 
 def unpack(archive: Path, results: Path, pictures: Path) -> None:
-    """Puts the JSON of a whole renewal into ``results``, and its pictures into ``pictures``.
+    """Extracts a renewal's JSON files into ``results`` and its pictures into ``pictures``.
 
-    Raises ValueError, before anything is written, where the renewal is not whole, or was a dry run.
+    Raises ValueError, before anything is written, if the archive is no complete renewal, if it is a dry
+    run, or if it was measured on another GPU than ``scripts.publish.steps.GPU``.
     """
     with tarfile.open(archive, "r:gz") as packed:
         files = {name: packed.extractfile(name) for name in packed.getnames()}
@@ -175,7 +190,7 @@ def unpack(archive: Path, results: Path, pictures: Path) -> None:
 
 
 def _reason_not_to(options: argparse.Namespace) -> str | None:
-    """Why results would be worth nothing, in one line; None where they are."""
+    """Returns why a renewal would be worthless here, in one line; None if it can run."""
     git = environment(torch.device("cpu"))["git"]
     if git["commit"] is None:
         return "no commit can be told: outside of a git checkout, set SDFASTGN_COMMIT to that of the source"
@@ -189,7 +204,7 @@ def _reason_not_to(options: argparse.Namespace) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 if a step failed, 2 where the call cannot be run."""
+    """Returns the exit code: 0, or 1 if a step failed, or 2 if the renewal or the unpacking is refused."""
     parser = argparse.ArgumentParser(
         "python -m scripts.publish.renew", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -210,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := _reason_not_to(options)) is not None:
         print(f"renew: {reason}", file=sys.stderr)
         return 2
-    out = options.out.resolve()  # the steps run in the checkout
+    out = options.out.resolve()  # absolute, because the steps run in the checkout's folder
     out.mkdir(parents=True, exist_ok=True)
     rows = renew(STEPS, out, tiny=options.tiny, resume=options.resume, budget=options.budget)
     if options.archive is not None:

@@ -1,4 +1,4 @@
-"""What the measurements of this folder share: a fresh process for each, and the JSON that they write."""
+"""Functions that the measurements of this folder share: one starts a fresh process, one writes the JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """What ``fn`` returns in a fresh process; its errors are raised here."""
+    """Calls ``fn`` in a fresh process. Returns what it returns, and raises here what it raises."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(fn, *arguments, **options).result()
 
@@ -28,9 +28,10 @@ def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
 def write_rows(
     json: Path | None, kind: str, config: BenchConfig, rows: Sequence[object], **more: object
 ) -> None:
-    """Writes rows of measurements that, unlike ``sdfastgn bench``, leave PyTorch's switches alone.
+    """Writes measured ``rows`` and their ``config`` to the file ``json``. Without a file does nothing.
 
-    ``more`` is added to the config.
+    ``more`` is added to the config. For measurements that, unlike ``sdfastgn bench``, do not change
+    PyTorch's global switches: the current value of ``cudnn.benchmark`` is recorded.
     """
     if json is None:
         return

@@ -1,10 +1,10 @@
-"""Requests a second and their latency behind one server, stock and optimized.
+"""Measure a server's requests per second and their latency, stock and optimized.
 
 python -m scripts.publish.serving_load --model sd15 --json benchmarks/h200/serving_sd15.json
 
-The server is docs/examples/serve.py in a process of its own, with random weights. Each client asks
-again as soon as it has its answer. Needs uvicorn: ``pip install ".[serve]"``. With ``--url`` the
-server is one that runs already, such as docs/examples/ray_serve.py.
+The server is docs/examples/serve.py in a process of its own, with random weights. It needs uvicorn: ``pip
+install ".[serve]"``. Each client sends its next request as soon as it has an answer. ``--url`` measures a
+server that runs already instead, such as docs/examples/ray_serve.py.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from sdfastgn.program import OptionError, counted
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 CLIENTS = (1, 4, 16)
-# Seconds that a client waits for an image, and everyone for a server that compiles and captures.
+# Maximum number of seconds that a client waits for an image, and that a server may take until it is ready.
 PATIENCE_S = 600.0
 
 
 @dataclass
 class LoadRow:
-    """A number of clients at one server. Without figures where its images were wrong.
+    """The figures of one server with a number of clients; None if its image was wrong.
 
     Attributes:
-        requests_s: answers a second of all clients together.
-        p50_s, p99_s: seconds from a request to its whole image.
+        requests_s: answers per second, of all clients together.
+        p50_s, p99_s: median and 99th percentile of the seconds from a request to its complete image.
     """
 
     variant: str
@@ -66,7 +66,7 @@ class LoadRow:
 
 
 def serve(config: BenchConfig, optimize: bool, port: int) -> None:
-    """The server's process."""
+    """Runs the server. Called in a process of its own; does not return."""
     import uvicorn
 
     sys.path.insert(0, str(EXAMPLES))
@@ -86,7 +86,7 @@ def serve(config: BenchConfig, optimize: bool, port: int) -> None:
 
 @contextlib.contextmanager
 def served(config: BenchConfig, optimize: bool) -> Iterator[str]:
-    """The address of a server that is ready."""
+    """Starts a server, yields its address when it is ready, and ends the server afterwards."""
     if importlib.util.find_spec("uvicorn") is None:
         raise OptionError('serving_load: uvicorn is not installed; pip install ".[serve]", or give --url')
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -114,13 +114,16 @@ def _is_ready(url: str) -> bool:
 
 
 async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> tuple[list[float], float]:
-    """Seconds of each request, and of all together. Raises httpx.HTTPStatusError."""
+    """Sends ``requests`` requests from ``clients`` clients at once.
+
+    Returns (seconds of each request, seconds until the last answer). Raises httpx.HTTPStatusError.
+    """
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
         left, taken = iter(range(requests)), []
 
         async def ask() -> None:
-            for seed in left:  # all clients take from one iterator
+            for seed in left:  # one iterator for all clients
                 start = time.perf_counter()
                 answer = await client.post("/images", json={**body, "seed": seed})
                 answer.raise_for_status()
@@ -132,7 +135,7 @@ async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> t
 
 
 def image_of(url: str, body: dict[str, Any]) -> np.ndarray:
-    """(1, H, W, 3) in [0, 1]."""
+    """Returns the server's image for the request ``body``: (1, H, W, 3), fp32 in [0, 1]."""
     answer = httpx.post(f"{url}/images", json=body, timeout=PATIENCE_S).raise_for_status()
     return np.asarray(Image.open(io.BytesIO(answer.content)), dtype=np.float32)[None] / 255
 
@@ -147,7 +150,7 @@ def rows_of(variant: str, url: str, body: dict[str, Any], requests: int) -> list
 
 
 def run(config: BenchConfig, requests: int, url: str | None = None) -> list[LoadRow]:
-    """Stock, then optimized, each in a server of its own; or the server at ``url`` alone."""
+    """Measures a stock server, then an optimized one. With ``url``, measures only the server there."""
     size = {"width": config.size, "height": config.size}
     body = {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
     if url is not None:
@@ -183,7 +186,7 @@ def serving_load(
     url: Annotated[str | None, typer.Option(help="Address of a server that runs already.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """Time the answers of a server to 1, 4 and 16 clients, stock and optimized."""
+    """Time a server's answers to 1, 4 and 16 clients, stock and optimized."""
     with one_line_errors():
         given: dict[str, Any] = {
             "model": model,

@@ -1,7 +1,7 @@
 """The measurements that the published pages are made from: one entry of ``STEPS`` each.
 
-All of them together take at most ``MOST_SECONDS`` on one H200 (``scripts.publish.renew`` runs them).
-A new table needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
+``scripts.publish.renew`` runs them. All steps together take at most ``MOST_SECONDS`` on one H200. A new
+table needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# The GPU that the pages show.
+# The GPU whose times the pages show.
 GPU = "NVIDIA H200"
-# What all steps may take together on one H200, in seconds.
+# Maximum number of seconds that all steps may take together on one H200.
 MOST_SECONDS = 25 * 60
-# The file beside the results that names their commit, and how long each step took.
+# Name of the file that a renewal writes beside its results: their commit and GPU, and each step's outcome.
 SUMMARY = "renewal.json"
 
 
@@ -26,12 +26,12 @@ class Step:
     """One measurement, which runs in a fresh process.
 
     Attributes:
-        writes: the file that the step makes, in the folder of the results.
-        command: the module that ``python -m`` runs, and its options but for the file.
-        tiny: options that are added for a dry run on a CPU. The last of two equal options counts.
-        feeds: the tables and pictures that show the file.
-        budget: seconds that the step may take on an H200, its start included.
-        option: the option that names the file; ``--output`` names its folder.
+        writes: the file that the step makes, relative to the folder of the results.
+        command: the module that ``python -m`` runs, and its options except ``option``.
+        tiny: options that are appended for a dry run on a CPU. They override equal options of ``command``.
+        feeds: the tables and pictures that are made from the file.
+        budget: seconds that the step may take on an H200, including the start of its process.
+        option: the option that gets the path of the file. ``--output`` gets the path of the file's folder.
     """
 
     writes: str
@@ -46,14 +46,14 @@ class Step:
         return self.writes.rpartition(".")[0]
 
     def arguments(self, path: Path, *, tiny: bool) -> list[str]:
-        """The command that writes the file at ``path``, a name of the interpreter first."""
+        """Returns the whole command line that writes the step's file to ``path``."""
         place = path.parent if self.option == "--output" else path
         options = shlex.split(self.command) + (shlex.split(self.tiny) if tiny else [])
         return [sys.executable, "-m", *options, self.option, str(place)]
 
 
 def origin(content: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Commit and GPU of a run's JSON: what all results of the pages share."""
+    """Returns (commit, GPU) from a run's JSON. All results of a renewal have the same."""
     where = content["environment"]
     return (where.get("git") or {}).get("commit"), where.get("gpu")
 
@@ -63,8 +63,8 @@ _BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
 _KERNELS = "--device cpu --repeats 1"
 _FEW_STEPS = "--size 512 --scheduler EulerAncestralDiscreteScheduler --guidance 0"
 
-# In the order in which they run. torch.compile comes first: it takes the most time, and no step before
-# it has filled its caches.
+# In the order in which they run. The steps with torch.compile come first: they take the longest, and their
+# time until ready is right only if no earlier step has filled the caches of torch.compile.
 STEPS = (
     # ---- steps, decodes and pipelines
     Step(
@@ -124,7 +124,7 @@ STEPS = (
         "sdfastgn bench --model sdxl --part unet --batch 1,8,32 --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --batch 1,2",
         ("batches",),
-        65,
+        55,
     ),
     Step(
         "latency_sdxl.json",
@@ -132,7 +132,7 @@ STEPS = (
         " --variants eager,sdfastgn",
         f"{_BENCH} --steps 1,2",
         ("latency",),
-        65,
+        55,
     ),
     Step(
         "warm_up_sdxl.json",
@@ -191,7 +191,7 @@ STEPS = (
         "sdfastgn kernels --suite batch_norm --shapes resnet50",
         f"{_KERNELS} --shapes 2x4x4x4",
         ("batch_norm",),
-        65,
+        55,
     ),
     Step(
         "kernels_attention.json",
@@ -200,14 +200,14 @@ STEPS = (
         ("attention",),
         20,
     ),
-    # ---- other networks, in thirds: each is a third of the networks
+    # ---- other networks: each step times a third of them
     *(
         Step(
             f"real_sizes/{third}.json",
             f"scripts.publish.real_sizes --third {third}",
             "--device cpu --only UNet1DModel",
             ("real_sizes",),
-            45,
+            55,
         )
         for third in (1, 2, 3)
     ),

@@ -1,11 +1,11 @@
-"""First images, a new resolution and peak memory, with an empty and with a full Triton cache.
+"""Time a pipeline's first images and first steps at a new size, and measure its peak memory.
 
 python -m scripts.publish.warm_up --model sdxl --json warm_up.json
 
-The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is
-within it. PyTorch's switches stay as they are by default, as for a user: cuDNN tries no algorithms.
-Stock runs first, then sdfastgn with an empty Triton cache, then again with what that run left in
-the cache.
+The clock starts when the pipeline is in memory and stops when an image is on the host. The first image's
+time includes ``optimize``. PyTorch's switches keep their defaults, as for a user, so cuDNN does not try
+several algorithms (``cudnn.benchmark``). Stock runs first, then sdfastgn with an empty Triton cache, then
+sdfastgn with the cache that the run before it has filled.
 """
 
 from __future__ import annotations
@@ -43,14 +43,18 @@ from sdfastgn.program import counted
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
-# (row, optimized). Triton's cache is empty before the first.
+# (name of the row, whether it is optimized), in the order of the runs. All share one Triton cache, which is
+# empty at the start.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
 
 
 def measure(
     config: BenchConfig, new_size: int, *, optimize: bool, triton_cache: str
 ) -> tuple[WaitRow, np.ndarray]:
-    """One way in this process: the row without a name, and the last image (N, H, W, 3)."""
+    """Times the pipeline in this process, which must be fresh.
+
+    Returns the row, with no name yet, and the images (N, H, W, 3) of the last call.
+    """
     os.environ["TRITON_CACHE_DIR"] = triton_cache
     device = config.torch_device
     workload = workloads.build_pipeline(config)
@@ -82,7 +86,10 @@ def measure(
 
 
 def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
-    """All ``WAYS``, each in a process of its own and judged by its image."""
+    """Times all ``WAYS``, each in a process of its own.
+
+    A row has no times if its image is wrong: not finite, or too different from stock's.
+    """
     rows: list[WaitRow] = []
     stock = None
     with tempfile.TemporaryDirectory() as cache:
@@ -114,7 +121,7 @@ def first_images(
     weights: WeightsOption = "random",
     json: JsonOption = None,
 ) -> None:
-    """Time a pipeline's first images and a new resolution, each way in a process of its own."""
+    """Time a pipeline's first images and first steps at a new size, stock and optimized."""
     with one_line_errors():
         (config,) = bench_options.bench_configs(
             model=model,

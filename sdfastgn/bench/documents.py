@@ -11,27 +11,27 @@ from typing import Any
 
 from sdfastgn.program import OptionError
 
-# Version of the format. All versions so far only added fields, so one reader reads them all.
-# 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
-# 3: the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
-# 4: the frames and the width of a video.
+# Version of the JSON format. A new version only adds fields, so the same code reads all versions.
+# Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
+# Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, the kind "sweep".
+# Version 4 added the frames and the width of a video.
 SCHEMA = 4
-# Field -> type, for the fields that a run has in every version.
+# Name -> type of the fields that a run has in every version of the format.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
-# How the measurement of a row ended.
+# The values of a row's ``status``: how the measurement of the row ended.
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 
 
 def document(
     kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
 ) -> dict[str, Any]:
-    """A run as JSON-ready data.
+    """Return a run as a dict that JSON can hold.
 
     Args:
-        kind: what the rows are, such as ``"end_to_end"``. It decides which tables show them.
-        environment: ``environment.environment`` of the run.
+        kind: what the rows are, such as ``"end_to_end"``. The kind decides which tables show them.
+        environment: what ``environment.environment`` returned for the run.
         config: the settings of the run.
-        rows: dataclasses, one for each measurement.
+        rows: instances of a dataclass, one for each measurement.
     """
     return {
         "schema": SCHEMA,
@@ -43,12 +43,12 @@ def document(
 
 
 def images_path(path: Path) -> Path:
-    """The path of a run's images, beside its JSON at ``path``. ``report --html`` shows them."""
+    """The path of the file with a run's images, beside its JSON at ``path``. ``report --html`` shows them."""
     return path.parent / f"{path.stem}.images"
 
 
 def load(path: Path) -> Any:
-    """The content of a JSON file. Raises OptionError, which names the file, if it cannot be read."""
+    """Return the content of a JSON file. Raises OptionError, which names the file, if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -58,12 +58,18 @@ def load(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A run that :func:`write_json` wrote. Raises OptionError, which names the file, if it is none."""
+    """Read a run that :func:`write_json` wrote.
+
+    Raises OptionError, which names the file, if the file holds no run.
+    """
     return checked(path, load(path))
 
 
 def checked(path: Path, content: Any) -> dict[str, Any]:
-    """``content``, which was read from ``path``, if it is a run. Else raises OptionError with ``path``."""
+    """Return ``content``, which was read from ``path``, if it is a run.
+
+    Raises OptionError, which names ``path``, if ``content`` is no run.
+    """
     if not isinstance(content, dict):
         raise OptionError(f"{str(path)!r} holds no result of sdfastgn: it is no JSON object")
     for name, kind in _TYPES.items():
@@ -84,7 +90,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _block(value: Any) -> str:
-    """A list or dict with one entry per line, anything else in one line."""
+    """JSON text of ``value``: a list or dict with one entry per line, anything else in one line."""
     encode = functools.partial(json.dumps, allow_nan=False)
     if isinstance(value, dict) and value:
         entries = [f"{encode(key)}: {encode(entry)}" for key, entry in value.items()]

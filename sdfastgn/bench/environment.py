@@ -23,7 +23,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 def cuda_package_reason(package: str, device: torch.device, title: str = "") -> str | None:
     """Why a package of CUDA kernels cannot run on ``device``; None if it can.
 
-    ``title``: the project's name, if it is not the package's.
+    ``title``: the name of the project, if it differs from the name of the package.
     """
     if importlib.util.find_spec(package) is None:
         return f"package {package}{title and f' ({title})'} is not installed"
@@ -33,26 +33,28 @@ def cuda_package_reason(package: str, device: torch.device, title: str = "") -> 
 def _output_of(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=PACKAGE_ROOT)
-    except (OSError, subprocess.SubprocessError):  # for instance, it is not installed
+    except (OSError, subprocess.SubprocessError):  # for instance, the program is not installed
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _git() -> dict[str, Any]:
-    # If the code was copied over an older checkout, git names the wrong commit. Then the caller names it.
+    # If the code was copied over an older checkout, git names the wrong commit. Whoever copied the code can
+    # give the right commit in SDFASTGN_COMMIT.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
-    # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
+    # Git refuses a checkout that belongs to another user, as is common in containers, unless safe.directory
+    # names the checkout.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    # ``scripts`` measures too.
+    # The folder ``scripts`` also has code that measures.
     code = (str(PACKAGE_ROOT), str(PACKAGE_ROOT.parent / "scripts"))
     changes = _output_of(*git, "status", "--porcelain", "--", *code)
     return {"commit": commit, "dirty": None if commit is None else bool(changes)}
 
 
 def source_hash() -> str:
-    """SHA-256 over the package's Python files. It identifies the source where there is no git."""
+    """SHA-256 over the package's Python files. It identifies the source code if git is not available."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE_ROOT.rglob("*.py")):
         digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode())
@@ -76,16 +78,19 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def check_kernels_ran(device: torch.device) -> None:
-    """Raise RuntimeError if plain PyTorch ran on a GPU in place of the kernels: its times mean nothing."""
+    """Raise RuntimeError if plain PyTorch ran on a GPU instead of sdfastgn's kernels.
+
+    Times would then say nothing about the kernels.
+    """
     if device.type == "cuda" and dispatch.why_off is not None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
-    """GPU, driver, versions, source, date and the given global switches, as JSON-ready values.
+    """GPU, driver, versions, source, date and the given global switches, as a dict for JSON.
 
-    Call it before measuring, because it records how full Triton's cache is, on which the time of a first
-    call depends.
+    Call it before measuring: it records how many entries Triton's cache has, and the time of a first call
+    depends on them.
     """
     cache = triton_cache()
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0

@@ -1,6 +1,6 @@
 """The correctness gate: a variant is only timed if its output is close enough to stock eager's.
 
-An output is a tensor, images, or a dict of gradients by parameter name (training).
+An output is a tensor, an array of images, or for a training step a dict of gradients by parameter name.
 """
 
 from __future__ import annotations
@@ -15,30 +15,33 @@ from sdfastgn.bench import images
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.workload import BenchConfig
 
-# Largest relative error of a variant's output against stock eager's. In fp16 two runs of a deep network that
-# round differently differ by about 0.2 %, in bf16 by eight times as much. stable-fast, which accumulates in
-# fp16, differs by 1.2 %.
+# Maximum relative error of a variant's output against stock eager's output, by dtype. Two runs of a deep
+# network that round differently differ by about 0.2 % in fp16, and by eight times as much in bf16.
+# stable-fast accumulates in fp16 and differs by 1.2 %.
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
-# The same for fp32 on a GPU, where convolutions run in TF32 with 10 bits of mantissa.
+# Maximum relative error for fp32 on a GPU. Convolutions run in TF32 there, which has 10 bits of mantissa.
 TF32_BOUND = 1e-2
-# Lowest PSNR in dB of a pipeline's images. It is low because steps with guidance amplify a rounding.
+# Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype. These bounds are low
+# because denoising steps with guidance amplify rounding errors.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# Largest error of a variant's gradients against fp32, as a multiple of stock eager's error. They are not
-# compared with stock eager's gradients, whose own error is as large as the difference.
+# The gradients of a variant and of stock eager are both compared with fp32 gradients. This factor
+# times stock eager's error is the maximum error of the variant. Their gradients are not compared with each
+# other, because they differ by as much as stock eager's own error.
 GRADIENT_FACTOR = 1.05
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Stock eager's output, which variants are compared with.
+    """Stock eager's output, which the outputs of all variants are compared with.
 
     Attributes:
         output: the output of the first call.
         first_call_s: seconds of the first call.
-        fp32: the output in fp32 without TF32, if the user wants it or the gate needs it.
-        fp32_error: stock eager's relative error against ``fp32``.
-        status: not ``"ok"`` if nothing can be compared with the output. ``reason`` then says why.
-        images: variant, or ``"fp32"`` -> the first image of a pipeline. Filled while variants run.
+        fp32: the output in fp32 without TF32. None unless the user wants it or the gate needs it.
+        fp32_error: the relative error of ``output`` against ``fp32``; NaN without ``fp32``.
+        status: ``"ok"`` if outputs can be compared with ``output``. Otherwise ``reason`` says why not.
+        images: name of a variant, or ``"fp32"`` -> the first image of a pipeline. Variants that run add
+            theirs.
     """
 
     output: Any = None
@@ -52,10 +55,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A variant's errors. ``reason`` is empty if they are within the bound.
+    """A variant's errors. ``reason`` is empty if the gate accepts them, and else says what is wrong.
 
-    ``error`` and ``psnr_db`` are against stock eager's output. The others are against the fp32 output, if
-    there is one.
+    ``error`` and ``psnr_db`` are against stock eager's output. The fields ``fp32_...`` are against the output
+    in fp32. They are NaN or None if there is no such output.
     """
 
     error: float
@@ -83,19 +86,19 @@ def _error_bound(config: BenchConfig) -> float:
 
 
 def tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Name -> tensor: gradients by parameter name; any other output under the empty name."""
+    """Return name -> tensor. Gradients have their parameter's name; any other output has the empty name."""
     return output if isinstance(output, dict) else {"": torch.as_tensor(output)}
 
 
 def kept(output: Any) -> Any:
-    """A copy of ``output`` that the next call cannot overwrite, as the replay of a CUDA graph would."""
-    if isinstance(output, dict):  # gradients go to the CPU, because memory on the GPU is measured
+    """Return a copy of ``output``, because a later replay of a CUDA graph may overwrite ``output``."""
+    if isinstance(output, dict):  # gradients go to the CPU, because GPU memory is measured
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in output.items()}
     return output.detach().clone() if isinstance(output, torch.Tensor) else output
 
 
 def problem(config: BenchConfig, output: Any) -> str:
-    """Why nothing can be compared with ``output``, which is stock eager's; empty if it is usable."""
+    """Why outputs cannot be compared with stock eager's ``output``; empty if they can."""
     ends = [torch.stack(tensor.float().aminmax()) for tensor in tensors(output).values()]
     lowest, highest = min(float(each[0]) for each in ends), max(float(each[1]) for each in ends)
     whose = "gradients are" if config.part == "train" else f"output in {config.dtype} is"
@@ -107,7 +110,7 @@ def problem(config: BenchConfig, output: Any) -> str:
 
 
 def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
-    """Compare a variant's ``output`` with stock's. Values that are not finite are never within the bound."""
+    """Compare a variant's ``output`` with stock's. An output with NaN or infinity is never accepted."""
     ours, theirs = tensors(output), tensors(stock.output)
     for name in {**theirs, **ours}:
         found, expected = (tuple(each[name].shape) if name in each else None for each in (ours, theirs))
@@ -127,14 +130,14 @@ def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
 def _reason(
     config: BenchConfig, error: float, psnr_db: float | None, fp32_error: float, stock_fp32_error: float
 ) -> str:
-    """Why the output is wrong; empty if it is within the bound. NaN is never within a bound."""
+    """Why the gate rejects the output; empty if it accepts it. An error of NaN is always rejected."""
     if psnr_db is not None:
         bound = PSNR_BOUNDS[config.dtype]
         return "" if psnr_db >= bound else f"PSNR {psnr_db:.1f} dB is below {bound:g} dB"
     if config.part != "train":
         bound = _error_bound(config)
         return "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
-    # In fp32 stock's error may be almost zero, so there is an absolute bound as well.
+    # In fp32 stock's error may be almost zero. So errors below an absolute bound are accepted as well.
     least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
     bound = max(GRADIENT_FACTOR * stock_fp32_error, least)
     text = f"the gradients' relative error {fp32_error:.3g} against fp32 is above {bound:.3g}"

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-# SSIM's window, with the values of its authors: pixels along a side, and the standard deviation.
+# The window of SSIM, as its authors chose it: pixels along a side, and the standard deviation of the Gaussian
+# weights.
 WINDOW, SIGMA = 11, 1.5
-# SSIM's constants for values in [0, 1]. They keep its quotients stable where an image is flat.
+# SSIM's constants for values in [0, 1]. They keep its denominators away from zero where an image has one
+# color.
 C1, C2 = 0.01**2, 0.03**2
 
 
 def psnr(a: ArrayLike, b: ArrayLike) -> float:
-    """PSNR in dB of two float images or batches in [0, 1]; inf if equal, nan if not finite.
+    """PSNR in dB of two float images or batches in [0, 1]. Inf if equal, NaN if a value is not finite.
 
     Raises ValueError if the shapes differ.
     """
@@ -32,7 +34,7 @@ def psnr(a: ArrayLike, b: ArrayLike) -> float:
 def ssim(a: ArrayLike, b: ArrayLike) -> float:
     """Mean SSIM of two float images or batches (..., H, W, channels) in [0, 1]; 1 if equal.
 
-    All channels have the same weight, and windows lie inside of the image. Raises ValueError if the shapes
+    All channels have the same weight. Every window lies inside the image. Raises ValueError if the shapes
     differ or an image is smaller than a window.
 
     Source: Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error Visibility to
@@ -59,13 +61,13 @@ def ssim(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:
-    """‖a - b‖ / ‖b‖ in fp64. For dicts the norms are over all tensors together. NaN if any value is.
+    """‖a - b‖ / ‖b‖ in fp64. Each norm of a dict is over all its tensors together. NaN if a value is NaN.
 
     Raises ValueError if the shapes differ.
     """
     ours, theirs = ({"": each} if isinstance(each, Tensor) else each for each in (a, b))
     difference = norm = 0.0
-    for name, expected in theirs.items():  # one by one, because SDXL's gradients have 2.6 billion values
+    for name, expected in theirs.items():  # one by one: SDXL's gradients have 2.6 billion values
         found = ours[name]
         if found.shape != expected.shape:
             raise ValueError(

@@ -16,18 +16,18 @@ CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # "pointwise" includes reductions and concatenations, "layout copies" includes changes of dtype.
 NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
-# The work that remains however norms, copies and launches are fused.
+# The categories whose work remains even if all norms, copies and launches could be fused away.
 FLOOR = (CONVOLUTION, GEMM, ATTENTION)
 CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 
-# The package's own kernels: (part of the module's name, category of its kernels).
+# For the package's own kernels: (text in the name of a kernel's module, category of the kernel).
 _OWN_FILES = (
     ("norm", NORMALIZATION),
     ("attention", ATTENTION),
     ("statistics", NORMALIZATION),
     ("linear", GEMM),
     ("geglu", POINTWISE),
-    ("upsample", POINTWISE),  # the convolution at low resolution is cuDNN's and not among these kernels
+    ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these kernels
 )
 
 _Rules = tuple[tuple[str, re.Pattern[str]], ...]
@@ -38,8 +38,9 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
-# The name of an Inductor kernel lists the operators that it fuses. "convolution" may only be a convolution's
-# bias: only kernels from a template ("tem") contain a convolution or a matrix product.
+# The name of an Inductor kernel lists the operators that it fuses. Only kernels from a template ("tem")
+# compute a convolution or a matrix product. Another kernel whose name contains "convolution" only adds a
+# convolution's bias.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),
@@ -54,7 +55,8 @@ _INDUCTOR = _rules(
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
-# Tried before the operator, because cuDNN's convolutions launch kernels that change layouts.
+# Tried before the rules for operators: kernels that change layouts are copies, even if a convolution launches
+# them.
 _MOVES = _rules(
     (
         COPIES,
@@ -64,14 +66,14 @@ _MOVES = _rules(
 )
 
 _NAMES = _rules(
-    # Before CONVOLUTION, which "fprop" would match: cuDNN's attention is called flash_fprop.
+    # Before CONVOLUTION, because its "fprop" would also match flash_fprop, the kernel of cuDNN's attention.
     (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
     (
         NORMALIZATION,
         r"""(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)|RowwiseMoments|ComputeFusedParams
         |ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta""",
     ),
-    # Before GEMM, because names of cuDNN's convolutions may contain "gemm", with "cudnn" at the end.
+    # Before GEMM, because the name of a cuDNN convolution may contain "gemm", and "cudnn" at its end.
     (
         CONVOLUTION,
         r"""[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd|im2col|col2im
@@ -109,12 +111,12 @@ def _first_match(rules: _Rules, name: str) -> str | None:
 
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
-    """Name of a Triton kernel of this package -> its category, or None if no rule fits.
+    """Return the name of each Triton kernel of this package -> its category, or None if no rule fits.
 
     Empty if Triton is not installed.
     """
     found: dict[str, str | None] = {}
-    # pkgutil.walk_packages skips folders without __init__.py, and those of sdfastgn.kernels have none.
+    # pkgutil.walk_packages would skip folders without __init__.py, such as the folders of sdfastgn.kernels.
     for folder in map(Path, sdfastgn.kernels.__path__):
         for file in sorted(folder.rglob("*.py")):
             name = ".".join((sdfastgn.kernels.__name__, *file.relative_to(folder).with_suffix("").parts))
@@ -127,7 +129,7 @@ def kernels_of_the_package() -> dict[str, str | None]:
 
 
 def operator_category(op_name: str) -> str | None:
-    """The category of an operator; None for one that fits no rule, such as ``aten::view``."""
+    """The category of an operator; None if no rule fits it, as for ``aten::view``."""
     return _first_match(_OPERATORS, op_name)
 
 
@@ -135,9 +137,9 @@ def operator_category(op_name: str) -> str | None:
 def category(kernel_name: str, op_name: str = "") -> str:
     """The category of one kernel, one of ``CATEGORIES``.
 
-    The names of this package's kernels, Inductor's kernels and copies are certain. For all others the
-    operator that launched the kernel is more certain than the kernel's name. In the replay of a CUDA graph no
-    operator is known, and the name decides.
+    The name decides for kernels of this package, for Inductor's kernels and for copies. For any other kernel
+    the operator that launched it decides, because that is more certain than the kernel's name. If no rule
+    fits the operator, or no operator is known, as in the replay of a CUDA graph, the name decides.
 
     Args:
         kernel_name: as in the profiler; empty for an operator on the CPU.

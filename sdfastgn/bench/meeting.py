@@ -1,4 +1,4 @@
-"""Lets all processes of a launcher time the same call at the same time."""
+"""Lets all processes that a launcher started time the same call at the same time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from sdfastgn.program import launched
 class Meeting:
     """One measurement that all processes make at the same time.
 
-    Each process calls ``seconds``, or ``leave`` if it cannot measure: all others then get an error with its
-    reason. In a process that no launcher started, both do nothing.
+    Each process calls ``seconds``. A process that cannot measure calls ``leave`` with the reason instead, and
+    ``seconds`` then raises an error with this reason in all other processes. Both methods do nothing in a
+    process that no launcher started.
     """
 
     def __init__(self) -> None:
         self._is_open = launched()
 
     def seconds(self, call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-        """Seconds that ``repeats`` calls took in each process. All processes start at a barrier.
+        """Time ``repeats`` calls in all processes at once. Returns the seconds that each process took.
 
-        Empty in a process that no launcher started. Raises RuntimeError if any process cannot measure.
+        All processes start at a barrier. Returns an empty list in a process that no launcher started. Raises
+        RuntimeError if any process cannot measure.
         """
         if not self._is_open:
             return []
@@ -40,12 +42,12 @@ class Meeting:
         PartialState().wait_for_everyone()
         try:
             seconds, _ = time_once(calls, device)
-        except Exception as error:  # reported to the other processes, which wait for an answer
+        except Exception as error:  # the others are waiting, so they get the reason
             return _gathered(reason=one_line(error))
         return _gathered(seconds)
 
     def leave(self, reason: str) -> None:
-        """Tell the other processes why this one does not measure. Does nothing if it has measured."""
+        """Tell the other processes why this process does not measure. Does nothing if it has measured."""
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(RuntimeError):

@@ -23,23 +23,23 @@ from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_o
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up
 from sdfastgn.bench.variants import label
 
-# Pixels along a side of an image on the page, because a PNG of 1024x1024 has several MB. PSNR and SSIM are
-# computed from the whole image.
+# Maximum number of pixels along a side of an image on the page. Larger images are shrunk, because a PNG of
+# 1024x1024 has several MB. PSNR and SSIM are computed before that.
 SHOWN = 512
-# The variants with sdfastgn. The page shows the image of the first one that has any.
+# The variants with sdfastgn. The page shows the image of the first variant here that has an image.
 _OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A time as a bar.
+    """A time, shown as a bar.
 
     Attributes:
-        ms: the time in milliseconds; empty if there is none.
-        width: its length in percent of the longest bar.
-        note: the speed-up, or why there is no time.
-        is_ours: the variant uses sdfastgn.
-        is_uncertain: the speed-up is uncertain.
+        ms: the time in milliseconds, as text; empty if there is none.
+        width: the length of the bar in percent of the longest bar.
+        note: the speed-up, or the reason why there is no time.
+        is_ours: True if the variant uses sdfastgn.
+        is_uncertain: True if the speed-up is uncertain.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Bar:
 
 
 def write_page(path: Path, results: Sequence[Result]) -> None:
-    """Write the page of ``results``. It needs no other file."""
+    """Write one HTML file that shows ``results``. It contains all images and needs no other file."""
     found = [cases_of(result) for result in results]
     cases = []
     for title in dict.fromkeys(title for each in found for title in each):
         part = _by_variant([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
-        # If several results have rows, each row is shown with the name of its result.
+        # If several results have rows for this title, each row is shown with the name of its result.
         names = [f" ({result.name})" * (len({i for i, _ in part}) > 1) for result in results]
         bars, stacks = list(_bars(part, names)), list(_stacks(part, names))
         images = [figure for result in results for figure in result.figures.get(title, [])]
@@ -78,7 +78,7 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
 
 
 def _by_variant(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
-    """``part``, pairs of (index of the result, row), sorted so that all rows of a variant are together."""
+    """Sort ``part``, pairs of (index of the result, row), so that the rows of a variant are together."""
     variants = list(dict.fromkeys(row.variant for _, row in part))
     return sorted(part, key=lambda pair: variants.index(pair[1].variant))
 
@@ -101,7 +101,10 @@ def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar
 def _stacks(
     part: Sequence[tuple[int, Row]], names: Sequence[str]
 ) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
-    """Stacked bars of the breakdowns: (name, total, [(category, milliseconds, percent of the longest)])."""
+    """Stacked bars of the breakdowns: (name, total, [(category, milliseconds, length in percent)]).
+
+    A length is in percent of the longest bar.
+    """
     found = [
         (label(row.variant) + names[i], one) for i, row in part if (one := breakdown_of(row)) is not None
     ]
@@ -114,7 +117,8 @@ def _stacks(
 def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     """(caption, note, data URI) for the images of stock, sdfastgn and fp32, and for their differences.
 
-    Differences are against fp32, or against stock if there is no fp32. All are multiplied by one factor.
+    Differences are against fp32, or against stock if there is no fp32. All differences are multiplied
+    by the same factor, so that they can be seen.
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}
@@ -147,7 +151,7 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
 
 
 def _png(image: np.ndarray) -> str:
-    """A float image in [0, 1] as a data URI."""
+    """A float image in [0, 1] as a PNG in a data URI."""
     picture = Image.fromarray((image.clip(0, 1) * 255).round().astype(np.uint8))
     picture.thumbnail((SHOWN, SHOWN), Image.Resampling.BOX)
     buffer = io.BytesIO()

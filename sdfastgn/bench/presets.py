@@ -1,6 +1,6 @@
 """Benchmarks that others publish: their settings and their numbers. Importable without torch.
 
-All numbers are from the named source. A case without numbers has none there.
+All numbers are from the preset's source. A case has no numbers if the source has none for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Case:
 
     Attributes:
         settings: fields of BenchConfig.
-        published: what ran on which machine -> the published number.
+        published: what ran, and on which machine -> the published number.
     """
 
     settings: dict[str, Any]
@@ -29,7 +29,8 @@ class Preset:
 
     Attributes:
         unit: the unit of its numbers: it/s, images/s, s or ms.
-        source, date: URL of the numbers, and date of that page.
+        source: URL of the numbers.
+        date: the date of the page at ``source``.
         differs: how our run differs from the published one.
     """
 
@@ -41,7 +42,7 @@ class Preset:
     cases: tuple[Case, ...]
 
     def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
-        """A call's time in the preset's unit. None for images/s of a part that makes no image."""
+        """A call's time in the preset's unit. None if the unit is images/s and the part makes no image."""
         s, part = median_ms / 1e3, config["part"]
         iterations = config["steps"] if part == "pipeline" else 1
         images = config["batch"] / s if part in ("pipeline", "vae") else None
@@ -56,7 +57,7 @@ def _pipeline(model: str, size: int, steps: int, **others: Any) -> dict[str, Any
 _CAT = {"prompt": "A photo of a cat"}
 _CASTLES = {"prompt": "ghibli style, a fantasy landscape with castles"}
 _EULER_A = {"scheduler": "EulerAncestralDiscreteScheduler"}
-# diffusers' default for SDXL. It holds for benchmarks that do not name their guidance.
+# diffusers' default guidance for SDXL, for benchmarks that do not say which guidance they used.
 _SDXL_GUIDANCE = {"guidance": 5.0}
 _COMPILED = "compiled, channels last, A100 80GB"
 _EVERY = (
@@ -131,7 +132,7 @@ _EVERY = (
         "v5.1 is closed/Cisco/results/C885_H200x8_TRT in inference_results_v5.1",
         (
             Case(
-                # TensorRT's run also has batches of 32 images, with guidance.
+                # The published TensorRT runs also have batches of 32 images, with guidance.
                 {**_pipeline("sdxl", 1024, 20, guidance=8.0), "batch": 32, "repeats": 2},
                 {
                     "TensorRT, one of 8 H200, v5.1": 19.12 / 8,

@@ -41,12 +41,13 @@ from sdfastgn.bench.kernel_categories import (
 
 # What a breakdown was recorded from.
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
-# Number of longest kernels that a breakdown lists.
+# A breakdown lists this number of kernels, which are the ones that took longest.
 TOP = 10
-# Number of second recordings. The one of median length counts.
+# Number of times that the second recording is made. The recording of median length counts.
 RECORDINGS = 3
 
-# Name of a kernel -> category -> share of the time of all kernels with this name. Shares add up to 1.
+# Name of a kernel -> category -> share of the kernel's time that counts for the category. The shares of a
+# kernel add up to 1.
 Shares = dict[str, dict[str, float]]
 
 
@@ -59,12 +60,14 @@ class Breakdown:
         categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
         total_ms: from the first kernel's start to the last one's end, in the recording.
         timed_ms: time of the same call or replay without a profiler.
-        floor_ms: convolution, GEMM and attention: what is left if everything else took no time.
+        floor_ms: time of convolution, GEMM and attention. A call that spent no time on anything else would
+            take this long.
         call_gaps_ms: time of the plain call without a profiler, minus the time of its kernels. None on the
             CPU.
-        kernels: number of launches in the recording, with memory copies and fills; on the CPU operators.
-        top: the ten longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
-        other: the same for all kernels that no rule fits.
+        kernels: number of launches in the recording, including memory copies and fills. On the CPU, number of
+            operators.
+        top: the ten kernels that took longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
+        other: the same for all kernels whose category is ``OTHER``, because no rule fits them.
     """
 
     source: str
@@ -83,12 +86,15 @@ class Breakdown:
 
 
 def _entry(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
-    """A launch, or a share of it that counts for one category."""
+    """The record of one launch, or of the share of a launch that counts for one category."""
     return {"name": name, "category": found, "calls": calls, "ms": microseconds / 1e3}
 
 
 def _uncovered_us(events: Iterable[Any]) -> list[float]:
-    """Microseconds of each event that no earlier event covers. ``events`` are sorted by their start."""
+    """For each event, the microseconds of its time that no earlier event covers.
+
+    ``events`` are sorted by their start.
+    """
     covered = -math.inf
     lengths = []
     for time in (event.time_range for event in events):
@@ -99,7 +105,7 @@ def _uncovered_us(events: Iterable[Any]) -> list[float]:
 
 def _launches(events: Iterable[Any]) -> list[Any]:
     """Kernels, copies and fills on the device, sorted by their start."""
-    # Not the ranges of record_function, which the profiler also shows on the device.
+    # The profiler also shows the ranges of record_function on the device. These are no launches.
     found = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))
 
@@ -107,8 +113,9 @@ def _launches(events: Iterable[Any]) -> list[Any]:
 def _operator(event: Any) -> str:
     """The operator that decides the category of ``event``, or of the kernels that it launches.
 
-    This is ``event`` itself. But if it is a part of an attention or norm operator, such as ``aten::bmm``, it
-    is the outer operator. A copy always stays a copy: stock GroupNorm copies its channels-last input.
+    This is ``event`` itself, unless it is a part of an attention or norm operator, as ``aten::bmm`` may be.
+    Then it is that outer operator. A copy decides its own category even inside of another operator: stock
+    GroupNorm copies its channels-last input, and this counts as a copy.
     """
     outer = None if operator_category(event.name) == COPIES else event
     while outer is not None:
@@ -119,7 +126,7 @@ def _operator(event: Any) -> str:
 
 
 def shares_by_name(events: Iterable[Any]) -> Shares:
-    """The ``Shares`` of a recording with operators."""
+    """Compute the ``Shares`` from a recording with operators."""
     sums: Shares = defaultdict(lambda: defaultdict(float))
     for event in events:
         for kernel in event.kernels:
@@ -132,9 +139,9 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
 
 
 def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
-    """The breakdown of ``parts``, shares of ``events``.
+    """Add up ``parts``, which are shares of ``events``, to a breakdown.
 
-    ``values``: the fields of Breakdown that do not follow from these.
+    ``values``: the fields of Breakdown that cannot be computed from these.
     """
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3
@@ -168,7 +175,7 @@ def of_kernels(
         with_operators: events of the plain call: operators and kernels.
         device_only: events of the second recording.
         source: what the second recording shows: ``REPLAY`` or ``CALL``.
-        timed_ms: time of ``source`` without a profiler.
+        timed_ms: time of this replay or call without a profiler.
         call_ms: time of the plain call without a profiler.
 
     Raises RuntimeError if a recording has no kernel, for example because CUPTI is not permitted.
@@ -189,14 +196,15 @@ def of_kernels(
 
 
 def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
-    """The breakdown of a call on the CPU: times of the calling thread's operators without inner operators.
+    """The breakdown of a call on the CPU, from the operators of the thread that made the call.
 
-    Raises RuntimeError if the recording has no operator.
+    The time of an operator does not include the operators that it calls. Raises RuntimeError if the recording
+    has no operator.
     """
     found = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
     if not found:
         raise RuntimeError("the profiler recorded no operator")
-    # The first operator runs in the thread that makes the call. Other threads only help.
+    # The first operator runs in the thread that makes the call. Operators in other threads are not counted.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
     parts = [_entry(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
@@ -223,10 +231,11 @@ def measure(
     replay_ms: float | None,
     recordings: int = RECORDINGS,
 ) -> Breakdown:
-    """Record ``call``, which must be warm, or its ``replay`` if there is one. Returns the median breakdown.
+    """Record ``call`` or its ``replay`` several times. Returns the breakdown of median length.
 
-    ``call_ms`` and ``replay_ms`` are their times without a profiler. Raises RuntimeError if the profiler
-    recorded nothing.
+    ``call`` must have run before. On a GPU it is recorded once with its operators. Then the ``replay``, or
+    ``call`` if ``replay`` is None, is recorded without operators. ``call_ms`` and ``replay_ms`` are the times
+    of the two without a profiler. Raises RuntimeError if the profiler recorded nothing.
     """
     with timing.device_scope(device):
         if device.type != "cuda":

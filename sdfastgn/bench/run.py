@@ -24,40 +24,42 @@ from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BenchConfig, Workload, build_workload
 from sdfastgn.kernels.common.failures import one_line
 
-# Timed replays of each graph of a pipeline. Few are enough, because replays of one graph take equal times.
+# Number of timed replays of each graph of a pipeline. Few are enough, because all replays of a graph take
+# equally long.
 GRAPH_REPEATS = 20
 
 
 @dataclass
 class Row:
-    """One variant on one part. Times are None unless ``status`` is ``"ok"``.
+    """The result of one variant on one part. Times are None unless ``status`` is ``"ok"``.
 
     Attributes:
         note: what the variant did to the model.
         ready_s: seconds from the start of the preparation to the end of the first call. For eager this
             includes cuDNN's tuning.
-        graph_ms: time of a replay of the call, captured as one CUDA graph. Without one ``graph_reason`` says
+        graph_ms: time of a replay, if the call was captured as one CUDA graph. If not, ``graph_reason`` says
             why.
         its: iterations per second: UNet steps (also in a pipeline), or decodes of a VAE.
         images_s: images per second of all processes together, if a launcher started several. The slowest
             process decides.
         process_images_s: images per second of each process.
-        p99_ms: the 99th percentile; with few calls it is almost the slowest.
-        graphs_ms: for a pipeline, the time of all CUDA graphs that a call replays, each timed alone. Only for
-            variants whose graphs can be replayed alone.
+        p99_ms: the 99th percentile of the calls' times. With few calls it is almost the slowest time.
+        graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays, each timed alone.
+            Only for variants whose graphs can be replayed alone.
         steps: denoising steps of a pipeline.
         frames, width: frames of a video, and pixels along a line of a frame, whose height is ``size``. None
             for other models.
-        peak_mib: most MiB that tensors occupied during the timed calls.
-        reserved_mib: MiB that the CUDA allocator took for this, with the memory of CUDA graphs.
-        error_eager: ||y - eager|| / ||eager||.
-        error_fp32: the same against fp32 without TF32, if it was computed.
+        peak_mib: maximum number of MiB that tensors occupied during the timed calls.
+        reserved_mib: MiB that PyTorch's CUDA allocator took from the GPU for these calls, including the
+            memory of CUDA graphs.
+        error_eager: relative error of the output y against eager's output: ||y - eager|| / ||eager||.
+        error_fp32: relative error against the output in fp32 without TF32, if this was computed.
         psnr_db: PSNR of a pipeline's images against eager's.
-        psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against those of the fp32 pipeline.
-        step_mib: most memory of a training step beyond model and inputs: activations that are kept for the
+        psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against the fp32 pipeline's images.
+        step_mib: maximum memory of a training step beyond model and inputs: activations that are kept for the
             backward, temporaries and gradients.
         saved_mib: memory of the tensors that autograd keeps for the backward of a training step.
-        profile: a ``profiling.Breakdown`` as a dict. Without one ``profile_reason`` says why.
+        profile: a ``profiling.Breakdown`` as a dict. If there is none, ``profile_reason`` says why.
     """
 
     model: str
@@ -105,7 +107,8 @@ def _free(device: torch.device) -> None:
     """Free unused memory on the GPU. Does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
-        # After an invalid memory access by a variant, every CUDA call fails. The variant's row says so.
+        # If a variant accessed invalid memory, every later CUDA call fails. The variant's row already says
+        # so.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
 
@@ -135,9 +138,9 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
 def _stock(
     config: BenchConfig, workload: Workload | None, images: dict[str, Any]
 ) -> tuple[Workload, Reference]:
-    """The workload, built if it is None, and stock's output.
+    """Return the workload, and stock's output. Builds the workload if it is None.
 
-    If there is too little memory to build it, the reference has the status FAILED.
+    If there is too little memory to build the workload, the reference has the status FAILED.
     """
     try:
         workload = workload or build_workload(config)
@@ -162,8 +165,8 @@ def _replay(
 ) -> tuple[Callable[[], object] | None, Any]:
     """Capture the call as a CUDA graph, check it and time it. Returns (replay, output) or (None, None).
 
-    Each replay writes into ``output``. Fills in the row's ``graph_ms``, or ``graph_reason`` if the call
-    cannot be captured or the replay is wrong.
+    Each replay writes into ``output``. Fills in the row's ``graph_ms``. If the call cannot be captured or the
+    replay is wrong, fills in ``graph_reason`` instead.
     """
     row.graph_reason = _no_graph_reason(config, variant)
     try:
@@ -177,14 +180,14 @@ def _replay(
                 timed = timing.time_callable(replay, config.torch_device, repeats=config.repeats)
                 row.graph_ms = timed.median_ms
                 return replay, output
-    except Exception as error:  # a capture that fails is a result, and no error of the benchmark
+    except Exception as error:  # a failed capture is a result, not an error of the benchmark
         row.graph_reason = f"capture failed: {one_line(error)}"
     return None, None
 
 
 def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any) -> None:
     """Fill in the row's ``profile``, or ``profile_reason`` if the profiler does not work."""
-    # A pipeline has tens of thousands of kernels. Recording them takes minutes.
+    # A pipeline launches tens of thousands of kernels, and recording them takes minutes.
     recordings = 1 if config.part == "pipeline" else profiling.RECORDINGS
     try:
         found = profiling.measure(
@@ -230,7 +233,7 @@ def _measure(
             images = config.batch * config.repeats
             row.process_images_s = [images / each for each in seconds]
             row.images_s = len(seconds) * images / max(seconds)
-        # After all calls, because some variants do their work at the second call.
+        # Described after all calls, because some variants do part of their work at the second call.
         row.note = variant.describe(workload.target)
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
         row.median_ms, row.p10_ms, row.p90_ms = timed.median_ms, timed.p10_ms, timed.p90_ms
@@ -241,7 +244,7 @@ def _measure(
         row.its = 1e3 * (config.steps if config.part == "pipeline" else 1) / timed.median_ms
         if workload.memory is not None:
             row.saved_mib, row.step_mib = workload.memory()
-        # ``_output`` keeps the memory alive into which a replay writes.
+        # A replay writes into the memory of ``_output``, so this name must live until the profile is made.
         replay, _output = _replay(row, config, variant, workload, stock)
         if config.profile:
             _profile(row, config, workload.call, replay)
@@ -262,7 +265,7 @@ def _attempt(
     if stock.status == OK:
         try:
             _measure(row, config, variant, workload, stock, meeting)
-        except Exception as error:  # the other variants are still measured
+        except Exception as error:  # the row says why, and the other variants are still measured
             row = Row(*what, FAILED, one_line(error), **more)
         finally:
             _free(config.torch_device)
@@ -283,11 +286,11 @@ def run(
     Args:
         config: the part of the model, its size and so on.
         variants: ways to run it.
-        workload: the workload, if it is built already.
-        on_variant: called with the names of part and variant before each variant.
+        workload: the workload. If it is None, it is built from ``config``.
+        on_variant: called before each variant, with the names of the part and the variant.
         on_row: called with each row as soon as it is measured.
-        images: a dict that gets a pipeline's first image for each variant whose output is right, and for
-            ``"fp32"`` if it is computed.
+        images: a dict that is filled with a pipeline's first images: variant -> image, for each variant whose
+            output is right. ``"fp32"`` is one more key, if the fp32 reference is computed.
     """
     device = config.torch_device
     with (
@@ -310,12 +313,15 @@ def run(
 
 
 def tries_algorithms(config: BenchConfig) -> bool:
-    """Whether cuDNN tries its algorithms. In training their workspaces would be the peak memory."""
+    """Whether cuDNN tries several algorithms and keeps the fastest. This is False in training.
+
+    Each algorithm that cuDNN tries has a workspace, and these would be the peak memory of training.
+    """
     return config.part != "train"
 
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
-    """The configs as JSON-ready data, each with its correctness gate in words."""
+    """The configs as a dict for JSON, each with its correctness gate in words."""
     return {
         "parts": [
             {**asdict(each), "gate": gate.gate_text(each), "cudnn_benchmark": tries_algorithms(each)}

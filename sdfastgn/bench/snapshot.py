@@ -7,22 +7,23 @@ from typing import Any
 import torch
 from torch import nn
 
-# The dicts in a module's ``vars()``, which are copied too: a copy of ``vars()`` alone would share them.
+# The dicts among a module's attributes. They are copied as well: a copy of ``vars(module)`` alone would
+# contain the same dicts.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
 def modules_of(target: Any) -> dict[str, nn.Module]:
-    """Component name -> module, of a diffusers pipeline. A module itself is under the empty name."""
+    """Return component name -> module for a diffusers pipeline. For a module the name is empty."""
     if isinstance(target, nn.Module):
         return {"": target}
     return {name: part for name, part in target.components.items() if isinstance(part, nn.Module)}
 
 
 class Snapshot:
-    """Classes, attributes, hooks and tensor strides of a model or pipeline.
+    """Remembers the classes, attributes, hooks and tensor strides of a model or pipeline.
 
-    It copies no tensor. Variants may change the memory format of weights, which :meth:`restore` puts back,
-    but not their values.
+    It copies no tensor, so variants must not change the values of weights. They may change the memory format,
+    which :meth:`restore` puts back.
     """
 
     def __init__(self, target: object) -> None:
@@ -39,7 +40,7 @@ class Snapshot:
         self._strides = [(tensor, tensor.stride()) for tensor in tensors]
 
     def restore(self) -> None:
-        """Put everything back. Does nothing to an unchanged model."""
+        """Restore what the snapshot remembers. Does nothing to an unchanged model."""
         for owner, kind, attributes, registries in self._saved:
             if type(owner) is not kind:
                 owner.__class__ = kind

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 def reason(device: torch.device) -> str | None:
     """Why stable-fast cannot run on ``device``; None if it can."""
-    # Not at the top, because it imports torch. Help texts list the variants without torch.
+    # Imported here and not at the top, because it imports torch. Help texts list the variants without torch.
     from sdfastgn.bench.environment import cuda_package_reason
 
-    spec = importlib.util.find_spec("sfast")  # not imported, because that fails without its extension
+    spec = importlib.util.find_spec("sfast")  # not imported: that fails if its extension is missing
     for folder in map(Path, spec.submodule_search_locations or () if spec else ()):
         if not any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*")):
             return f"sfast is at {folder}, but its C++ extension sfast._C is not built"
     return cuda_package_reason("sfast", device, "stable-fast")
 
 
-# Class of Triton -> its launch method as sfast replaces it when it is imported. The replacement makes all
-# launches slower.
+# A class of Triton -> the launch method that sfast gives this class when it is imported. With sfast's method
+# all launches are slower.
 _wrapped: dict[type, Any] = {}
 
 
@@ -39,7 +39,7 @@ def _runners() -> dict[type, Any]:
 
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
-    """Inside, Triton's launch methods are those of sfast. Outside they are Triton's own."""
+    """Inside, Triton's classes have the launch methods of sfast. Outside they have Triton's own."""
     stock = _runners()
     try:
         if not _wrapped:
@@ -65,7 +65,7 @@ def compile_target(target: Any, part: str) -> None:
 
 
 def group_norm_silu() -> Callable[..., torch.Tensor]:
-    """stable-fast's Triton GroupNorm+SiLU: ``(x, num_groups, weight, bias, eps) -> y``."""
+    """Return stable-fast's Triton GroupNorm+SiLU: ``(x, num_groups, weight, bias, eps) -> y``."""
     with launch_functions():
         forward = importlib.import_module("sfast.triton.ops.group_norm").group_norm_silu_forward
 

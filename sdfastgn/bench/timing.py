@@ -22,12 +22,12 @@ from sdfastgn.kernels.common.private import tf32
 
 T = TypeVar("T")
 
-# Bytes that a cold measurement reads and writes before it uses an input again. This is several times the L2
-# of an H200, which has 60 MB.
+# Number of bytes that a cold measurement reads and writes before it uses an input again. This is several
+# times the L2 cache of an H200, which has 60 MB.
 COLD_BYTES = 256 * 2**20
-# Most input sets of a cold measurement. Small inputs would need thousands.
+# Maximum number of input sets in a cold measurement. Small inputs would need thousands of sets.
 MAX_COLD_SETS = 512
-# Seconds of work after which a GPU runs at full clock rate.
+# Number of seconds that a GPU must work until it runs at its full clock rate.
 SPIN_UP_SECONDS = 0.3
 
 
@@ -35,9 +35,9 @@ SPIN_UP_SECONDS = 0.3
 class Timing:
     """Milliseconds per call: median, and 10th, 90th and 99th percentile.
 
-    ``peak_mib`` is the most memory that tensors occupied during the calls, with weights and inputs.
-    ``reserved_mib`` is the memory that PyTorch's CUDA allocator took from the GPU for this, with the memory
-    of CUDA graphs. Both are None on the CPU.
+    ``peak_mib`` is the maximum memory that tensors occupied during the calls, with weights and inputs.
+    ``reserved_mib`` is the memory that PyTorch's CUDA allocator took from the GPU for the calls, with the
+    memory of CUDA graphs. Both fields are None on the CPU.
     """
 
     median_ms: float
@@ -56,9 +56,9 @@ class Timing:
 def global_switches(
     *, cudnn_benchmark: bool = True, cudnn_tf32: bool = True, matmul_tf32: bool = False
 ) -> Iterator[dict[str, bool]]:
-    """Inside, PyTorch's process-wide switches for speed have these values. Yields them by name.
+    """Inside, PyTorch's process-wide switches for speed have these values. Yields name -> value.
 
-    The defaults for TF32 are PyTorch's own.
+    The defaults of the two TF32 switches are PyTorch's own defaults.
     """
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = cudnn_benchmark
@@ -84,7 +84,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def spin_up(device: torch.device) -> None:
-    """Load CUDA's libraries and wait for full clock rates, so that the first variant is not slower."""
+    """Load CUDA's libraries and wait for full clock rates, so that the first measurement is not slower."""
     if device.type != "cuda":
         return
     a = torch.randn(2048, 2048, device=device, dtype=torch.float16)
@@ -99,7 +99,7 @@ def spin_up(device: torch.device) -> None:
 
 
 def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """(wall-clock seconds of one call of ``fn`` until the device is done, its result)."""
+    """Call ``fn`` once. Returns (wall-clock seconds until the device is done, result of the call)."""
     synchronize(device)
     start = time.perf_counter()
     result = fn()
@@ -108,9 +108,9 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
-    """Time ``repeats`` calls of ``fn`` after ``warmup`` calls that do not count."""
+    """Time ``repeats`` calls of ``fn``, after ``warmup`` calls that are not timed."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # so that ``reserved_mib`` has no memory of earlier measurements
+        torch.cuda.empty_cache()  # so that ``reserved_mib`` does not count memory of earlier calls
     for _ in range(warmup):
         fn()
     if device.type != "cuda":
@@ -119,8 +119,8 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        # As in a denoising loop, there is no synchronization between calls. If the GPU waits for the CPU, the
-        # time includes that.
+        # There is no synchronization between calls, as in a denoising loop. If the GPU has to wait for the
+        # CPU, the time includes the waiting.
         for start, end in pairs:
             start.record()
             fn()
@@ -132,9 +132,9 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
 
 
 def time_graphs(fn: Callable[[], object], device: torch.device, *, repeats: int) -> float | None:
-    """Milliseconds of all CUDA graphs that one call of ``fn`` replays, each timed alone.
+    """Sum of the milliseconds of all CUDA graphs that one call of ``fn`` replays, each timed alone.
 
-    A graph that is replayed n times counts n times. None if ``fn`` replays no graph.
+    A graph that the call replays n times counts n times. None if ``fn`` replays no graph.
     """
     replay, found = torch.cuda.CUDAGraph.replay, []
 
@@ -152,12 +152,12 @@ def time_graphs(fn: Callable[[], object], device: torch.device, *, repeats: int)
 def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[], None], T]:
     """Capture one call of ``fn`` on the current CUDA device. Returns (replay function, result of the call).
 
-    Each replay writes into the result. Errors of the capture are raised.
+    Each replay overwrites this result. Raises any error of the capture.
     """
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    # Lazy initialization and autotuning must be done before the capture, on the stream of the capture.
+    # Lazy initialization and autotuning must happen before the capture, on the stream of the capture.
     with torch.cuda.stream(side):
         for _ in range(warmup):
             fn()
@@ -170,7 +170,7 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
 
 
 def cold_sets(bytes_a_call: int) -> int:
-    """Number of input sets with which each call finds a cold L2, if a call moves ``bytes_a_call`` bytes."""
+    """Number of input sets that a cold measurement needs if one call moves ``bytes_a_call`` bytes."""
     return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
 
 
@@ -192,16 +192,17 @@ def time_kernel(
         fn: the kernel.
         inputs: input sets; :func:`cold_sets` says how many are needed.
         device: where the calls run.
-        cold: False: every call gets ``inputs[0]`` and the same output. True: calls rotate among all
-            ``inputs``, and each has its own output.
-        calls: calls in a round, at least; there are at least as many as input sets.
-        repeats: rounds.
+        cold: if False, every call gets ``inputs[0]`` and writes to the same memory, which stays in L2. If
+            True, calls rotate among all ``inputs``, and each input has an output of its own.
+        calls: minimum number of calls in a round. A cold round has at least one call for each input set.
+        repeats: number of rounds.
     """
     chosen = list(inputs) if cold else [inputs[0]]
     calls = max(calls, len(chosen))
 
     def many() -> list[object]:
-        # The outputs of a round are kept. Otherwise all calls would write to the same, hot memory.
+        # The last output for each input set is kept. Otherwise all calls would write to the same memory,
+        # which would be in L2.
         outputs: list[object] = [None] * len(chosen)
         for call in range(calls):
             slot = call % len(chosen)
@@ -214,7 +215,8 @@ def time_kernel(
     with device_scope(device):
         for one in chosen[:2]:
             fn(one)
-        # After the calls above, one round on the stream of the capture is enough to warm up.
+        # The calls above have compiled the kernel. One more round on the stream of the capture is enough to
+        # warm up.
         replay, outputs = capture_graph(many, warmup=1)
         timing = time_callable(replay, device, repeats=repeats, warmup=3)
         del outputs
@@ -222,7 +224,10 @@ def time_kernel(
 
 
 def time_host(fn: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 9) -> float:
-    """Microseconds that one call of ``fn`` takes on the CPU: the median over rounds of ``calls`` calls."""
+    """Microseconds that the CPU needs for one call of ``fn``, without waiting for the GPU.
+
+    This is the median over ``repeats`` rounds of ``calls`` calls.
+    """
     with device_scope(device):
         samples = []
         for _ in range(repeats + 1):

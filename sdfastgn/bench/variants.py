@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # the help of the command line lists the variants and must no
     import torch
     from torch import nn
 
-# What can be timed.
+# The parts of a model that can be timed.
 PARTS = ("unet", "vae", "pipeline", "train")
-# Names of the components that a variant prepares: of a pipeline's, or "" for a bare module.
+# Names of the modules that a variant changes: components of a pipeline, or "" for a module on its own.
 TIMED_MODULES = ("", "unet", "vae")
 
 
@@ -36,13 +36,13 @@ class Variant:
     Attributes:
         name: its name on the command line and in the JSON.
         label: its name in tables.
-        available: returns None if it can run on the device, else the reason in one line.
+        available: returns None if the variant can run on the given device, else the reason in one line.
         apply: changes a target (an nn.Module or a pipeline) so that it runs in this way. Called with the
             target, the part, and a stack for functions that undo what a :class:`Snapshot` does not restore.
         describe: returns what the variant did to a target, for the table's note.
-        replays_graph: the variant replays CUDA graphs itself, so its calls cannot be captured.
-        graphs_stand_alone: each of its graphs may be replayed alone. If not, a graph may read memory into
-            which another graph has written since, for example an index that is then out of range.
+        replays_graph: True if the variant replays CUDA graphs itself, so its calls cannot be captured.
+        graphs_stand_alone: True if each of its graphs may be replayed without the others. If not, a graph may
+            read memory that another graph has overwritten, for example an index that is now out of range.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Variant:
 
 @contextlib.contextmanager
 def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
-    """Inside, ``target`` runs as ``variant`` says. Afterwards it is stock again, also after an error."""
+    """Inside, ``target`` runs as ``variant`` says. Afterwards it is stock again, even after an error."""
     from sdfastgn.bench.snapshot import Snapshot
 
     with contextlib.ExitStack() as undo:
@@ -95,7 +95,7 @@ def _sdfastgn(
     import sdfastgn
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
-    # These run in reverse: first ``restore``, then the check.
+    # The stack calls these in reverse order: first ``restore``, then the check.
     undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
 
@@ -138,7 +138,8 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
     dynamo.reset()
     undo.callback(dynamo.reset)
     for module in _timed_modules(target):
-        # ``module.compile()`` compiles only ``forward``, but a VAE is called through ``decode``.
+        # ``module.compile()`` compiles only ``forward``. A VAE is called through ``decode``, so
+        # its decoder is compiled instead.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 
@@ -163,7 +164,7 @@ def _stable_fast(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     stable_fast.compile_target(target, part)
 
 
-# Each is also timed as a CUDA graph, unless it replays graphs itself.
+# Each variant is also timed as one CUDA graph, unless it replays graphs itself.
 _EVERY = (
     Variant("eager", "eager", _always, _eager),
     Variant("channels_last", "channels_last", _always, _channels_last),
@@ -189,12 +190,12 @@ _EVERY = (
     Variant(
         "sdfastgn_compile", "sdfastgn + torch.compile", compile_reason, _sdfastgn_compiled, _describe_sdfastgn
     ),
-    # Last, because importing it changes the process.
+    # Last, because importing stable-fast changes the whole process.
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 
 
 def label(name: str) -> str:
-    """A variant's name in tables. A variant that no longer exists keeps its plain name."""
+    """A variant's name in tables. A variant of an old file that no longer exists keeps its plain name."""
     return VARIANTS[name].label if name in VARIANTS else name

@@ -26,7 +26,8 @@ from sdfastgn.program import OptionError
 T = TypeVar("T")
 
 GUIDANCE = 7.5
-# Most pixels that a VAE decodes in one call. With more, activations have over 2**31 elements.
+# Maximum number of pixels that a VAE decodes in one call. With more pixels, activations have over 2**31
+# elements.
 MOST_DECODED_PIXELS = 4 * 1024**2
 
 
@@ -42,7 +43,7 @@ class BenchConfig:
             pipeline.
         weights: ``"random"``, a local path or a Hub id.
         profile: also record where a call's time goes, after it was timed.
-        scheduler: a pipeline's scheduler class in diffusers; empty for the pipeline's own.
+        scheduler: name of a scheduler class in diffusers; empty for the pipeline's own scheduler.
         preset: the entry of ``PRESETS`` that these settings come from, or empty.
         frames: frames of a video if the model is one of ``VIDEO_NETWORKS``, else None.
         width: pixels along a line of a video's frames; None for other models.
@@ -85,7 +86,8 @@ class Workload:
         call: runs ``target`` on fixed inputs. Returns the output of a UNet or VAE as one tensor, images
             (N, H, W, 3) in [0, 1], or the gradients of a training step by parameter name.
         fp32_output: returns the output with the same weights and inputs in fp32 without TF32.
-        memory: for a training step, returns (``saved_mib``, ``step_mib``) for the row.
+        memory: returns ``saved_mib`` and ``step_mib`` of a training step, as in ``run.Row``. None for other
+            parts.
     """
 
     target: Any
@@ -95,8 +97,9 @@ class Workload:
 
 
 def load(config: BenchConfig) -> Any:
-    """The pipeline with the config's weights."""
-    # Not at the top: it imports transformers, which is not needed for one network with random weights.
+    """Build or load the pipeline with the config's weights."""
+    # Imported here and not at the top: it imports transformers, which one network with random weights does
+    # not need.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
@@ -105,7 +108,10 @@ def load(config: BenchConfig) -> Any:
 
 
 def component(config: BenchConfig, name: str) -> tuple[Any, int]:
-    """(the module ``"unet"`` or ``"vae"`` with the config's weights, pixels along a side of one latent)."""
+    """Return the module ``name``, ``"unet"`` or ``"vae"``, and the pixels along a side of one latent.
+
+    The module has the config's weights.
+    """
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
         scale = latent_scale(configurations.VAES[config.model])
@@ -120,7 +126,7 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of one UNet step. ``changes`` replace the config's ``size`` or ``batch``."""
-    # From the UNet's own configuration, because loaded weights may differ from --model.
+    # The sizes of the inputs come from the UNet's own configuration: loaded weights may differ from --model.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
     return model_inputs.unet_inputs(unet.config, **_random_options(config), **where)
 
@@ -130,7 +136,10 @@ def _random_options(config: BenchConfig) -> dict[str, Any]:
 
 
 def workload_of(module: Any, inputs: T, run: Callable[[Any, T], Any]) -> Workload:
-    """The workload ``run(module, inputs)``. Its ``fp32_output`` runs copies of both in fp32."""
+    """A workload that calls ``run(module, inputs)``.
+
+    Its ``fp32_output`` calls ``run`` with fp32 copies of ``module`` and ``inputs``.
+    """
 
     def fp32_output() -> Any:
         exact = tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, inputs)
@@ -171,9 +180,9 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """A pipeline's arguments that say what it starts from: noise, or an image of noise."""
-    # Drawn in fp32 and then cast. The pipeline would draw in its dtype, and a generator gives other numbers
-    # in fp16. The fp32 reference would then be another image.
+    """The arguments of a pipeline that set its start: noise, or an image of noise for image-to-image."""
+    # The noise is drawn in fp32 and then cast. The pipeline would draw in its own dtype, and a generator
+    # gives other numbers in fp16 than in fp32. The fp32 reference would then be another image.
     where = {**_random_options(config), "dtype": dtype}
     if "strength" in inspect.signature(pipe.__call__).parameters:
         images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
@@ -196,11 +205,11 @@ def build_pipeline(config: BenchConfig) -> Workload:
             raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
     if config.batch * config.size**2 > MOST_DECODED_PIXELS:
         pipe.vae.enable_slicing()
-    # A distilled UNet has embedded guidance, and its pipeline's default fits it.
+    # A distilled UNet takes guidance as an embedding, and the default guidance of its pipeline fits it.
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
-    # Drawn here and not in ``call``, which is timed.
+    # The noise is drawn before ``call`` and not inside of it, because ``call`` is timed.
     drawn = _start_arguments(config, pipe, config.torch_dtype)
 
     def call(start: dict[str, Any] = drawn) -> Any:
@@ -208,15 +217,15 @@ def build_pipeline(config: BenchConfig) -> Workload:
             prompt=[config.prompt] * config.batch,
             num_inference_steps=config.steps,
             **start,
-            # For schedulers that draw noise. A CPU generator draws the same on every device.
+            # Some schedulers draw noise. A CPU generator gives the same noise on every device.
             generator=torch.Generator("cpu").manual_seed(config.seed),
             output_type="np",
             **guidance,
         ).images
 
     def fp32_output() -> Any:
-        # In place, because two copies of SDXL need much memory. Weights in fp16 and bf16 survive the round
-        # trip exactly.
+        # The pipeline itself is cast, because two copies of SDXL need much memory. Weights in fp16 and bf16
+        # survive the cast to fp32 and back exactly.
         try:
             with global_switches(cudnn_tf32=False, matmul_tf32=False):
                 pipe.to(torch.float32)
@@ -230,7 +239,7 @@ def build_pipeline(config: BenchConfig) -> Workload:
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """Bytes of the tensors that autograd saves in ``forward`` for the backward, without parameters.
 
-    Shared memory is counted once.
+    Memory that several tensors share is counted once.
     """
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
@@ -239,12 +248,12 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-        # Detached, because a node that saves its own output would never be freed.
+        # Detached from the graph, because a node that saves its own output would never be freed.
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # ``output`` keeps the autograd graph alive. If it were freed, a new tensor could get the address of
-        # one that was counted.
+        # ``output`` keeps the autograd graph alive. If the graph were freed, a new tensor could get the
+        # address of a tensor that was counted before.
         output = forward()
     del output
     return sum(found.values())
@@ -253,15 +262,17 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 def build_training(config: BenchConfig) -> Workload:
     """A training step of the UNet with fixed latents, timestep, text and noise.
 
-    A step drops old gradients and runs forward, mean squared error and backward; ``call`` returns the
-    gradients. Weights are in the config's dtype, without gradient checkpointing. There is no optimizer, whose
-    time and memory would be the same for every variant.
+    A step drops old gradients and runs forward, mean squared error against the noise, and backward.
+    ``call`` returns the gradients. Weights are in the config's dtype, and there is no gradient
+    checkpointing. There is no optimizer either, because its time and memory would be the same for every
+    variant.
     """
     unet, scale = component(config, "unet")
     unet.train()
     kwargs = step_inputs(config, unet, scale)
     generator = torch.Generator().manual_seed(config.seed + 3)
-    # The loss compares outputs: an inpainting UNet has more input channels than output channels.
+    # The noise has the shape of the UNet's output, because the loss compares the two. An inpainting UNet has
+    # more input channels than output channels.
     shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
     noise = torch.randn(shape, generator=generator).to(config.torch_device)
 

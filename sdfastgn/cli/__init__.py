@@ -13,28 +13,29 @@ from typing import Any, cast
 
 from sdfastgn.program import OWN_PROCESS, program
 
-# The modules of the commands, in the order of the help.
+# The modules of the commands, in the order in which the help lists the commands.
 COMMANDS = (
     "bench", "generate", "report", "kernels", "inspect", "sources", "verify", "info", "demo", "warm_up",
 )  # fmt: skip
 
-# The exit code after Ctrl-C. As in shells, it is 128 plus the signal's number.
+# The exit code after Ctrl-C. As in shells, it is 128 plus the number of the signal.
 INTERRUPTED = 130
 
 
 def main(doc: str | None = None, command: str | Callable[..., None] = "", **defaults: Any) -> None:
     """Run the command line and exit.
 
-    The exit code is 0 after success, 1 if an output was wrong, nothing could be measured or a source is
-    unknown, 2 after bad input (one line says what is wrong), and 130 after Ctrl-C.
+    The exit code is 0 after success. It is 1 if an output was wrong, nothing could be measured, or the code
+    of an upstream method is unknown. It is 2 after bad input (one line says what is wrong), and 130 after
+    Ctrl-C.
 
     Args:
         doc: what ``--help`` shows instead of the command's own description. For scripts.
         command: the command to run: a name, or a function that is no command of ``sdfastgn``. For scripts.
             If it is empty, the first argument names the command.
-        defaults: defaults of the command's options that replace its own.
+        defaults: option -> default, which replaces the command's own default of this option.
     """
-    # A terminal may lack a character, and a path may be no valid text.
+    # The terminal may be unable to show a character, and a path may contain bytes that are no text.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -44,14 +45,15 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         asked.append(True)
         raise KeyboardInterrupt
 
-    # Another handler is left in place: the parent process may have told this one to ignore Ctrl-C.
+    # Only Python's own handler is replaced. The parent process may have set another, for example to ignore
+    # Ctrl-C.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(_run(doc, command, defaults))
     except BaseException as end:
-        # If Ctrl-C comes during an import, the imported module may raise another exception.
+        # If Ctrl-C comes during an import, the imported module may turn it into another exception.
         if not asked and not isinstance(end, KeyboardInterrupt):
             raise
         print(f"{program()}: interrupted", file=sys.stderr)
@@ -61,7 +63,10 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
 
 
 def _import_command(name: str) -> None:
-    """Import the command's module. If there is no such command, import all: the help then lists them."""
+    """Import the module of the command ``name``.
+
+    If there is no such command, import the modules of all commands, so that the help lists them.
+    """
     module = name.replace("-", "_")
     for each in [module] if module in COMMANDS else COMMANDS:
         importlib.import_module(f"{__name__}.{each}")
@@ -86,14 +91,15 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         chosen = typer.main.get_command(app)
         chosen = chosen.commands[command] if command else chosen
     chosen.help = doc or chosen.help
-    # click's UsageError. Some versions of typer have their own copy of click, so it is found through typer.
+    # This is click's UsageError. Some versions of typer contain their own copy of click, so the class is
+    # found through typer.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
         return chosen.main(
             prog_name=program(), standalone_mode=False, obj=OWN_PROCESS, default_map=defaults, **HELP_OPTIONS
         )
     except usage_error as error:
-        # Without a command typer has shown the help, and the error has no message.
+        # If no command was given, typer has shown the help already, and the error has no message.
         message = cast(Any, error).format_message()
         if message:
             print(f"{program()}: {message} (given: {shlex.join(sys.argv[1:])})", file=sys.stderr)

@@ -9,15 +9,16 @@ from typing import Annotated, Any
 import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Placeholder in help texts, such as "{variants}" -> the names that replace it. They are only looked up when
-# the help is shown, because some registries import torch. Each command adds its placeholders.
+# Placeholder in help texts, such as "{variants}" -> function that returns the names for it. It is only called
+# when the help is shown, because some functions import torch. Each command adds its own
+# placeholders.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
 
 def _complete_help(parameter: Any, context: Any) -> None:
     """Replace placeholders in the help of ``parameter``, and append its default, if there is one.
 
-    If the default is computed, ``show_default`` describes it in words.
+    For a default that is computed, ``show_default`` is a text that describes it.
     """
     if getattr(parameter, "is_flag", False):
         parameter.metavar = ""  # a flag takes no value
@@ -28,7 +29,7 @@ def _complete_help(parameter: Any, context: Any) -> None:
         if word in text:
             text = text.replace(word, ", ".join(names()))
     value, words = parameter.get_default(context), parameter.show_default
-    if isinstance(value, bool):  # scripts turn some flags on
+    if isinstance(value, bool):  # scripts set some flags to True
         value = "on" if value else ""
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
@@ -64,7 +65,7 @@ command = functools.partial(app.command, cls=Command)
 
 
 def click_command(function: Callable[..., None]) -> Any:
-    """A program whose only command is ``function``. Its help looks like that of sdfastgn's commands."""
+    """A program whose only command is ``function``. Its help looks like the help of sdfastgn's commands."""
     alone = typer.Typer(context_settings=HELP_OPTIONS, add_completion=False, pretty_exceptions_enable=False)
     alone.command(cls=Command)(function)
     return typer.main.get_command(alone)

@@ -1,6 +1,6 @@
 """Checks the options of ``bench`` and makes a ``BenchConfig`` for each measurement. Builds no model.
 
-Checks raise OptionError. ``checks.py`` has those that need no torch.
+Checks raise OptionError. The checks that need no torch are in ``checks.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from sdfastgn.program import OptionError
 
 # Values of --model.
 EVERY_MODEL = (*MODELS, *VIDEO_NETWORKS)
-# Defaults: timed calls of each part, images of a UNet step with guidance, steps of a pipeline.
+# Defaults of options: ``--repeats`` for each part on a GPU and on a CPU, ``--batch`` of a UNet step with
+# guidance, and ``--steps`` of a pipeline.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
@@ -39,17 +40,18 @@ STEPS = 30
 
 
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
-    """(name, native size, pixels along a side of one latent, images of a UNet step) of what is timed.
+    """(name, native size, pixels along a side of one latent, default batch of a UNet step) of a model.
 
-    ``model`` is the model's name if the user gave one. Otherwise the configuration of ``weights`` tells.
-    Raises OptionError if ``weights`` are of another model, or if ``parts`` cannot be timed with them.
+    ``model`` is the name that the user gave. If it is None, the configuration of ``weights`` tells the name.
+    Raises OptionError if ``weights`` belong to another model, or if ``parts`` cannot be timed with them.
     """
     if weights == "random":
         name = model or "tiny"
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = unet_config("--weights", weights)
-    # SD-Turbo has the same UNet as SD2, so weights are taken for SD-Turbo only if the user says so.
+    # SD-Turbo has the same UNet as SD2. Weights with this UNet count as SD-Turbo's only if the user gave this
+    # name.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
@@ -61,14 +63,15 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     if "pipeline" in parts and (reason := pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
     native, scale = native_size(weights, config, without_vae=8 if same else 1)
-    # With guidance a UNet gets each image twice. Without text, or with embedded guidance, it gets it once.
+    # With guidance a UNet gets each image twice. A UNet without text, or with embedded guidance, gets it
+    # once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return name, native, scale, GUIDED_BATCH if is_guided else 1
 
 
 def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
-    """``parts``, if the benchmark has them of ``model``. None stands for the model's first part."""
+    """``parts``, if the benchmark has them of ``model``. None means the first part of the model."""
     networks = VIDEO_NETWORKS.get(model or "", {})
     if parts is None:
         return [next(iter(networks or PARTS))]
@@ -102,7 +105,7 @@ def _sizes(
 
 
 def scheduler_name(option: str, value: str) -> str:
-    """``value``, if it is empty or the name of a scheduler class in diffusers."""
+    """Return ``value`` if it is empty or the name of a scheduler class in diffusers."""
     if value:
         import diffusers
 
@@ -113,9 +116,9 @@ def scheduler_name(option: str, value: str) -> str:
 
 
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
-    """``value``, if a picture can be written there as a PNG.
+    """Return ``value`` if a picture can be written there as a PNG.
 
-    ``unless``: why this command draws no picture; empty if it does. "{}" in it stands for the path.
+    ``unless``: the reason if this command draws no picture, else empty. "{}" in it is replaced by the path.
     """
     if value is None:
         return None
@@ -147,9 +150,9 @@ def bench_configs(
 
     Args:
         batch, steps: a number, or a comma-separated list.
-        others: fields of BenchConfig that need no check. None stands for the field's default.
+        others: fields of BenchConfig that need no check. None means the field's default.
 
-    All other arguments are options of ``bench``; None stands for the option's default.
+    All other arguments are options of ``bench``; None means the option's default.
     """
     if model is not None:
         one_of("--model", model, EVERY_MODEL)
@@ -184,10 +187,11 @@ def bench_configs(
 
 
 def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
-    """The configs of the cases of the preset ``name``, or, without a preset, of the options alone.
+    """The configs of the preset ``name``, or of the options alone if ``name`` is None.
 
-    ``given`` are options that the user gave (not None): they replace the preset's settings. A model picks
-    the cases of this model. If there is none, it replaces the model of the first case.
+    ``given`` are options of the user (not None), which replace the preset's settings. If the user gives a
+    model, only the preset's cases of this model are used. If there are none, the first case is used with this
+    model.
     """
     given = {option: value for option, value in given.items() if value is not None}
     if name is None:
@@ -206,7 +210,7 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
 
 
 def variant_list(option: str, text: str) -> list[Variant]:
-    """The variants that ``text`` names, in the order of ``VARIANTS``. ``all`` names every one."""
+    """The variants that ``text`` names, in the order of ``VARIANTS``. ``all`` means every variant."""
     names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
     return [variant for name, variant in VARIANTS.items() if name in names]
 

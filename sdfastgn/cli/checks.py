@@ -1,6 +1,7 @@
 """Checks of options that need neither torch nor diffusers, so that a bad option is reported at once.
 
-Each check returns the value, or raises OptionError. ``option`` is the option's name, for the error.
+Each check returns the value if it is good, and raises OptionError if not. ``option`` is the name of the
+option in the error's text.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from sdfastgn.program import OptionError
 
-# A whole number of at most 18 digits: sizes in PyTorch have no more, and Python refuses to read thousands.
+# Matches a whole number of at most 18 digits. Sizes in PyTorch have no more digits, and Python refuses to
+# read thousands of digits.
 DIGITS = r"\d{1,18}"
 _NUMBER = re.compile(rf"-?{DIGITS}")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -26,7 +28,10 @@ def one_of(option: str, value: str, allowed: Collection[str]) -> str:
 
 
 def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
-    """``values``, or the entries of a comma-separated list, without repetitions. Each must be allowed."""
+    """Return ``values``, or the entries of a comma-separated list, without repetitions.
+
+    Raises OptionError if a value is not in ``allowed``.
+    """
     values = split(values) if isinstance(values, str) else values
     if not values:
         raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
@@ -44,7 +49,7 @@ def positive(option: str, value: int) -> int:
 
 
 def whole_numbers(option: str, value: int | str) -> list[int]:
-    """One positive whole number, or a comma-separated list of them, without repetitions."""
+    """Read one positive whole number, or a comma-separated list of them. Returns them without repetitions."""
     entries = split(str(value))
     if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
         raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")
@@ -52,7 +57,7 @@ def whole_numbers(option: str, value: int | str) -> list[int]:
 
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
-    """``value``, if it is a positive multiple of ``scale``, the pixels along a side of one latent."""
+    """Return ``value`` if it is a positive multiple of ``scale``, the pixels along a side of one latent."""
     if value < scale or value % scale:
         wanted = f"a positive multiple of {scale} (one latent covers {scale}x{scale} pixels)"
         raise OptionError(f"{option}: must be {wanted}, got {value}")
@@ -60,14 +65,17 @@ def image_size(option: str, value: int, scale: int = 8) -> int:
 
 
 def device_word(option: str, value: str | None) -> str | None:
-    """``value``, if it is the name of a device. Only torch can tell whether this machine has the device."""
+    """Return ``value`` if it is the name of a device.
+
+    Only torch can tell whether this machine has the device.
+    """
     if value is not None and not _DEVICE.fullmatch(value):
         raise OptionError(f"{option}: cannot use {value!r}; give cuda, cuda:N or cpu")
     return value
 
 
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """``value``, if it is one of ``words``, an existing path, or looks like the id of a Hub repository."""
+    """Return ``value`` if it is in ``words``, an existing path, or looks like the id of a Hub repository."""
     try:
         if value in words or (value and Path(value).expanduser().exists()):
             return value
@@ -84,7 +92,10 @@ def _why(error: Exception) -> str:
 
 
 def file_path(option: str, value: Path | None) -> Path | None:
-    """``value``, if a file can be written there. Its folder must exist already, in case it is mistyped."""
+    """Return ``value`` if a file can be written there.
+
+    Its folder must exist already, because a missing folder may be a typing error.
+    """
     if value is None:
         return None
     real = Path(os.path.realpath(value))  # ``value`` may be a link to a file that does not exist yet
@@ -93,7 +104,7 @@ def file_path(option: str, value: Path | None) -> Path | None:
             raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")
         if real.is_file() or real.is_dir():
             real.open("ab").close()
-        elif not real.exists():  # a pipe is not tried: its reader would take the closing for the end
+        elif not real.exists():  # a pipe is not tried: closing it would end its reader's input
             real.open("xb").close()
             real.unlink()
     except OSError as error:
@@ -102,9 +113,9 @@ def file_path(option: str, value: Path | None) -> Path | None:
 
 
 def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
-    """Check that each output can be written, and that it is no other output and no file that is read.
+    """Check that each output can be written, and that outputs and ``read`` are all different files.
 
-    ``outputs``: option -> path, or None.
+    ``outputs``: option -> path, or None. ``read``: the files that the command reads.
     """
     taken = {os.path.realpath(path): "RESULTS" for path in read}
     for option, path in outputs.items():
@@ -117,8 +128,8 @@ def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) ->
 
 
 def folder(option: str, value: str) -> Path:
-    """``value``, if it is a folder or can be made in one."""
-    if not value:  # pathlib would take it for the working directory
+    """Return ``value`` as a path, if it is a folder or its parent folder exists."""
+    if not value:  # pathlib would read '' as the current folder
         raise OptionError(f"{option}: must be a folder, got ''; give . for the current one")
     real = Path(os.path.realpath(value))
     try:
@@ -130,7 +141,7 @@ def folder(option: str, value: str) -> Path:
 
 
 def made_folder(option: str, path: Path, name: str) -> None:
-    """Make the folder ``path`` if it is missing, and check that a file ``name`` can be written in it."""
+    """Make the folder ``path`` if it does not exist, and check that a file ``name`` can be written in it."""
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:

@@ -11,13 +11,13 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 
-# Packages that ComfyUI imports for models and nodes that nobody loads here. They must be built for the
-# installed torch, so they are often missing.
+# Packages that ComfyUI imports for models and nodes that are not used here. They must be built for the
+# installed version of torch, so they are often missing.
 _NOT_NEEDED = ("kornia", "spandrel", "torchaudio", "torchvision")
 
 
 class _Empty(types.ModuleType):
-    """Replaces a module that is imported but not used: every public name in it is an empty class."""
+    """Replaces a module that is imported but not used. Every public name in it is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -26,7 +26,7 @@ class _Empty(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports an ``_Empty`` for each of ``packages`` and for all that is below them."""
+    """Finds an ``_Empty`` module for each of ``packages``, and for every module inside of them."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
@@ -69,10 +69,11 @@ def import_comfyui(
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Inside, each package of ``_NOT_NEEDED`` that is not installed is replaced by empty modules."""
+    """A context in which empty modules replace the packages of ``_NOT_NEEDED`` that are not installed."""
     import transformers.utils
 
-    # transformers remembers the answer. It must not take the empty module for an installed torchvision.
+    # transformers asks only once whether torchvision is installed. It has to ask before the empty module
+    # exists.
     transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
     finder = _StandIns(missing)

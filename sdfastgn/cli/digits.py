@@ -23,14 +23,15 @@ from sdfastgn.models.pipelines import load_pipeline
 
 PICTURE = "demo.png"
 STEPS = digits_pipeline.STEPS
-# Each ink is used for two digits. "orange" is left out: its prompt would be "a orange ...", which is what the
-# pipeline was trained on, but bad English.
+# Each ink is used for two digits. "orange" is left out: the pipeline was trained on prompts such as "a orange
+# ...", which is bad English.
 INK_WORDS = tuple(ink for ink in INKS if ink != "orange")
 DIGITS = tuple(range(len(NUMERALS)))
-# Lowest PSNR in dB of the optimized images against stock's. Both are in fp32, so on a CPU only the order of
-# additions differs. On a GPU convolutions run in TF32, and the layouts use different algorithms.
+# Minimum PSNR in dB of the optimized images against stock's images. All are drawn in fp32. On a CPU only the
+# order of additions differs. On a GPU convolutions run in TF32, with different algorithms for the two
+# memory layouts.
 LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
-# Sizes in the picture, in pixels. A cell shows an image at twice its size.
+# Sizes in the picture, in pixels. A cell shows an image at twice the image's size.
 CELL, LABEL_WIDTH, LABEL_HEIGHT, FONT_SIZE = 2 * SIZE, 120, 44, 12
 
 
@@ -38,8 +39,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     """Show on a small trained Stable Diffusion pipeline what sdfastgn does, and check it.
 
     Writes ``demo.png`` into ``output_dir``: stock's images, the optimized pipeline's, and their difference.
-    Returns 0 if both checks succeed, else 1. The optimized images must reach ``LEAST_PSNR`` against the
-    stock ones. The restored pipeline must have nothing fused and draw the stock images bit for bit.
+    Returns 0 if two checks succeed, else 1: the optimized images reach ``LEAST_PSNR`` against the stock
+    images, and the restored pipeline has nothing fused and draws the stock images bit for bit.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.print("1. A small StableDiffusionPipeline, trained on handwritten digits, is loaded from")
@@ -60,7 +61,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     console.print("\n4. sdfastgn.restore(pipe), and the results beside each other:\n")
 
     agrees = psnr(optimized, stock) >= LEAST_PSNR[device]
-    # On a CPU even the optimized pipeline runs stock's code, so equal images alone would prove nothing.
+    # On a CPU even the optimized pipeline runs stock's code. There, equal images alone would not prove that
+    # the pipeline was restored.
     same = bool(np.array_equal(restored, stock)) and not sdfastgn.report(pipe).fused
     body = [["stock", f"{stock_seconds:.2f}", _read(stock)]]
     for name, images, seconds, verdict in (
@@ -89,9 +91,9 @@ def run_demo(output_dir: Path, console: Console) -> int:
 
 
 def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
-    """A picture of two rows of images with their prompts and labels, and a third row with their difference.
+    """A picture of two rows of images, with their prompts and labels, and of a third row: their difference.
 
-    The difference is multiplied by the largest power of ten that keeps it at most one.
+    The difference is multiplied by the largest power of ten with which it is at most one.
     """
     first, second = rows.values()
     difference = np.abs(second - first)
@@ -123,7 +125,8 @@ def _read(images: np.ndarray) -> str:
 
 
 def _timed(pipe: Any, prompts: list[str]) -> tuple[np.ndarray, float]:
-    # The first calls pay for lazy imports and allocations, and the second captures a graph.
+    # Two calls run before the timed call. The first pays for lazy imports and allocations, and the second
+    # captures a CUDA graph.
     for _ in range(2):
         digits_pipeline.generate(pipe, prompts, num_inference_steps=1)
     start = time.perf_counter()

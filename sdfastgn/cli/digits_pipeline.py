@@ -1,6 +1,7 @@
 """The demo's pipeline of handwritten digits, its prompts, and a classifier that reads its images.
 
-``scripts/digits/train.py`` trained it. The README in ``scripts/digits`` names the data and the license.
+``scripts/digits/train.py`` trained the pipeline. The README in ``scripts/digits`` names the data and
+the license.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 
 from sdfastgn.program import OptionError
 
-# The folder of the saved pipeline and the classifier's weights. Only a checkout has it: with it the wheel
-# would be nine times as large.
+# The folder of the saved pipeline and of the classifier's weights. It is only in a checkout, because it would
+# make the wheel nine times as large.
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "digits"
 CLASSIFIER = "classifier.safetensors"
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# Word for an ink in a prompt -> its red, green and blue in [0, 1]. The paper is white.
+# Word for an ink in a prompt -> red, green and blue of the ink in [0, 1]. The paper is white.
 INKS = {
     "": (0.0, 0.0, 0.0),
     "red": (0.85, 0.1, 0.1),
@@ -37,7 +38,7 @@ GUIDANCE = 3.0
 
 
 def check_folder() -> None:
-    """Raises OptionError outside of a checkout, where there is no pipeline."""
+    """Raise OptionError if this is no checkout: the installed package does not contain the pipeline."""
     if not FOLDER.is_dir():
         where = "it is in a checkout of sdfastgn's repository and not in the installed package"
         raise OptionError(f"demo: no trained pipeline at {str(FOLDER)!r}: {where}; run sdfastgn demo there")
@@ -46,7 +47,7 @@ def check_folder() -> None:
 def prompt_of(digit: int, ink: str = "") -> str:
     """The prompt for a digit: ``"a red handwritten seven"``, or for black ink ``"a handwritten seven"``.
 
-    The article is always ``a``, also before "orange": the pipeline was trained in this way.
+    The article is always ``a``, even before "orange", because the pipeline was trained with such prompts.
     """
     return " ".join(filter(None, ("a", ink, "handwritten", NUMERALS[digit])))
 
@@ -59,7 +60,7 @@ def generate(pipe: Any, prompts: list[str], **options: Any) -> np.ndarray:
 
 
 def build_classifier() -> nn.Module:
-    """A network from the amount of ink, (N, 1, H, W) in [0, 1], to logits of the ten digits, (N, 10)."""
+    """A network that maps the amount of ink, (N, 1, H, W) in [0, 1], to logits of the ten digits, (N, 10)."""
     return nn.Sequential(
         nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)
     )
@@ -68,7 +69,8 @@ def build_classifier() -> nn.Module:
 def ink_of(images: Tensor) -> Tensor:
     """The amount of ink, (N, 1, H, W), in images (N, 3, H, W) in [0, 1].
 
-    It is one minus the darkest of the three colors: every ink is dark in at least one, white paper in none.
+    It is one minus the smallest of red, green and blue. Every ink is dark in at least one color, and white
+    paper is bright in all three.
     """
     return 1 - images.amin(dim=1, keepdim=True)
 

@@ -1,7 +1,7 @@
 """``sdfastgn generate``: draws an image for each line of a file, in one process or in several.
 
-An image depends only on its settings and its seed, up to rounding: the number of processes and the batch size
-change no more than that.
+An image depends only on its settings and its seed. The number of processes and the batch size only change
+rounding.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.program import OptionError, counted, is_main, program
 from sdfastgn.versions import installed_versions
 
-# Key of the text in a PNG file that holds the settings and the packages' versions, as JSON.
+# Key of a text in a PNG file's metadata. The text is JSON: the image's settings, the packages' versions.
 METADATA = "sdfastgn"
-# Part of the names of this process's unfinished files. The process number is unique on one machine only.
+# Part of the names of this process's unfinished files. The process id would not do, because it is only unique
+# on one machine.
 OWN = secrets.token_hex(4)
 
 
 def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether ``path`` is already the whole image with these ``settings``.
+    """Whether the file ``path`` exists and is the complete image with these ``settings``.
 
-    Raises OptionError if ``path`` is an image with other settings, or no image that sdfastgn wrote.
+    Raises OptionError if it is an image with other settings, or is no image that sdfastgn wrote.
     """
     if not path.exists() or not path.stat().st_size:  # a crash of the machine may leave an empty file
         return False
@@ -45,7 +46,7 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
     try:
         with Image.open(path) as picture:
             what = f"is a {picture.format} without sdfastgn's settings"
-            found = dict(json.loads(picture.info[METADATA])["settings"])  # comes before the pixels in a PNG
+            found = dict(json.loads(picture.info[METADATA])["settings"])  # in a PNG it precedes the pixels
             is_whole = _is_whole(picture)
     except Exception:  # Pillow raises errors of many classes
         raise OptionError(f"--out: {str(path)!r} {what}; choose another folder, or move it") from None
@@ -59,13 +60,13 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
 def _is_whole(picture: Image.Image) -> bool:
     try:
         picture.verify()
-    except Exception:  # the file is cut off: Pillow raises errors of many classes
+    except Exception:  # the file is cut off; Pillow's error may be of many classes
         return False
     return True
 
 
 def _save(picture: Image.Image, path: Path, text: str) -> None:
-    """Write the whole file, or nothing if the process is interrupted."""
+    """Save ``picture`` at ``path``, with ``text`` as metadata. No incomplete file is left."""
     info = PngInfo()
     info.add_text(METADATA, text)
     part = path.with_suffix(f".{OWN}.part")
@@ -77,19 +78,20 @@ def _save(picture: Image.Image, path: Path, text: str) -> None:
 
 
 def run(job: Job, device: str | None = None) -> int:
-    """Draw the images that do not exist yet. Returns 0, or 1 if a line could not be drawn."""
+    """Draw the images that do not exist yet. Returns 0 if all lines could be drawn, else 1."""
     device = loading.device_name("--device", device)
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
     checks.made_folder("--out", job.out, f"{OWN}.part")
     finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
-    for part in job.out.glob("[0-9]*.*.part"):  # of processes that were killed
+    for part in job.out.glob("[0-9]*.*.part"):  # left by processes that were killed
         part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
-        # All have looked before the first image is written. An image that one of them has found is
-        # there: machines may see a shared folder at different times, or have folders of their own.
+        # All processes have looked for images before the first image is written. An image counts as finished
+        # if one process has found it: machines may see a shared folder at different times, or each may have
+        # its own folder.
         finished = sorted(set(gather_object(finished)))
         todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
@@ -108,7 +110,7 @@ def _print_problem(job: Job, line: int, problem: str) -> None:
 
 
 def _draw(job: Job, lines: Sequence[int], device: str) -> int:
-    """Draw the images of ``lines``. Returns how many could not be drawn."""
+    """Draw the images of ``lines``. Returns the number of images that could not be drawn."""
     pipe = load_pipeline("--model", job.model, DTYPES[str(job.dtype)], device, job.variant)
     pipe.set_progress_bar_config(disable=True)
     if not job.stock:
@@ -125,7 +127,7 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"wrote {job.path(line)}")
-            except Exception as error:  # go on: one size may need too much memory, others may not
+            except Exception as error:  # one size may need too much memory, so other batches go on
                 failed += len(left)
                 for line in left:
                     _print_problem(job, line, one_line(error))
@@ -139,7 +141,8 @@ def _pictures(job: Job, pipe: Any, lines: Sequence[int]) -> list[Image.Image]:
     images: list[Image.Image] = pipe(
         prompt=[one.prompt for one in each],
         negative_prompt=negative,
-        # A generator for each image, on the CPU, gives the same noise in any batch and on any device.
+        # Each image has its own generator, on the CPU. So its noise is the same in every batch and on every
+        # device.
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in each],
         **each[0].shared(),
     ).images

@@ -1,4 +1,4 @@
-"""How a command ends after a user's error."""
+"""Ends a command after a user's error."""
 
 from __future__ import annotations
 

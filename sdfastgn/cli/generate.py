@@ -52,7 +52,7 @@ def generate(
     with one_line_errors():
         checks.device_word("--device", device)
         job = checked_job(**files, batch_size=batch_size, variant=variant, dtype=dtype, stock=stock)
-        from sdfastgn.cli.drawing import run  # after the checks: it imports torch and diffusers for seconds
+        from sdfastgn.cli.drawing import run  # after the checks, because this import takes seconds
 
         code = run(job, device)
     raise typer.Exit(code)

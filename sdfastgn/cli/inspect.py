@@ -14,7 +14,7 @@ from sdfastgn.program import OWN_PROCESS
 
 
 def _inspected(model: str) -> dict[str, Any]:
-    """Name -> model. A known model is built on the meta device, which needs no memory; others are loaded."""
+    """Name -> model. A known model is built on the meta device, which needs no memory. Others are loaded."""
     import torch
 
     from sdfastgn.models.architectures import build_unet, build_vae

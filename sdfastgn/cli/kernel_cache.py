@@ -1,7 +1,7 @@
 """``sdfastgn warm-up``: fills Triton's cache with a model's kernels, so that later runs need not compile.
 
-The calls are rehearsed first, so that all kernels compile in parallel. Then they are really made: a kernel
-that cannot be compiled raises its error there.
+The pipeline is first called in a rehearsal, which computes nothing and compiles all kernels in parallel. Then
+it is called again to draw images. If a kernel cannot be compiled, this second call raises the error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sdfastgn.models.configurations import MODELS, PROMPT, VAES
 from sdfastgn.models.saved import latent_scale
 from sdfastgn.program import OptionError, counted, program
 
-# Denoising steps of each image. Some schedulers fail with one.
+# Number of denoising steps of each image. Some schedulers fail with a single step.
 _STEPS = 2
-# Suffixes of the files in which Triton keeps compiled kernels, for NVIDIA's GPUs and AMD's.
+# Suffixes of the files that hold compiled kernels in Triton's cache, on GPUs of NVIDIA and of AMD.
 _CODE = {".cubin", ".hsaco"}
 _SIZE = re.compile(rf"({checks.DIGITS})(?:x({checks.DIGITS}))?")
 
@@ -48,7 +48,7 @@ def run(
         model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline.
         sizes: pixels of the images, ``512`` or ``768x512`` (width first). Empty: the model's own size.
         batch: images per call. With guidance the UNet gets each image twice.
-        dtype, device: as in ``bench``. The kernels are compiled for the generation of this GPU.
+        dtype, device: as in ``bench``. Kernels are compiled for GPUs of the same generation as ``device``.
 
     Raises OptionError for a bad option.
     """
@@ -81,9 +81,9 @@ def run(
 
 
 def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
-    """Compile all kernels that images of ``sizes``, (width, height), need. Returns their number.
+    """Compile all kernels that images of ``sizes``, (width, height), need. Returns the number of kernels.
 
-    Optimizes ``pipe``, a text-to-image pipeline. Errors of its calls are raised.
+    Optimizes ``pipe``, a text-to-image pipeline. Raises any error of the pipeline's calls.
     """
     sdfastgn.optimize(pipe, cuda_graphs=False)
     pipe.set_progress_bar_config(disable=True)
@@ -94,7 +94,7 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a rehearsal computes nothing, so diffusers may warn of NaN
+        warnings.simplefilter("ignore")  # a rehearsal computes nothing, so values may be NaN
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()
     return count

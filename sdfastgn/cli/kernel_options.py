@@ -14,13 +14,13 @@ from sdfastgn.cli.loading import device_name
 from sdfastgn.models.configurations import DTYPES
 from sdfastgn.program import OptionError
 
-# What is timed where the user names no dtype: what the models run in.
+# The default of ``--dtype``. Models run in this dtype too.
 DTYPE = "fp16"
 _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
 
 
 def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
-    """The shapes in a comma-separated list of shapes and of names in ``suite.shape_sets``."""
+    """The shapes that ``text`` lists. An entry is a shape, or the name of a set in ``suite.shape_sets``."""
     rule = f" with C divisible by {suite.divisor}" if suite.divisor > 1 else ""
     wanted = f"{suite.axes}{rule}, or one of {', '.join(suite.shape_sets)}"
     shapes: list[Shape] = []
@@ -49,7 +49,7 @@ def kernel_configs(
 ) -> list[KernelConfig]:
     """A checked config for each dtype in the comma-separated list ``dtypes``.
 
-    Arguments are options of ``kernels``; None stands for the option's default.
+    The other arguments are options of the command ``kernels``. None means the option's default.
     """
     chosen = SUITES[one_of("--suite", suite, SUITES)]
     known = chosen.providers
@@ -74,7 +74,10 @@ def kernel_configs(
 def output_paths(
     configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
 ) -> list[tuple[Path | None, Path | None]]:
-    """(path of the JSON, path of the picture) for each config. With several dtypes the names contain them."""
+    """(path of the JSON, path of the picture) for each config.
+
+    If the configs have several dtypes, each path contains its config's dtype.
+    """
     suite = configs[0].suite
     unless = "" if suite == INFERENCE else f"only the suite {INFERENCE} has a picture, got {{}} for {suite}"
     places = []

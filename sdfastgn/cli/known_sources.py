@@ -1,4 +1,4 @@
-"""``sdfastgn sources``: upstream methods whose code was never tested, and what changed in them."""
+"""``sdfastgn sources``: upstream methods whose code was never tested, and what has changed in this code."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from sdfastgn.patches.core.tested_sources import (
 from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
 from sdfastgn.program import OptionError
 
-# A file that every checkout of ComfyUI has.
+# A file that exists in every checkout of ComfyUI.
 _OF_COMFYUI = "comfy/ops.py"
 
 
 class _Method(NamedTuple):
-    """An upstream method, as it is installed."""
+    """A method of diffusers or ComfyUI, as it is installed."""
 
     cls: Any
     name: str
@@ -46,20 +46,22 @@ class _Method(NamedTuple):
 
     @property
     def versions(self) -> list[dict[str, str]]:
-        """The tested versions, the oldest first."""
+        """The versions of the method that were tested, the oldest first."""
         return tested_versions().get(upstream_name(self.cls), {}).get(self.name, [])
 
 
 def print_sources(
     out: Console, *, against: Path | None = None, comfyui: Path | None = None, accept: bool = False
 ) -> int:
-    """List the methods whose code is unknown. Returns 0 if there are none, or all were accepted, else 1.
+    """List the methods whose code is unknown.
+
+    Returns 0 if no method is unknown, or if all unknown methods were accepted, else 1.
 
     Args:
         out: where to print.
-        against: the files of an earlier release. Shows what changed since then in the unknown methods.
-        comfyui: a checkout of ComfyUI. Its methods are listed too.
-        accept: write the hashes of the unknown methods into ``tested_sources.json``.
+        against: the files of an earlier release. Each unknown method is shown with what changed since then.
+        comfyui: a checkout of ComfyUI, whose methods are listed as well.
+        accept: if True, write the hashes of the unknown methods into ``tested_sources.json``.
     """
     files = None if against is None else _release_files(against)
     releases = {"diffusers": diffusers.__version__}
@@ -89,7 +91,7 @@ def print_sources(
 
 
 def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
-    """Upstream method -> names of the fusions that rely on it."""
+    """Upstream method -> names of the fusions that rely on the method."""
     users: dict[_Method, list[str]] = {}
     for fusion in fusions:
         for source in fusion.sources:
@@ -109,7 +111,7 @@ def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
 
 
 def _release_files(against: Path) -> Any:
-    """The files in ``against``: a diffusers wheel, a folder with diffusers in it, or a ComfyUI checkout."""
+    """Open ``against``: a diffusers wheel, a folder that contains diffusers, or a ComfyUI checkout."""
     files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
     if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
         return files
@@ -128,7 +130,7 @@ def _print(out: Console, line: str) -> None:
 
 
 def _difference(files: Any, method: _Method) -> Iterator[str]:
-    """The lines of a diff from the release in ``files`` to the installed version of ``method``."""
+    """The lines of a diff between ``method`` in the release in ``files`` and the installed ``method``."""
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function
     new: Any = upstream_definition(function)
@@ -152,15 +154,15 @@ def _definition(files: Any, module: str, name: str) -> ast.FunctionDef | None:
 
 
 def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
-    """What the user can do next about the ``unknown`` methods."""
+    """What the user can do next with the ``unknown`` methods."""
     last = [method.versions[-1] for method in unknown if method.package == "diffusers" and method.versions]
     seen = [version["first_seen"] for version in last if "first_seen" in version]
     if has_diff:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # ``first_seen`` of a method's last known version is the release that introduced it. The latest of these
-    # releases has the last known version of every method.
+    # ``first_seen`` of a method's last known version is the release that introduced this version. The latest
+    # of these releases contains the last known version of every method.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"
@@ -169,7 +171,10 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
 
 
 def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> list[_Method]:
-    """Add the hashes of ``unknown`` methods to ``tested_sources.json``. Returns those that have no hash."""
+    """Add the hashes of the ``unknown`` methods to ``tested_sources.json``.
+
+    Returns the methods that have no hash, because their code cannot be found.
+    """
     versions = tested_versions()
     left = []
     for method in unknown:

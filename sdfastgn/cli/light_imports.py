@@ -1,8 +1,8 @@
 """Imports diffusers' model classes in two seconds instead of nine.
 
-With its first model class diffusers imports accelerate, peft, transformers, SciPy and torch's compiler, which
-takes the other seven seconds. A process without them can neither load an adapter nor compile. So this is only
-for processes that merely look at models.
+When diffusers imports its first model class, it also imports accelerate, peft, transformers, SciPy and
+torch's compiler. This takes the other seven seconds. A process that leaves these out can neither load an
+adapter nor compile, so this is only for processes that merely inspect models.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def _undecorated(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 def import_model_classes() -> None:
-    """Import diffusers and the fusions. Does nothing in a process that has diffusers already."""
+    """Import diffusers and the fusions. Does nothing if the process has imported diffusers already."""
     if "diffusers" in sys.modules:
         return
-    # The two decorators of torch's compiler that diffusers uses when its modules are imported.
+    # This module replaces torch's compiler. The import of diffusers only needs these two of its decorators.
     compiler: Any = types.ModuleType("torch._dynamo")
     compiler.allow_in_graph = compiler.disable = _undecorated
     stand_ins: dict[str, Any] = {**dict.fromkeys(_NEEDLESS), compiler.__name__: compiler}

@@ -1,6 +1,6 @@
 """Checks before a model is loaded: the device, the dtype, and whether a pipeline makes images from text.
 
-Checks raise OptionError. ``checks.py`` has those that need no torch.
+Checks raise OptionError. The checks that need no torch are in ``checks.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sdfastgn.program import OptionError
 
 
 def device_name(option: str, value: str | None) -> str:
-    """``value``, if PyTorch sees this device. None stands for ``cuda`` if there is a GPU, else ``cpu``."""
+    """Return ``value`` if PyTorch sees this device. None means ``cuda`` if there is a GPU, else ``cpu``."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if value is None:
         return "cuda" if count else "cpu"
@@ -30,14 +30,14 @@ def device_name(option: str, value: str | None) -> str:
 
 
 def dtype_name(option: str, value: str | None, device: str, on_gpu: str = "fp16") -> str:
-    """``value``, if it is one of ``DTYPES``. None stands for ``on_gpu`` on a GPU and fp32 on the CPU."""
+    """Return ``value`` if it is one of ``DTYPES``. None means ``on_gpu`` on a GPU and fp32 on the CPU."""
     return one_of(option, ("fp32" if device == "cpu" else on_gpu) if value is None else value, DTYPES)
 
 
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
-    """``saved.native_size`` of a text-to-image pipeline, which is not loaded for this.
+    """``saved.native_size`` of a text-to-image pipeline. The pipeline itself is not loaded.
 
-    Raises OptionError if ``weights`` are of another kind of pipeline.
+    Raises OptionError if ``weights`` are no text-to-image pipeline.
     """
     config = unet_config(option, weights)
     if reason := pipeline_reason(weights, config):
@@ -46,7 +46,7 @@ def text_to_image(option: str, weights: str) -> tuple[int, int]:
 
 
 def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
-    """What ``weights`` must be and are not, in words; empty if they are a text-to-image pipeline.
+    """What ``weights`` would have to be but are not, in words. Empty if they are a text-to-image pipeline.
 
     ``config``: the UNet's configuration.
     """
@@ -57,7 +57,7 @@ def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
     try:
         kind = dict(diffusers.DiffusionPipeline.load_config(weights))["_class_name"]
         arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
-    except Exception:  # no pipeline: loading it will raise an error that says why
+    except Exception:  # ``weights`` are no pipeline: loading them will say why
         return ""
     inputs = ("image", "mask_image", "control_image", "image_embeds", "video")
     needs = [name for name in inputs if name in arguments]

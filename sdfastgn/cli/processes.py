@@ -9,16 +9,16 @@ from typing import Any
 
 from sdfastgn.program import OptionError, launched
 
-# How long a process waits for the slowest one, which may compile or draw images for a day. NCCL's default
-# is ten minutes.
+# Maximum time that a process waits for the slowest process, which may compile or draw images for a day.
+# NCCL's default is ten minutes.
 PATIENCE = datetime.timedelta(days=2)
 
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[tuple[Any, str]]:
-    """Wait for the other processes. Yields accelerate's ``PartialState`` and this process's device.
+    """Join the other processes. Yields accelerate's ``PartialState`` and the device of this process.
 
-    A process that no launcher started is the only one, and its device is ``device``.
+    If no launcher started this process, it is the only one, and its device is ``device``.
     """
     if launched() and device not in ("cuda", "cpu"):
         raise OptionError(f"--device: each process has its own GPU, got {device!r}; give cuda or cpu")
@@ -26,5 +26,5 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # Not in a ``finally``: after an error the other processes may still wait for this one.
+    # Not in a ``finally``: after an error in this process, the other processes may still wait for this one.
     state.destroy_process_group()

@@ -1,7 +1,7 @@
 """Checks the options of ``sdfastgn generate`` and the lines of its file of prompts.
 
-Nothing here imports torch, and diffusers is imported only for a Hub id, so that a bad option is reported at
-once.
+Nothing here imports torch, and diffusers is only imported if the model is a Hub id. So a bad option is
+reported at once.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ class Settings:
         return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
 
 
-# Type of a field -> classes of its value in JSON. Subclasses do not count: a bool is no number of steps.
+# Type of a field in ``Settings`` -> allowed classes of its value in JSON. Subclasses are not allowed, because
+# bool is a subclass of int and no number of steps.
 _KINDS = {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (int, float)}
 
 
 def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
-    """The checked settings of one line.
+    """Check the settings of one line and return them.
 
     Args:
         given: the settings in the line.
-        defaults: the settings that the line may leave out.
+        defaults: the values of settings that the line leaves out.
         scale: pixels along a side of one latent.
 
     Raises ValueError, which says what is wrong.
@@ -60,7 +61,8 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     for name, kind in kinds.items():
         if type(values[name]) not in _KINDS[kind]:
             raise ValueError(f"{name}: must be of type {kind}, got {values[name]!r}")
-        # JSON can contain half of a surrogate pair. A tokenizer would then refuse the whole batch.
+        # JSON can contain half of a surrogate pair. A tokenizer would refuse a whole batch that contains such
+        # a text.
         if any("\ud800" <= each <= "\udfff" for each in str(values[name])):
             raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
     checks.image_size("width", values["width"], scale)
@@ -76,10 +78,10 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
 def read_prompts(
     path: Path, defaults: Mapping[str, Any], scale: int
 ) -> tuple[dict[int, Settings], dict[int, str]]:
-    """({line number: settings}, {line number: what is wrong with this line}). Empty lines are ignored.
+    """Read the lines. Returns ({line number: settings}, {line number: what is wrong with this line}).
 
-    A line is a prompt, or in a ``.jsonl`` file an object of settings. The default seed of a line is the seed
-    in ``defaults`` plus the line number.
+    A line is a prompt, or in a ``.jsonl`` file a JSON object of settings. Empty lines are ignored. The
+    default seed of a line is the seed in ``defaults`` plus the line number.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -101,18 +103,21 @@ def read_prompts(
 
 
 def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> Iterator[list[int]]:
-    """Groups of at most ``size`` of ``lines`` that can be drawn in one call."""
+    """Divide ``lines`` into batches of at most ``size`` lines. One call can draw all images of a batch."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for line in lines:
         each = wanted[line]
-        # SDXL uses zeros if there is no negative prompt, but not if the negative prompt is empty.
+        # SDXL uses zeros if there is no negative prompt, but not if the negative prompt is an empty text.
         alike.setdefault((each.negative_prompt is None, *each.shared().values()), []).append(line)
     for same in alike.values():
         yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
 def shares(wanted: Mapping[int, Settings], lines: Iterable[int], count: int) -> list[int]:
-    """``lines`` in another order. Each of ``count`` equal parts has about as many images of each size."""
+    """Return ``lines`` in an order that divides well among ``count`` processes.
+
+    If the result is cut into ``count`` equal parts, each part has about as many images of each size.
+    """
     ordered = [line for (line,) in batches(wanted, lines, 1)]
     return [line for first in range(count) for line in ordered[first::count]]
 
@@ -122,7 +127,7 @@ class Job:
     """The checked options and lines.
 
     Attributes:
-        out: the folder of the images. It or its parent exists.
+        out: the folder of the images. The folder or its parent exists.
         wanted: line number -> settings of the image.
         problems: line number -> what is wrong with this line.
         dtype: a name in ``DTYPES``, or None for the device's default.
@@ -142,7 +147,7 @@ class Job:
         return self.out / f"{line:05}.png"
 
     def asked(self, line: int) -> dict[str, Any]:
-        """Everything that the image depends on except versions. The image's metadata contains it."""
+        """All that a line's image depends on, except packages' versions. Saved in the image's metadata."""
         model = {name: getattr(self, name) for name in ("model", "variant", "dtype", "stock")}
         return {**asdict(self.wanted[line]), **model}
 
@@ -160,7 +165,8 @@ def checked_job(
 ) -> Job:
     """Check the options and read the prompts.
 
-    ``settings``: defaults for the lines. A width or height of None stands for the model's own size.
+    ``settings``: the settings of lines that do not say otherwise. A width or height of None means the
+    model's own size.
     """
     checks.weights_source("--model", model, words=())
     place = checks.folder("--out", out)
@@ -174,5 +180,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # so that every spelling of the path gives the same metadata
+        model = str(where.resolve())  # so all spellings of the path give the same metadata
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

@@ -65,9 +65,9 @@ def run_bench(
 ) -> int:
     """Measure all configs, print and write the results. Returns ``exit_code`` of the rows.
 
-    JSON and page are written after each row, so an interrupted run leaves what it has measured. If a launcher
-    started several processes, they time pipelines at the same time, and only the main process prints. Pass
-    the paths of files only in the main process.
+    JSON and page are written after each row, so the rows of an interrupted run are kept. If a launcher
+    started several processes, all processes time pipelines at the same time, and only the main process
+    prints. Pass the paths of files only in the main process.
     """
     if not launched():
         return _run_bench(configs, variants, json, plot, html)
@@ -132,7 +132,7 @@ def _run_bench(
 
 
 def _write(result: Result, json: Path | None, html: Path | None) -> None:
-    """Write the files of a run with the rows that were measured so far."""
+    """Write the files of a run, with the rows that were measured so far."""
     if json is not None:
         write_json(json, result.content)
     if html is not None:
@@ -142,7 +142,11 @@ def _write(result: Result, json: Path | None, html: Path | None) -> None:
 
 
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
-    """Print a comparison of results that timed the same thing, all tables of the others, and write a page."""
+    """Print results, and write a page if ``html`` is given.
+
+    Results that timed the same thing are printed as one comparison. All tables of the other results are
+    printed.
+    """
     out = console()
     same_names = len({path.name for path in paths}) < len(paths)
     results = [read_result(path, str(path) if same_names else path.name) for path in paths]
@@ -161,7 +165,7 @@ def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
 
 
 def exit_code(rows: Sequence[Any]) -> int:
-    """0 if at least one row is OK and no row has a wrong output, else 1."""
+    """Return 0 if at least one row is OK and no row has a wrong output, else 1."""
     statuses = {row.status for row in rows}
     return 0 if OK in statuses and WRONG not in statuses else 1
 
@@ -169,7 +173,7 @@ def exit_code(rows: Sequence[Any]) -> int:
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
     """Time a suite, print and write the results. Returns ``exit_code`` of the rows.
 
-    The JSON is written after each shape, so an interrupted run leaves what it has measured.
+    The JSON is written after each shape, so the rows of an interrupted run are kept.
     """
     out, suite = console(), SUITES[config.suite]
     where = end_to_end.current_environment(config.torch_device)
@@ -199,7 +203,7 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
             plots.roofline(rows, plot, f"{title}, {where['gpu'] or where['machine']}")
             print_lines(out, [f"wrote {plot}"])
     else:
-        # If anything could be timed, the copy could. So its reason holds for all.
+        # If the copy could not be timed, nothing could, so the copy's reason holds for all rows.
         reason = next(row.reason for row in rows if row.provider == COPY)
         out.print(f"nothing was timed: {reason}", markup=False)
     if json is not None:

@@ -11,20 +11,21 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
-# Characters per line in a file or pipe, which have no width: enough for a table with many columns.
+# Characters per line if the output is a file or a pipe, which have no width. Enough for a table with many
+# columns.
 PIPE_WIDTH = 160
 
 
 def console() -> Console:
-    """Standard output. As wide as the terminal or ``COLUMNS``; without these, ``PIPE_WIDTH``."""
+    """A console for standard output. Its width is the terminal's, or ``COLUMNS``, or else ``PIPE_WIDTH``."""
     out = Console(highlight=False)
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def print_lines(out: Console, lines: Iterable[str]) -> None:
-    """Print notes in a dim style."""
+    """Print ``lines``, which are notes, in a dim style."""
     for line in lines:
-        # As Text, because rich would read brackets in names of kernels as markup.
+        # rich would read brackets in a plain string as markup, and names of kernels have brackets.
         out.print(Text(line, style="dim", overflow="fold"))
 
 
@@ -32,14 +33,14 @@ def print_lines(out: Console, lines: Iterable[str]) -> None:
 def watched(
     total: int, *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Show a progress bar for ``total`` measurements, and a line after each.
+    """Show a progress bar for ``total`` measurements, and a line of text after each measurement.
 
-    Yields two functions. Call ``on_start`` with the name of a measurement when it begins, and ``on_done``
-    with its line when it ends; an empty line is not shown. Without a terminal there is no bar, and with
-    ``quiet`` nothing is shown.
+    Yields the functions ``on_start`` and ``on_done``. Call ``on_start`` with a measurement's name when the
+    measurement begins, and ``on_done`` with its line of text when it ends. An empty line is not shown.
+    Without a terminal there is no bar, and with ``quiet`` nothing is shown.
     """
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-    # On standard error, so that a redirected standard output holds the tables only.
+    # The bar is on standard error, so that a redirected standard output contains only the tables.
     errors = Console(stderr=True, highlight=False, quiet=quiet)
     shown = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
     with shown as progress:

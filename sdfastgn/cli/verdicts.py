@@ -13,7 +13,10 @@ _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
 
 
 def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
-    """A row for each fusion, with the largest error of its parts, and stock's error in that part."""
+    """A table with a row for each fusion.
+
+    A row has the largest error of the fusion's parts, and stock's error in the same part.
+    """
     parts: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         for fusion in verdict.fusions:
@@ -27,12 +30,12 @@ def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
 def _cells(found: list[Verdict]) -> tuple[str, ...]:
     counts = [str(sum(v.status == status for v in found)) for status in _STATUSES]
     measured = [(v.error, v.stock_error) for v in found if v.error is not None]
-    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # a NaN is the largest
+    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # NaN counts as largest
     return (*counts, *(f"{error:.2g}" for error in worst), *(["-"] * (2 - len(worst))))
 
 
 def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """A line for each reason why parts are not right, with their number and some of their paths."""
+    """A line for each reason why parts are not right, with the number and some paths of these parts."""
     wrong = ((f"{v.status}: {v.reason}", v.path) for v in verdicts if v.status != RIGHT)
     for reason, paths in grouped(wrong).items():
         yield f"{reason} ({len(paths)}: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})"

@@ -33,8 +33,8 @@ One call of a network at the sizes that people use, stock and optimized with the
 `optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so
 where the CPU is slower than the GPU, the time is the CPU's. "Graph" says whether calls were replays
 of a CUDA graph. The UNets and VAEs of SD1.5 and SDXL are among the
-[benchmarks](benchmarks.md#end-to-end). Of networks of the same kind one has a line, and single
-layers and networks in which nothing is fused have none.
+[benchmarks](benchmarks.md#end-to-end). Single layers and networks in which nothing is fused have
+no line.
 
 A network that would be slower keeps stock's code and layout, and the report says why. That holds
 for the autoencoders of HunyuanVideo and Mochi: before each convolution they repeat the border of a

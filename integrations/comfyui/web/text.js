@@ -1,4 +1,4 @@
-// Shows the text of sdfastgn's nodes on the nodes themselves.
+// Shows the text output of sdfastgn's nodes on the nodes themselves.
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
@@ -10,7 +10,7 @@ function show(node, text) {
   let widget = node.widgets?.find((each) => each.name === NAME);
   if (!widget) {
     widget = ComfyWidgets["STRING"](node, NAME, ["STRING", { multiline: true }], app).widget;
-    widget.serialize = false; // the text is no input, and belongs to one run
+    widget.serialize = false; // do not save the text in the workflow: it belongs to one run
     widget.options.serialize = false;
     if (widget.inputEl) widget.inputEl.readOnly = true;
   }
@@ -23,7 +23,7 @@ function show(node, text) {
 app.registerExtension({
   name: "sdfastgn.text",
   setup() {
-    // After a run of the sampler: `node` is the id of a node that has run before.
+    // Sent after the sampler has run. `detail.node` is the id of the node that shows the new text.
     api.addEventListener("sdfastgn.text", ({ detail }) => {
       const node = app.graph.getNodeById(detail.node);
       if (node) show(node, detail.text);

@@ -1,7 +1,7 @@
 """GroupNorm, InstanceNorm, LayerNorm, BatchNorm and GEGLU as Triton kernels, forward and backward.
 
-Written by sdfastgn's scripts/build_hub_kernels.py. Each function's docstring has its contract. Where no
-kernel runs (a CPU, fp64) they are plain PyTorch.
+sdfastgn's scripts/build_hub_kernels.py writes this package. Each function's docstring has its contract. The
+functions use plain PyTorch if no kernel can run, as on a CPU or in fp64.
 """
 
 from . import layers

@@ -1,6 +1,6 @@
-"""Layers whose ``forward`` ``kernels.kernelize`` gives to a model's own.
+"""Layers for ``kernels.kernelize``, which replaces the ``forward`` of a model's layers with theirs.
 
-They have no state: weights and settings are those of the layer that takes the ``forward``.
+They have no weights or settings of their own. Their ``forward`` reads those of the model's layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .layer_norm.op import layer_norm
 
 
 class GroupNorm(nn.Module):
-    """For ``torch.nn.GroupNorm``. input (N, C, *spatial) -> the same."""
+    """Replaces ``torch.nn.GroupNorm``. input (N, C, *spatial) -> a tensor of the same shape."""
 
     can_torch_compile: bool = True
     num_groups: int
@@ -25,7 +25,7 @@ class GroupNorm(nn.Module):
 
 
 class GroupNormSiLU(nn.Module):
-    """For a subclass of ``torch.nn.GroupNorm`` that returns SiLU of what it normalizes."""
+    """Replaces a subclass of ``torch.nn.GroupNorm`` that applies SiLU after the norm."""
 
     can_torch_compile: bool = True
     num_groups: int
@@ -38,7 +38,7 @@ class GroupNormSiLU(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """For ``torch.nn.LayerNorm``. input (*, *normalized_shape) -> the same."""
+    """Replaces ``torch.nn.LayerNorm``. input (*, *normalized_shape) -> a tensor of the same shape."""
 
     can_torch_compile: bool = True
     normalized_shape: tuple[int, ...]
@@ -55,6 +55,6 @@ class LayerNorm(nn.Module):
             )
         if dims == 1:
             return layer_norm(input, self.weight, self.bias, self.eps)
-        # Several dimensions are normalized as one.
+        # Several normalized dimensions are flattened into one.
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
         return layer_norm(input.flatten(-dims), weight, bias, self.eps).view(input.shape)

@@ -1,4 +1,9 @@
-"""End-to-end times in Markdown, from committed runs and sweeps."""
+"""Markdown tables of the times of whole models and pipelines, from committed results.
+
+The results are the JSON files of ``sdfastgn bench``: runs (kind ``end_to_end`` or ``stable_fast``) and
+sweeps over several batches or numbers of steps (kind ``sweep``). The harness is ``sdfastgn.bench``. It can
+capture a variant's call in a CUDA graph of its own and time the replay (``Row.graph_ms``).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,10 @@ from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import PARTS, VARIANTS, label
 from sdfastgn.program import counted
 
-# Variants with a column for their time in the harness's CUDA graph.
+# Variants that have a second column, with their time in the harness's CUDA graph.
 GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
-# (title, choices of (variant, in the harness's graph)); the first choice with a time is shown
+# Columns of the front page's table: (title, choices). A choice is (variant, whether its time in the harness's
+# graph is meant). The first choice that has a time is shown.
 HEADLINE = (
     ("eager", (("eager", False),)),
     ("eager + graph", (("eager", True),)),
@@ -28,14 +34,14 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
-# The JSON's kind of the run with stable-fast, which is built by hand and is not in the other runs.
+# Kind of the results with stable-fast. They are separate, because stable-fast must be built by hand.
 STABLE_FAST = "stable_fast"
-# First column of a table of times.
+# Title of the first column in tables of times.
 TIMES = "milliseconds (speed-up over eager)"
-# Parts and dtype of the front page.
+# Parts and dtype that the front page shows.
 HEADLINE_PARTS = ("unet", "vae", "pipeline")
 HEADLINE_DTYPE = "fp16"
-# What a comparison with one peer shows, by title.
+# Columns of a comparison with one peer: title -> function that makes the cell of a row.
 COMPARED: dict[str, Callable[[Row], str]] = {
     "milliseconds": lambda row: number(row.median_ms),
     "seconds until ready": lambda row: number(row.ready_s),
@@ -46,14 +52,19 @@ COMPARED: dict[str, Callable[[Row], str]] = {
 
 
 def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
-    """The rows of all runs of a kind, each with the line that names its run."""
+    """Returns (row, source) for every row of all results of this kind. A source is a line naming the run."""
     found = documents(results, kind)
     return [(Row(**values), source_line(content)) for content in found for values in content["rows"]]
 
 
 @dataclass
 class _Line:
-    """What one line of a table is made from: rows by variant, and the lines that name their runs."""
+    """What one line of a table is made from.
+
+    Attributes:
+        rows: variant -> its row.
+        sources: for each row, the line that names its run.
+    """
 
     rows: dict[str, Row] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
@@ -64,7 +75,10 @@ class _Line:
 
 
 def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
-    """The lines of a table of all runs of a kind. Steps set lines of sweeps apart."""
+    """Returns the lines of a table of all results of this kind, sorted by part, model, size, batch and dtype.
+
+    In sweeps, different numbers of steps make different lines too.
+    """
     found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
     for row, source in rows_of_runs(results, kind):
         steps = row.steps or 0 if kind == "sweep" else 0
@@ -81,14 +95,14 @@ def _markdown(
 
 
 def milliseconds(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> float | None:
-    """The first time that there is, of (variant, in the harness's graph)."""
+    """Returns the time of the first of ``choices`` that has one, else None. Choices: as in ``HEADLINE``."""
     found = [(rows[name], graph) for name, graph in choices if name in rows]
     times = (row.graph_ms if graph else row.median_ms for row, graph in found)
     return next((time for time in times if time is not None), None)
 
 
 def _cell(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> str:
-    """Milliseconds of a variant, and how many times eager's speed that is where both ran together."""
+    """Returns a cell's text: the milliseconds, and the speed-up over eager if ``rows`` has eager's time."""
     value, eager = milliseconds(rows, *choices), milliseconds(rows, ("eager", False))
     if value is None:
         return NOTHING
@@ -96,7 +110,7 @@ def _cell(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> str:
 
 
 def results_markdown(results: Path) -> str:
-    """Every variant of every part."""
+    """Returns a table with all variants as columns and all measured parts as lines."""
     lines = _lines(results)
     rows = [row for line in lines for row in line.rows.values()]
     shown = {row.variant for row in rows}
@@ -109,7 +123,7 @@ def results_markdown(results: Path) -> str:
 
 
 def _headline(results: Path) -> list[_Line]:
-    """What the front page shows."""
+    """Returns the lines of the front page's table."""
     return [
         line
         for line in _lines(results)
@@ -120,7 +134,10 @@ def _headline(results: Path) -> list[_Line]:
 
 
 def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
-    """By column of ``HEADLINE``, the rows of the run that its time and its speed-up are from."""
+    """Returns {title of a column of ``HEADLINE``: rows from which its time and its speed-up are taken}.
+
+    The column stable-fast takes them from the separate run with stable-fast, the other columns from ``line``.
+    """
     apart = {row_title(one.first): one.rows for one in _lines(results, STABLE_FAST)}
     return {
         title: apart.get(row_title(line.first), {}) if title == label(STABLE_FAST) else line.rows
@@ -129,7 +146,7 @@ def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
 
 
 def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
-    """{what is timed: [(column, milliseconds)]} of the columns with a time."""
+    """Returns {what is timed: [(column, milliseconds)]}, without the columns that have no time."""
     found = {}
     for line in _headline(results):
         rows = _headline_rows(results, line)
@@ -139,7 +156,10 @@ def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
 
 
 def headline_markdown(results: Path) -> str:
-    """sdfastgn beside its peers, in few columns. Each speed-up is over eager in the same run."""
+    """Returns the front page's table of eager, sdfastgn and its peers.
+
+    Each speed-up is over eager in the same run.
+    """
     lines, body = _headline(results), []
     for line in lines:
         rows = _headline_rows(results, line)
@@ -150,17 +170,21 @@ def headline_markdown(results: Path) -> str:
 
 
 def compared_markdown(results: Path) -> str:
-    """Eager, torch.compile and sdfastgn: what else matters than the time of a call."""
+    """Returns a table of eager, torch.compile and sdfastgn, with all of ``COMPARED`` except the time."""
     return _peer_table(_lines(results), ("compile", "compile_graphs"), [*COMPARED][1:])
 
 
 def stable_fast_markdown(results: Path) -> str:
-    """Eager, stable-fast and sdfastgn in the run that had all three."""
+    """Returns a table of eager, stable-fast and sdfastgn, from the run that timed all three."""
     return _peer_table(_lines(results, STABLE_FAST), (STABLE_FAST,), [*COMPARED])
 
 
 def _peer_table(every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str]) -> str:
-    """Eager, the first of ``peers`` that was tried, and sdfastgn side by side; no line without a peer."""
+    """Returns a table of eager, one peer and sdfastgn, whose cells have the three values side by side.
+
+    ``every``: the lines. A line shows the first of ``peers`` that its run tried, and is left out if none was.
+    ``shown``: titles of columns in ``COMPARED``.
+    """
     body, notes, lines = [], [], []
     for line in every:
         peer = next((name for name in peers if name in line.rows), None)
@@ -183,7 +207,7 @@ def _side_by_side(cells: Iterable[str]) -> str:
 
 
 def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
-    """The lines of sweeps over several batches, or of those at one."""
+    """Returns lines of sweeps: those measured at several batches if ``over_batches``, else those at one."""
     lines = _lines(results, "sweep")
     kinds = [(r.part, r.model, r.size, r.dtype, r.steps) for r in (line.first for line in lines)]
     several = [kinds.count(kind) > 1 for kind in kinds]
@@ -195,7 +219,7 @@ def _sweep_title(row: Row) -> str:
 
 
 def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
-    """The table of ``cells``, why a time is missing, and the lines that name the runs."""
+    """Returns the table of ``cells``. Lines below it say why times are missing, and name the runs."""
     missing = [
         f"{_sweep_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
         for line in lines
@@ -206,7 +230,7 @@ def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
 
 
 def batches_markdown(results: Path) -> str:
-    """Milliseconds a sample, samples a second and memory, of what was timed at several batches."""
+    """Returns a table of sweeps over batches: milliseconds per sample, samples per second and memory."""
     lines = _sweeps(results, over_batches=True)
     cells: list[dict[str, str]] = []
     for rows, first in ((line.rows, line.first) for line in lines):
@@ -224,7 +248,10 @@ def _rate(ms: float | None, batch: int) -> str:
 
 
 def latency_markdown(results: Path) -> str:
-    """Median and 90th percentile of pipelines at one batch, beside the time of their CUDA graphs alone."""
+    """Returns a table of sweeps at one batch: a pipeline's median and 90th percentile of the time.
+
+    The time of the pipeline's CUDA graphs, replayed without the pipeline, is shown beside them.
+    """
     lines = [line for line in _sweeps(results, over_batches=False) if line.first.part == "pipeline"]
     cells = [
         {

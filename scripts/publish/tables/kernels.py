@@ -1,4 +1,8 @@
-"""Kernel suites in Markdown."""
+"""Markdown tables of kernel suites: the times of single operations from ``sdfastgn kernels``.
+
+A shape is a tensor's shape. A task is what is timed for it, such as the backward pass. A provider is an
+implementation: sdfastgn's (``OURS``), a peer's or a plain copy.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +37,23 @@ from sdfastgn.bench.tables.kernels import (
     times_table,
 )
 
-# The JSON's kind of peers of the suite inference that are built by hand, and not in the other runs.
+# Kind of separate results of the suite ``inference``: they have the peers that must be built by hand.
 PEERS = "kernel_peers"
 
-# One launch, and three: small enough that the CPU never waits for the GPU.
+# Shapes of the table of CPU times. They are small, so the CPU never waits for the GPU. GroupNorm takes one
+# launch for some of them and three launches for others.
 _HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
 
 
 def with_peers(results: Path, content: dict[str, Any]) -> list[KernelRow]:
-    """The rows of a run of the suite inference, and of the peers that are built by hand."""
+    """Returns the rows of ``content``, a run of the suite ``inference``, and those of peers built by hand."""
     suite = SUITES[INFERENCE]
     rows = [row for each in documents(results, PEERS) for row in rows_of(suite, each)]
     return [*rows_of(suite, content), *rows]
 
 
 def inference_markdown(results: Path) -> str:
-    """Shapes x providers: the table of each committed run of the suite inference."""
+    """Returns a table for each committed run of the suite ``inference``, with shapes x providers."""
     suite, blocks = SUITES[INFERENCE], []
     for content in documents(results, suite.kind):
         rows = with_peers(results, content)
@@ -66,7 +71,10 @@ def inference_markdown(results: Path) -> str:
 
 
 def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
-    """Header and body of a suite with one task and one of ours, with no ratio but to the best peer."""
+    """Returns (header, body) of ``table`` without the column of tasks and the ratios to copy and baseline.
+
+    ``table``: ``times_table`` of a suite with one task and one provider of ours.
+    """
     axes, *names = table.header
     rows = [
         [name.replace("mean /", "mean of time /"), *cells]
@@ -78,7 +86,10 @@ def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
 
 
 def suite_markdown(suite: Suite, results: Path) -> str:
-    """Shapes x tasks: our time and its ratio to the best peer's, of each committed run of the suite."""
+    """Returns a table for each committed run of ``suite``, with shapes x tasks.
+
+    A cell has our time and its ratio to the best peer's time.
+    """
     blocks = []
     for content in documents(results, suite.kind):
         rows = competing(suite, rows_of(suite, content))
@@ -108,7 +119,7 @@ def suite_markdown(suite: Suite, results: Path) -> str:
 
 
 def _column(task: str, name: str) -> str:
-    """The task, and the layout where ours has several."""
+    """Returns a column's title: the task, and the layout if the name of our provider has one."""
     return f"{task}{name.removeprefix(OURS).replace('_', ', ')}"
 
 
@@ -129,7 +140,10 @@ def _mean_over_best(found: dict[tuple[Shape, str], Line], task: str, name: str) 
 
 
 def producers_markdown(results: Path) -> str:
-    """What ops cost that leave statistics behind or take them, in each committed run."""
+    """Returns tables of ops that also compute a norm's statistics, and of a norm that is given them.
+
+    For each committed run they have the times and the ratios to the plain ops.
+    """
     suite = SUITES[INFERENCE]
     blocks = [
         markdown(table.header, table.body, [f"{content['config']['dtype']}, {source_line(content)}"])
@@ -140,7 +154,7 @@ def producers_markdown(results: Path) -> str:
 
 
 def host_markdown(results: Path) -> str:
-    """What a call costs the CPU, by provider and number of launches, of the committed fp16 run."""
+    """Returns a table of the CPU time of a call, with providers x ``_HOST_SHAPES``, from the run in fp16."""
     suite = SUITES[INFERENCE]
     for content in documents(results, suite.kind):
         rows = [row for row in rows_of(suite, content) if row.cpu_us is not None]

@@ -1,4 +1,4 @@
-"""What all tables in Markdown share, and the committed JSON that they are made from."""
+"""Functions that all Markdown tables use: they find the committed JSON and write a table's text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def markdown(header: Sequence[str], body: Sequence[Sequence[str]], lines: Iterable[str]) -> str:
-    """A table and the ``lines`` below it, each once; without a body that there are no results."""
+    """Returns a table and below it ``lines`` without duplicates, or ``NO_RESULTS`` if ``body`` is empty."""
     if not body:
         return NO_RESULTS
     return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in dict.fromkeys(lines))])
 
 
 def documents(results: Path, kind: str) -> list[dict[str, Any]]:
-    """The runs of a kind in a folder. Raises OptionError, which names a damaged file."""
+    """Returns the content of every JSON file of this kind below ``results``, sorted by path.
+
+    Raises OptionError if a file is damaged; the message names it.
+    """
     found = [(path, load(path)) for path in sorted(results.rglob("*.json"))]
     return [
         checked(path, each) for path, each in found if isinstance(each, dict) and each.get("kind") == kind
@@ -32,9 +35,9 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run_apart(what: str, content: dict[str, Any]) -> str:
-    """Says that ``what`` was not measured in the run of the rest of its table, but where and when.
+    """Returns a line to put below a table if ``what``, a part of the table, was measured in another run.
 
-    No commit is named, because what was measured is not this project's code.
+    The line names the GPU and the date. It names no commit, because ``what`` is not this project's code.
     """
     where = content["environment"]
     return f"{what}: built by hand and measured in another run, {where['gpu']}, {str(where['date'])[:10]}"

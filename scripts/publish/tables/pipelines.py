@@ -1,4 +1,4 @@
-"""First images, the CPU around the models, and ComfyUI's times, in Markdown."""
+"""Markdown tables of a pipeline's first images, of its CPU time, and of ComfyUI's times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _COMFYUI_HEADER = (
 
 
 def pipelines_markdown(results: Path, kind: str) -> str:
-    """The table of each committed run of a pipeline, and below it what ran."""
+    """Returns a table for each committed result of this kind (``warm_up`` or ``host``).
+
+    A line below each table names the pipeline and the run.
+    """
     blocks = []
     for content in documents(results, kind):
         shown, config = pipeline_table(content), content["config"]
@@ -32,7 +35,11 @@ def pipelines_markdown(results: Path, kind: str) -> str:
 
 
 def comfyui_markdown(results: Path) -> str:
-    """A line for each model and variant. Latents relative to their norm, pixels of 1 at most."""
+    """Returns a table of ComfyUI's times, with a line for each model and variant.
+
+    Differences are to stock. The latents' difference is relative to the norm of stock's latents. The pixels'
+    difference is the maximum over all pixels, whose values are in [0, 1].
+    """
     body, sources = [], []
     for content in documents(results, "comfyui"):
         config, rows = content["config"], content["rows"]
@@ -50,7 +57,7 @@ def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any]) -> list[str]:
     if "exact_after_ejection" not in row:
         return [*times, NOTHING, NOTHING, NOTHING]
     differences = [f"{row[name]:.1e}" for name in ("latent_difference", "image_difference")]
-    # A part that stock itself does not repeat cannot tell.
+    # If stock's own second run differs in this part, a difference after ejection proves nothing.
     wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
     told = any(row["stock_repeats_itself"][part] for part in wrong)
     return [*times, *differences, "**no**" if told else "stock's own differ" if wrong else "yes"]

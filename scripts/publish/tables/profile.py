@@ -1,4 +1,4 @@
-"""Breakdowns of ``--profile`` in Markdown."""
+"""Markdown tables of ``sdfastgn bench --profile``: where the time of a call goes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdfastgn.bench.variants import PARTS
 
 
 def profile_markdown(results: Path) -> str:
-    """The breakdowns of all committed runs with ``--profile``, a table for each part of a model."""
+    """Returns a table for each part of each model, from all committed runs with ``--profile``."""
     blocks: dict[tuple[int, str, int], str] = {}
     for content in documents(results, "profile"):
         parts: dict[tuple[int, str, int], list[Row]] = {}

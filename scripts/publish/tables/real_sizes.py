@@ -1,4 +1,4 @@
-"""The table of ``scripts.publish.real_sizes``: stock against optimized, at the sizes that people use."""
+"""The Markdown table of ``scripts.publish.real_sizes``: networks at usual sizes, stock and optimized."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _HEADER = ("model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "p
 
 @dataclass(frozen=True)
 class SizeRow:
-    """One call of one model.
+    """The times of one call of one model, stock and optimized.
 
     Attributes:
-        stock_ms, optimized_ms: median milliseconds of a call that is waited for.
-        stock_mib, optimized_mib: most MiB that tensors held, weights included.
-        has_graph: true if calls were replays of a CUDA graph.
-        error: of the optimized output, relative to stock's.
+        stock_ms, optimized_ms: median milliseconds of a call, until the GPU has finished its work.
+        stock_mib, optimized_mib: peak memory of tensors in MiB, including weights; None on the CPU.
+        has_graph: True if calls were replays of a CUDA graph.
+        error: relative error of the optimized output against stock's; None if it is not finite.
+        reason: why the model failed.
     """
 
     model: str
@@ -40,7 +41,7 @@ class SizeRow:
 
 
 def real_sizes_markdown(results: Path) -> str:
-    """A line for each model; a dagger where optimized is slower by half a percent or more."""
+    """Returns a table with a line for each model. A dagger marks speed-ups that round to less than 1.00."""
     body, sources = [], []
     for content in documents(results, "real_sizes"):
         body += [_cells(SizeRow(**values)) for values in content["rows"]]

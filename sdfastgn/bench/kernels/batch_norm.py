@@ -1,4 +1,4 @@
-"""The suite of BatchNorm. Its competitors are cuDNN and ATen, which PyTorch uses if cuDNN is off."""
+"""The suite of BatchNorm. Its competitors are cuDNN, and ATen's kernels, which PyTorch uses without cuDNN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-# Values of the running averages, close to those of the inputs, which have mean 0.5 and deviation 1.5.
+# The first values of the running mean and variance. They are close to the inputs' mean of 0.5 and standard
+# deviation of 1.5.
 _MEAN, _VAR = 0.5, 2.0
 
 
@@ -43,8 +44,9 @@ def _stock(
     training: bool,
 ) -> Tensor:
     y = F.batch_norm(x, *averages, weight, bias, training)
-    # Not ReLU: near zero the rounding of stock's sum decides whether an element of the gradient is zero. In
-    # fp16 that makes an error of 1 %, which is the bound of the gate.
+    # The activation is SiLU and not ReLU, because the gradient of ReLU jumps from zero to one at zero. Stock
+    # rounds the sum y + residual. If rounding moves a sum across zero, an element of the gradient is wrong.
+    # In fp16 such elements make a relative error of 1 %, which is as much as the gate allows.
     return y if residual is None else F.silu(y + residual)
 
 
@@ -57,9 +59,10 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """``_stock`` without cuDNN. The backward is ATen's too, because the forward decides it."""
+    """``_stock`` in ATen, without cuDNN. The backward is in ATen too, because the forward decides that."""
     before = torch.backends.cudnn.enabled
-    # ``cudnn.flags`` cannot be used: it also reads TF32 switches, which may raise an error here.
+    # ``torch.backends.cudnn.flags`` cannot be used here: it also reads the TF32 switches, and reading them
+    # may raise an error.
     torch.backends.cudnn.enabled = False
     try:
         return _stock(*operands, **options)
@@ -70,7 +73,10 @@ def _in_aten(*operands: Any, **options: Any) -> Tensor:
 def _operation(
     task: str, passes: tuple[str, ...], *layouts: str, training: bool = True, residual: bool = False
 ) -> Operation:
-    """cuDNN, ATen and sdfastgn in each of ``layouts``. Each has its own running averages."""
+    """An operation with cuDNN, ATen and sdfastgn as providers, each in all of ``layouts``.
+
+    Each provider has its own running averages.
+    """
 
     def with_averages(call: Call) -> Callable[..., Call]:
         return lambda x, *_: functools.partial(call, averages=_averages(x), training=training)
@@ -91,7 +97,7 @@ def _operation(
     )
 
 
-# The norms of ResNet-50 with 32 images of 224 x 224.
+# The inputs of the norms of ResNet-50, for 32 images of 224 x 224 pixels.
 _RESNET: tuple[Shape, ...] = (
     (32, 64, 112, 112),
     *((32, C, 56, 56) for C in (64, 128, 256)),
@@ -99,7 +105,8 @@ _RESNET: tuple[Shape, ...] = (
     *((32, C, 14, 14) for C in (256, 512, 1024)),
     *((32, C, 7, 7) for C in (512, 2048)),
 )
-# Few and many samples, channels and positions, as far as the fp64 copies fit into memory.
+# Shapes with few and with many samples (N), channels (C) and pixels. Larger shapes are left out, because
+# their fp64 copies do not fit into memory.
 _GRID: tuple[Shape, ...] = (
     *((N, C, 4, 4) for N in (8, 128) for C in (2, 64, 1024)),
     *((N, C, 32, 32) for N in (8, 128) for C in (2, 64, 1024)),

@@ -1,4 +1,4 @@
-"""Times a suite with a hot and a cold L2. Every output is compared with fp64 first."""
+"""Times the operations of a suite with a hot and a cold L2 cache. Outputs are compared with fp64 first."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ from sdfastgn.models.architectures import DTYPES
 
 Tensors = tuple[Tensor, ...]
 
-# Shapes with more elements are not timed on a CPU.
+# Maximum number of elements of a shape that is timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
-# Most bytes that a round of calls moves, so that rounds of large shapes stay short.
+# A round of calls should move at most this number of bytes, so that rounds of large shapes stay short.
 ROUND_BYTES = 2**31
-# Calls in a round, and most rounds, on a CPU. Times there only show that the code runs.
+# On a CPU, the number of calls in a round is ``CPU_CALLS``, and the maximum number of rounds is
+# ``CPU_REPEATS``. Both are small, because times on a CPU only show that the code runs.
 CPU_CALLS = CPU_REPEATS = 3
 
 
@@ -52,8 +53,9 @@ class _Inputs:
 
     Attributes:
         operands: the arguments of the forward.
-        grads: gradients of the outputs, for a backward.
-        recorded: CUDA stream -> (leaves, outputs) of a forward whose backward is timed alone.
+        grads: the gradients of the outputs, if the pass has a backward.
+        recorded: CUDA stream -> (leaves, outputs) of the forward that ran on this stream. Only filled if the
+            backward is timed without its forward.
     """
 
     operands: Tensors
@@ -69,10 +71,11 @@ def _tuple(outputs: Any) -> Tensors:
 
 
 def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
-    """(leaves, outputs) of a forward that autograd records.
+    """Run a forward that autograd records. Returns (leaves, outputs).
 
-    The leaves are new tensors in each call. Autograd remembers on which stream a leaf was first used: a leaf
-    from the warm-up, on another stream, would break the capture of a CUDA graph.
+    The leaves are new tensors in each call. Autograd remembers on which stream a leaf was first used. The
+    warm-up uses another stream than the capture of a CUDA graph, so the leaves of the warm-up would break the
+    capture.
     """
     leaves = tuple(t.detach().requires_grad_() for t in operands)
     with torch.enable_grad():
@@ -80,10 +83,11 @@ def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
-    """Run one pass. Returns the outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
+    """Run one pass. Returns its outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
     if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
-    # A backward runs on the stream of its forward. So a capture needs a forward on the stream of the capture.
+    # Autograd runs a backward on the stream of its forward. So the capture of a CUDA graph needs a forward
+    # that ran on the stream of the capture.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
     is_backward_alone = pass_name == BACKWARD
     recorded = inputs.recorded.get(stream) if is_backward_alone else None
@@ -101,7 +105,7 @@ def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
 
 
 class _Case:
-    """One operation on one shape: its operands, the gradients of its outputs, and the results in fp64."""
+    """One operation on one shape: its operands, the gradients of its outputs, and its results in fp64."""
 
     def __init__(self, operation: Operation, shape: Shape, config: KernelConfig) -> None:
         device, dtype = config.torch_device, DTYPES[config.dtype]
@@ -127,13 +131,13 @@ class _Case:
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # All passes of one provider share one call, because compiling takes seconds.
+        # All passes of a provider share one built call, because torch.compile takes seconds to build one.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]
 
     def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """Name -> result of a pass, to be compared with fp64: its outputs, and its gradients if any."""
+        """Run a pass. Returns name -> tensor to be compared with fp64: the outputs, and gradients if any."""
         timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
         if pass_name not in DIFFERENTIATED:
@@ -142,20 +146,20 @@ class _Case:
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
-        """Fill in the row's errors, and its status and reason if an error exceeds its bound."""
+        """Fill in the row's errors. If an error exceeds its bound, also set the row's status and reason."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
         for name, error in errors.items():
             bounds = self._operation.bounds if name in self._operation.outputs else GRADIENT_BOUNDS
             bound = bounds[self._config.dtype]
-            # `not <=` because a NaN is neither above nor below.
+            # `not <=` instead of `>`, because every comparison with NaN is false.
             if row.status == OK and not error <= bound:
                 row.status = WRONG
                 row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
     def measure(self, row: KernelRow, provider: Provider, pass_name: str, suite: Suite) -> None:
-        """Fill in the row's errors and, if these are within their bounds, its times."""
+        """Fill in the row's errors and, if all of them are within their bounds, its times."""
         device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
         call = self._built(provider, operands)
@@ -186,7 +190,10 @@ class _Case:
 
 
 def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
-    """Number of calls in a round, if one call moves ``moved`` bytes and takes ``seconds``."""
+    """Return the number of calls in a round.
+
+    One call moves ``moved`` bytes and takes ``seconds``. A round should take ``round_seconds`` at most.
+    """
     by_traffic = max(5, min(100, ROUND_BYTES // moved))
     return min(by_traffic, max(2, int(round_seconds / seconds)))
 
@@ -204,11 +211,12 @@ def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """Inside, the device and global switches are set, gradients are off, and garbage collection is fast."""
+    """A context with ``device`` as current device, the global switches set, and autograd off."""
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
         if device.type == "cuda":
-            # A graph capture collects garbage. Frozen objects are skipped, which saves a third of a second.
+            # The capture of a CUDA graph collects garbage. Freezing all present objects excludes them from
+            # the collection, which saves a third of a second.
             gc.collect()
             gc.freeze()
         try:
@@ -225,19 +233,19 @@ def run(
     on_row: Callable[[KernelRow], object] = lambda row: None,
     on_shape: Callable[[list[KernelRow]], object] = lambda rows: None,
 ) -> list[KernelRow]:
-    """Time every provider of the config in every task of the suite on every shape.
+    """Time every provider of the config in every task of the suite, on every shape of the config.
 
-    The copy is always measured, and first, because ratios are to the copy.
+    The copy is always measured, and before the others: each row has the ratio of its time to the copy's.
 
     Args:
         on_cell: called with shape and provider before each measurement.
-        on_row: called with each row. Its ratios are not known yet.
-        on_shape: called after each shape with all rows so far. They have ratios.
+        on_row: called with each row when it is measured. The row has no ratios yet.
+        on_shape: called after each shape with the rows of all shapes so far. These rows have ratios.
     """
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            case: tuple[Operation, _Case] | None = None  # data of the current operation only, to save memory
+            case: tuple[Operation, _Case] | None = None  # one operation at a time, to save memory
             first = len(rows)
             for operation, provider, pass_name in suite.cells_of(config.providers):
                 on_cell(f"{shape_text(shape)} {provider.name}")
@@ -250,7 +258,7 @@ def run(
                             case = None
                             case = operation, _Case(operation, shape, config)
                         case[1].measure(row, provider, pass_name, suite)
-                    except Exception as error:  # the other providers and shapes are still measured
+                    except Exception as error:  # the other rows are still measured
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)
                 on_row(row)
@@ -263,7 +271,7 @@ def run(
 
 
 def _add_ratios(rows: Sequence[KernelRow]) -> None:
-    """Fill in the ratios to the copy, for the rows of one shape."""
+    """Fill in the ratios of the rows' times to the copy's. All rows are of one shape."""
     copy = next((row for row in rows if row.provider == COPY and row.status == OK), None)
     for row in rows:
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:

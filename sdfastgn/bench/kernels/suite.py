@@ -1,8 +1,8 @@
 """What a suite of kernel benchmarks consists of: providers, operations, shapes, rows.
 
-The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy follow from the number of
-tensors of the input's size that a pass has to move. A forward moves two (x and y), a backward three (x, dy
-and dx), both together five.
+The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy are computed from the number
+of tensors that a pass has to read or write. Only tensors of the input's size count. A forward has two (x and
+y), a backward three (x, dy and dx), and a forward with its backward five.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from sdfastgn.bench.variants import compile_reason
 Shape = tuple[int, ...]
 Call = Callable[..., Any]
 
-# The provider that all times are compared with, and the name of its task.
+# The name of the provider that all times are compared with. Its task has the same name.
 COPY = "copy"
-# Names of sdfastgn's providers begin with this. All others except the copy are peers, that is, competitors.
+# Names of sdfastgn's providers begin with this. All other providers except the copy are competitors, which
+# are also called peers.
 OURS = "sdfastgn"
 # The default suite.
 INFERENCE = "inference"
 
-# The passes that can be timed. "forward in training" is recorded by autograd and may save more.
+# The passes that can be timed. "forward in training" is a forward that autograd records. It may also save
+# tensors for the backward, which takes time.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
 DIFFERENTIATED = (BACKWARD, BOTH)
 
-# Largest relative error of an output against fp64. One rounding makes an error of 3e-4 in fp16 and 2e-3 in
-# bf16. Statistics in fp16, which stable-fast has, make as much again.
+# Maximum relative error of an output against fp64, by dtype. Rounding once makes an error of 3e-4 in fp16 and
+# 2e-3 in bf16. stable-fast computes statistics in fp16, which adds an error of the same size.
 ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
-# Largest relative error of a gradient. There are two more roundings: eager keeps mean, rstd and the
-# activation's argument in the input's dtype. Gradients of weight and bias sum up to 10^7 terms in fp32.
+# Maximum relative error of a gradient against fp64, by dtype. These bounds are higher, because eager rounds
+# twice more: it keeps mean and rstd, and the argument of the activation, in the input's dtype. In fp32, the
+# gradients of weight and bias are sums of up to 10^7 terms.
 GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
 
 
@@ -43,10 +46,10 @@ class Provider:
     """One implementation of an operation.
 
     Attributes:
-        build: called with operands, returns the function that is timed with such operands.
-        reason: returns None if it can run on the device, else the reason in one line.
-        channels_last: whether it gets channels-last operands.
-        by_default: whether it runs if the user names no providers.
+        build: called with operands. Returns the function that is timed with operands of the same sizes.
+        reason: returns None if the provider can run on the given device, else the reason in one line.
+        channels_last: True if the provider gets channels-last operands.
+        by_default: True if the provider runs when the user names no providers.
     """
 
     name: str
@@ -57,7 +60,7 @@ class Provider:
 
     @property
     def is_ours(self) -> bool:
-        """True if it runs kernels of sdfastgn."""
+        """True if the provider runs kernels of sdfastgn."""
         return self.name.startswith(OURS) or self.name.endswith("_with_statistics")
 
 
@@ -65,38 +68,52 @@ class Provider:
 
 
 def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
-    """``call`` with torch.compile. It only runs if the user names it, because compiling takes seconds."""
+    """A provider that runs ``call`` with torch.compile.
+
+    It only runs if the user names it, because compiling takes seconds.
+    """
 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
 
-        # Each shape is compiled anew. Without a reset the tenth one would run eagerly.
+        # Each shape is compiled anew. Without a reset torch.compile would give up at the tenth shape, and run
+        # it eagerly.
         torch.compiler.reset()
-        # A backward that is timed alone uses the saved tensors many times, so it must not overwrite them.
+        # A backward that is timed without its forward uses the same saved tensors in many calls, so it must
+        # not overwrite these tensors.
         return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
 
     return Provider(name, build, compile_reason, channels_last, by_default=False)
 
 
 def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
-    """A provider whose ``call`` needs no preparation."""
+    """A provider that runs ``call`` itself, without a preparation."""
     return Provider(name, lambda *operands: call, channels_last=channels_last)
 
 
 def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:
-    """Two providers of ``call``: with the standard layout, and channels-last. ``suffixes`` name them."""
+    """Two providers that run ``call``: with the standard layout, and with channels-last operands.
+
+    ``suffixes``: what is appended to ``name`` in the two names; by default ``nchw`` and ``nhwc``.
+    """
     standard, channels_last = suffixes or ("nchw", "nhwc")
     return fixed(f"{name}_{standard}", call, channels_last=False), fixed(f"{name}_{channels_last}", call)
 
 
 def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provider, ...]:
-    """Three implementations: eager PyTorch (in both layouts, if there are two), ours, and torch.compile."""
+    """Providers of one operation: eager PyTorch, sdfastgn (``ours``) and torch.compile.
+
+    ``layouts``: True if eager PyTorch runs in both layouts, as two providers.
+    """
     eager = both_layouts("eager", reference) if layouts else (fixed("eager", reference),)
     return (*eager, fixed("sdfastgn", ours), inductor(reference))
 
 
 def per_channel(shape: Shape, *more: str, axis: int = 1) -> dict[str, Shape]:
-    """Sizes of x and of operands with one value per channel: weight, bias and ``more``."""
+    """Name -> size of the operands: x, and weight, bias and ``more``, which have one value per channel.
+
+    ``axis``: the axis of the channels.
+    """
     return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (shape[axis],))}
 
 
@@ -108,16 +125,18 @@ class Operation:
     """A computation that several providers implement.
 
     Attributes:
-        sizes: called with a shape of the suite. Returns name -> size of the operands, in the order of a call.
+        sizes: called with a shape of the suite. Returns name -> size of each operand, in the order in which a
+            call takes them.
         reference: the computation in plain PyTorch, for operands of any dtype.
         providers: its implementations.
         passes: the passes that are timed.
-        task: the first part of a row's task; empty if the name of the pass is enough.
+        task: what a row's task begins with. Empty if a row's task is the name of the pass alone.
         outputs: names of the outputs.
-        tensors: number of tensors of the input's size that a forward has to move.
-        bounds: dtype -> largest relative error of an output.
-        full: names of operands that are always fp32.
-        baseline: for one of a suite's ``extras``: the provider that its last provider is compared with.
+        tensors: number of tensors of the input's size that a forward has to read or write.
+        bounds: dtype -> maximum relative error of an output against fp64.
+        full: names of operands that are fp32 for every dtype of the config.
+        baseline: name of the provider that the last of ``providers`` is compared with. Only set for a suite's
+            ``extras``.
     """
 
     sizes: Callable[[Shape], dict[str, Shape]]
@@ -132,7 +151,7 @@ class Operation:
     baseline: str = ""
 
     def label(self, pass_name: str) -> str:
-        """The task of a row: ``task`` and the pass. The copy's is only "copy"."""
+        """The task of a row: ``task`` and the name of the pass. The task of the copy is only "copy"."""
         return self.task if self.task == COPY else ", ".join(filter(None, (self.task, pass_name)))
 
     def moved_tensors(self, pass_name: str) -> int:
@@ -145,14 +164,14 @@ class Suite:
 
     Attributes:
         axes: names of a shape's axes, such as "NxCxHxW".
-        shape_sets: name -> shapes, for ``--shapes``. One name is ``all``.
-        operations: what is measured. A copy of the first operand is timed beside them.
-        baseline: the provider that speed-ups are relative to.
-        extras: operations without competitors. Another table shows them beside their ``baseline``.
+        shape_sets: name -> shapes, for ``--shapes``. Every suite has a set named ``all``.
+        operations: what is measured. The copy of the first operand is measured as well.
+        baseline: name of the provider that speed-ups are relative to.
+        extras: operations without competitors. A table of their own compares them with their ``baseline``.
         dtype: the default of ``--dtype``.
         divisor: the second axis of a shape must be divisible by this.
-        repeats: the default of ``--repeats``: timed rounds of each measurement.
-        round_seconds: longest duration of a round.
+        repeats: the default of ``--repeats``, the number of timed rounds of each measurement.
+        round_seconds: maximum duration of a round.
     """
 
     name: str
@@ -168,17 +187,20 @@ class Suite:
 
     @property
     def is_inference(self) -> bool:
-        """Whether this is the suite that also measures CPU time and has a picture and a brief page."""
+        """Whether this is the suite ``inference``.
+
+        Only this suite also measures CPU time, and only its results have a picture and a brief page.
+        """
         return self.name == INFERENCE
 
     @property
     def kind(self) -> str:
-        """The ``kind`` in the JSON of a run."""
+        """The ``kind`` of this suite's runs in their JSON."""
         return "kernels" if self.is_inference else f"kernels_{self.name}"
 
     @property
     def every(self) -> tuple[Operation, ...]:
-        """All operations. The first is the copy, which reads and writes the first operand once."""
+        """All operations. The first is the copy, which reads and writes the suite's first operand once."""
         sizes = self.operations[0].sizes
         provider = Provider(COPY, lambda x: lambda x: torch.empty_like(x).copy_(x))
         copy = Operation(
@@ -192,7 +214,7 @@ class Suite:
 
     @property
     def ideals(self) -> dict[str, float]:
-        """Task -> lowest possible ratio to the copy, if memory traffic is the limit."""
+        """Task -> lowest possible ratio of its time to the copy's, if memory traffic is the limit."""
         return {
             operation.label(pass_name): operation.moved_tensors(pass_name) / 2
             for operation in self.operations
@@ -200,16 +222,16 @@ class Suite:
         }
 
     def gate(self, dtype: str) -> str:
-        """The largest allowed errors, in words."""
+        """The maximum relative errors in words, for tables."""
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
         if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):
             own.append(f"of gradients {GRADIENT_BOUNDS[dtype]:g}")
         return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *own])
 
     def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
-        """(operation, provider, pass) for each measurement on a shape, of the providers in ``names``.
+        """(operation, provider, pass) of each measurement on a shape, for the providers in ``names``.
 
-        The copy comes first, also if it is not in ``names``.
+        The copy comes first, even if ``names`` does not contain it.
         """
         chosen = {COPY, *names}
         return [
@@ -225,7 +247,8 @@ class Suite:
 class KernelConfig:
     """What to time.
 
-    ``wall_clock``: allow a CPU, whose times include the cost of launches and whose caches are not cold.
+    ``wall_clock``: True if a CPU is allowed. Times on a CPU include the cost of launches, and are
+    not measured with cold caches.
     """
 
     suite: str
@@ -247,12 +270,14 @@ class KernelRow:
     """The measurement of one provider in one task on one shape. It has times if ``status`` is ok.
 
     Attributes:
-        hot_us, cold_us: microseconds of a call with its operands in L2, and not in L2.
-        hot_gbps, cold_gbps: GB/s of the memory traffic that the call needs at least.
-        hot_ratio, cold_ratio: the times divided by those of the copy.
-        error: the largest of ``errors``; None if one is not finite.
-        cpu_us: microseconds that a call takes on the CPU. Only in the suite inference, on a GPU.
-        errors: name of an output or gradient -> its relative error.
+        hot_us: microseconds of a call whose operands are in the L2 cache.
+        cold_us: microseconds of a call whose operands are not in the L2 cache.
+        hot_gbps, cold_gbps: minimum number of bytes that a call must move, divided by these times, in GB/s.
+        hot_ratio, cold_ratio: these times divided by the times of the provider "copy".
+        error: the largest relative error of all outputs and gradients; None if an error is not finite.
+        cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only the suite "inference"
+            measures it.
+        errors: name of an output or gradient -> its relative error against fp64, if it is finite.
     """
 
     shape: Shape
@@ -276,7 +301,10 @@ class KernelRow:
 
 
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
-    """The rows of a run's JSON. Old files have no tasks: there the provider's name tells the task."""
+    """The rows of a run's JSON.
+
+    Rows in old files have no task. Their task follows from the provider's name.
+    """
     tasks = {provider.name: op.label(op.passes[0]) for op in suite.every for provider in op.providers}
     competing = suite.operations[0].label(suite.operations[0].passes[0])
     return [

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-# Characters that a table's frame takes: per column, and once at the end.
+# Number of characters that a table's frame takes: for each column, and once for the table.
 COLUMN_FRAME, TABLE_FRAME = 3, 1
 
 
@@ -24,7 +24,7 @@ class Blocks:
     """A table that is never cut off: columns that do not fit are shown in a further block below.
 
     Attributes:
-        body: rows, which may be shorter than the header.
+        body: rows. A row may have fewer cells than the header.
         left: the first ``left`` columns are text. They are repeated in every block.
         notes: lines below the table.
     """
@@ -50,11 +50,14 @@ class Blocks:
         if self.caption:
             yield Text(self.caption, style="dim italic")
         for line in self.notes:
-            # As Text, because rich would read brackets in names of kernels as markup.
+            # rich would read brackets in a plain string as markup, and names of kernels have brackets.
             yield Text(line, style="dim", overflow="fold")
 
     def _widths(self, room: int) -> list[int]:
-        """Widths of the columns. Texts may be folded between words, numbers only if wider than ``room``."""
+        """Widths of the columns, if ``room`` characters are available.
+
+        Texts may be folded between words. Numbers are only folded if they are wider than ``room``.
+        """
         rows = [self.header, *self.body]
         columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
         widths = [max(map(cell_len, column)) for column in columns]

@@ -1,11 +1,12 @@
-"""What all tables of results share: how numbers are written, marks, and the line on where a run was made."""
+"""What tables of results share: how numbers are written, marks, and a line on where a run was made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# The text of a cell without a value, and the mark behind a time that a competitor beats.
+# ``NOTHING`` is the text of a cell without a value. ``LOSS`` follows a time of sdfastgn if a competitor was
+# faster.
 NOTHING = "-"
 LOSS = "†"
 
@@ -30,7 +31,10 @@ def extent(size: int, width: int | None = None, frames: int | None = None) -> st
 
 
 def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """(header, body) of a table, without columns in which no row has a value. ``rows``: title -> cell."""
+    """(header, body) of a table, without columns in which all cells are empty.
+
+    ``rows``: a dict for each row, title of a column -> cell.
+    """
     header = [name for name in (rows[0] if rows else ()) if any(row[name] != NOTHING for row in rows)]
     return header, [[row[name] for name in header] for row in rows]
 

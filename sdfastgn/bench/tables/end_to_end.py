@@ -16,7 +16,7 @@ GATE = "correctness gate, before any time"
 
 
 def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
-    """The rows of one part, without empty columns, with notes below.
+    """A table of the rows of one part, without empty columns, and with notes below the table.
 
     ``gate``: the correctness gate in words; empty if the run does not say.
     """
@@ -68,6 +68,6 @@ def row_line(row: Row) -> str:
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """A line for each reason why there is no graph time, with the variants that have it."""
+    """A line for each reason why there is no graph time, with the variants that it applies to."""
     variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
     return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

@@ -13,9 +13,10 @@ from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, sh
 from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_columns
 
-# A line of a table: provider -> row, for one shape and task. The copy is a provider too.
+# The rows of one shape and task: provider -> row. The copy is one of the providers.
 Line = dict[str, KernelRow]
-# Two providers, or two ratios: one with a hot L2, one with a cold L2.
+# ``Overs`` are the names of two providers, and ``Pair`` is two ratios. The first is for a hot L2, the second
+# for a cold L2.
 Overs = tuple[str | None, str | None]
 Pair = tuple[float | None, float | None]
 
@@ -24,7 +25,7 @@ Pair = tuple[float | None, float | None]
 
 
 def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
-    """(shape, task) -> ``Line``. Each line includes the copy of its shape."""
+    """Group rows: (shape, task) -> ``Line``. Each line includes the copy of its shape."""
     rows = list(rows)
     copies = {row.shape: row for row in rows if row.provider == COPY}
     found: dict[tuple[Shape, str], Line] = {}
@@ -36,13 +37,17 @@ def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
 
 
 def timed_names(rows: Iterable[KernelRow]) -> list[str]:
-    """Names of providers with at least one time, sdfastgn's last."""
+    """Names of the providers that have at least one time. Names of sdfastgn's providers come last."""
     names = dict.fromkeys(row.provider for row in rows if row.status == OK)
     return sorted(names, key=lambda name: name.startswith(OURS))
 
 
 def ratio(line: Line, name: str, over: str | Overs) -> Pair:
-    """The time of ``name`` divided by the time of ``over``, (hot, cold); None if one time is missing."""
+    """The time of the provider ``name`` divided by the time of ``over``, (hot, cold).
+
+    ``over``: one provider, or one for hot and one for cold times. A ratio is None if one of its two times is
+    missing.
+    """
     found: list[float | None] = []
     for index, other in enumerate((over, over) if isinstance(over, str) else over):
         times = [line[key].times[index] if key in line else None for key in (name, other or "")]
@@ -51,7 +56,10 @@ def ratio(line: Line, name: str, over: str | Overs) -> Pair:
 
 
 def best_peers(line: Line) -> Overs:
-    """The fastest competitor whose output is right, (hot, cold); None if there is none."""
+    """Names of the fastest competitors: (the fastest with a hot L2, the fastest with a cold L2).
+
+    Competitors with a wrong output do not count. (None, None) if there is no competitor.
+    """
     peers = [
         row for name, row in line.items() if name != COPY and not name.startswith(OURS) and row.status == OK
     ]
@@ -63,7 +71,7 @@ def best_peers(line: Line) -> Overs:
 
 
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Geometric means of the ratio to ``over``: set of shapes -> task -> provider -> the means."""
+    """Geometric means of the times' ratios to ``over``: set of shapes -> task -> provider -> the means."""
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for set_name, shapes in suite.shape_sets.items():
@@ -81,7 +89,7 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """Geometric means of the ratios to the copy and to the suite's baseline, as JSON-ready data."""
+    """Geometric means of the times' ratios to the copy and to the suite's baseline, as a dict for JSON."""
     rows = list(rows)
     return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
 
@@ -90,7 +98,7 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 
 
 def cell_line(row: KernelRow) -> str:
-    """A cell in one line, shown as soon as it is measured; empty if it is unavailable."""
+    """A measurement in one line, shown as soon as it is made; empty if the provider is unavailable."""
     if row.status == UNAVAILABLE:
         return ""
     found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"
@@ -98,8 +106,8 @@ def cell_line(row: KernelRow) -> str:
 
 
 def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
-    """A line for each provider and reason why cells are empty."""
-    # Shapes are keys of a dict, because a shape may have several rows, one for each task.
+    """Lines that say why cells of a table are empty: one line for each provider and reason."""
+    # The shapes are keys of a dict, so a shape with several rows, one for each task, is only named once.
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.status != OK:
@@ -128,15 +136,15 @@ def _cell(line: Line, name: str) -> str:
 
 
 def _pair(pair: Pair) -> str:
-    """Two numbers as text: ``hot (cold)``."""
+    """Two numbers as the text ``hot (cold)``."""
     return f"{number(pair[0])} ({number(pair[1])})" if all(pair) else NOTHING
 
 
 def times_table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Blocks:
-    """Microseconds, hot (cold), of each provider, a row for each shape and task.
+    """A table of microseconds as ``hot (cold)``: a column for each provider, a row for each shape and task.
 
-    Further columns have sdfastgn's ratios, further rows the geometric means. ``bold``: mark the fastest
-    competitor in Markdown.
+    Further columns show ratios of sdfastgn's times to other times. Further rows show geometric means.
+    ``bold``: True if the fastest competitor is set in bold Markdown.
     """
     names = timed_names(rows)
     ours = [name for name in names if name.startswith(OURS)]
@@ -169,7 +177,7 @@ def suite_legend(suite: Suite) -> str:
 
 
 def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str) -> list[Blocks]:
-    """The table of the suite's operations, and the table of its extras if any was timed."""
+    """The table of the suite's operations, and the table of its extras if at least one was timed."""
     caption = f"microseconds, hot L2 (cold L2); {suite_legend(suite)}"
     notes = [*missing_cells(rows), f"gate: relative error against fp64 at most {suite.gate(dtype)}"]
     shown = times_table(suite, competing(suite, rows))
@@ -178,9 +186,9 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str
 
 
 def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
-    """Microseconds of the extras, hot, and their ratio to the plain op, a row for each shape.
+    """A table of the extras, a row for each shape. An empty list if no extra was timed.
 
-    Empty if no extra was timed.
+    A cell has the microseconds with a hot L2, and the ratios of the hot and the cold time to the plain op's.
     """
     found, cells = lines(rows), []
     for shape in dict.fromkeys(row.shape for row in rows):

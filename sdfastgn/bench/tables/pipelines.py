@@ -15,7 +15,7 @@ from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import NOTHING, number
 from sdfastgn.bench.variants import label
 
-# A function gets a line in the table if it takes at least this many milliseconds in one of the variants.
+# A function gets a row in the table if it takes at least this number of milliseconds with any variant.
 _LEAST_MS = 0.1
 
 
@@ -26,9 +26,10 @@ class WaitRow:
     Attributes:
         image_s: seconds of each of the first images. The first includes ``optimize``.
         new_size_s: seconds of each of the first UNet steps at a size that is new to the process.
-        peak_mib, reserved_mib: most memory that the CUDA allocator handed out, and that it held; None on the
-            CPU.
-        psnr_db: PSNR of the last image against stock's; None for stock, or if they are equal.
+        peak_mib: maximum memory that tensors occupied; None on the CPU.
+        reserved_mib: maximum memory that PyTorch's CUDA allocator took from the GPU; None on the CPU.
+        psnr_db: PSNR of the last image against stock's image. None for stock itself, and if the images are
+            equal.
     """
 
     variant: str
@@ -42,18 +43,21 @@ class WaitRow:
 
     @property
     def second_image_s(self) -> float:
-        """Seconds until the second image is done."""
+        """Seconds from the start until the second image is done."""
         return sum(self.image_s[:2])
 
     @property
     def new_size_over_s(self) -> float:
-        """Additional seconds of the first steps at a new size. The last step shows the usual time."""
+        """Additional seconds that the first steps at a new size took, added up.
+
+        The last step took the usual time.
+        """
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 
 @dataclass
 class HostRow:
-    """Milliseconds of an image with one variant: the total, and by function that the pipeline calls."""
+    """Milliseconds of an image with one variant: in total, and of each function that the pipeline calls."""
 
     variant: str
     total_ms: float
@@ -61,7 +65,7 @@ class HostRow:
 
 
 def pipeline_table(content: dict[str, Any]) -> Blocks:
-    """The table of a result whose kind is in ``PIPELINE_TABLES``."""
+    """The table of a result. The result's kind must be in ``PIPELINE_TABLES``."""
     title, row, table = PIPELINE_TABLES[content["kind"]]
     (part,) = content["config"]["parts"]
     shown = table([row(**values) for values in content["rows"]])
@@ -69,7 +73,7 @@ def pipeline_table(content: dict[str, Any]) -> Blocks:
 
 
 def warm_up_table(rows: Sequence[WaitRow]) -> Blocks:
-    """A line for each variant, without times if its image was wrong."""
+    """A table with a row for each variant. A row has no times if the variant's image was wrong."""
     seconds = ("second image after s", "over eager s", "third image s", "new size, over replays s")
     header = ("variant", *seconds, "peak MiB", "reserved MiB", "PSNR dB")
     notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.status != OK]
@@ -88,7 +92,7 @@ def _wait_cells(row: WaitRow, eager: WaitRow) -> list[str]:
 
 
 def host_table(rows: Sequence[HostRow]) -> Blocks:
-    """A line for the whole image, and one for each function that takes at least ``_LEAST_MS``."""
+    """A table with a row for the image, and for each function that takes at least ``_LEAST_MS``."""
     names = dict.fromkeys(name for row in rows for name, ms in row.functions.items() if ms >= _LEAST_MS)
     body = [
         ["the image", *(number(row.total_ms) for row in rows)],

@@ -36,7 +36,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Write a PNG: GB/s of each provider over the bytes that a call has to move at least.
+    """Write a PNG that shows the GB/s of each provider, over the bytes that a call has to move at least.
 
     The roof is the line of the copy, which reads x once and writes y once.
     """
@@ -64,15 +64,19 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
 
 
 def _megabytes(row: KernelRow) -> float:
-    """Megabytes that the call has to move. (GB/s times microseconds gives kilobytes.)"""
+    """Megabytes that the call has to move, from its GB/s and its time.
+
+    (GB/s times microseconds gives kilobytes.)
+    """
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
 
 
 def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
     """Write a PNG of where a call's time goes: a panel for each part, with a stacked bar for each variant.
 
-    A stroke marks the floor of each variant, a dashed line the lowest of all floors. Rows without a breakdown
-    are left out. Raises ValueError if no row has one.
+    The floor of a variant is its time in convolutions, GEMMs and attention. A stroke marks each variant's
+    floor, and a dashed line marks the lowest floor in a panel. Rows without a breakdown are left out.
+    Raises ValueError if no row has a breakdown.
     """
     from matplotlib.figure import Figure
 

@@ -29,7 +29,8 @@ MODEL_LABELS = {
 }
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 
-# Characters of a kernel's name in a table. Names of C++ templates may have a thousand; the JSON has them all.
+# Maximum number of characters of a kernel's name in a table. Names of C++ templates may have a thousand. The
+# JSON has the full names.
 _NAME_LENGTH = 110
 _OTHERS_SHOWN = 5
 
@@ -42,7 +43,7 @@ def row_title(row: Row) -> str:
 
 
 def breakdown_of(row: Row) -> Breakdown | None:
-    """A row's breakdown; None if it has none, or if its output was wrong."""
+    """A row's breakdown; None if the row has none, or if the variant's output was wrong."""
     return Breakdown(**row.profile) if row.profile is not None and row.status == OK else None
 
 
@@ -59,7 +60,10 @@ def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
 
 
 def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
-    """Milliseconds per category, a row for each variant of one part. None if there is no breakdown."""
+    """A table of milliseconds per category, with a row for each variant of one part.
+
+    None if no row has a breakdown.
+    """
     found = _found(rows)
     shown = [name for name in (*CATEGORIES, GAPS) if name != OTHER or any(one.other for _, one in found)]
     cells = [

@@ -1,4 +1,4 @@
-"""Tables of results of any kind: of a single run, of several runs in comparison, and of published numbers."""
+"""Tables of all kinds of results: of one run, of several runs side by side, or with published numbers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ from sdfastgn.program import OptionError, counted
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
-# Settings of a preset that may differ, because they do not change the numbers.
+# Settings in which a run may differ from its preset, because they do not change the numbers.
 _FREE_SETTINGS = ("repeats",)
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run: its name in tables, its JSON, and ``page.figures`` of its pipelines by ``case_title``."""
+    """A run.
+
+    Attributes:
+        name: its name in tables.
+        content: its JSON.
+        figures: ``case_title`` of a pipeline -> the pipeline's images, as ``page.figures`` returns them.
+    """
 
     name: str
     content: dict[str, Any]
@@ -51,7 +57,10 @@ class Result:
 
 
 def read_result(path: Path, name: str) -> Result:
-    """The run at ``path`` with its images. Raises OptionError, which names the file, if one is damaged."""
+    """Read the run at ``path``, and its images.
+
+    Raises OptionError, which names the file, if the file of the run or of the images is damaged.
+    """
     result, images = Result(name, read_json(path)), images_path(path)
     damaged = path
     try:
@@ -63,7 +72,7 @@ def read_result(path: Path, name: str) -> Result:
             result.figures[title] = [(caption, note, source) for caption, note, source in shown]
     except OptionError:
         raise
-    except Exception as error:  # in a damaged file any value may have any type
+    except Exception as error:  # a damaged file may have a value of any type
         why = "a field is missing, unknown or of another type"
         raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {why}") from error
     return result
@@ -78,7 +87,7 @@ def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_title(row: Row, content: dict[str, Any]) -> str:
-    """What a row measures, in words. Rows of two results are compared if this is equal."""
+    """What a row measures, in words. Rows of two results are compared if their titles are equal."""
     part = _config_of(row, content)
     count = len(row.process_images_s or ())
     processes = f", {counted(count, 'process', 'processes')}" if count else ""
@@ -89,11 +98,11 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
 
 
 def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` of a run, without times that its profiles may have changed.
+    """Return ``rows`` of a run, without the times that profiling may have made longer.
 
-    After its first recording the profiler costs CPU time at each launch, so later times are too long. Times
-    before the first recording stay, and so does the first row of each part. Variants that replay graphs
-    launch no kernels one by one, so their times stay too.
+    After the profiler's first recording every launch costs more CPU time, so later times are too long. These
+    are removed. Times before the first recording are kept, and so is the first row of each part. Variants
+    that replay graphs do not launch kernels one by one, so their times are kept too.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}
@@ -163,7 +172,10 @@ def preset_tables(result: Result) -> list[Blocks]:
 
 
 def times_of(result: Result) -> dict[tuple[str, str], float]:
-    """(what was timed, variant or provider) -> milliseconds, or microseconds of kernels with a hot L2."""
+    """(what was timed, variant or provider) -> its time.
+
+    The time is in milliseconds, or for kernels in microseconds with a hot L2.
+    """
     if found := _kernels_of(result):
         rows = [row for row in found[1] if row.status == OK]
         return {(f"{shape_text(row.shape)} {row.task}", row.provider): row.times[0] or 0.0 for row in rows}
@@ -176,9 +188,9 @@ def times_of(result: Result) -> dict[tuple[str, str], float]:
 
 
 def comparison(results: Sequence[Result]) -> Blocks:
-    """The times of all results side by side, and their ratios to the first result.
+    """A table of the times of all results side by side, and of their ratios to the first result.
 
-    Only what at least two results have timed is in the table; it is empty if there is nothing.
+    It only shows what at least two results have timed, so it may have no rows.
     """
     first, *others = results
     times = [times_of(result) for result in results]
@@ -199,6 +211,6 @@ def comparison(results: Sequence[Result]) -> Blocks:
 
 
 def _ratio_text(ratio: float) -> str:
-    """The ratio of two times, with a word."""
+    """The ratio of two times, and whether it means equal, slower or faster."""
     text = f"{ratio:.2f}"
     return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"

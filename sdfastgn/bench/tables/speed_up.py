@@ -14,11 +14,12 @@ UNCERTAIN = "?"
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """Eager's time over a variant's.
+    """Eager's time divided by a variant's time.
 
     Attributes:
         value: the ratio of the medians.
-        least, most: the lowest and highest ratio that the 10th and 90th percentiles of both times allow.
+        least, most: the lowest and the highest ratio, if both times vary between their 10th and 90th
+            percentiles.
     """
 
     value: float
@@ -35,12 +36,12 @@ class SpeedUp:
 
 
 def eager_of(rows: Iterable[Row]) -> Row | None:
-    """Eager's row, if it has a time."""
+    """Eager's row; None if eager has no time."""
     return next((row for row in rows if row.variant == "eager" and row.median_ms), None)
 
 
 def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp | None:
-    """The speed-up of a row's call, or with ``as_graph`` of its replay as a CUDA graph.
+    """The speed-up over eager of a row's call, or with ``as_graph`` of the call as a CUDA graph.
 
     None if the row or eager has no time. The time of a replay has no percentiles.
     """

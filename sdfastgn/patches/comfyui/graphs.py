@@ -2,8 +2,8 @@
 
 Other nodes run code inside of a UNet by entries in ``transformer_options``: patches, or functions that
 replace an attention. A call with such an entry, or with a ControlNet, runs eagerly. All other entries only
-describe the call to other nodes, so a graph does not need them. Wrappers of other nodes run around
-``_forward``, outside of the graph.
+inform other nodes about the call, so a graph does not need them. Wrappers that other nodes install run
+around ``_forward``, outside of the graph.
 
 Calls are counted for the report: ``begin_run`` marks the start of a sampler's run, and ``calls_of_run``
 returns the counts since then.

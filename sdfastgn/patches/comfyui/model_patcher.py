@@ -58,7 +58,7 @@ def optimize_model(
             eject(root_of(patcher))
 
     def begin(patcher: Any) -> None:
-        # A clone of an injected patcher shares the patcher's model, and its ``is_injected`` is True too. When
+        # A clone of an injected patcher shares its model, and ``is_injected`` of the clone is True too. When
         # the clone is deleted, it ejects the model. Then ``patcher.is_injected`` is still True, although the
         # model is stock.
         if patcher.is_injected and not UNET.is_applied(root_of(patcher)):

@@ -14,7 +14,8 @@ from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded, roo
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
 
-# Name of a fusion -> what the report calls the modules that it fuses. All fusions in ``CLAIMING`` are here.
+# Name of a fusion -> the report's word for the modules that the fusion changes. Each fusion in ``CLAIMING``
+# has an entry.
 _WORDS = {
     "resblock": "ResNet blocks",
     "spatial_transformer": "transformers",

@@ -270,8 +270,8 @@ def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` the strides ``stride``.
 
     The weight stays at its address unless it shares its memory with another tensor. So captured CUDA graphs
-    stay usable in ComfyUI, which restores the stock strides and converts the weight again between two runs.
-    The weight has its values at every moment, so Ctrl-C cannot spoil it.
+    stay usable in ComfyUI, where between two runs the stock strides are restored and the weight is converted
+    again. At no moment does the weight hold wrong values, so Ctrl-C cannot spoil it.
     """
     in_place = is_alone(weight)
     # PyTorch allows writes into an inference tensor only in inference mode. All other weights are handled

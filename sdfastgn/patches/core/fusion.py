@@ -237,7 +237,8 @@ def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> st
 def activation_reason(act: nn.Module, *kinds: type[nn.Module]) -> str | None:
     """Why the activation module ``act`` cannot be fused; None if it can.
 
-    ``kinds``: the classes that the caller can fuse. Without any, all activations of the kernels are allowed.
+    ``kinds``: the classes that the caller can fuse. If it is empty, it can fuse all of the
+    kernels' activations.
     """
     if activation_of(act) is not None and (not kinds or type(act) in kinds):
         return None

@@ -54,7 +54,8 @@ FusedGroupNorm.norm_alone = FusedGroupNorm
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     """True if ``act(norm(x))`` may run as one kernel.
 
-    Then ``norm`` is a fused norm, ``act`` is an activation of the kernel, and neither of them has hooks.
+    For that ``norm`` must be a fused norm, the kernel must have the activation ``act``, and neither may have
+    hooks.
     """
     return (
         isinstance(norm, FusedGroupNorm)

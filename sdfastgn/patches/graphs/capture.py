@@ -189,8 +189,9 @@ class CudaBackend:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # PyTorch's allocator gives freed memory only to work on the stream where it was allocated. This
-        # stream runs nothing else. So if a graph is dropped while it runs, nothing overwrites its inputs.
+        # PyTorch's allocator reuses freed memory only for work on the stream where it was allocated. This
+        # stream runs nothing but captures. So if a graph is dropped while it still runs, nothing overwrites
+        # the graph's inputs.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

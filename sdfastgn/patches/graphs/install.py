@@ -142,5 +142,7 @@ def _take_off(module: Any) -> None:
     for graphed in GraphedForward.of(module):
         graphed.mode = False  # other code may still call it: then it only calls the class's forward
         graphed.clear()
-        replace_kept(module, graphed, class_forward(module))  # else hooks that keep it could put it back
+        replace_kept(
+            module, graphed, class_forward(module)
+        )  # a hook may have kept ``graphed`` and put it back later
     unguard(module)

@@ -38,7 +38,7 @@ class Policy:
         self._refused: OrderedDict[Any, str] = OrderedDict()  # kind -> why it is not captured
         self._rehearsed: OrderedDict[Any, None] = OrderedDict()
         self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
-        # How many times in a row the model has changed before its captures had saved any time.
+        # How many times in a row the model changed before its captures saved any time.
         self._short_lives = 0
         self.last_change = ""
 

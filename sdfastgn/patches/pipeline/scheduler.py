@@ -50,7 +50,9 @@ class _Copy(NamedTuple):
     on_host: Tensor
     table: Tensor
     version: int
-    storage: torch.UntypedStorage  # of ``table``; kept alive so that no other storage gets its address
+    storage: (
+        torch.UntypedStorage
+    )  # the storage of ``table``; it is kept alive so that no other storage gets its address
 
 
 # Scheduler -> its copy. The copy is not kept in the scheduler's ``__dict__``, because a deepcopy of the
