@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.model_inputs import unet_inputs
-from sdfastgn.models.configurations import UNETS, VAES
+from sdfastgn.models import video
+from sdfastgn.models.architectures import DTYPES
+from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
+from sdfastgn.models.video import Draw
 
-# draw(*shape) -> a random tensor, in the dtype and on the device of the model.
-Draw = Callable[..., Tensor]
 # (model, draw) -> a function without arguments that calls the model on random inputs.
 Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
@@ -85,6 +86,17 @@ def decode_of(*latents: int, **options: Any) -> Prepare:
         return lambda: model.decode(z, **options, return_dict=False)
 
     return prepare
+
+
+def video_case(name: str, model: str, part: str) -> None:
+    """Registers the call of ``VIDEO_NETWORKS[model][part]``."""
+    network = VIDEO_NETWORKS[model][part]
+    size = {"frames": network.frames, "height": network.height, "width": network.width}
+
+    def prepare(built: Any, draw: Draw) -> Callable[[], Any]:
+        return partial(video.run, built, video.inputs(built, draw, batch=network.batch, **size))
+
+    case(name, network.cls, DTYPES[network.dtype], **network.config)(prepare)
 
 
 def blocks(kind: str, count: int) -> tuple[str, ...]:
@@ -218,25 +230,9 @@ case("SDXL ControlNet Union, 1024²", "ControlNetUnionModel", **SDXL_CONTROL)(
 # --- Video ----------------------------------------------------------------------------------------
 
 
-@case("SVD UNet, 14 x 576 x 1024", "UNetSpatioTemporalConditionModel")
-def _(model, draw):
-    sample = draw(BATCH, 14, 8, 72, 128)
-    return partial(model, sample, 500, tokens(draw, 1024, 1), draw(BATCH, 3), return_dict=False)
-
-
-case(
-    "SVD VAE decode, 4 x 576 x 1024",
-    "AutoencoderKLTemporalDecoder",
-    block_out_channels=(128, 256, 512, 512),
-    down_block_types=blocks("DownEncoderBlock2D", 4),
-    layers_per_block=2,
-)(decode_of(4, 4, 72, 128, num_frames=4))
-
-
-@case("AnimateDiff UNet, 16 x 512²", "UNetMotionModel", cross_attention_dim=768)
-def _(model, draw):
-    states = draw(BATCH * 16, 77, 768)  # the pipeline repeats the prompt's states for each frame
-    return partial(model, draw(BATCH, 4, 16, 64, 64), 500, states, return_dict=False)
+video_case("SVD UNet, 14 x 576 x 1024", "svd", "unet")
+video_case("SVD VAE decode, 4 x 576 x 1024", "svd", "vae")
+video_case("AnimateDiff UNet, 16 x 512²", "animatediff", "unet")
 
 
 @case("ModelScope UNet, 16 x 256²", "UNet3DConditionModel")
@@ -251,12 +247,10 @@ def _(model, draw):
     return partial(model, sample, 500, fps, latents, draw(BATCH, 1024), tokens(draw, 1024), return_dict=False)
 
 
-case("HunyuanVideo VAE decode, 17 x 480 x 832", "AutoencoderKLHunyuanVideo", BF16)(
-    decode_of(1, 16, 5, 60, 104)
-)
-case("Wan 2.1 VAE decode, 17 x 480 x 832", "AutoencoderKLWan", BF16)(decode_of(1, 16, 5, 60, 104))
-case("Qwen-Image VAE decode, 1024²", "AutoencoderKLQwenImage", BF16)(decode_of(1, 16, 1, 128, 128))
-case("CogVideoX VAE decode, 9 x 480 x 720", "AutoencoderKLCogVideoX", BF16)(decode_of(1, 16, 3, 60, 90))
+video_case("HunyuanVideo VAE decode, 17 x 480 x 832", "hunyuan_video", "vae")
+video_case("Wan 2.1 VAE decode, 17 x 480 x 832", "wan", "vae")
+video_case("Qwen-Image VAE decode, 1024²", "qwen_image", "vae")
+video_case("CogVideoX VAE decode, 9 x 480 x 720", "cogvideox", "vae")
 
 case("Mochi VAE decode, 13 x 480 x 848", "AutoencoderKLMochi", BF16)(decode_of(1, 12, 3, 60, 106))
 

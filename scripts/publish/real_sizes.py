@@ -33,7 +33,7 @@ from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.models.architectures import randomize
+from sdfastgn.models.architectures import with_random_weights
 
 # Seconds that the timed calls of one model should take together.
 ROUND_SECONDS = 0.4
@@ -49,18 +49,13 @@ MAX_ERROR = 0.05
 
 def built(case: Case, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Returns (the case's model with random weights, a function that calls it and returns one tensor)."""
-    with torch.device("meta"):
-        model = case.build()
-    nn.Module.to(model, case.dtype)
-    model.to_empty(device=device)
-    if device.type != "meta":
-        randomize(model, 0)
+    model = with_random_weights(case.build, case.dtype, device, seed=0)
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=case.dtype, device=device)
 
-    prepared = case.prepare(model.eval(), draw)
+    prepared = case.prepare(model, draw)
 
     def call() -> Tensor:
         with torch.no_grad():

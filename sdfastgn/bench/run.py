@@ -21,7 +21,7 @@ from sdfastgn.bench.gate import Reference
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.meeting import Meeting
 from sdfastgn.bench.variants import Variant, prepared
-from sdfastgn.bench.workload import BUILDERS, BenchConfig, Workload
+from sdfastgn.bench.workload import BenchConfig, Workload, build_workload
 from sdfastgn.kernels.common.failures import one_line
 
 # Number of timed replays of each graph of a pipeline. Few are enough, because all replays of a graph take
@@ -47,6 +47,8 @@ class Row:
         graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays, each timed alone.
             Only for variants whose graphs can be replayed alone.
         steps: denoising steps of a pipeline.
+        frames, width: frames of a video, and pixels along a line of a frame, whose height is ``size``. None
+            for other models.
         peak_mib: maximum number of MiB that tensors occupied during the timed calls.
         reserved_mib: MiB that PyTorch's CUDA allocator took from the GPU for these calls, including the
             memory of CUDA graphs.
@@ -92,6 +94,8 @@ class Row:
     graphs_ms: float | None = None
     reserved_mib: float | None = None
     steps: int | None = None
+    frames: int | None = None
+    width: int | None = None
 
 
 def _finite(value: float | None) -> float | None:
@@ -139,7 +143,7 @@ def _stock(
     If there is too little memory to build the workload, the reference has the status FAILED.
     """
     try:
-        workload = workload or BUILDERS[config.part](config)
+        workload = workload or build_workload(config)
     except torch.OutOfMemoryError as error:
         reason = f"stock eager fails: {one_line(error)}"
         return Workload(None, lambda: None, None), Reference(status=FAILED, reason=reason)
@@ -250,15 +254,19 @@ def _attempt(
     config: BenchConfig, variant: Variant, workload: Workload, stock: Reference, meeting: Meeting
 ) -> Row:
     what = (config.model, config.part, config.size, config.batch, config.dtype, variant.name)
-    steps = config.steps if config.part == "pipeline" else None
+    more: dict[str, Any] = {
+        "steps": config.steps if config.part == "pipeline" else None,
+        "frames": config.frames,
+        "width": config.width,
+    }
     if (reason := variant.available(config.torch_device)) is not None:
-        return Row(*what, UNAVAILABLE, reason, steps=steps)
-    row = Row(*what, stock.status, stock.reason, steps=steps)
+        return Row(*what, UNAVAILABLE, reason, **more)
+    row = Row(*what, stock.status, stock.reason, **more)
     if stock.status == OK:
         try:
             _measure(row, config, variant, workload, stock, meeting)
         except Exception as error:  # the row says why, and the other variants are still measured
-            row = Row(*what, FAILED, one_line(error), steps=steps)
+            row = Row(*what, FAILED, one_line(error), **more)
         finally:
             _free(config.torch_device)
     return row

@@ -82,9 +82,11 @@ def _eager(target: Any, part: str, undo: contextlib.ExitStack) -> None:
 def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     import torch
 
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}  # a module may have both kinds of weights
     for module in _timed_modules(target):
-        # mypy: missing in torch's stubs.
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dim() in formats:
+                tensor.data = tensor.data.contiguous(memory_format=formats[tensor.dim()])
 
 
 def _sdfastgn(
@@ -142,6 +144,11 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 
 
+def _compiled_channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
+    _channels_last(target, part, undo)
+    _compiled(target, part, undo)
+
+
 _compiled_graphs = functools.partial(_compiled, mode="reduce-overhead")
 
 
@@ -172,6 +179,7 @@ _EVERY = (
     ),
     Variant("sdfastgn_eager", "sdfastgn without graphs", _always, _sdfastgn_eager, _describe_sdfastgn),
     Variant("compile", "torch.compile", compile_reason, _compiled),
+    Variant("compile_channels_last", "torch.compile, channels_last", compile_reason, _compiled_channels_last),
     Variant(
         "compile_graphs",
         "torch.compile reduce-overhead",

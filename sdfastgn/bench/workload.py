@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from sdfastgn import model_inputs
 from sdfastgn.bench.timing import global_switches
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.models import architectures, configurations
+from sdfastgn.models import architectures, configurations, video
 from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import PROMPT
 from sdfastgn.models.saved import latent_scale
@@ -37,12 +38,15 @@ class BenchConfig:
     Attributes:
         part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
             steps, decode) or ``"train"`` (forward and backward of the UNet).
-        size: pixels along a side of the square image.
-        batch: batch size of the UNet or the VAE, or images per call of a pipeline.
+        size: pixels along a side of the square image, or the height of a video's frames.
+        batch: batch size of the UNet or the VAE (in videos for a video model), or images per call of a
+            pipeline.
         weights: ``"random"``, a local path or a Hub id.
         profile: also record where a call's time goes, after it was timed.
         scheduler: name of a scheduler class in diffusers; empty for the pipeline's own scheduler.
         preset: the entry of ``PRESETS`` that these settings come from, or empty.
+        frames: frames of a video if the model is one of ``VIDEO_NETWORKS``, else None.
+        width: pixels along a line of a video's frames; None for other models.
     """
 
     model: str
@@ -61,6 +65,8 @@ class BenchConfig:
     guidance: float = GUIDANCE
     prompt: str = PROMPT
     preset: str = ""
+    frames: int | None = None
+    width: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -77,8 +83,8 @@ class Workload:
 
     Attributes:
         target: the module or pipeline that variants are applied to.
-        call: runs ``target`` on fixed inputs. Returns a tensor (N, C, H, W), images (N, H, W, 3) in [0, 1],
-            or the gradients of a training step by parameter name.
+        call: runs ``target`` on fixed inputs. Returns the output of a UNet or VAE as one tensor, images
+            (N, H, W, 3) in [0, 1], or the gradients of a training step by parameter name.
         fp32_output: returns the output with the same weights and inputs in fp32 without TF32.
         memory: returns ``saved_mib`` and ``step_mib`` of a training step, as in ``run.Row``. None for other
             parts.
@@ -157,6 +163,20 @@ def build_vae(config: BenchConfig) -> Workload:
         vae.config, size=config.size, batch=config.batch, **_random_options(config)
     )
     return workload_of(vae.eval(), latents, lambda vae, latents: vae.decode(latents, return_dict=False)[0])
+
+
+def build_video(config: BenchConfig) -> Workload:
+    """One step or one decode of a network of ``VIDEO_NETWORKS``."""
+    network = configurations.VIDEO_NETWORKS[config.model][config.part]
+    model = architectures.build_video_network(network, **_random_options(config))
+    seeds = itertools.count(config.seed)
+
+    def draw(*shape: int) -> Tensor:
+        return model_inputs.randn(*shape, **{**_random_options(config), "seed": next(seeds)})
+
+    size: dict[str, Any] = {"frames": config.frames, "height": config.size, "width": config.width}
+    inputs = video.inputs(model, draw, batch=config.batch, **size)
+    return workload_of(model, inputs, video.run)
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -280,10 +300,15 @@ def build_training(config: BenchConfig) -> Workload:
     return replace(workload_of(unet, kwargs, step), memory=memory)
 
 
-# Part -> function that builds its workload.
+# Part -> function that builds its workload, except for video.
 BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
     "unet": build_unet,
     "vae": build_vae,
     "pipeline": build_pipeline,
     "train": build_training,
 }
+
+
+def build_workload(config: BenchConfig) -> Workload:
+    """The workload that ``config`` describes."""
+    return build_video(config) if config.frames is not None else BUILDERS[config.part](config)

@@ -13,17 +13,15 @@ from sdfastgn.cli.app import NAMES, command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import (
     DeviceOption,
-    DtypeOption,
     GuidanceOption,
     HtmlOption,
     JsonOption,
-    ModelOption,
     SchedulerOption,
     SeedOption,
     SizeOption,
     WeightsOption,
 )
-from sdfastgn.models.configurations import PROMPT
+from sdfastgn.models.configurations import DTYPES, MODELS, PROMPT, VIDEO_NETWORKS
 from sdfastgn.program import is_main
 
 NAMES["{variants}"] = lambda: VARIANTS
@@ -34,20 +32,38 @@ PresetOption = Annotated[
         help=f"Settings of a published benchmark, shown beside its numbers: {', '.join(PRESETS)}.",
     ),
 ]
+BenchModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help=f"Model: {', '.join(MODELS)}. Or single networks of other models: "
+        + ", ".join(f"{name} ({' or '.join(parts)})" for name, parts in VIDEO_NETWORKS.items())
+        + ".",
+        show_default="as in --weights, or tiny",
+    ),
+]
+BenchDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help=f"Data type: {', '.join(DTYPES)}.",
+        show_default="fp16 on a GPU, bf16 for models that are used in bf16; fp32 on the CPU",
+    ),
+]
 PartOption = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
         metavar="<str>",
         help=f"What to time: {', '.join(PARTS)}. Repeat the option for several.",
-        show_default="unet, or as in the preset",
+        show_default="unet, or vae if the model has no unet, or as in the preset",
     ),
 ]
 BatchesOption = Annotated[
     str | None,
     typer.Option(
         "--batch",
-        help="Images per call, or a list such as 1,8.",
+        help="Images or videos per call, or a list such as 1,8.",
         show_default="2 for a UNet with guidance, else 1",
     ),
 ]
@@ -86,7 +102,7 @@ BreakdownOption = Annotated[
 @command()
 def bench(
     preset: PresetOption = None,
-    model: ModelOption = None,
+    model: BenchModelOption = None,
     part: PartOption = None,
     size: SizeOption = None,
     batch: BatchesOption = None,
@@ -94,7 +110,7 @@ def bench(
     scheduler: SchedulerOption = None,
     guidance: GuidanceOption = None,
     prompt: PromptOption = None,
-    dtype: DtypeOption = None,
+    dtype: BenchDtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
     variants: VariantsOption = "all",

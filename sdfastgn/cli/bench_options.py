@@ -25,10 +25,12 @@ from sdfastgn.cli.checks import (
 )
 from sdfastgn.cli.loading import device_name, dtype_name, pipeline_reason
 from sdfastgn.models import architectures
-from sdfastgn.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES
+from sdfastgn.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
+# Values of --model.
+EVERY_MODEL = (*MODELS, *VIDEO_NETWORKS)
 # Defaults of options: ``--repeats`` for each part on a GPU and on a CPU, ``--batch`` of a UNet step with
 # guidance, and ``--steps`` of a pipeline.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
@@ -68,6 +70,40 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     return name, native, scale, GUIDED_BATCH if is_guided else 1
 
 
+def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
+    """``parts``, if the benchmark has them of ``model``. None means the first part of the model."""
+    networks = VIDEO_NETWORKS.get(model or "", {})
+    if parts is None:
+        return [next(iter(networks or PARTS))]
+    chosen = some_of("--part", parts, PARTS)
+    if networks and (others := [part for part in chosen if part not in networks]):
+        choice = ", ".join(networks)
+        raise OptionError(f"--part: cannot time {others[0]!r} of the model {model!r}; choose from {choice}")
+    return chosen
+
+
+def _sizes(
+    model: str | None, weights: str, parts: Sequence[str], size: int | None
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """(the model's name, part -> the fields of BenchConfig that say how large a call is).
+
+    ``size``: the option. Raises OptionError as ``_model_facts`` does, for a wrong size, and for weights of a
+    video model that are not random.
+    """
+    if model not in VIDEO_NETWORKS:
+        name, native, scale, unet_batch = _model_facts(model, weights, parts)
+        side = image_size("--size", native if size is None else size, scale)
+        return name, {part: {"size": side, "batch": unet_batch if part == "unet" else 1} for part in parts}
+    if weights != "random":
+        raise OptionError(f"--weights: the model {model!r} can only have random weights, got {weights!r}")
+    sizes = {}
+    for part in parts:
+        network = VIDEO_NETWORKS[model][part]
+        height, width = (network.height, network.width) if size is None else (image_size("--size", size),) * 2
+        sizes[part] = {"size": height, "width": width, "frames": network.frames, "batch": network.batch}
+    return model, sizes
+
+
 def scheduler_name(option: str, value: str) -> str:
     """Return ``value`` if it is empty or the name of a scheduler class in diffusers."""
     if value:
@@ -98,7 +134,7 @@ def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
 def bench_configs(
     *,
     model: str | None,
-    parts: Sequence[str],
+    parts: Sequence[str] | None = None,
     size: int | None = None,
     batch: int | str | None = None,
     steps: int | str | None = None,
@@ -119,36 +155,33 @@ def bench_configs(
     All other arguments are options of ``bench``; None means the option's default.
     """
     if model is not None:
-        one_of("--model", model, MODELS)
-    chosen = some_of("--part", parts, PARTS)
+        one_of("--model", model, EVERY_MODEL)
+    chosen = _parts(model, parts)
     device = device_name("--device", device)
     on_cpu = device == "cpu"
-    dtype = dtype_name("--dtype", dtype, device)
+    on_gpu = VIDEO_NETWORKS[model][chosen[0]].dtype if model in VIDEO_NETWORKS else "fp16"
+    dtype = dtype_name("--dtype", dtype, device, on_gpu)
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
-    name, native, scale, unet_batch = _model_facts(model, weights_source("--weights", weights), chosen)
-    size = image_size("--size", native if size is None else size, scale)
+    name, sizes = _sizes(model, weights_source("--weights", weights), chosen, size)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
         BenchConfig(
-            name,
-            part,
-            size,
-            images,
-            dtype,
-            device,
+            model=name,
+            part=part,
+            dtype=dtype,
+            device=device,
             repeats=positive("--repeats", counts[part] if repeats is None else repeats),
             steps=count,
             weights=weights,
             scheduler=scheduler,
             # Recording a pipeline takes minutes, and the other parts already show where its time goes.
             profile=profile and (part != "pipeline" or len(chosen) == 1),
+            **{**sizes[part], "batch": images},
             **{field: value for field, value in others.items() if value is not None},
         )
         for part in chosen
-        for images in whole_numbers(
-            "--batch", (unet_batch if part == "unet" else 1) if batch is None else batch
-        )
+        for images in whole_numbers("--batch", sizes[part]["batch"] if batch is None else batch)
         for count in (every_steps if part == "pipeline" else every_steps[:1])
     ]
 
@@ -162,11 +195,11 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
     """
     given = {option: value for option, value in given.items() if value is not None}
     if name is None:
-        return bench_configs(**{"model": None, "parts": ["unet"], **given})
+        return bench_configs(**{"model": None, **given})
     cases = [case.settings for case in PRESETS[one_of("--preset", name, PRESETS)].cases]
     model = given.get("model")
     if model is not None:
-        one_of("--model", model, MODELS)
+        one_of("--model", model, EVERY_MODEL)
         cases = [each for each in cases if each["model"] == model] or cases[:1]
     configs = []
     for case in cases:

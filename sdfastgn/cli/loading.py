@@ -29,9 +29,9 @@ def device_name(option: str, value: str | None) -> str:
     return value
 
 
-def dtype_name(option: str, value: str | None, device: str) -> str:
-    """Return ``value`` if it is one of ``DTYPES``. None means fp16 on a GPU and fp32 on the CPU."""
-    return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
+def dtype_name(option: str, value: str | None, device: str, on_gpu: str = "fp16") -> str:
+    """Return ``value`` if it is one of ``DTYPES``. None means ``on_gpu`` on a GPU and fp32 on the CPU."""
+    return one_of(option, ("fp32" if device == "cpu" else on_gpu) if value is None else value, DTYPES)
 
 
 def text_to_image(option: str, weights: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from sdfastgn.bench.tables import end_to_end as end_to_end_tables
 from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
-from sdfastgn.bench.tables.cells import source_line
+from sdfastgn.bench.tables.cells import extent, source_line
 from sdfastgn.bench.tables.results import (
     Result,
     case_title,
@@ -46,7 +46,8 @@ def _environment_line(environment: dict[str, Any]) -> str:
 
 def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
     steps = f", {counted(config.steps, 'step')}" if config.part == "pipeline" else ""
-    what = f"{config.model} {config.part}, {config.size}x{config.size}, batch {config.batch}{steps}"
+    size = extent(config.size, config.width, config.frames)
+    what = f"{config.model} {config.part}, {size}, batch {config.batch}{steps}"
     title = f"{what}, {config.dtype} on {config.device}, {config.weights} weights"
     out.print(end_to_end_tables.end_to_end_table(rows, title, gate_text(config)))
     title = f"where the time of {profile_tables.row_title(rows[0])} goes"

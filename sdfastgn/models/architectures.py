@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from sdfastgn import model_inputs
 from sdfastgn.models import configurations
-from sdfastgn.models.configurations import TINY_AUTOENCODERS, UNETS, VAES
+from sdfastgn.models.configurations import TINY_AUTOENCODERS, UNETS, VAES, VideoNetwork
 from sdfastgn.models.saved import latent_scale
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -83,7 +84,7 @@ def build_unet(
     """The UNet of ``model`` in eval mode, with random weights drawn from ``seed``."""
     from diffusers import UNet2DConditionModel
 
-    return _build(UNet2DConditionModel, UNETS[model], dtype, device, seed)
+    return with_random_weights(lambda: UNet2DConditionModel(**UNETS[model]), dtype, device, seed)
 
 
 def build_vae(
@@ -93,8 +94,19 @@ def build_vae(
     from diffusers import AutoencoderKL, AutoencoderTiny
 
     if model in TINY_AUTOENCODERS:
-        return _build(AutoencoderTiny, {}, dtype, device, seed)
-    return _build(AutoencoderKL, {**VAES[model], "force_upcast": False}, dtype, device, seed)
+        return with_random_weights(AutoencoderTiny, dtype, device, seed)
+    config = {**VAES[model], "force_upcast": False}
+    return with_random_weights(lambda: AutoencoderKL(**config), dtype, device, seed)
+
+
+def build_video_network(
+    network: VideoNetwork, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
+) -> Any:
+    """``network`` in eval mode, with random weights drawn from ``seed``."""
+    import diffusers
+
+    cls = getattr(diffusers, network.cls)
+    return with_random_weights(lambda: cls(**network.config), dtype, device, seed)
 
 
 def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
@@ -113,17 +125,32 @@ def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: 
     return model_inputs.randn(batch, channels, pixels, pixels, seed=seed, **where)
 
 
-def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, seed: int) -> Any:
-    # The network is made on the meta device, because initializing 2.6 billion parameters on the CPU would
-    # take minutes.
-    with torch.device("meta"):
-        model = cls(**config)
+def with_random_weights(
+    build: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device | str, seed: int
+) -> Any:
+    """The module that ``build`` makes, in eval mode, with random weights unless ``device`` is meta.
+
+    Buffers, such as embeddings of positions, have their own values.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    # Parameters are made on the meta device, because initializing 2.6 billion of them on the CPU would take
+    # minutes. mypy: torch's stubs say that a hook returns None.
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        model = build()
+    finally:
+        hook.remove()
     # diffusers' own ``to`` is not called, because it warns of modules that must stay fp32. These models have
     # none.
     nn.Module.to(model, dtype)
-    if torch.device(device).type == "meta":
-        return model.eval()
-    return randomize(model.to_empty(device=device), seed).eval()
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=device).eval()
+    for name, buffer in model.named_buffers():  # ``to_empty`` has left them undefined
+        buffer.copy_(buffers[name])
+    return model if torch.device(device).type == "meta" else randomize(model, seed)
 
 
 def randomize(module: nn.Module, seed: int) -> Any:

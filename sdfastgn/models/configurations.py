@@ -10,10 +10,20 @@ They are taken from the public configurations of four models:
 ``tiny`` and ``tiny_xl`` have the same kinds of blocks, but are small, for tests. Their number of channels per
 group is not a power of two. Settings that equal the defaults of diffusers and transformers are left out. The
 default UNet of diffusers is the one of SD1.5.
+
+``VIDEO_NETWORKS`` are single networks of other models, most of them of video:
+
+- ``wan``: Wan-AI/Wan2.1-T2V-14B-Diffusers;
+- ``qwen_image``: Qwen/Qwen-Image. Its autoencoder has Wan's architecture. An image is a video of one frame;
+- ``hunyuan_video``: hunyuanvideo-community/HunyuanVideo;
+- ``cogvideox``: THUDM/CogVideoX-5b;
+- ``svd``: stabilityai/stable-video-diffusion-img2vid;
+- ``animatediff``: SD1.5 with guoyww/animatediff-motion-adapter-v1-5-2.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 # The prompt that is used if the user gives none.
@@ -128,4 +138,56 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sdxl": _EULER,
     "lcm": ("LCMScheduler", _BETAS),
     "sd_turbo": ("EulerDiscreteScheduler", {**_BETAS, "timestep_spacing": "trailing"}),
+}
+
+
+@dataclass(frozen=True)
+class VideoNetwork:
+    """A UNet or an autoencoder of video, and the size of its call that is timed.
+
+    Attributes:
+        cls: its class in diffusers.
+        dtype: the dtype in which it is used, a key of ``DTYPES``.
+        frames: number of frames of the video; 1 for an image.
+        height, width: of a frame in pixels.
+        batch: videos in one call. It is 2 for a UNet step with guidance.
+        config: settings of the class that differ from diffusers' defaults.
+    """
+
+    cls: str
+    dtype: str
+    frames: int
+    height: int
+    width: int
+    batch: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+# Model -> part ("unet" or "vae") -> network. The first part of a model is its default.
+VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
+    "wan": {"vae": VideoNetwork("AutoencoderKLWan", "bf16", 17, 480, 832)},
+    "qwen_image": {"vae": VideoNetwork("AutoencoderKLQwenImage", "bf16", 1, 1024, 1024)},
+    "hunyuan_video": {"vae": VideoNetwork("AutoencoderKLHunyuanVideo", "bf16", 17, 480, 832)},
+    "cogvideox": {
+        "vae": VideoNetwork("AutoencoderKLCogVideoX", "bf16", 9, 480, 720, config={"scaling_factor": 0.7})
+    },
+    "svd": {
+        "unet": VideoNetwork(
+            "UNetSpatioTemporalConditionModel", "fp16", 14, 576, 1024, batch=2, config={"num_frames": 14}
+        ),
+        # The pipeline decodes a few frames at a time, because all together need much memory.
+        "vae": VideoNetwork(
+            "AutoencoderKLTemporalDecoder",
+            "fp16",
+            4,
+            576,
+            1024,
+            config={key: value for key, value in _VAE.items() if key != "up_block_types"},
+        ),
+    },
+    "animatediff": {
+        "unet": VideoNetwork(
+            "UNetMotionModel", "fp16", 16, 512, 512, batch=2, config={"cross_attention_dim": 768}
+        )
+    },
 }

@@ -95,6 +95,18 @@ def test_only_unet_and_vae_of_a_pipeline_change_layout():
     assert all(part.decoder[0].weight.is_contiguous() for part in modules_of(pipe).values())
 
 
+@pytest.mark.parametrize("name", ["channels_last", "compile_channels_last"])
+def test_weights_of_both_convolutions_are_channels_last(name):
+    images, video = nn.Conv2d(8, 8, 3), nn.Conv3d(8, 8, 3)
+    module = nn.Sequential(images, video)
+    with prepared(VARIANTS[name], module, "unet"):
+        assert images.weight.is_contiguous(memory_format=torch.channels_last)
+        assert video.weight.is_contiguous(memory_format=torch.channels_last_3d)
+        assert (module._compiled_call_impl is not None) == ("compile" in name)
+    assert images.weight.is_contiguous()
+    assert video.weight.is_contiguous()
+
+
 def test_compile_reaches_the_decoder_that_decode_calls(module):
     with prepared(VARIANTS["compile"], module, "vae"):
         assert module.decoder._compiled_call_impl is not None

@@ -19,10 +19,12 @@ from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels.suite import KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.variants import PARTS, VARIANTS, Variant
+from sdfastgn.cli import bench_options
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.models import configurations
 from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
+from tests import small_video
 from tests.command_line import ROOT, invoke
 
 # As the entry point sets it. transformers would keep the first runner's standard error.
@@ -120,6 +122,54 @@ def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [(row["variant"], row["status"]) for row in rows_of(path)] == [("thrown_away", OK)]
     assert "variant thrown_away: yes" in invoke("info", "--device", "cpu").stdout
     assert "thrown_away" in invoke("bench", "-h").stdout
+
+
+VIDEO = [(model, part) for model, parts in configurations.VIDEO_NETWORKS.items() for part in parts]
+
+
+@pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(each) for each in VIDEO])
+def test_a_video_network_is_timed(
+    model: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_video.shrink(monkeypatch, height=32, width=48)
+    path = tmp_path / "out.json"
+    chosen = ("--model", model, "--part", part, "--variants", "eager,channels_last,sdfastgn")
+    result = invoke("bench", *chosen, *ON_CPU, "--fp32-reference", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    content = json.loads(path.read_text())
+    network = configurations.VIDEO_NETWORKS[model][part]
+    for row in content["rows"]:
+        assert row["status"] == OK
+        assert row["error_fp32"] is not None
+        found = [row[name] for name in ("model", "part", "frames", "size", "width", "batch", "dtype")]
+        assert found == [model, part, network.frames, 32, 48, network.batch, "fp32"]
+    # The whole size is in the title, here and in a report.
+    size = "32 x 48" if network.frames == 1 else f"{network.frames} x 32 x 48"
+    assert f"{model} {part}, {size}, batch {network.batch}" in result.stdout
+    assert f"{size}, batch {network.batch}, fp32" in invoke("report", str(path)).stdout
+
+
+def test_the_documents_have_every_video_network() -> None:
+    text = (ROOT / "docs" / "benchmarking.md").read_text()
+    for model, part in VIDEO:
+        each = configurations.VIDEO_NETWORKS[model][part]
+        size = f"{each.frames} x {each.height} x {each.width}"
+        line = rf"^\| `{model}`.* \| `{part}` \| {size} \| {each.dtype} \|$"
+        assert re.search(line, text, re.MULTILINE), line
+
+
+def test_the_size_of_a_video_is_its_own_or_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shape(**options: Any) -> tuple[Any, ...]:
+        (config,) = bench_options.preset_configs(None, **options, device="cpu")
+        return config.part, config.frames, config.size, config.width, config.batch, config.dtype
+
+    assert shape(model="wan") == ("vae", 17, 480, 832, 1, "fp32")
+    assert shape(model="svd") == ("unet", 14, 576, 1024, 2, "fp32")
+    assert shape(model="svd", parts=["vae"], size=512) == ("vae", 4, 512, 512, 1, "fp32")
+    assert shape(model="animatediff", batch="1", dtype="bf16") == ("unet", 16, 512, 512, 1, "bf16")
+    assert shape(model="sd15") == ("unet", None, 512, None, 2, "fp32")
+    monkeypatch.setattr(bench_options, "device_name", lambda option, value: "cuda")
+    assert [shape(model=model)[-1] for model in ("wan", "svd", "sd15")] == ["bf16", "fp16", "fp16"]
 
 
 def test_a_wrong_variant_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def test_each_option_is_a_sentence_and_has_its_default_once(command: str) -> Non
         pytest.param("bench", VARIANTS, id="variants"),
         pytest.param("bench", PARTS, id="parts"),
         pytest.param("bench", configurations.MODELS, id="models"),
+        pytest.param("bench", configurations.VIDEO_NETWORKS, id="video"),
         pytest.param("kernels", SUITES, id="suites"),
         pytest.param("kernels", SUITES["layer_norm"].providers, id="providers"),
     ],

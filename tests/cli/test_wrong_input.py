@@ -98,6 +98,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BENCH = {
     "bench --model sd3": "--model: unknown value 'sd3'; choose from tiny, tiny_xl, sd15, sdxl",
     "bench --part text": "--part: unknown value 'text'; choose from unet, vae, pipeline",
+    "bench --model wan --part pipeline": "--part: cannot time 'pipeline' of the model 'wan'; choose from vae",
+    "bench --model wan --part vae --part unet": "--part: cannot time 'unet' of the model 'wan'; choose",
+    "bench --model svd --part train": "--part: cannot time 'train' of the model 'svd'; choose from unet, vae",
+    "bench --model animatediff --part vae": "--part: cannot time 'vae' of the model 'animatediff'; choose",
+    "bench --model cogvideox --size 100": "--size: must be a positive multiple of 8",
+    "bench --model hunyuan_video --dtype fp8": "--dtype: unknown value 'fp8'",
+    "bench --model qwen_image --batch 0": "--batch: must be a positive whole number, got 0",
+    "bench --preset fal --model svd": "--part: cannot time 'pipeline' of the model 'svd'; choose from unet",
     "bench --variants eager,fast": "--variants: unknown value 'fast'; choose from eager, channels_last",
     "bench --variants ,": "--variants: no value given; choose from eager",
     "bench --dtype fp8": "--dtype: unknown value 'fp8'; choose from fp16, bf16, fp32",
@@ -137,6 +145,7 @@ WEIGHTS = {
     "bench --weights video": "--weights: the UNet of 'video' cannot be timed: a UNet3DConditionModel takes",
     "bench --weights of-images": "--weights: the UNet of 'of-images' cannot be timed: its "
     "addition_embed_type 'image' takes",
+    "bench --model wan --weights sd15": "--weights: the model 'wan' can only have random weights, got 'sd15'",
     "bench --part pipeline --weights img2img": "--part: 'pipeline' needs a text-to-image*, * takes 'image'",
     "bench --part pipeline --weights no-prompt": "--part: 'pipeline' needs * takes a prompt, * takes none",
     "bench --part pipeline --weights inpainting --model sd15": "--part: 'pipeline' needs * takes 9 channels",

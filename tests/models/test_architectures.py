@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers import UNetMotionModel
 from torch import nn
 
-from sdfastgn.models import architectures
-from sdfastgn.models.configurations import SEEDS
+from sdfastgn.model_inputs import randn
+from sdfastgn.models import architectures, video
+from sdfastgn.models.configurations import SEEDS, VIDEO_NETWORKS
+from tests.small_video import SETTINGS, shrink
 
 
 def parameters(module: nn.Module) -> int:
@@ -59,3 +62,61 @@ def test_norms_of_tiny_models_have_random_affines_and_groups_of_odd_sizes():
     assert all(m.weight.std() > 0.01 and m.bias.std() > 0.01 for m in norms)
     per_group = {m.num_channels // m.num_groups for m in norms}
     assert any(n & (n - 1) for n in per_group)
+
+
+# (model, part) -> parameters, and the shape of the output.
+VIDEO = {
+    ("wan", "vae"): (126_892_531, (1, 3, 17, 480, 832)),
+    ("qwen_image", "vae"): (126_892_531, (1, 3, 1, 1024, 1024)),
+    ("hunyuan_video", "vae"): (246_478_803, (1, 3, 17, 480, 832)),
+    ("cogvideox", "vae"): (215_583_907, (1, 3, 9, 480, 720)),
+    ("svd", "unet"): (1_524_623_082, (2, 14, 4, 72, 128)),
+    ("svd", "vae"): (97_742_847, (4, 3, 576, 1024)),
+    ("animatediff", "unet"): (859_520_964 + 453_209_280, (2, 4, 16, 64, 64)),
+}
+
+
+def test_every_video_network_is_here():
+    keys = [(model, part) for model, networks in VIDEO_NETWORKS.items() for part in networks]
+    assert keys == list(VIDEO) == list(SETTINGS)
+
+
+@pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
+def test_video_networks_are_the_published_ones(model, part):
+    network = VIDEO_NETWORKS[model][part]
+    where = {"dtype": torch.float16, "device": "meta"}
+    built = architectures.build_video_network(network, **where)
+    size = {"frames": network.frames, "height": network.height, "width": network.width}
+    inputs = video.inputs(built, lambda *shape: torch.empty(shape, **where), batch=network.batch, **size)
+    with torch.no_grad():
+        found = parameters(built), tuple(video.run(built, inputs).shape)
+    assert found == VIDEO[model, part]
+
+
+@pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
+def test_small_video_networks_run_and_are_reproducible(model, part, monkeypatch):
+    shrink(monkeypatch)
+    network = VIDEO_NETWORKS[model][part]
+    where = {"dtype": torch.float32, "device": "cpu"}
+    size = {"batch": 1, "frames": 5, "height": 32, "width": 48}
+
+    def output(seed):
+        built = architectures.build_video_network(network, **where, seed=seed)
+        with torch.no_grad():
+            return video.run(
+                built, video.inputs(built, lambda *shape: randn(*shape, **where, seed=seed), **size)
+            )
+
+    same, again, other = map(output, (0, 0, 1))
+    assert torch.equal(same, again)
+    assert not torch.allclose(same, other)
+    assert 0.05 < same.std() < 20
+
+
+def test_buffers_are_those_of_the_class(monkeypatch):
+    shrink(monkeypatch)
+    network = VIDEO_NETWORKS["animatediff"]["unet"]
+    expected = dict(UNetMotionModel(**network.config).named_buffers())
+    found = dict(architectures.build_video_network(network, torch.float32, "cpu").named_buffers())
+    assert expected
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -24,6 +24,12 @@ def error_text(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1e}"
 
 
+def extent(size: int, width: int | None = None, frames: int | None = None) -> str:
+    """``512²`` for a square image, ``17 x 480 x 832`` for a video: frames, height and width in pixels."""
+    side = f"{size}²" if width in (None, size) else f"{size} x {width}"
+    return side if frames in (None, 1) else f"{frames} x {side}"
+
+
 def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
     """(header, body) of a table, without columns in which all cells are empty.
 

@@ -9,13 +9,24 @@ from sdfastgn.bench.kernel_categories import CATEGORIES, FLOOR, GAPS, OTHER
 from sdfastgn.bench.profiling import CPU, Breakdown
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.blocks import Blocks
-from sdfastgn.bench.tables.cells import number, without_empty_columns
+from sdfastgn.bench.tables.cells import extent, number, without_empty_columns
 from sdfastgn.bench.variants import label
 from sdfastgn.program import counted
 
 FLOOR_NAMES = " + ".join(FLOOR)
 
-MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL", "lcm": "LCM", "sd_turbo": "SD-Turbo"}
+MODEL_LABELS = {
+    "sd15": "SD1.5",
+    "sdxl": "SDXL",
+    "lcm": "LCM",
+    "sd_turbo": "SD-Turbo",
+    "wan": "Wan 2.1",
+    "qwen_image": "Qwen-Image",
+    "hunyuan_video": "HunyuanVideo",
+    "cogvideox": "CogVideoX",
+    "svd": "SVD",
+    "animatediff": "AnimateDiff",
+}
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 
 # Maximum number of characters of a kernel's name in a table. Names of C++ templates may have a thousand. The
@@ -28,7 +39,7 @@ def row_title(row: Row) -> str:
     """What a row measures: model, part, size, batch and dtype, in words."""
     model = MODEL_LABELS.get(row.model, row.model)
     what = f"VAE decode, {model}" if row.part == "vae" else f"{model} {PART_LABELS[row.part]}"
-    return f"{what} {row.size}², batch {row.batch}, {row.dtype}"
+    return f"{what} {extent(row.size, row.width, row.frames)}, batch {row.batch}, {row.dtype}"
 
 
 def breakdown_of(row: Row) -> Breakdown | None:

@@ -1,0 +1,58 @@
+"""Random inputs for the networks of ``configurations.VIDEO_NETWORKS``, and a call of such a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A latent covers 8 x 8 pixels. In the autoencoders that compress time, a latent frame covers four frames,
+# except for the first one, which covers one frame.
+PIXELS, FRAMES = 8, 4
+# Number of tokens of a text that CLIP has encoded.
+_TOKENS = 77
+
+# Makes a random tensor of the given shape, in the dtype and on the device of the model.
+Draw = Callable[..., Tensor]
+
+
+def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    """Random keyword arguments of :func:`run` for ``batch`` videos, as the model's pipeline passes them.
+
+    Args:
+        model: an instance of one of the classes in ``VIDEO_NETWORKS``.
+        draw: makes the tensors.
+        batch: number of videos; for a UNet step with guidance twice this number.
+        frames: number of frames of a video.
+        height, width: of a frame in pixels.
+    """
+    kind, config = type(model).__name__, model.config
+    size = height // PIXELS, width // PIXELS
+    if kind == "UNetSpatioTemporalConditionModel":
+        sample = draw(batch, frames, config.in_channels, *size)
+        return {
+            "sample": sample,
+            "timestep": torch.tensor(500, device=sample.device),
+            "encoder_hidden_states": draw(batch, 1, config.cross_attention_dim),
+            "added_time_ids": draw(batch, 3),
+        }
+    if kind == "UNetMotionModel":
+        sample = draw(batch, config.in_channels, frames, *size)
+        return {
+            "sample": sample,
+            "timestep": torch.tensor(500, device=sample.device),
+            # The pipeline repeats the text for each frame.
+            "encoder_hidden_states": draw(batch * frames, _TOKENS, config.cross_attention_dim),
+        }
+    if kind == "AutoencoderKLTemporalDecoder":
+        return {"z": draw(batch * frames, config.latent_channels, *size), "num_frames": frames}
+    channels = config["z_dim" if "z_dim" in config else "latent_channels"]
+    return {"z": draw(batch, channels, (frames - 1) // FRAMES + 1, *size)}
+
+
+def run(model: Any, inputs: dict[str, Any]) -> Any:
+    """The output of one step of a UNet, or of one decode by an autoencoder, as a tensor."""
+    call = model.decode if hasattr(model, "decode") else model
+    return call(**inputs, return_dict=False)[0]
