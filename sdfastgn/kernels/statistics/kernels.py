@@ -221,7 +221,7 @@ def _statistics_kernel(
     if statistics_ptr is not None:
         m2 = tl.sum(s2, REDUCED, keep_dims=True)
         if LOOP or EXACT:
-                # ``mean`` is that of the first tile, rounded. The sum of deviations from it corrects it.
+            # ``mean`` is that of the first tile, rounded. The sum of deviations from it corrects it.
             mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
         # Partials stay apart by warp: sums over warps cost more than merging more chunks later.
         out = statistics_ptr + (n * chunks + chunk) * C + c
