@@ -27,7 +27,6 @@ STREAMING = {
     "_rows_kernel",
     "_geglu_kernel",
     "batch_apply_kernel",
-    "batch_sums_kernel",
     "batch_apply_grad_kernel",
 }
 TILE = ("LANES", "WARPS", "STEPS", "BLOCK")

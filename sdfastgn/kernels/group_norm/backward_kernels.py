@@ -8,6 +8,8 @@ Pointers, beside those of ``group_norm/kernels.py``:
 - ``dy``, ``dx``: gradients of y and x; ``dx`` is None where it is not wanted;
 - ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: gradients, in the shapes of
   their tensors, or None;
+- ``residual``, ``dz``: as in ``batch_norm/kernels.py``, for BatchNorm only; ``EPS`` is then added
+  to the variance, which it has in place of rstd;
 - ``scratch``: fp32. ``sums``: planes (N, P, C) of sums of chunks. From ``totals_offset`` on
   ``totals``: planes (N, C) of sums of samples. From ``table_offset`` on the table for dx, planes
   (N, C) of scale, offset, slope, level and centre.
@@ -36,6 +38,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sdfastgn.kernels.common.activation_kernels import activation_grad
+from sdfastgn.kernels.common.sums import inverse_deviation
 from sdfastgn.kernels.common.tiles import (
     LANE_AXIS,
     STEP_AXIS,
@@ -55,10 +58,12 @@ STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 
 @triton.jit
-def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride):
+def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS: tl.constexpr = None):
     """(what x is less its mean after the shift, 1 / deviation) of channels ``c``."""
     centre = tl.load(mean_ptr + group, mask=in_range, other=0.0)
     rstd = tl.load(rstd_ptr + group, mask=in_range, other=0.0)
+    if EPS is not None:
+        centre, rstd = centre.to(tl.float32), inverse_deviation(rstd.to(tl.float32), EPS)
     if shift_ptr is not None:
         centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
     return centre, rstd
@@ -95,18 +100,25 @@ def store_totals(
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
 def small_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
-    ada_shift_ptr,
+    ada_shift_ptr, residual_ptr, dz_ptr, dweight_ptr, dbias_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
     C: tl.constexpr, CG: tl.constexpr,
     ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     DY_LAST: tl.constexpr, EACH_CHANNEL: tl.constexpr,
     PDL: tl.constexpr, PAIRS: tl.constexpr,
+    IMAGE: tl.constexpr, EPS: tl.constexpr, IN_EVAL: tl.constexpr,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x, dy -> dx; and by sample and channel sums of dz, dz * xhat, and the gradient of the shift."""
+    """x, dy -> dx; and by sample and channel sums of dz, dz * xhat, and the gradient of the shift.
+
+    BatchNorm's sums of its one sample go to ``dbias`` and ``dweight`` instead.
+    ``IMAGE``: as in ``channels_kernel``. ``IN_EVAL``: mean and variance do not depend on x.
+    """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
+    if IMAGE is not None:
+        HW = multiple_of(HW, IMAGE)
     outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
     inner = along_block(BLOCK)
     row = outer if CHANNELS_LAST else inner
@@ -115,7 +127,7 @@ def small_grad_kernel(
     in_range = (j < CHANNELS) & (c < C)
     mask = (row < HW) & in_range
     base = n * HW * C
-    last = row * C + c
+    last = row * C + c if IMAGE is None else (row // IMAGE * C + c) * IMAGE + row % IMAGE
     first = c * HW + row
     if PDL:
         gdc_wait()
@@ -123,13 +135,18 @@ def small_grad_kernel(
     x = tl.load(x_ptr + base + (last if CHANNELS_LAST else first), mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + base + (last if DY_LAST else first), mask=mask, other=0.0).to(tl.float32)
     centre, rstd = _centre(
-        n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
+        n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS
     )
     scale, offset = channel_affine(
         n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     xhat = tl.where(mask, (x - centre) * rstd, 0.0)
-    dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
+    z = xhat * scale + offset
+    if residual_ptr is not None:
+        z += tl.load(residual_ptr + base + last, mask=mask, other=0.0).to(tl.float32)
+    dz = activation_grad(dy, z, ACTIVATION, PAIRS)
+    if dz_ptr is not None:
+        tl.store(dz_ptr + base + last, dz.to(dz_ptr.dtype.element_ty), mask=mask)
     along_z = _channel_sum(dz, CHANNELS_LAST)
     along_x = _channel_sum(dz * xhat, CHANNELS_LAST)
     positions = HW.to(tl.float32)
@@ -137,7 +154,10 @@ def small_grad_kernel(
     along_mean = _group_sum(scale * along_z, EACH_CHANNEL) / count
     along_var = _group_sum(scale * along_x, EACH_CHANNEL) / count
     if dx_ptr is not None:
-        dx = rstd * (dz * scale - along_mean - xhat * along_var)
+        dx = dz * scale
+        if not IN_EVAL:
+            dx = dx - along_mean - xhat * along_var
+        dx = rstd * dx
         out = dx_ptr + base + (last if CHANNELS_LAST else first)
         tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if totals_ptr is not None:
@@ -146,6 +166,9 @@ def small_grad_kernel(
             totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
             along_mean, along_var, SHIFT_GRAD,
         )  # fmt: skip
+    if dweight_ptr is not None:
+        tl.store(dbias_ptr + c, along_z, mask=in_range)
+        tl.store(dweight_ptr + c, along_x, mask=in_range)
 
 
 @triton.jit
@@ -153,8 +176,9 @@ def grad_tile(
     x_ptr, dy_ptr,
     x_offsets, dy_offsets, mask, centre, rstd, scale, offset,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVICTION: tl.constexpr,
+    residual_ptr=None, dz_ptr=None,
 ):  # fmt: skip
-    """(dz, xhat) of a tile, 0 where masked."""
+    """(dz, xhat) of a tile, 0 where masked. dz is stored where that is wanted."""
     if mask is None:
         x = tl.load(x_ptr + x_offsets, eviction_policy=EVICTION)
         dy = tl.load(dy_ptr + dy_offsets, eviction_policy=EVICTION)
@@ -164,7 +188,16 @@ def grad_tile(
     xhat = (x.to(tl.float32) - centre) * rstd
     if mask is not None:
         xhat = tl.where(mask, xhat, 0.0)
-    return activation_grad(dy.to(tl.float32), xhat * scale + offset, ACTIVATION, PAIRS), xhat
+    dy, z = dy.to(tl.float32), xhat * scale + offset
+    if residual_ptr is not None:
+        if mask is None:
+            z += tl.load(residual_ptr + x_offsets).to(tl.float32)
+        else:
+            z += tl.load(residual_ptr + x_offsets, mask=mask, other=0.0).to(tl.float32)
+    dz = activation_grad(dy, z, ACTIVATION, PAIRS)
+    if dz_ptr is not None:
+        tl.store(dz_ptr + x_offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    return dz, xhat
 
 
 # One program: channels-last a block of channels in one chunk for each warp, channels-first one channel
@@ -172,7 +205,7 @@ def grad_tile(
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
 def sums_kernel(
     x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
-    ada_shift_ptr,
+    ada_shift_ptr, residual_ptr, dz_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride,
     HW, rows, chunks, plane,
     C: tl.constexpr, CG: tl.constexpr,
@@ -180,9 +213,16 @@ def sums_kernel(
     DY_LAST: tl.constexpr,
     PDL: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr,
     HW_FACTOR: tl.constexpr,
+    CHANNELS: tl.constexpr, EPS: tl.constexpr, ADDED: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each channel and chunk, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
+    """For each channel and chunk, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat.
+
+    ``CHANNELS``: of BatchNorm, whose mean and variance are those of all samples; column ``c`` of x is then
+    channel ``c % CHANNELS``. None for other norms.
+    ``ADDED``: channels-last, the sums are those of a program's chunks together. Few channels have so many
+    chunks that to merge them takes longer.
+    """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
     if CHANNELS_LAST:
@@ -203,18 +243,19 @@ def sums_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    centre, rstd = _centre(
-        n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
-    )
+    channel = c if CHANNELS is None else c % CHANNELS
+    group = n * (C // CG) + c // CG if CHANNELS is None else channel
+    centre, rstd = _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS)
     scale, offset = channel_affine(
-        n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+        n, channel, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     mask = None
     if not EVEN:
         mask = (position < count) & in_range
     dz, xhat = grad_tile(
-        x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, ""
-    )
+        x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "",
+        residual_ptr, dz_ptr,
+    )  # fmt: skip
     along_z = tl.sum(dz, STEP_AXIS, keep_dims=True)
     along_x = tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
     sum_x = tl.sum(xhat, STEP_AXIS, keep_dims=True)
@@ -226,11 +267,16 @@ def sums_kernel(
             dz, xhat = grad_tile(
                 x_ptr, dy_ptr, x_offsets + step * (C if CHANNELS_LAST else 1),
                 dy_offsets + step * (C if DY_LAST else 1), mask, centre, rstd, scale, offset, ACTIVATION,
-                PAIRS, "",
+                PAIRS, "", residual_ptr, dz_ptr,
             )  # fmt: skip
             along_z += tl.sum(dz, STEP_AXIS, keep_dims=True)
             along_x += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
             sum_x += tl.sum(xhat, STEP_AXIS, keep_dims=True)
+    if ADDED:
+        along_z = tl.sum(tl.sum(along_z, REDUCED, keep_dims=True), 1, keep_dims=True)
+        along_x = tl.sum(tl.sum(along_x, REDUCED, keep_dims=True), 1, keep_dims=True)
+        chunks = tl.cdiv(chunks, WARPS)
+        chunk = tl.program_id(0) // tl.cdiv(C, BLOCK) % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
     out = sums_ptr + (n * chunks + chunk) * C + c
     mask = (chunk < chunks) & in_range
     tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.declaration import Gradients, empty_gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
@@ -28,7 +27,7 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_rows,
     walk_config,
 )
-from sdfastgn.kernels.group_norm.plans import ALIGNED, strides_of
+from sdfastgn.kernels.group_norm.plans import ALIGNED, pairs_of, strides_of
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
@@ -41,7 +40,7 @@ _PARAMETERS = 5
 _PARAMETER_WARPS = 4
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """What every launch of a call is planned from."""
 
     N: int
@@ -52,9 +51,10 @@ class _Sizes(NamedTuple):
     dy_last: bool
     pdl: bool
     strides: dict[str, int]  # of shift, ada_scale and ada_shift
+    shift_grad: bool
 
     @classmethod
-    def of(cls, call: Any) -> _Sizes:
+    def of(cls, call: Any) -> Sizes:
         x, C = call.x, call.x.shape[1]
         return cls(
             x.shape[0],
@@ -65,6 +65,7 @@ class _Sizes(NamedTuple):
             call.tokens or is_channels_last(call.dy),
             gpu.has_programmatic_launch(x.device),
             strides_of(call),
+            call.dshift,
         )
 
 
@@ -74,22 +75,24 @@ class GroupNormGradPlan:
     ``single`` makes dx and the sums of samples, or ``sums`` and ``merge`` make the sums and ``apply`` dx.
     ``parameters`` makes the gradients of parameters where ``apply`` does not. Of many samples it makes sums
     of parts, ``part_plane`` values for each parameter, and ``parts_sum`` adds them up.
+    ``of_batches``: pointers of ``single`` that only BatchNorm has.
     ``scratch``: fp32 values that pass between them: sums of chunks, then ``totals`` of samples, then the
     table for dx. A part of ``plane`` values has one for each sample and channel.
     """
 
     __slots__ = (
-        "apply", "merge", "parameters", "part_plane", "parts_sum", "plane", "rows", "scratch", "single",
-        "sums", "totals", "wanted",
+        "apply", "merge", "of_batches", "parameters", "part_plane", "parts_sum", "plane", "rows", "scratch",
+        "single", "sums", "totals", "wanted",
     )  # fmt: skip
 
     def __init__(self, call: Any) -> None:
         x = call.x
-        sizes = _Sizes.of(call)
+        sizes = Sizes.of(call)
         self.wanted = tuple(name for name in gradients_of(type(call)) if getattr(call, f"d{name}"))
         self.plane = _aligned(sizes.N * sizes.C)
         self.totals, self.scratch = 0, (2 + call.dshift) * self.plane
         self.single: Launch | None = None
+        self.of_batches: tuple[None, ...] = ()
         self.apply: Launch | None = None
         self.parameters: Launch | None = None
         self.parts_sum: Launch | None = None
@@ -100,15 +103,16 @@ class GroupNormGradPlan:
         if not isinstance(config, SmallConfig) and call.dx and sizes.dy_last == sizes.channels_last:
             walk = walk_config(*shape, gpu.l2_bytes(x.device), x.element_size(), call.activation, call.dshift)
         if isinstance(config, SmallConfig):
-            self.single = self._plan_small(call, sizes, config)
+            self.single = small_grad_launch(call, sizes, config, self.plane)
+            self.of_batches = (None,) * 4
         elif walk is not None:
             self.single = self._plan_walk(call, sizes, walk)
         else:
-            self.sums = self._plan_sums(call, sizes, config.statistics)
+            self.sums = sums_launch(call, sizes, config.statistics, config.statistics.chunks)
             self.merge = self._plan_merge(call, sizes, config.statistics.chunks)
         self._plan_rest(call, sizes, sms)
 
-    def _plan_rest(self, call: Any, sizes: _Sizes, sms: int) -> None:
+    def _plan_rest(self, call: Any, sizes: Sizes, sms: int) -> None:
         """``apply``, whose first programs make the gradients of parameters, or ``parameters`` without it."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
@@ -136,42 +140,23 @@ class GroupNormGradPlan:
                 self.part_plane = _aligned(parts * C)
                 self.parts_sum = self._plan_parts_sum(sizes, parts)
 
-    def _plan_parts_sum(self, sizes: _Sizes, parts: int) -> Launch:
+    def _plan_parts_sum(self, sizes: Sizes, parts: int) -> Launch:
         block_p, block_c = column_sum_block(parts, sizes.C)
         return Launch(
             parameter_kernels.parameter_sum_kernel, _PARAMETERS * ceil_div(sizes.C, block_c), SUM_WARPS,
             pdl=sizes.pdl, parts=parts, plane=self.part_plane, C=sizes.C, BLOCK_P=block_p, BLOCK_C=block_c,
         )  # fmt: skip
 
-    def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
-        return Launch(
-            kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
-            pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=self.plane,
-            CHANNELS=config.channels, EACH_CHANNEL=config.each_channel, PAIRS=_pairs(call, config.block),
-            **tile_constants(config),
-        )  # fmt: skip
-
-    def _plan_walk(self, call: Any, sizes: _Sizes, config: WalkConfig) -> Launch:
+    def _plan_walk(self, call: Any, sizes: Sizes, config: WalkConfig) -> Launch:
         return Launch(
             walk_kernels.walk_grad_kernel, sizes.N * call.num_groups, config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), plane=self.plane,
-            PAIRS=sizes.channels_last and _pairs(call, config.block_c),
+            PAIRS=sizes.channels_last and pairs_of(call, config.block_c),
             HW_FACTOR=row_factor(sizes.channels_last, sizes.HW),
             BLOCK_HW=config.block_hw, KEPT_HW=config.kept_hw, BLOCK_C=config.block_c,
         )  # fmt: skip
 
-    def _plan_sums(self, call: Any, sizes: _Sizes, config: StatisticsConfig) -> Launch:
-        N, C, HW = sizes.N, sizes.C, sizes.HW
-        return Launch(
-            kernels.sums_kernel, config.programs(N, C, sizes.channels_last), config.num_warps,
-            pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last,
-            rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
-            PAIRS=_pairs(call, config.block), EVEN=is_even(config, C, HW, sizes.channels_last),
-            LOOP=config.rows > config.tile_rows,
-            HW_FACTOR=row_factor(sizes.channels_last, HW, config.rows), **tile_constants(config),
-        )  # fmt: skip
-
-    def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
+    def _plan_merge(self, call: Any, sizes: Sizes, chunks: int) -> Launch:
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)
@@ -186,16 +171,14 @@ class GroupNormGradPlan:
             LOOP=chunks > tile.block_p, BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
         )  # fmt: skip
 
-    def _plan_apply(
-        self, call: Any, sizes: _Sizes, blocks: ApplyConfig, parameters: dict[str, Any]
-    ) -> Launch:
+    def _plan_apply(self, call: Any, sizes: Sizes, blocks: ApplyConfig, parameters: dict[str, Any]) -> Launch:
         N, C, HW = sizes.N, sizes.C, sizes.HW
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
         return Launch(
             kernels.apply_grad_kernel, programs + parameters["PARAMETER_PROGRAMS"], blocks.num_warps,
             pdl=sizes.pdl, **parameters, HW=HW, table_offset=self.scratch - _TABLE_ROWS * self.plane,
             CHANNELS_LAST=sizes.channels_last, DY_LAST=sizes.dy_last, ACTIVATION=call.activation,
-            PAIRS=sizes.channels_last and _pairs(call, blocks.block_c),
+            PAIRS=sizes.channels_last and pairs_of(call, blocks.block_c),
             AHEAD=gpu.reads_ahead(call.x.device),
             EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
             HW_FACTOR=row_factor(sizes.channels_last and sizes.dy_last, HW),
@@ -215,9 +198,10 @@ class GroupNormGradPlan:
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         operands = (mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         if self.single is not None:
-            self.single(stream, x, dy, dx, scratch if self.parameters else None, *operands)
+            totals = scratch if self.parameters else None
+            self.single(stream, x, dy, dx, totals, *operands, *self.of_batches)
         else:
-            self.sums(stream, x, dy, scratch, *operands)
+            self.sums(stream, x, dy, scratch, *operands, None, None)
             self.merge(stream, scratch, *operands)
         if self.apply is not None:
             self.apply(stream, x, dy, dx, scratch, weight, bias, ada_scale, *parameter_grads)
@@ -234,11 +218,51 @@ class GroupNormGradPlan:
             self.parts_sum(stream, partials, *sums)
 
 
+def small_grad_launch(
+    call: Any,
+    sizes: Sizes,
+    config: SmallConfig,
+    plane: int,
+    image: int | None = None,
+    eps: float | None = None,
+    in_eval: bool = False,
+) -> Launch:
+    """``image``, ``eps``, ``in_eval``: BatchNorm's, as in ``small_grad_kernel``."""
+    return Launch(
+        kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
+        pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=plane,
+        CHANNELS=config.channels, EACH_CHANNEL=config.each_channel, PAIRS=pairs_of(call, config.block),
+        IMAGE=image, EPS=eps, IN_EVAL=in_eval, **tile_constants(config),
+    )  # fmt: skip
+
+
+def sums_launch(
+    call: Any,
+    sizes: Sizes,
+    config: StatisticsConfig,
+    chunks: int,
+    channels: int | None = None,
+    eps: float | None = None,
+) -> Launch:
+    """``chunks``: sums that each column of a sample gets, which may be fewer than the chunks of ``config``.
+    ``channels``, ``eps``: BatchNorm's, as in ``sums_kernel``.
+    """
+    N, C, HW = sizes.N, sizes.C, sizes.HW
+    return Launch(
+        kernels.sums_kernel, config.programs(N, C, sizes.channels_last), config.num_warps,
+        pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last,
+        rows=config.rows, chunks=config.chunks, plane=N * chunks * C,
+        PAIRS=pairs_of(call, config.block), EVEN=is_even(config, C, HW, sizes.channels_last),
+        LOOP=config.rows > config.tile_rows, CHANNELS=channels, EPS=eps, ADDED=chunks < config.chunks,
+        HW_FACTOR=row_factor(sizes.channels_last, HW, config.rows), **tile_constants(config),
+    )  # fmt: skip
+
+
 def _aligned(values: int) -> int:
     return ceil_div(values, ALIGNED) * ALIGNED
 
 
-def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
+def _reading(call: Any, sizes: Sizes) -> dict[str, Any]:
     """What every kernel takes that reads x and dy."""
     return {
         **sizes.strides,
@@ -246,10 +270,6 @@ def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
         "C": sizes.C,
         "CG": sizes.CG,
         "ACTIVATION": call.activation,
-        "SHIFT_GRAD": call.dshift,
+        "SHIFT_GRAD": sizes.shift_grad,
         "CHANNELS_LAST": sizes.channels_last,
     }
-
-
-def _pairs(call: Any, block: int) -> bool:
-    return call.x.dtype != torch.float32 and block >= PAIRED

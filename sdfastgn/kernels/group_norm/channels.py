@@ -1,4 +1,4 @@
-"""What forward and backward kernels of GroupNorm do by channel. Pointers: ``group_norm/kernels.py``."""
+"""What kernels of GroupNorm and BatchNorm do by channel. Pointers: ``group_norm/kernels.py``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def channel_affine(
     if ada_shift_ptr is not None:
         offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
     return scale, offset
+
+
+@triton.jit
+def update_average(running_ptr, c, mask, value, momentum):
+    """``value`` into BatchNorm's running average of channels ``c``, if it has one."""
+    if running_ptr is not None:
+        old = tl.load(running_ptr + c, mask=mask, other=0.0).to(tl.float32)
+        new = (1 - momentum) * old + momentum * value
+        tl.store(running_ptr + c, new.to(running_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

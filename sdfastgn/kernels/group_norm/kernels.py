@@ -11,6 +11,7 @@ Pointers, which mean the same in every kernel; each but x, y, statistics and tab
 - ``shift``, ``ada_scale``, ``ada_shift``: (N, C), rows ``*_stride`` elements apart, or (C,) with a
   stride of 0;
 - ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel and chunk;
+- ``residual``, ``running_mean``, ``running_var``: as in ``batch_norm/kernels.py``, for BatchNorm only;
 - ``table``: fp32 scratch memory. From ``table_offset`` on it has planes of ``table_plane`` values,
   one for each sample and channel: scale, offset and, without ``FOLD``, mean.
 
@@ -54,7 +55,7 @@ from sdfastgn.kernels.common.tiles import (
     tile_sum,
     tile_sums,
 )
-from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
+from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum, update_average
 
 # Sizes are not specialised on: a new resolution compiles little. What matters of them is passed
 # as a constant. Channels are such a size where their number decides no tile: what the compiler
@@ -190,30 +191,40 @@ def small_kernel(
 @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
 def channels_kernel(
     x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+    residual_ptr, running_mean_ptr, running_var_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
     C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    IMAGE: tl.constexpr, MOMENTUM: tl.constexpr,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``CHANNELS`` of a sample a program, channels-last; each is normalised by itself."""
+    """``CHANNELS`` of a sample a program, channels-last; each is normalised by itself.
+
+    For BatchNorm one sample has the positions of all. ``MOMENTUM``: of its running averages, None for other
+    norms; the variance is then saved, not rstd. ``IMAGE``: x is channels-first, in images of so many
+    positions; or None.
+    """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     part = tl.program_id(0)
     n = (part // PARTS).to(tl.int64)
     first_c = part % PARTS * CHANNELS
+    if IMAGE is not None:
+        HW = multiple_of(HW, IMAGE)
     row = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
     j = along_block(BLOCK)
     c = first_c + j
     in_range = (j < CHANNELS) & (c < C)
     mask = (row < HW) & in_range
     base = n * HW * C
-    last = row * C + c
+    at = row * C + c if IMAGE is None else (row // IMAGE * C + c) * IMAGE + row % IMAGE
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + base + last, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     # Sums are of differences from the first element: rounded at the size of the deviations, not
     # of the data.
-    pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
+    first = c if IMAGE is None else c * IMAGE
+    pivot = tl.load(x_ptr + base + first, mask=in_range, other=0.0).to(tl.float32)
     d = x - pivot
     shift = 0.0
     if shift_ptr is not None:
@@ -231,10 +242,19 @@ def channels_kernel(
         total = channel_sum(d)
     # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
     d = tl.where(mask, tl.fma(total, -share, d), 0.0)
-    rstd = inverse_deviation(channel_sum(d * d) * share, eps)
-    _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, n * C + c, in_range)
-    y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
-    tl.store(y_ptr + base + last, y.to(y_ptr.dtype.element_ty), mask=mask)
+    variance = channel_sum(d * d) * share
+    rstd = inverse_deviation(variance, eps)
+    mean = tl.fma(total, share, pivot)
+    _save(mean_ptr, rstd_ptr, mean, rstd if MOMENTUM is None else variance, n * C + c, in_range)
+    if MOMENTUM is not None:
+        update_average(running_mean_ptr, c, in_range, mean, MOMENTUM)
+        unbiased = variance * (HW.to(tl.float32) / (HW - 1).to(tl.float32))
+        update_average(running_var_ptr, c, in_range, unbiased, MOMENTUM)
+    z = d * (scale * rstd) + offset
+    if residual_ptr is not None:
+        z += tl.load(residual_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
+    y = activate(z, ACTIVATION, PAIRS)
+    tl.store(y_ptr + base + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -297,6 +317,8 @@ def merge_kernel(
     and a load. The offset is then rounded at the size of mean / deviation, as PyTorch's own is.
     A group of equal values would get an offset that is wrong by 0.5, so its scale is 0 and its
     offset stays as it is.
+
+    Without a table, for BatchNorm, the variance is saved in place of rstd.
     """
     C, CHANNELS = multiple_of(C, C_FACTOR), multiple_of(CHANNELS, C_FACTOR)
     part = tl.program_id(0)
@@ -343,18 +365,19 @@ def merge_kernel(
     m2 = _merged(m2, EACH_CHANNEL)
     rstd = inverse_deviation(m2 * share, eps)
     groups, mask = (n * C + c, in_range) if EACH_CHANNEL else (part, None)
-    _save(mean_ptr, rstd_ptr, mean + pivot, rstd, groups, mask)
-    scale *= rstd
-    # The mean is that of x + shift, and x comes without: mean - shift is subtracted from it.
-    centre = mean - to_pivot
-    out = table_ptr + table_offset + n * C + c
-    if FOLD:
-        scale = tl.where((m2 == 0) & (eps > 0), 0.0, scale)
-        tl.store(out + table_plane, offset - centre * scale, mask=in_range)
-    else:
-        tl.store(out + table_plane, offset, mask=in_range)
-        tl.store(out + 2 * table_plane, centre, mask=in_range)
-    tl.store(out, scale, mask=in_range)
+    _save(mean_ptr, rstd_ptr, mean + pivot, m2 * share if table_ptr is None else rstd, groups, mask)
+    if table_ptr is not None:
+        scale *= rstd
+        # The mean is that of x + shift, and x comes without: mean - shift is subtracted from it.
+        centre = mean - to_pivot
+        out = table_ptr + table_offset + n * C + c
+        if FOLD:
+            scale = tl.where((m2 == 0) & (eps > 0), 0.0, scale)
+            tl.store(out + table_plane, offset - centre * scale, mask=in_range)
+        else:
+            tl.store(out + table_plane, offset, mask=in_range)
+            tl.store(out + 2 * table_plane, centre, mask=in_range)
+        tl.store(out, scale, mask=in_range)
 
 
 @triton.jit(do_not_specialize=["C", "activates", "HW", "table_offset", "table_plane"])

@@ -15,6 +15,7 @@ from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants, vector_width
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import (
+    MergeConfig,
     SmallConfig,
     apply_config,
     launch_config,
@@ -30,10 +31,11 @@ ALIGNED = 64
 class GroupNormPlan:
     """The launches of one kind of call: ``small``, or ``statistics``, ``merge`` and ``apply``.
 
+    ``of_batches``: pointers of ``small`` that only BatchNorm has.
     ``scratch``: fp32 values that pass between the latter.
     """
 
-    __slots__ = ("apply", "merge", "scratch", "small", "statistics", "tokens")
+    __slots__ = ("apply", "merge", "of_batches", "scratch", "small", "statistics", "tokens")
 
     def __init__(self, call: GroupNormCall) -> None:
         x = call.x
@@ -46,7 +48,8 @@ class GroupNormPlan:
             N, C, HW, call.num_groups, channels_last, gpu.num_sms(x.device), itemsize=x.element_size()
         )
         if isinstance(config, SmallConfig) and call.statistics is None:
-            self.small = _small(call, config, HW, channels_last)
+            self.small = small_launch(call, config, HW, channels_last)
+            self.of_batches = (None,) * 3 if config.each_channel else ()
         else:
             self._plan_split(call, HW, channels_last)
 
@@ -66,7 +69,7 @@ class GroupNormPlan:
         folds = x.dtype != torch.float32
         self.scratch = table + (2 if folds else 3) * table_plane
         memory = {"table_offset": table, "table_plane": table_plane}
-        self.merge = _merge(call, HW, chunks, plane, memory)
+        self.merge = merge_launch(call, HW, chunks, merge_config(chunks, C, call.num_groups), memory)
         self.apply = _apply(call, HW, channels_last, memory)
 
     def run_and_save(self, call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +88,8 @@ class GroupNormPlan:
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
-            self.small(stream, x, y, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
+            operands = weight, bias, shift, ada_scale, ada_shift
+            self.small(stream, x, y, mean, rstd, *operands, *self.of_batches)
             return y
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         if self.statistics is not None:
@@ -98,12 +102,22 @@ class GroupNormPlan:
         return y
 
 
-def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: bool) -> Launch:
-    """One program for each group, or for some neighboring channels that are groups of their own."""
+def small_launch(
+    call: GroupNormCall,
+    config: SmallConfig,
+    HW: int,
+    channels_last: bool,
+    image: int | None = None,
+    momentum: float | None = None,
+) -> Launch:
+    """One program for each group, or for some neighboring channels that are groups of their own.
+
+    ``image``, ``momentum``: BatchNorm's, as in ``channels_kernel``.
+    """
     N, C = call.x.shape[:2]
-    of_groups: dict[str, Any] = {}
+    more: dict[str, Any] = {"IMAGE": image, "MOMENTUM": momentum}
     if not config.each_channel:
-        of_groups = {
+        more = {
             "CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or call.tokens,
             "TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps,
         }  # fmt: skip
@@ -111,23 +125,24 @@ def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: boo
         kernels.channels_kernel if config.each_channel else kernels.small_kernel,
         N * ceil_div(C, config.channels), config.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         **strides_of(call), C=C, CHANNELS=config.channels, HW=HW, eps=call.eps,
-        ACTIVATION=call.activation, PAIRS=call.x.dtype != torch.float32 and config.block >= PAIRED,
-        **of_groups, **tile_constants(config),
+        ACTIVATION=call.activation, PAIRS=pairs_of(call, config.block),
+        **more, **tile_constants(config),
     )  # fmt: skip
 
 
-def _merge(call: GroupNormCall, HW: int, chunks: int, plane: int, memory: dict[str, int]) -> Launch:
+def merge_launch(
+    call: GroupNormCall, HW: int, chunks: int, tile: MergeConfig, memory: dict[str, int]
+) -> Launch:
     """One program for each group, or for some channels that are groups of their own."""
     N, C = call.x.shape[:2]
-    tile = merge_config(chunks, C, call.num_groups)
     parts = ceil_div(C, tile.channels)
     return Launch(
         kernels.merge_kernel, N * parts, tile.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         shifted=int(call.shift is not None), **strides_of(call), eps=call.eps,
         C=C, CHANNELS=tile.channels, parts=parts, EACH_CHANNEL=tile.each_channel,
-        HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=plane, complete=int(call.statistics is None),
-        **memory, FOLD=call.x.dtype != torch.float32,
-        EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full,
+        HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=N * chunks * C,
+        complete=int(call.statistics is None), **memory, FOLD=call.x.dtype != torch.float32,
+        EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full or chunks > tile.block_p,
         C_FACTOR=vector_width(4, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
     )  # fmt: skip
 
@@ -153,6 +168,11 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
         C_FACTOR=vector_width(call.x.itemsize, C), HW_FACTOR=row_factor(channels_last and out_last, HW),
         BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
     )  # fmt: skip
+
+
+def pairs_of(call: Any, block: int) -> bool:
+    """True if two of the ``block`` neighbors of a tile may share an instruction of their activation."""
+    return bool(call.x.dtype != torch.float32 and block >= PAIRED)
 
 
 def row_stride(operand: Tensor | None) -> int:

@@ -239,6 +239,7 @@ class StatisticsLaunch:
         producer: the kernel writes the tensor whose statistics it takes.
         scale: factor of a sum.
         has_bias: a bias is added too.
+        config: how to reduce x; by default the usual way for its sizes.
 
     ``shape`` is that of the statistics, ``chunks`` their P.
     """
@@ -254,10 +255,11 @@ class StatisticsLaunch:
         producer: bool = False,
         scale: float = 1.0,
         has_bias: bool = False,
+        config: StatisticsConfig | None = None,
     ) -> None:
         N, head = x.shape[:2]
         HW, C = math.prod(x.shape[2:]), head + tail
-        config = statistics_config(
+        config = config or statistics_config(
             N, C, HW, channels_last, gpu.num_sms(x.device), kind="write" if producer else "read"
         )
         self.chunks = config.chunks
