@@ -56,3 +56,23 @@ def state_of(folder: Path) -> dict[str, tuple[int, int] | None]:
     """All that lies in a folder: the path of each folder, and of each file with its size and last change."""
     found = {str(path): path.lstat() for path in folder.rglob("*")}
     return {path: None if S_ISDIR(s.st_mode) else (s.st_size, s.st_mtime_ns) for path, s in found.items()}
+
+
+def refusal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    program: str,
+    *arguments: str,
+) -> str:
+    """The standard error of a program that refuses ``arguments`` in ``folder``.
+
+    Asserts that the exit code is 2, that nothing is on standard output, and that no file was changed.
+    """
+    monkeypatch.chdir(folder)
+    before = state_of(folder)
+    assert exit_code(monkeypatch, program, *arguments) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert state_of(folder) == before
+    return shown.err

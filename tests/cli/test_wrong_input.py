@@ -17,7 +17,7 @@ from sdfastgn.models import configurations
 from sdfastgn.models.pipelines import build_pipeline
 from tests.bench.tables.cases import row, save
 from tests.cli.cases import SD15, SD21, SDXL
-from tests.command_line import exit_code, state_of
+from tests.command_line import refusal
 
 # As the entry point sets it. transformers would keep the first runner's standard error.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -254,13 +254,8 @@ def test_wrong_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(here)
-    before = state_of(here)
     arguments = ["" if word == "''" else word for word in command.split()]
-    assert exit_code(monkeypatch, "sdfastgn", *arguments) == 2
-    shown = capsys.readouterr()
+    shown = refusal(monkeypatch, capsys, here, "sdfastgn", *arguments)
     said = message.replace("HERE", str(here))
-    assert fnmatch.fnmatchcase(shown.err, f"sdfastgn: {said}*\n"), shown.err
-    assert shown.err.count("\n") == 1
-    assert not shown.out
-    assert state_of(here) == before
+    assert fnmatch.fnmatchcase(shown, f"sdfastgn: {said}*\n"), shown
+    assert shown.count("\n") == 1

@@ -10,7 +10,7 @@ import pytest
 
 from sdfastgn.bench.variants import VARIANTS
 from sdfastgn.cli import session
-from tests.command_line import exit_code, state_of
+from tests.command_line import exit_code, refusal
 
 # What each times where its user says nothing: model, parts, size, batch, dtype and variants.
 EVERY = list(VARIANTS)
@@ -94,14 +94,9 @@ def test_wrong_input_is_told_and_changes_no_file(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(here)
-    before = state_of(here)
-    assert exit_code(monkeypatch, *command.split()) == 2
-    shown = capsys.readouterr()
-    assert fnmatch.fnmatchcase(shown.err.splitlines()[-1], f"{message}*"), shown.err
-    assert shown.err.count("\n") == 1 or shown.err.startswith("usage: ")  # argparse's own
-    assert not shown.out
-    assert state_of(here) == before
+    shown = refusal(monkeypatch, capsys, here, *command.split())
+    assert fnmatch.fnmatchcase(shown.splitlines()[-1], f"{message}*"), shown
+    assert shown.count("\n") == 1 or shown.startswith("usage: ")  # argparse's own
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
