@@ -28,6 +28,11 @@ MAX_THREADS = 1024
 # Bytes. A scalar a warp, and what the compiler reserves. A row of channels a warp made the three
 # launches up to 2.7 times as slow.
 MAX_SHARED_OF_A_MERGE = 1024
+# Kernels whose threads need only their own elements and the sum of a row. Parameters that were broadcast to
+# the tile sent it through shared memory, which tripled the instructions.
+ROWS_OF_CHANNELS = {"_frames_kernel", "_channel_norm_kernel"}
+# Bytes: a sum for each warp, where warps share a row.
+MAX_SHARED_OF_ROWS = 64
 # Kernels that stream whole rows: they loaded element by element where the compiler was not told
 # that rows begin at multiples of 16 bytes.
 STREAMING = {
@@ -85,6 +90,9 @@ def test_kernels_compile_fit_and_do_not_spill(generation):
         row for row in rows if row["kernel"] == "merge_kernel" and "one_channel" not in str(row["uses"])
     ]
     assert not [row for row in merges if row["shared"] > MAX_SHARED_OF_A_MERGE]
+    rows_of_channels = [row for row in rows if row["kernel"] in ROWS_OF_CHANNELS]
+    assert {row["kernel"] for row in rows_of_channels} == ROWS_OF_CHANNELS
+    assert not [row for row in rows_of_channels if row["shared"] > MAX_SHARED_OF_ROWS]
     streaming = [row for row in rows if row["kernel"].partition("[")[0] in STREAMING]
     # Images of 8x8 have two positions a lane.
     larger = [row for row in streaming if not all(use.split()[0].endswith("x8x8") for use in row["uses"])]

@@ -25,7 +25,7 @@ from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 def _channel_norm_grad_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, partials_ptr,
     rows, plane, scale, eps,
-    C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, ONE_ROW: tl.constexpr,
+    C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,7 @@ def _channel_norm_grad_kernel(
     dbias = dweight
     if PDL:
         gdc_wait()
-    own = c + r * 0 if ONE_ROW else c
+    own = c + r * 0
     weight = per_channel(weight_ptr, own, in_row, 1.0)
     bias = per_channel(bias_ptr, own, in_row, 0.0)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):

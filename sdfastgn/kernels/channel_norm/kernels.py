@@ -48,7 +48,7 @@ def per_channel(pointer, c, in_row, default):
 def _channel_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr,
     rows, scale, eps,
-    C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, ONE_ROW: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
@@ -61,9 +61,9 @@ def _channel_norm_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    # Where a thread has one row, it reads its own channels: a broadcast would send the whole tile through
-    # shared memory.
-    own = c + r * 0 if ONE_ROW else c
+    # The tile's full shape: each thread then loads the parameters of its own elements. Parameters that are
+    # broadcast to the tile would send it through shared memory.
+    own = c + r * 0
     weight = per_channel(weight_ptr, own, in_row, 1.0)
     bias = per_channel(bias_ptr, own, in_row, 0.0)
     _, n = divisor(x, eps, WIDE)

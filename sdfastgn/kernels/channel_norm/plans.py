@@ -14,7 +14,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import empty_laid_out
-from sdfastgn.kernels.common.sizes import WARP, tile_constants, vector_width
+from sdfastgn.kernels.common.sizes import tile_constants, vector_width
 from sdfastgn.kernels.layer_norm.config import RowsConfig
 
 
@@ -49,7 +49,6 @@ def norm_constants(call: Any, config: RowsConfig) -> dict[str, Any]:
     return {
         "ACTIVATION": call.activation,
         "PAIRS": x.dtype != torch.float32 and config.block >= PAIRED,
-        "ONE_ROW": config.lanes * config.block <= WARP * vector_width(x.itemsize, x.shape[1]),
         "WIDE": config.wide,
         **tile_constants(config),
     }

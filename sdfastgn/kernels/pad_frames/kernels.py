@@ -103,7 +103,7 @@ def _frames_kernel(
     rows, frames, height, width, front, cached, keep, pad_h, pad_w, table_offset, table_plane, scale, eps,
     C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, REPLICATE: tl.constexpr,
     TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
-    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, ONE_ROW: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, or act(norm(x + shift)), upsampled, behind the frames of ``cache`` and within borders of ``pad_h``
@@ -139,9 +139,9 @@ def _frames_kernel(
     if PDL:
         gdc_wait()
     y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
-    # Where a thread has one row, it reads its own channels: a broadcast would send the whole tile through
-    # shared memory.
-    own = c + r * 0 if ONE_ROW else c
+    # The tile's full shape: each thread then loads the parameters of its own elements. Parameters that are
+    # broadcast to the tile would send it through shared memory.
+    own = c + r * 0
     if shift_ptr is not None:
         y += per_channel(shift_ptr, own, in_row, 0.0)
     if NORM == "channel":
