@@ -22,7 +22,7 @@ KERNELS = Path(launch.__file__).parents[1]
 # spills hundreds of bytes.
 MAX_STACK = 32
 # BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice.
-MAX_STACK_OF = {"batch_small_kernel": 160}
+MAX_STACK_OF = {"channels_kernel": 160}
 # Threads of a program on every GPU.
 MAX_THREADS = 1024
 # Bytes. A scalar a warp, and what the compiler reserves. A row of channels a warp made the three
@@ -37,7 +37,7 @@ MAX_SHARED_OF_ROWS = 64
 # that rows begin at multiples of 16 bytes.
 STREAMING = {
     *("_statistics_kernel", "apply_kernel", "sums_kernel", "apply_grad_kernel", "walk_grad_kernel"),
-    *("batch_apply_kernel", "batch_sums_kernel", "batch_apply_grad_kernel"),
+    *("batch_apply_kernel", "batch_apply_grad_kernel"),
 }
 # What one kernel does beside its plain use.
 USES = {
