@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -102,7 +103,7 @@ def main(
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     config = {"rounds": rounds, "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"]}
     content = document("comfyui", environment(torch.device("cuda")), config, [])
-    with tempfile.TemporaryDirectory() as files, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as files:
         cases = [
             Case(folder, is_dynamic, model, variant, size or SIZES[model], steps, rounds, Path(files))
             for folder in folders
@@ -110,21 +111,30 @@ def main(
             for model in models
             for variant in VARIANTS
         ]
-        # Importing ComfyUI takes longer than many of the measurements. So all processes import it at the same
-        # time. After that, only one of them works at a time.
-        pools = [stack.enter_context(_one_process()) for _ in cases]
-        ready = [pool.submit(prepare, case) for pool, case in zip(pools, cases, strict=True)]
-        for model in models:
-            in_a_process(write_files, folders[0], model, Path(files))
-        for each in ready:
-            each.exception()  # waits; a failure is told with the row
-        for pool, case, prepared in zip(pools, cases, ready, strict=True):
-            is_over = time.perf_counter() - start > seconds
-            row = {**case.told(), **_measured(pool, case, prepared, is_over)}
+        for row in rows_of(cases, start + seconds):
             content["rows"].append(row)
             print(f"{time.perf_counter() - start:.0f} s", line_of(row), flush=True)
             if json_path is not None:
                 write_json(json_path, content)
+
+
+def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
+    """Write the models' files and measure each case. Yields a row for each.
+
+    Importing ComfyUI takes longer than many of the measurements. So the processes of all cases import it at
+    the same time. After that, only one of them works at a time.
+
+    ``end``: after this time, as ``time.perf_counter`` tells it, no case is measured any more.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in cases]
+        ready = [pool.submit(prepare, case) for pool, case in zip(pools, cases, strict=True)]
+        for model in dict.fromkeys(case.model for case in cases):
+            in_a_process(write_files, cases[0].folder, model, cases[0].files)
+        futures.wait(ready)
+        for pool, case, prepared in zip(pools, cases, ready, strict=True):
+            yield {**case.told(), **_measured(pool, case, prepared, time.perf_counter() > end)}
             pool.shutdown()  # frees the GPU's memory
 
 
@@ -135,12 +145,6 @@ def line_of(row: dict[str, Any]) -> str:
     if row["status"] != OK:
         return f"{what}: {row['status']}, {row['reason']}"
     return f"{what}: {row['it_per_s']:.1f} it/s, VAE decode {row['decode_ms']:.1f} ms"
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
 
 
 def _measured(

@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Packages that ComfyUI imports for models and nodes that are not used here. Most of them must be built for
 # the installed version of torch, so they are often missing. ``av`` reads and writes videos.
@@ -84,13 +85,14 @@ def start_dynamic_vram() -> bool:
 
     ComfyUI must be imported. Returns False if its package comfy-aimdo does not work on this machine.
     """
-    modules = (
+    names = (
         "comfy.memory_management",
         "comfy.model_management",
         "comfy.model_patcher",
         "comfy_aimdo.control",
     )
-    memory, management, patcher, control = (importlib.import_module(name) for name in modules)
+    modules: list[Any] = [importlib.import_module(name) for name in names]
+    memory, management, patcher, control = modules
     devices = [device.index for device in management.get_all_torch_devices()]
     if not (control.init(nvml_pressure=True) and control.init_devices(devices)):
         return False
