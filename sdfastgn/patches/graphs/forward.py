@@ -180,7 +180,8 @@ class GraphedForward(InstanceEntry):
     def pool_bytes(self) -> dict[int, int]:
         """{id of the backend: size of its memory pool in bytes}; empty without graphs.
 
-        All modules on one device share one pool. By the id, callers count a shared pool only once.
+        All modules on one device share one pool. By the id, callers count a shared pool only once. A
+        size is 0 if PyTorch's allocator does not tell it: ``cudaMallocAsync`` does not.
         """
         backend = self._store.backend
         return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
