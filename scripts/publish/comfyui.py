@@ -99,10 +99,12 @@ def main(
         file_path("--json", json_path)
     except OptionError as error:
         raise typer.BadParameter(str(error)) from None
-    # ComfyUI's main.py also sets this before it imports PyTorch. The processes below inherit it.
+    machine = environment(torch.device("cuda"))
+    # ComfyUI's main.py also sets this before it imports PyTorch. The processes below inherit it. In this
+    # process PyTorch has started the GPU with its own allocator and would refuse another one.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     config = {"rounds": rounds, "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"]}
-    content = document("comfyui", environment(torch.device("cuda")), config, [])
+    content = document("comfyui", machine, config, [])
     with tempfile.TemporaryDirectory() as files:
         cases = [
             Case(folder, is_dynamic, model, variant, size or SIZES[model], steps, rounds, Path(files))

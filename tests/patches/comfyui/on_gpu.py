@@ -23,7 +23,6 @@ def facts_of(kind, files, is_dynamic):
     from sdfastgn.patches.comfyui.model_patcher import optimize_model
     from sdfastgn.patches.comfyui.report import text_of
 
-    comfyui_models.write_files(files, kind, "cuda")
     stock, ours = (Images(kind, 128, 4, files, is_optimized) for is_optimized in (False, True))
     latents, pixels = stock.first()
     found = ours.first()
@@ -60,11 +59,15 @@ if __name__ == "__main__":
     comfyui_checkout.import_comfyui(
         os.environ["COMFYUI"], modules=["comfy.controlnet", "comfy.sample", "comfy.sd", "nodes"]
     )
-    has_it = comfyui_checkout.has_dynamic_vram(Path(os.environ["COMFYUI"]))
-    is_dynamic = has_it and comfyui_checkout.start_dynamic_vram()
     from tests.patches.comfyui import comfy_models
 
     comfyui_models.MODELS = comfy_models.KINDS
-    facts = {kind: facts_of(kind, Path(sys.argv[1]), is_dynamic) for kind in comfy_models.KINDS}
+    folder = Path(sys.argv[1])
+    # With DynamicVRAM a new layer has no weights until it is loaded.
+    for kind in comfy_models.KINDS:
+        comfyui_models.write_files(folder, kind, "cuda")
+    has_it = comfyui_checkout.has_dynamic_vram(Path(os.environ["COMFYUI"]))
+    is_dynamic = has_it and comfyui_checkout.start_dynamic_vram()
+    facts = {kind: facts_of(kind, folder, is_dynamic) for kind in comfy_models.KINDS}
     facts["dynamic_vram"], facts["allocator"] = is_dynamic, torch.cuda.get_allocator_backend()
     print(json.dumps(facts))
