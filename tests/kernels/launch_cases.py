@@ -14,6 +14,7 @@ from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
+from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -154,6 +155,10 @@ def _layer_norms(shape, dtype):
     weight = x.new_empty(shape[1])
     sdfastgn.layer_norm(x.detach().requires_grad_(), weight, weight)
     sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight)
+    if shape[1] <= 16384:
+        for groups in (Groups(64, added=x[:2]), Groups(64, position=x[:2])):
+            for residual in (None, x):
+                grouped_layer_norm(x, weight, weight, 1e-5, groups, residual=residual, total_bias=weight)
 
     def add(x, residual, weight, bias, add_bias):
         return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
@@ -205,6 +210,8 @@ def _group_norms(shape, dtype, memory_format):
         sdfastgn.cat_with_statistics(head, tail)
         add_kernel(x, None, weight, 1.0, out=x)
     add_kernel(x, x, weight, 1.0, emits=False)
+    add_kernel(x, x, weight, 1.0, factors=torch.empty((2, len(x))))
+    add_kernel(x, None, x.new_empty(x.shape[:2]), 1.0, out=x)
     if memory_format is torch.channels_last:
         cat_kernel(head, tail, emits=False)
         _around_an_upsampled_convolution(x)

@@ -41,7 +41,7 @@ STREAMING = {
 }
 # What one kernel does beside its plain use.
 USES = {
-    *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "add alone", "cat alone")),
+    *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "blend", "add alone", "cat alone")),
     *(f"{name}[add]" for name in ("_rows_kernel", "_chunk_kernel")),
 }
 

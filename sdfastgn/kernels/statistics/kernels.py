@@ -69,7 +69,7 @@ def _tile(
 ):  # fmt: skip
     """A tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
 
-    With ``factors`` it is residual * kept + (x + bias) * scale, where kept and scale are the sample's factors.
+    With ``factors`` it is residual * kept + (x + bias) * scale, and kept and scale are the sample's factors.
     If ``y_ptr`` is not None, the tile is stored in y, and the result has the rounded values.
     """
     if tail_ptr is not None:

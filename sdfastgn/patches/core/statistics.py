@@ -113,7 +113,9 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
     return total if divisor == 1 else total / divisor
 
 
-def blend(x: Tensor, residual: Tensor, bias: Tensor | None, factors: Tensor) -> Tensor:
+def blend(
+    x: Tensor, residual: Tensor, bias: Tensor | None, factors: Tensor, *, is_normalized: bool = True
+) -> Tensor:
     """factors[0] * residual + factors[1] * (x + bias), with factors of each sample.
 
     On a GPU, without gradients, one kernel computes it, and also its statistics if ``emits`` is True.
@@ -122,13 +124,13 @@ def blend(x: Tensor, residual: Tensor, bias: Tensor | None, factors: Tensor) -> 
         x, residual: (N, C, *spatial).
         bias: (C,), the bias of the convolution that made x, if the convolution did not add it; else None.
         factors: (2, N) fp32, contiguous.
+        is_normalized: False if no norm reads the result, which then needs no statistics.
     """
     is_plain = dispatch.is_plain_inference(x, (residual, bias, factors))
     if is_plain and _fits(x, bias) and _is_alike(x, residual) and is_dense(x):
         try:
-            y, statistics = add_kernel(
-                x, residual, bias, 1.0, factors=factors, emits=emits(x.shape[1], math.prod(x.shape[2:]))
-            )
+            counts = is_normalized and emits(x.shape[1], math.prod(x.shape[2:]))
+            y, statistics = add_kernel(x, residual, bias, 1.0, factors=factors, emits=counts)
         except dispatch.KernelError:
             return blend(x, residual, bias, factors)
         return y if statistics is None else store_statistics(y, statistics)
@@ -145,8 +147,8 @@ def as_video(x: Tensor, frames: int) -> Tensor:
     video = x.unflatten(0, (-1, frames)).transpose(1, 2)
     if statistics is None:
         return video
-    # Statistics of a tensor are of equal chunks. So chunks of frames are chunks of a video only if they divide
-    # a frame evenly.
+    # All chunks must have equal sizes. So chunks of frames are chunks of a video only if they divide a frame
+    # evenly.
     _, N, chunks, C = statistics.shape
     if math.prod(x.shape[2:]) % chunks:
         return video

@@ -26,7 +26,7 @@ def made(shape, dtype, device):
 def test_a_vector_of_each_frame(shape, dtype, device):
     skip_cut_off(dtype, device)
     x, residual, of_frames, of_images, (weight, bias, total_bias) = made(shape, dtype, device)
-    N, T, P, D = shape
+    _, T, P, _ = shape
     frame = torch.arange(len(x), device=device) // P
     # An embedding of frames before the norm.
     y, total = run(x, weight, bias, 1e-5, Groups(P, added=of_frames), total_bias=total_bias)
@@ -50,7 +50,7 @@ def test_a_vector_of_each_frame(shape, dtype, device):
 
 @pytest.mark.parametrize("shape", SHAPES[:1], ids=str)
 def test_one_launch(shape, launches, device):
-    x, residual, of_frames, _, (weight, bias, total_bias) = made(shape, torch.float32, device)
+    x, residual, of_frames, _, (weight, bias, _) = made(shape, torch.float32, device)
     run(x, weight, bias, 1e-5, Groups(shape[2], of_frames, of_frames), residual=residual, total_bias=bias)
     assert [name for name, *_ in launches] == ["rows"]
 
