@@ -58,7 +58,8 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
         return_dict: bool = True,
     ) -> Any:
         if (
-            encoder_hidden_states is None
+            not is_plain_inference(hidden_states, dim=4)
+            or encoder_hidden_states is None
             or image_only_indicator is None
             or not self._runs_fused(hidden_states, encoder_hidden_states)
         ):
@@ -85,8 +86,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
 
     def _runs_fused(self, x: Tensor, context: Tensor) -> bool:
         return (
-            is_plain_inference(x, dim=4)
-            and context.dim() == 3
+            context.dim() == 3
             and len(context) == len(x)
             and is_plain_blender(self.time_mixer)
             and all(_is_plain(block, tokens_of(x[:1])) for block in self.temporal_transformer_blocks)

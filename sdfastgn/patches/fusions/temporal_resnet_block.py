@@ -18,7 +18,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import conv_without_bias
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.linear import linear_of
+from sdfastgn.patches.core.linear import fused_linear
 from sdfastgn.patches.core.statistics import add_bias, as_video, blend
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.alpha_blender import SOURCE, factors_of, is_plain_blender
@@ -56,7 +56,9 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
         h, bias = conv_without_bias(self.conv1, norm_act(self.norm1, self.nonlinearity, x))
         h = h.transpose(1, 2).flatten(0, 1)
         if self.time_emb_proj is not None and temb is not None:
-            shift = linear_of(self.time_emb_proj, self.nonlinearity, temb.flatten(0, 1))
+            shift = fused_linear(self.time_emb_proj, self.nonlinearity, temb.flatten(0, 1))
+            if shift is None:
+                shift = self.time_emb_proj(self.nonlinearity(temb)).flatten(0, 1)
             bias = shift if bias is None else shift + bias
         h = as_video(add_bias(h, bias), frames)
         h = norm_act(self.norm2, self.nonlinearity, h)
@@ -76,7 +78,7 @@ class FusedSpatioTemporalResBlock(SpatioTemporalResBlock):
         temb: Tensor | None = None,
         image_only_indicator: Tensor | None = None,
     ) -> Tensor:
-        if image_only_indicator is None or not self._runs_fused(hidden_states):
+        if not self._runs_fused(hidden_states) or image_only_indicator is None:
             return super().forward(hidden_states, temb, image_only_indicator)
         frames = image_only_indicator.shape[-1]
         x = self.spatial_res_block(hidden_states, temb)
