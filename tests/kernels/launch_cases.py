@@ -10,6 +10,7 @@ import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.launch import Launch
@@ -62,6 +63,8 @@ MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), 
 PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
 # Heads that need products from shared memory.
 MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
+# (frames, pixels, channels of a head): SVD's and AnimateDiff's attention over frames.
+FRAMES = [(14, 9216, 64), (16, 4096, 40), (16, 256, 160), (25, 144, 64)]
 # Chunks of Wan's VAE, from the middle to the last level.
 VIDEOS = [(1, 384, 1, 60, 104), (1, 192, 4, 240, 416), (1, 96, 4, 480, 832)]
 # Of Wan 2.2's, and channels that no vector divides.
@@ -83,8 +86,10 @@ def cases(generation):
         found += [(shape, torch.bfloat16, kind) for shape, kind in _shapes(every=False)]
     else:
         found += [(shape, HALF, "attention") for shape in PROMPTS]
+        found += [(shape, HALF, "over_frames") for shape in FRAMES if shape[2] <= 128]
     if generation in ("sm_90", "sm_100"):
         found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
+        found += [(shape, torch.bfloat16, "over_frames") for shape in FRAMES]
     return found + (_only_on_the_h200() if generation == "sm_90" else [])
 
 
@@ -171,6 +176,12 @@ def _few_keys(shape, dtype):
     L, S, D = shape
     q, k = (torch.empty((2, rows, 8, D), dtype=dtype).transpose(1, 2) for rows in (L, S))
     assert attend_to_few(q, k, k) is not None
+
+
+def _over_frames(shape, dtype):
+    T, P, D = shape
+    qkv = torch.empty((2, T * P, 3 * 8, D), dtype=dtype).transpose(1, 2)
+    attend_over_frames(*qkv.chunk(3, 1), T)
 
 
 def _gated(shape, dtype):
@@ -312,5 +323,6 @@ KINDS = {
     "gated": _gated,
     "few_rows": _few_rows,
     "attention": _few_keys,
+    "over_frames": _over_frames,
     "wide": _wide_heads,
 }

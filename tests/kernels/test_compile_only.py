@@ -57,7 +57,9 @@ def kernels(generation):
         and any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
     }
     is_amd = generation.startswith("gfx")
-    few_keys = {"_short_attention_kernel"} if is_amd or generation == "sm_75" else set()
+    few_keys = (
+        {"_short_attention_kernel", "_frames_attention_kernel"} if is_amd or generation == "sm_75" else set()
+    )
     wide_heads = {"_softmax_kernel", "_divide_kernel"} if is_amd else set()
     return found - few_keys - wide_heads
 
