@@ -75,15 +75,16 @@ class FusedAttention(Attention):
             h = h + residual
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
 
-    def of_one_token(self, context: Tensor | None) -> Tensor | None:
+    def of_one_token(self, context: Any) -> Tensor | None:
         """What attention to a single token is: the same vector for each query of a sample, (N, C).
 
         context: (N, 1, C'). None if the context is another one, or if the call would do anything else.
         """
-        if context is None or context.dim() != 3 or context.shape[1] != 1 or not self._runs_in_order(context):
+        # The context of an IP-Adapter is a tuple.
+        if not isinstance(context, Tensor) or context.dim() != 3 or context.shape[1] != 1:
             return None
         # The softmax of a single score is 1, so queries and keys do not matter.
-        if not (is_plain_linear(self.to_q) and is_plain_linear(self.to_k)):
+        if not (self._runs_in_order(context) and is_plain_linear(self.to_q) and is_plain_linear(self.to_k)):
             return None
         return self.to_out[1](call_linear(self.to_out[0], call_linear(self.to_v, context)))[:, 0]
 
