@@ -31,6 +31,7 @@ _OF_DIFFUSERS = (
     ("fusions.spatio_temporal_transformer", "FUSION"),
     ("fusions.attention", "FUSION"),
     ("fusions.up_block", "FUSION", "CROSS_ATTENTION"),
+    ("fusions.video_up_block", "FUSIONS"),
     ("fusions.upsample_2d", "FUSION"),
     ("fusions.ada_group_norm", "FUSION"),
     ("fusions.geglu", "FUSION"),

@@ -23,7 +23,12 @@ from diffusers.models.transformers.transformer_temporal import (
     TransformerTemporalModel,
 )
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
-from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
+from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal, UpBlockSpatioTemporal
+from diffusers.models.unets.unet_motion_model import (
+    AnimateDiffTransformer3D,
+    CrossAttnUpBlockMotion,
+    UpBlockMotion,
+)
 from diffusers.models.upsampling import CogVideoXUpsample3D, Upsample2D
 from torch import nn
 
@@ -152,6 +157,9 @@ def video(*shape, seed=0):
 
 # Two videos of three frames: which of the frames are images of their own.
 _FRAMES = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+_TEMB_OF_FRAMES = image(6, 16, 1, 1, seed=1)[:, :, 0, 0]
 
 
 def _spatio_temporal(**options):
@@ -443,6 +451,49 @@ SAMPLES = [
             upsample_size=(8, 12),
             encoder_hidden_states=image(2, 3, 12, 1)[..., 0],
             encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
+        ),
+    ),
+    (
+        "up_block_spatio_temporal",
+        lambda: UpBlockSpatioTemporal(24, 40, 32, 16),
+        lambda m: m(image(6, 40, 2, 3), (image(6, 24, 2, 3, seed=2),), _TEMB_OF_FRAMES, _FRAMES),
+    ),
+    (
+        "cross_attn_up_block_spatio_temporal",
+        lambda: CrossAttnUpBlockSpatioTemporal(24, 32, 40, 16, num_attention_heads=2, cross_attention_dim=12),
+        lambda m: m(
+            hidden_states=image(6, 40, 2, 3),
+            res_hidden_states_tuple=(image(6, 24, 2, 3, seed=2),),
+            temb=_TEMB_OF_FRAMES,
+            encoder_hidden_states=image(6, 1, 12, 1, seed=1)[..., 0],
+            image_only_indicator=_FRAMES,
+            upsample_size=(3, 5),
+        ),
+    ),
+    (
+        "up_block_motion",
+        lambda: UpBlockMotion(8, 12, 20, 16, resnet_groups=5, temporal_num_attention_heads=2),
+        lambda m: m(image(6, 12, 2, 3), (image(6, 8, 2, 3, seed=2),), _TEMB_OF_FRAMES, num_frames=3),
+    ),
+    (
+        "cross_attn_up_block_motion",
+        lambda: CrossAttnUpBlockMotion(
+            8,
+            20,
+            12,
+            16,
+            resnet_groups=5,
+            num_attention_heads=2,
+            cross_attention_dim=12,
+            temporal_num_attention_heads=2,
+            add_upsample=False,
+        ),
+        lambda m: m(
+            image(6, 12, 2, 3),
+            (image(6, 8, 2, 3, seed=2),),
+            _TEMB_OF_FRAMES,
+            image(6, 3, 12, 1)[..., 0],
+            num_frames=3,
         ),
     ),
     ("upsample_2d", lambda: Upsample2D(12, use_conv=True), _on_image),

@@ -46,7 +46,7 @@ class Groups(NamedTuple):
     position: Tensor | None = None
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """The number of groups."""
         given = self.added if self.added is not None else self.position
         return 1 if given is None else len(given)
@@ -125,7 +125,8 @@ def _by_kernel(
         _launches[key] = launch
         if launch is None:
             return None
-    x, residual, added, total_bias, *others = operands
+    first, residual, added, total_bias, *others = operands
+    x: Any = first
     y = torch.empty_like(x)
     total = None if residual is added is total_bias is None else torch.empty_like(x)
     try:
@@ -151,6 +152,6 @@ def _make_launch(operands: tuple[Tensor | None, ...], eps: float, groups: Groups
     return Launch(
         kernels._rows_kernel, config.programs, config.num_warps,
         pdl=gpu.has_programmatic_launch(x.device),
-        rows=rows, period=groups.period, groups=groups.count, eps=eps, D=D, X_STRIDE=D, RESIDUAL_STRIDE=D,
+        rows=rows, period=groups.period, groups=groups.number, eps=eps, D=D, X_STRIDE=D, RESIDUAL_STRIDE=D,
         ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
     )  # fmt: skip

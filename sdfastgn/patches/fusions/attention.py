@@ -83,8 +83,9 @@ class FusedAttention(Attention):
         # The context of an IP-Adapter is a tuple.
         if not isinstance(context, Tensor) or context.dim() != 3 or context.shape[1] != 1:
             return None
-        # The softmax of a single score is 1, so queries and keys do not matter.
-        if not (self._runs_in_order(context) and is_plain_linear(self.to_q) and is_plain_linear(self.to_k)):
+        # The softmax of one score is 1, so queries and keys do not matter. Hooks would see a single token.
+        is_plain = is_plain_linear(self.to_q) and is_plain_linear(self.to_k)
+        if not (is_plain and self._runs_in_order(context) and all(map(is_unhooked, self.modules()))):
             return None
         return self.to_out[1](call_linear(self.to_out[0], call_linear(self.to_v, context)))[:, 0]
 

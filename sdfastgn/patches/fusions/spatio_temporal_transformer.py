@@ -95,7 +95,8 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
 
 def _is_plain(block: Any, tokens: Tensor) -> bool:
     """True if ``_over_frames`` computes what a call of ``block`` does. ``tokens``: (1, tokens, C)."""
-    if type(block) is not TemporalBasicTransformerBlock or not is_unhooked(block):
+    # A hook would see tokens of another shape.
+    if type(block) is not TemporalBasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     norms = (block.norm_in, block.norm1, block.norm2, block.norm3)
     return (

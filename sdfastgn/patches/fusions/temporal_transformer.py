@@ -114,7 +114,8 @@ def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> 
 
 def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
     """True if ``_block`` computes what a call of ``block`` does. x: the images."""
-    if stock_class(block) is not BasicTransformerBlock or not is_unhooked(block):
+    # A hook would see tokens of another shape.
+    if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     tokens = tokens_of(x[:1])
     attentions = (block.attn1,) if block.attn2 is None else (block.attn1, block.attn2)
@@ -129,7 +130,7 @@ def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
 
 
 def _fits(embedding: Any, x: Tensor, frames: int) -> bool:
-    if type(embedding) is not SinusoidalPositionalEmbedding or not is_unhooked(embedding):
+    if type(embedding) is not SinusoidalPositionalEmbedding:
         return False
     pe = embedding.pe
     return frames <= pe.shape[1] and (pe.dtype, pe.device) == (x.dtype, x.device)

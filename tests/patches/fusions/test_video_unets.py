@@ -89,6 +89,13 @@ def other_processor(unet, values):
         module.temporal_transformer_blocks[0].attn2.set_processor(AttnProcessor())
 
 
+def hooked_out(unet, values):
+    unet.seen = []
+    for module in blocks(unet, "svd"):
+        layer = module.transformer_blocks[0].attn2.to_out[0]
+        layer.register_forward_hook(lambda m, i, o: unet.seen.append(o.shape))
+
+
 def hooked_query(unet, values):
     unet.seen = []
     for module in blocks(unet, "svd"):
@@ -96,7 +103,7 @@ def hooked_query(unet, values):
         query.register_forward_hook(lambda m, i, o: unet.seen.append(o))
 
 
-@pytest.mark.parametrize("change", [no_single_token, other_processor, hooked_query])
+@pytest.mark.parametrize("change", [no_single_token, other_processor, hooked_query, hooked_out])
 def test_attention_to_one_token_needs_plain_layers(change, fused):
     unet, stock = twins("svd")
     values = video_unets.inputs("svd")
@@ -107,6 +114,8 @@ def test_attention_to_one_token_needs_plain_layers(change, fused):
     assert len(fused) == len(blocks(unet, "svd"))
     if change is hooked_query:
         assert len(unet.seen) == len(stock.seen) > 0
+    if change is hooked_out:
+        assert unet.seen == stock.seen
 
 
 def hooked_block(module):
@@ -119,6 +128,14 @@ def hooked_attention(module):
     for child in module.modules():
         if type(child).__name__ == "Attention":
             child.register_forward_pre_hook(lambda m, i: None)
+
+
+def hooked_layers(module):
+    """Hooks that see what stock's code passes."""
+    for name, child in module.named_modules():
+        if name.endswith(("attn1.to_q", "attn2.to_out.0", "ff.net.2")):
+            child.seen = []
+            child.register_forward_hook(lambda m, i, o: m.seen.append((i[0].shape, o.shape)))
 
 
 def chunks(module):
@@ -136,7 +153,7 @@ def other_attention(module):
             child.set_processor(AttnProcessor())
 
 
-@pytest.mark.parametrize("change", [hooked_block, hooked_attention, chunks, other_attention])
+@pytest.mark.parametrize("change", [hooked_block, hooked_attention, hooked_layers, chunks, other_attention])
 @pytest.mark.parametrize("name", ["svd", "animatediff", "text_to_video"])
 def test_what_is_not_plain_runs_stocks_code(name, change, fused):
     unet, stock = twins(name)
@@ -145,6 +162,10 @@ def test_what_is_not_plain_runs_stocks_code(name, change, fused):
             change(module)
     agree(call(unet, name), call(stock, name))
     assert not fused
+    found, expected = (
+        [module.seen for module in model.modules() if hasattr(module, "seen")] for model in (unet, stock)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", ["svd", "animatediff"])
