@@ -12,11 +12,13 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import GroupNorm
 from sdfastgn.kernels.product.op import linear
+from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.patches.core.fusion import activation_of, is_unhooked
 from sdfastgn.patches.core.statistics import add_bias, take_statistics
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = [
+    "add_into",
     "can_fuse",
     "convolve_padded",
     "images_of",
@@ -93,6 +95,21 @@ def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
 def in_channels_last(x: Tensor) -> Tensor:
     """x itself if it is channels-last, so that its stored statistics are found; else a channels-last copy."""
     return x if is_channels_last(x) else laid_out(x, channels_last=True)
+
+
+def add_into(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
+    """y + bias + residual for y (N, C, T, H, W), which is written to."""
+    if (
+        dispatch.is_plain_inference(y, (residual, bias))
+        and is_channels_last(y)
+        and is_channels_last(residual)
+    ):
+        try:
+            # Axes of one element may have other strides.
+            return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
+        except dispatch.KernelError:
+            pass
+    return (y if bias is None else y + bias.view(-1, 1, 1, 1)) + residual
 
 
 def images_of(x: Tensor) -> Tensor:
