@@ -344,9 +344,9 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
         raise ValueError(f"{name}: mode 'replicate' needs elements, x has shape {tuple(x.shape)}")
     if call.modulation is not None:
         _check_modulation(name, call)
-    times = call.times_t, call.times_h, call.times_w
-    if times != (1, 1, 1) and (call.framewise or call.modulation is not None):
-        raise ValueError(f"{name}: upsample must be (1, 1, 1) with this norm, got {times}")
+    upsample = call.times_t, call.times_h, call.times_w
+    if upsample != (1, 1, 1) and (call.framewise or call.modulation is not None):
+        raise ValueError(f"{name}: upsample must be (1, 1, 1) with this norm, got {upsample}")
     if call.norm == "group":
         as_size(name, "num_groups", call.num_groups)
         GROUP_NORM.check(name, group_norm_call(call))

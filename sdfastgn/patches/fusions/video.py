@@ -75,12 +75,12 @@ def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = Fa
 
 
 def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
-    """``conv`` of what is padded already, channels-last. A 1x1x1 convolution is a matrix product.
+    """``conv(frames)``, where padding and norm are done; channels-last. 1x1x1 convolutions are matrix products.
 
     Args:
         conv: a convolution, for which ``is_plain_conv3d`` is true.
         frames: (N, C, T, H, W), channels-last.
-        bias: that of ``conv``; None if it has none, or if the next kernel adds it.
+        bias: the bias of ``conv``, or None if the next kernel adds it.
     """
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
     is_product = sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1)

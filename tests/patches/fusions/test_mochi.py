@@ -106,7 +106,8 @@ def test_slices_tiles_and_strided_inputs():
     models = twins()
     for model in models:
         model.enable_slicing()
-    same(models, encode_of(pixels(6, batch=2, latents=(1, 2)).transpose(3, 4)))
+    # The last norms have two values a group.
+    same(models, encode_of(pixels(6, batch=2, latents=(1, 2)).transpose(3, 4)), 5e-4)
     for model in models:
         model.enable_tiling(8, 8, 8, 8)
     same(models, decode_of(codes(2, latents=(3, 2)).transpose(3, 4)))
