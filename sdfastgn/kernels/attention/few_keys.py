@@ -98,11 +98,11 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[3] % _VECTOR == 0
         and q.numel() > 0
         and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
-        and (not q.is_cuda or _runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
+        and (not q.is_cuda or runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
     )
 
 
-def _runs_on(capability: tuple[int, int], D: int) -> bool:
+def runs_on(capability: tuple[int, int], D: int) -> bool:
     """True if registers do not spill on a GPU of this capability, with ``D`` channels.
 
     Hopper and Blackwell multiply operands in shared memory. On other GPUs both operands are in registers, so

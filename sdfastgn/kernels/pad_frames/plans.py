@@ -36,7 +36,7 @@ class PadFramesPlan:
         times, apart = (call.times_t, call.times_h, call.times_w), True
         if call.modulation is not None:
             times, apart = modulation_times(x.shape, call.modulation.shape) or (times, apart)
-        rows = math.prod(self.shape[2:])
+        rows = (call.front + frames) * math.prod(self.shape[3:])
         config = rows_config(N * rows, C, x.itemsize, vector_width(x.itemsize, C), gpu.num_sms(x.device))
         self.launch = Launch(
             kernels._frames_kernel, N * ceil_div(rows, config.rows), config.num_warps,
@@ -48,7 +48,7 @@ class PadFramesPlan:
             FOLD=x.dtype != torch.float32, BORDER=bool(call.pad_h or call.pad_w),
             REPLICATE=call.mode == "replicate",
             APART=apart, TIMES_T=times[0], TIMES_H=times[1], TIMES_W=times[2],
-            **norm_constants(call, config),
+            WINDOW=call.window, **norm_constants(call, config),
         )  # fmt: skip
 
     def run(self, call: PadFramesCall) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,8 @@
 """Calls of convolutions without separate passes for bias, residual and ReLU.
 
 Either the next kernel adds the bias, or cuDNN adds bias and residual and applies ReLU before it writes the
-result. Each of these needs a plain ``nn.Conv2d``, and a call on a GPU without gradients. Any other
+result. Each of these needs a plain ``nn.Conv2d`` or
+``nn.Conv3d``, and a call on a GPU without gradients. Any other
 convolution, such as a LoRA layer or a hooked one, is called as it is.
 """
 
@@ -24,11 +25,11 @@ _CUDNN_CHANNELS = 8
 
 
 def is_plain_conv(conv: nn.Module) -> bool:
-    """True if a call of ``conv`` runs PyTorch's 2-D convolution and nothing else.
+    """True if a call of ``conv`` runs PyTorch's 2-D or 3-D convolution and nothing else.
 
     ``_conv_forward`` is checked too, because code for seamless tiling replaces it in the instance.
     """
-    return type(conv) is nn.Conv2d and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
+    return type(conv) in (nn.Conv2d, nn.Conv3d) and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
 
 
 def bias_can_move(conv: nn.Module) -> bool:

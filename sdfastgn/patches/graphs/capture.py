@@ -58,7 +58,10 @@ class Backend(Protocol):
         """Block until the GPU work of all ``ordered`` contexts is done. After that graphs may be dropped."""
 
     def memory(self) -> int:
-        """Size in bytes of the memory pool that the graphs share."""
+        """Size in bytes of the memory pool that the graphs share; 0 if PyTorch's allocator does not tell."""
+
+    def has_room(self) -> bool:
+        """True if at least as much memory is free as the graphs take: models without graphs need it too."""
 
 
 class Graph:
@@ -263,11 +266,18 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
+        if torch.cuda.get_allocator_backend() != "native":
+            return 0  # ComfyUI's default, cudaMallocAsync, raises an error if it is asked for a snapshot
         with self.lock:  # no other thread may add a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
         )
+
+    def has_room(self) -> bool:
+        # ``capture`` has emptied the allocator's cache, so nearly all memory that is not in use is free.
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free >= self.memory()
 
 
 _backends: dict[torch.device, CudaBackend] = {}

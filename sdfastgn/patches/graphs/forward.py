@@ -30,7 +30,7 @@ from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
 from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
-from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
+from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now, takes_gigabytes
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
@@ -180,7 +180,8 @@ class GraphedForward(InstanceEntry):
     def pool_bytes(self) -> dict[int, int]:
         """{id of the backend: size of its memory pool in bytes}; empty without graphs.
 
-        All modules on one device share one pool. By the id, callers count a shared pool only once.
+        All modules on one device share one pool. By the id, callers count a shared pool only once. A
+        size is 0 if PyTorch's allocator does not tell it: ``cudaMallocAsync`` does not.
         """
         backend = self._store.backend
         return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
@@ -252,6 +253,8 @@ class GraphedForward(InstanceEntry):
                 watch_of_now = partial(self._watch_of, module, call.device)
                 graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
                 store.add(key, graph)
+                if takes_gigabytes(module) and not backend.has_room():
+                    raise Unsupported(NO_MEMORY)
                 policy.was_captured(key)
                 return graph.run(call, backend)
         except Unsupported as error:
