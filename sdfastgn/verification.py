@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,9 @@ class _FusedError(Exception):
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     """(error, stock's error, bound) of the module's output whose error exceeds its bound by most.
 
+    Entries of a dict that the fused part leaves out are not compared: a cache of stock's may have some that
+    nothing reads.
+
     Raises ``_FusedError`` if the fused part raises an exception. Exceptions of stock's code are not caught.
     """
     try:
@@ -156,11 +159,13 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
         raise _FusedError from error
     with dispatch.stock_code():
         stock = _outputs(module, _copied(inputs))
-        wide = torch.float64 if stock[0].dtype is torch.float32 else torch.float32
+        first = next(iter(stock))
+        wide = torch.float64 if stock[first].dtype is torch.float32 else torch.float32
         with tf32(convolutions=False, products=False):
             truth = _outputs(copy.deepcopy(module).to(wide), _copied(inputs, dtype=wide))
     found = []
-    for y, expected, true in zip(fused, stock, truth, strict=True):
+    for path in {first: None, **fused}:
+        y, expected, true = fused[path], stock[path], truth[path]
         stock_error = _relative_error(expected, true)
         bound = _FACTOR * stock_error + _UNITS * torch.finfo(expected.dtype).eps
         found.append((_relative_error(y, true), stock_error, bound))
@@ -168,10 +173,18 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     return max(found, key=lambda each: (not each[0] <= each[2], each[0] - each[2]))
 
 
-def _outputs(module: nn.Module, inputs: Inputs) -> list[Tensor]:
+def _outputs(module: nn.Module, inputs: Inputs) -> dict[tuple[Any, ...], Tensor]:
+    """The floating-point tensors in the module's result, by the indices and keys that lead to them."""
     args, kwargs = inputs
-    found = tree_leaves(module(*args, **kwargs))
-    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+    return dict(_tensors(module(*args, **kwargs)))
+
+
+def _tensors(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    if isinstance(result, Tensor) and result.is_floating_point():
+        yield path, result
+    elif isinstance(result, (Mapping, tuple, list)):
+        for key, each in result.items() if isinstance(result, Mapping) else enumerate(result):
+            yield from _tensors(each, (*path, key))
 
 
 def _relative_error(y: Tensor, truth: Tensor) -> float:

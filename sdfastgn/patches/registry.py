@@ -41,6 +41,7 @@ _OF_DIFFUSERS = (
     ("fusions.wan", "FUSIONS"),
     ("fusions.hunyuan_video", "FUSIONS"),
     ("fusions.cogvideox", "FUSIONS"),
+    ("fusions.mochi", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),

@@ -308,6 +308,7 @@ def _channel_norms(shape, dtype):
     pad_frames(x, upsample=(2, 2, 2), **padded)
     modulation = torch.cat((x, x), 1)
     pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu", modulation=modulation), **padded)
+    pad_frames(x, norm=GroupNorm(2, weight, weight, framewise=True), **padded)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 

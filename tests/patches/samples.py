@@ -12,6 +12,7 @@ from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
 from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan_video
+from diffusers.models.autoencoders import autoencoder_kl_mochi as mochi
 from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import CogVideoXDownsample3D
@@ -268,6 +269,17 @@ def _of_cogvideox():
         ("decoder", lambda: Decoder(4, 3, up, **sizes), lambda m: m(video(1, 4, 3, 2, 1))[0]),
     ]
     return [(f"cogvideox_{name}", build, call) for name, build, call in found]
+
+
+def _of_mochi():
+    """Samples of the blocks of Mochi's autoencoder."""
+    x = video(2, 32, 2, 3, 2).requires_grad_()
+    Norm, Block = mochi.MochiChunkedGroupNorm3D, mochi.MochiResnetBlock3D
+    return [
+        ("mochi_norm", lambda: Norm(32), lambda m: m(x)),
+        ("mochi_resnet_block", lambda: Block(32), lambda m: m(x)[0]),
+        ("mochi_up_block", lambda: mochi.MochiUpBlock3D(32, 5), lambda m: m(x)[0]),
+    ]
 
 
 # (id, builder, call); the id starts with the fusion's name.
@@ -529,6 +541,7 @@ SAMPLES = [
     *_of_wan("wan", autoencoder_kl_wan, "Wan"),
     *_of_hunyuan_video(),
     *_of_cogvideox(),
+    *_of_mochi(),
 ]
 if qwen_image is not None:
     SAMPLES += _of_wan("qwen_image", qwen_image, "QwenImage")

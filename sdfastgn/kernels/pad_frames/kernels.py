@@ -10,8 +10,8 @@ Pointers; each but x and y may be None:
   height and width are those of x after upsampling;
 - ``shift``, ``weight``, ``bias``: (C,), before and after the norm of each position's channels;
 - ``table``: fp32, what ``merge_kernel`` of ``group_norm/kernels.py`` writes for a GroupNorm. From
-  ``table_offset`` on it has planes of ``table_plane`` values, one for each sample and channel: scale,
-  offset and, without ``FOLD``, mean. The shift is in it;
+  ``table_offset`` on it has planes of ``table_plane`` values, one for each sample, or each frame of it if
+  ``FRAMEWISE``, and channel: scale, offset and, without ``FOLD``, mean. The shift is in it;
 - ``modulation``: (N, t, h, w, 2 C), factors and then offsets of the channels after a GroupNorm. Each of its
   positions holds for several of x;
 - ``cache``: (N, cached, height, width, C), the frames before x;
@@ -113,7 +113,8 @@ def _modulated(y, modulation, mask, C: tl.constexpr):
 def _frames_kernel(
     x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, modulation_ptr, cache_ptr, y_ptr, kept_ptr,
     rows, frames, height, width, front, cached, keep, pad_h, pad_w, table_offset, table_plane, scale, eps,
-    C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, REPLICATE: tl.constexpr,
+    C: tl.constexpr, NORM: tl.constexpr, FRAMEWISE: tl.constexpr, FOLD: tl.constexpr,
+    BORDER: tl.constexpr, REPLICATE: tl.constexpr,
     APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
     WINDOW: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
@@ -169,8 +170,12 @@ def _frames_kernel(
         _, divided_by = divisor(y, eps, WIDE)
         y = activate(y * (scale / divided_by) * weight + bias, ACTIVATION, PAIRS)
     if NORM == "group":
-        table = table_ptr + table_offset + n.to(tl.int64) * C + own
-        y = _group_norm(y, table, table_plane, in_row, FOLD)
+        if FRAMEWISE:
+            table = table_ptr + table_offset + (n * frames + t).to(tl.int64) * C + own
+            y = _group_norm(y, table, table_plane, is_new & in_row, FOLD)
+        else:
+            table = table_ptr + table_offset + n.to(tl.int64) * C + own
+            y = _group_norm(y, table, table_plane, in_row, FOLD)
         if modulation_ptr is not None:
             modulation = modulation_ptr + row_before.to(tl.int64) * (2 * C) + c
             y = _modulated(y, modulation, is_new & in_row, C)

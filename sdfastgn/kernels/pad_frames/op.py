@@ -66,6 +66,8 @@ class GroupNorm(NamedTuple):
     multiply the result of the norm, its other C channels are added to that, and then the activation is
     applied. Each of its elements stands for several of x: H must be a multiple of h, W of w and T of t. If T
     is odd, the first frame stands for one frame, and T - 1 must be a multiple of t - 1.
+
+    ``framewise``: each frame is normalized by itself. ``statistics`` are then (2, N T, P, C).
     """
 
     num_groups: int
@@ -75,6 +77,7 @@ class GroupNorm(NamedTuple):
     activation: str = "identity"
     statistics: Tensor | None = None
     modulation: Tensor | None = None
+    framewise: bool = False
 
 
 def _check_mode(name: str, mode: Any) -> None:
@@ -96,6 +99,7 @@ class PadFramesCall(NamedTuple):
     statistics: Tensor | None
     modulation: Annotated[Tensor | None, Operand(whole=channels_last, same_dtype=True)]
     norm: str
+    framewise: bool
     num_groups: int
     scale: float
     eps: float
@@ -157,20 +161,35 @@ def _call_of(
 ) -> PadFramesCall:
     where = (front, *border, mode, keep, *upsample, window)
     if isinstance(norm, GroupNorm):
-        groups, weight, bias, eps, activation, statistics, modulation = norm
-        operands: Any = (weight, bias, statistics, modulation, "group", groups, 1.0, eps, activation)
+        groups, weight, bias, eps, activation, statistics, modulation, framewise = norm
+        operands: Any = (
+            weight,
+            bias,
+            statistics,
+            modulation,
+            "group",
+            framewise,
+            groups,
+            1.0,
+            eps,
+            activation,
+        )
     else:
         weight, bias, *numbers = norm or Norm()
-        operands = (weight, bias, None, None, "" if norm is None else "channel", 0, *numbers)
+        operands = (weight, bias, None, None, "" if norm is None else "channel", False, 0, *numbers)
     return PadFramesCall._make((x, cache, shift, *operands, *where))
+
+
+def _images(x: Tensor) -> Tensor:
+    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
+    return x.movedim(2, 1).flatten(0, 1)
 
 
 def group_norm_call(call: PadFramesCall) -> GroupNormCall:
     """The GroupNorm of a call whose ``norm`` is "group", without its activation."""
     affine = call.weight, call.bias, call.eps, "identity"
-    return GroupNormCall(
-        call.x, call.num_groups, *affine, call.shift, None, None, call.statistics, False, None
-    )
+    x = _images(call.x) if call.framewise else call.x
+    return GroupNormCall(x, call.num_groups, *affine, call.shift, None, None, call.statistics, False, None)
 
 
 def reference_pad_frames(
@@ -190,7 +209,10 @@ def reference_pad_frames(
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
     if isinstance(norm, GroupNorm):
-        u = reference_group_norm(u, *norm[:4])
+        if norm.framewise:
+            u = reference_group_norm(_images(u), *norm[:4]).unflatten(0, (len(u), -1)).movedim(2, 1)
+        else:
+            u = reference_group_norm(u, *norm[:4])
         modulation = norm.modulation
         times = None if modulation is None else modulation_times(x.shape, modulation.shape)
         if modulation is not None and times is not None:
@@ -339,6 +361,9 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
         raise ValueError(f"{name}: mode 'replicate' needs elements, x has shape {tuple(x.shape)}")
     if call.modulation is not None:
         _check_modulation(name, call)
+    upsample = call.times_t, call.times_h, call.times_w
+    if upsample != (1, 1, 1) and (call.framewise or call.modulation is not None):
+        raise ValueError(f"{name}: upsample must be (1, 1, 1) with this norm, got {upsample}")
     if call.norm == "group":
         as_size(name, "num_groups", call.num_groups)
         GROUP_NORM.check(name, group_norm_call(call))
@@ -356,8 +381,6 @@ def _check_modulation(name: str, call: PadFramesCall) -> None:
             f"{tuple(x.shape[2:])}, got {tuple(modulation.shape)}"
         )
     check_device(name, "modulation", modulation, x)
-    if (call.times_t, call.times_h, call.times_w) != (1, 1, 1):
-        raise ValueError(f"{name}: upsample must be (1, 1, 1) with a modulation")
 
 
 _check = checks_of(PadFramesCall, _check_sizes)

@@ -31,7 +31,8 @@ class PadFramesPlan:
         self.kept_shape = (N, C, call.keep, height, width)
         self.table: TablePlan | None = None
         if call.norm == "group":
-            self.table = TablePlan(group_norm_call(call), math.prod(x.shape[2:]), True)
+            norm = group_norm_call(call)
+            self.table = TablePlan(norm, math.prod(norm.x.shape[2:]), True)
         times, apart = (call.times_t, call.times_h, call.times_w), True
         if call.modulation is not None:
             times, apart = modulation_times(x.shape, call.modulation.shape) or (times, apart)
@@ -43,8 +44,9 @@ class PadFramesPlan:
             rows=rows, frames=frames, height=height, width=width,
             front=call.front, cached=call.cached, keep=call.keep, pad_h=call.pad_h, pad_w=call.pad_w,
             **({"table_offset": 0, "table_plane": 0} if self.table is None else self.table.memory),
-            scale=call.scale, eps=call.eps, C=C, NORM=call.norm, FOLD=x.dtype != torch.float32,
-            BORDER=bool(call.pad_h or call.pad_w), REPLICATE=call.mode == "replicate",
+            scale=call.scale, eps=call.eps, C=C, NORM=call.norm, FRAMEWISE=call.framewise,
+            FOLD=x.dtype != torch.float32, BORDER=bool(call.pad_h or call.pad_w),
+            REPLICATE=call.mode == "replicate",
             APART=apart, TIMES_T=times[0], TIMES_H=times[1], TIMES_W=times[2],
             WINDOW=call.window, **norm_constants(call, config),
         )  # fmt: skip

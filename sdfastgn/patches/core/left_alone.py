@@ -1,6 +1,6 @@
 """Models that ``optimize`` leaves as they are, because they would be slower.
 
-Video autoencoders that repeat the border of their 5-D tensors (Mochi, HunyuanVideo) call ``F.pad`` in mode
+Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo, Mochi) call ``F.pad`` in mode
 "replicate" before each convolution. In channels-last PyTorch does that slowly. Its result is
 channels-first, so each convolution also copies its input. Together this costs more than the fused norms
 save. "Real sizes" in docs/coverage.md has the times of all models.

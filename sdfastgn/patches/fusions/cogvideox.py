@@ -62,7 +62,7 @@ from sdfastgn.patches.fusions.video import (
     video_of,
 )
 
-__all__ = ["FUSIONS"]
+__all__ = ["CONV", "FUSIONS", "convolve", "is_plain"]
 
 # GiB of an input in two bytes an element, above which upstream convolves its frames in parts.
 _LARGEST_INPUT = 2
@@ -73,7 +73,7 @@ _IDENTITY = nn.Identity()
 # --- what may run fused -----------------------------------------------------------------------------
 
 
-def _is_plain(conv: Any, x: Tensor, C: int) -> bool:
+def is_plain(conv: Any, x: Tensor, C: int) -> bool:
     """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
     and on the device of x.
     """
@@ -114,7 +114,7 @@ def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | N
         are_exact
         and can_fuse(norm.norm_layer, act, x, C)
         and all(
-            _is_plain(conv, zq, zq.shape[1])
+            is_plain(conv, zq, zq.shape[1])
             and (conv.conv.kernel_size, conv.conv.stride) == ((1, 1, 1), (1, 1, 1))
             and conv.conv.out_channels == C
             for conv in (norm.conv_y, norm.conv_b)
@@ -136,7 +136,7 @@ def _norm(norm: Any, act: nn.Module, x: Tensor, zq: Tensor | None, *, is_shifted
     return operands._replace(modulation=modulation.movedim(-1, 1))
 
 
-def _convolve(
+def convolve(
     conv: Any,
     x: Tensor,
     cache: Tensor | None,
@@ -148,7 +148,7 @@ def _convolve(
     """(y, kept): ``conv(norm(x + shift), cache)``, channels-last, and the new cache.
 
     Args:
-        conv: a causal convolution, for which ``_is_plain`` is true.
+        conv: a causal convolution, for which ``is_plain`` is true.
         x: (N, C, T, H, W).
         cache: the frames before x, or None.
         shift, norm: as in ``pad_frames``.
@@ -178,9 +178,9 @@ class FusedCogVideoXCausalConv3d(CogVideoXCausalConv3d):
 
     def forward(self, inputs: Tensor, conv_cache: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x, C = inputs, inputs.shape[1]
-        if not (is_plain_inference(x) and _is_plain(self, x, C) and _fits(conv_cache, self, x, C)):
+        if not (is_plain_inference(x) and is_plain(self, x, C) and _fits(conv_cache, self, x, C)):
             return super().forward(x, conv_cache)
-        y, kept = _convolve(self, x, conv_cache)
+        y, kept = convolve(self, x, conv_cache)
         return y if is_channels_last(x) else y.contiguous(), kept
 
 
@@ -206,12 +206,12 @@ class FusedCogVideoXResnetBlock3D(CogVideoXResnetBlock3D):
             return super().forward(inputs, temb, zq, conv_cache)
         x, new = in_channels_last(inputs), {}
         norm = _norm(self.norm1, act, x, zq)
-        h, new["conv1"] = _convolve(self.conv1, x, cache.get("conv1"), norm=norm, has_bias=False)
+        h, new["conv1"] = convolve(self.conv1, x, cache.get("conv1"), norm=norm, has_bias=False)
         norm, shift = _norm(self.norm2, act, h, zq, is_shifted=True), self.conv1.conv.bias
-        h, new["conv2"] = _convolve(self.conv2, h, cache.get("conv2"), shift=shift, norm=norm, has_bias=False)
+        h, new["conv2"] = convolve(self.conv2, h, cache.get("conv2"), shift=shift, norm=norm, has_bias=False)
         if self.in_channels != self.out_channels:
             if self.use_conv_shortcut:
-                x, new["conv_shortcut"] = _convolve(self.conv_shortcut, x, cache.get("conv_shortcut"))
+                x, new["conv_shortcut"] = convolve(self.conv_shortcut, x, cache.get("conv_shortcut"))
             else:
                 x = convolve_padded(self.conv_shortcut, x, self.conv_shortcut.bias)
         return add(h, x, self.conv2.conv.bias), new
@@ -222,17 +222,17 @@ class FusedCogVideoXResnetBlock3D(CogVideoXResnetBlock3D):
         C, C_out = self.in_channels, self.out_channels
         if C_out != C:
             shortcut = self.conv_shortcut
-            is_plain = (
-                _is_plain(shortcut, x, C) and _fits(cache.get("conv_shortcut"), shortcut, x, C)
+            has_plain_shortcut = (
+                is_plain(shortcut, x, C) and _fits(cache.get("conv_shortcut"), shortcut, x, C)
                 if self.use_conv_shortcut
                 else is_plain_conv3d(shortcut, x, C, CogVideoXSafeConv3d)
             )
-            if not is_plain:
+            if not has_plain_shortcut:
                 return False
         return (
             x.shape[1] == C
             and all(
-                _is_plain(conv, x, channels) and _fits(cache.get(name), conv, x, channels)
+                is_plain(conv, x, channels) and _fits(cache.get(name), conv, x, channels)
                 for name, conv, channels in (("conv1", self.conv1, C), ("conv2", self.conv2, C_out))
             )
             and _has_plain_norm(self.norm1, self.nonlinearity, x, C, zq)
@@ -300,8 +300,8 @@ def _leave(half: Any, x: Tensor, zq: Tensor | None, cache: Any, new: dict[str, A
     """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
     norm, act, conv, C = half.norm_out, half.conv_act, half.conv_out, x.shape[1]
     given = cache.get("conv_out")
-    if _has_plain_norm(norm, act, x, C, zq) and _is_plain(conv, x, C) and _fits(given, conv, x, C):
-        x, new["conv_out"] = _convolve(conv, x, given, norm=_norm(norm, act, x, zq))
+    if _has_plain_norm(norm, act, x, C, zq) and is_plain(conv, x, C) and _fits(given, conv, x, C):
+        x, new["conv_out"] = convolve(conv, x, given, norm=_norm(norm, act, x, zq))
         return x.contiguous()
     if zq is None:
         x = norm(x)
@@ -346,7 +346,8 @@ class FusedCogVideoXDecoder3D(CogVideoXDecoder3D):
 
 # --- fusions ----------------------------------------------------------------------------------------
 
-_CONV = (
+# What a causal convolution relies on.
+CONV = (
     tested(CogVideoXCausalConv3d, "__init__", "forward", "fake_context_parallel_forward"),
     tested(CogVideoXSafeConv3d, "forward"),
 )
@@ -368,17 +369,17 @@ def _fusion(name: str, fused: Any, *relied: Any, layers: tuple[str, ...] = (), a
 
 
 FUSIONS: tuple[ClassSwap, ...] = (
-    _fusion("conv", FusedCogVideoXCausalConv3d, *_CONV, layers=("conv",)),
-    _fusion("spatial_norm", FusedCogVideoXSpatialNorm3D, *_CONV, layers=("norm_layer",)),
+    _fusion("conv", FusedCogVideoXCausalConv3d, *CONV, layers=("conv",)),
+    _fusion("spatial_norm", FusedCogVideoXSpatialNorm3D, *CONV, layers=("norm_layer",)),
     _fusion(
         "resnet_block",
         FusedCogVideoXResnetBlock3D,
-        *(_NORM, *_CONV),
+        *(_NORM, *CONV),
         layers=("norm1", "norm2", "conv_shortcut"),
         act="nonlinearity",
     ),
     _fusion("upsample", FusedCogVideoXUpsample3D, layers=("conv",)),
     _fusion("downsample", FusedCogVideoXDownsample3D, layers=("conv",)),
-    _fusion("encoder", FusedCogVideoXEncoder3D, *_CONV, layers=("norm_out",), act="conv_act"),
-    _fusion("decoder", FusedCogVideoXDecoder3D, *(_NORM, *_CONV), layers=("norm_out",), act="conv_act"),
+    _fusion("encoder", FusedCogVideoXEncoder3D, *CONV, layers=("norm_out",), act="conv_act"),
+    _fusion("decoder", FusedCogVideoXDecoder3D, *(_NORM, *CONV), layers=("norm_out",), act="conv_act"),
 )

@@ -12,11 +12,13 @@ from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import GroupNorm
 from sdfastgn.kernels.product.op import linear
+from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.patches.core.fusion import activation_of, is_unhooked
 from sdfastgn.patches.core.statistics import add_bias, take_statistics
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = [
+    "add_into",
     "can_fuse",
     "convolve_padded",
     "convolve_windows",
@@ -113,12 +115,12 @@ def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = Fa
 
 
 def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
-    """``conv`` of what is padded already, channels-last. A 1x1x1 convolution is a matrix product.
+    """``conv(frames)``, channels-last, without padding. A 1x1x1 convolution is a matrix product.
 
     Args:
         conv: a convolution, for which ``is_plain_conv3d`` is true.
         frames: (N, C, T, H, W), channels-last.
-        bias: that of ``conv``; None if it has none, or if the next kernel adds it.
+        bias: the bias of ``conv``, or None if the next kernel adds it.
     """
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
     is_product = sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1)
@@ -133,6 +135,21 @@ def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
 def in_channels_last(x: Tensor) -> Tensor:
     """x itself if it is channels-last, so that its stored statistics are found; else a channels-last copy."""
     return x if is_channels_last(x) else laid_out(x, channels_last=True)
+
+
+def add_into(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
+    """y + bias + residual for y (N, C, T, H, W), which is written to."""
+    if (
+        dispatch.is_plain_inference(y, (residual, bias))
+        and is_channels_last(y)
+        and is_channels_last(residual)
+    ):
+        try:
+            # Axes of one element may have other strides.
+            return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
+        except dispatch.KernelError:
+            pass
+    return (y if bias is None else y + bias.view(-1, 1, 1, 1)) + residual
 
 
 def images_of(x: Tensor) -> Tensor:

@@ -37,14 +37,20 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import pointwise
 from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
-from sdfastgn.patches.fusions.video import convolve_windows, is_faster_in_2d, is_plain_inference
+from sdfastgn.patches.fusions.video import (
+    add_into,
+    convolve_windows,
+    images_of,
+    is_faster_in_2d,
+    is_plain_inference,
+    video_of,
+)
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_qwenimage as qwen_image
@@ -165,31 +171,6 @@ def _step(conv: Any, x: Tensor, feat_cache: Any, feat_idx: Any, **options: Any) 
     return y
 
 
-def _add(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
-    """y + bias + residual for y (N, C, T, H, W), which is written to."""
-    if (
-        dispatch.is_plain_inference(y, (residual, bias))
-        and is_channels_last(y)
-        and is_channels_last(residual)
-    ):
-        try:
-            # Axes of one element may have other strides.
-            return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
-        except dispatch.KernelError:
-            pass
-    return (y if bias is None else y + bias.view(-1, 1, 1, 1)) + residual
-
-
-def _images(x: Tensor) -> Tensor:
-    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
-    return x.movedim(2, 1).flatten(0, 1)
-
-
-def _video(images: Tensor, N: int) -> Tensor:
-    """(N T, C, H, W) -> (N, C, T, H, W), a view."""
-    return images.unflatten(0, (N, -1)).movedim(2, 1)
-
-
 def _given(feat_idx: Any) -> tuple[Any, ...]:
     """``feat_idx`` as an argument of stock's forward; nothing if it was not given."""
     return () if feat_idx is None else (feat_idx,)
@@ -237,7 +218,7 @@ class _FusedResidualBlock(nn.Module):
             residual, _ = _convolve(self.conv_shortcut, x)
         y = _step(self.conv1, x, feat_cache, feat_idx, norm=norms[0], has_bias=False)
         y = _step(self.conv2, y, feat_cache, feat_idx, norm=norms[1], shift=self.conv1.bias, has_bias=False)
-        return _add(y, residual, self.conv2.bias)
+        return add_into(y, residual, self.conv2.bias)
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
         """The two norms with their activations; None if stock's forward has to run."""
@@ -276,10 +257,10 @@ class _FusedResample(nn.Module):
                 feat_cache[i] = "Rep"  # upstream's mark of a first chunk, whose frame stays one
             else:
                 x = self._twice_the_frames(x, feat_cache, i)
-        images, conv = _images(x), self.resample[1]
+        images, conv = images_of(x), self.resample[1]
         if convolves_at_low_resolution(conv, images):
-            return _video(upsample_conv2d(images, conv.weight, conv.bias), x.shape[0])
-        return _video(conv(upsample_nearest_2x(images)), x.shape[0])
+            return video_of(upsample_conv2d(images, conv.weight, conv.bias), x.shape[0])
+        return video_of(conv(upsample_nearest_2x(images)), x.shape[0])
 
     def _is_plain_upsampling(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> bool:
         if self.mode not in ("upsample2d", "upsample3d") or not is_unhooked(self.resample):
@@ -317,10 +298,10 @@ class _FusedAttentionBlock(nn.Module):
         if not is_plain_inference(x):
             return super().forward(x)
         N, _, _, H, W = x.shape
-        images = self.norm(laid_out(_images(x), channels_last=True))
+        images = self.norm(laid_out(images_of(x), channels_last=True))
         q, k, v = pointwise(self.to_qkv, images).movedim(1, -1).flatten(1, 2)[:, None].chunk(3, -1)
         y = attend(q, k, v)[:, 0].unflatten(1, (H, W)).movedim(-1, 1)
-        return _video(pointwise(self.proj, y), N) + x
+        return video_of(pointwise(self.proj, y), N) + x
 
 
 class _FusedHalf(nn.Module):

@@ -39,7 +39,9 @@ def truth(
         weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
         if isinstance(norm, GroupNorm):
             act = "identity" if norm.modulation is not None else norm.activation
+            u = u.movedim(2, 1).flatten(0, 1) if norm.framewise else u
             u = true_group_norm(u, norm.num_groups, weight, bias, norm.eps, act)
+            u = u.unflatten(0, (len(x), -1)).movedim(2, 1) if norm.framewise else u
             if norm.modulation is not None:
                 factor, offset = true_modulation(norm.modulation.double(), x.shape[2:]).chunk(2, 1)
                 u = ACTIVATIONS[norm.activation](u * factor + offset)
@@ -108,7 +110,12 @@ def groups(norm, num_groups=3, **options):
     return GroupNorm(num_groups, norm.weight, norm.bias, 1e-5, norm.activation, **options)
 
 
-NORMS = {"copy": lambda norm: None, "norm": lambda norm: norm, "groups": groups}
+NORMS = {
+    "copy": lambda norm: None,
+    "norm": lambda norm: norm,
+    "groups": groups,
+    "framewise": lambda norm: groups(norm, framewise=True),
+}
 
 
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
@@ -139,12 +146,14 @@ def test_every_dtype_and_width(shape, dtype, device):
         check(x, cache, front=2, border=border, keep=2, norm=norm, shift=shift)
         for shifted in (None, shift):
             check(x, cache, front=2, border=border, keep=2, norm=groups(norm), shift=shifted)
+            each = groups(norm, framewise=True)
+            check(x, cache, front=2, border=border, keep=2, norm=each, shift=shifted)
     check(x, cache, front=2, keep=2)
     check(x, norm=Norm())
     check(x, norm=GroupNorm(2))
 
 
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 @pytest.mark.parametrize("upsample", [(1, 2, 2), (2, 2, 2), (2, 1, 1), (3, 1, 2)], ids=str)
 def test_upsampling(upsample, mode, kind, device):
@@ -224,6 +233,7 @@ def test_every_layout(layout, device):
     x, cache, norm, shift = video((2, 6, 2, 3, 4), device=device, layout=layout)
     for each in (norm, groups(norm)):
         check(x, cache, front=2, border=(1, 1), keep=2, norm=each, shift=shift)
+    check(x, cache, front=2, keep=2, norm=groups(norm, framewise=True), shift=shift)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -352,9 +362,19 @@ ERRORS = [
         "got (1, 12, 1, 3, 4)",
     ),
     (
+        {"norm": GroupNorm(2, framewise=True), "upsample": (2, 1, 1)},
+        ValueError,
+        "upsample must be (1, 1, 1) with this norm, got (2, 1, 1)",
+    ),
+    (
+        {"norm": GroupNorm(2, statistics=ones(2, 1, 1, 6), framewise=True)},
+        ValueError,
+        "statistics must have shape (2, 2, P, 6), got (2, 1, 1, 6)",
+    ),
+    (
         {"norm": GroupNorm(2, modulation=ones(1, 12, 1, 3, 4)), "upsample": (1, 2, 2)},
         ValueError,
-        "upsample must be (1, 1, 1) with a modulation",
+        "upsample must be (1, 1, 1) with this norm, got (1, 2, 2)",
     ),
     ({"mode": "reflect"}, ValueError, "mode must be one of ('zeros', 'replicate'), got 'reflect'"),
     ({"front": -1}, ValueError, "front must not be negative, got -1"),
