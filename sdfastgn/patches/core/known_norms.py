@@ -17,11 +17,13 @@ from sdfastgn.patches.core.tested_sources import definition_of, hash_of
 
 __all__ = ["CAST", "NORM_ACT", "kind_of", "known_base"]
 
-# GroupNorm32 of guided-diffusion and Latent Diffusion: casts x to fp32, normalizes, and casts back.
+# GroupNorm32 of guided-diffusion and Latent Diffusion. It casts its input to fp32, normalizes it, and casts
+# the result back.
 CAST = "cast"
-# timm's GroupNormAct and GroupNorm1Act: normalizes, then calls ``drop``, then ``act``.
+# timm's GroupNormAct and GroupNorm1Act. They normalize, then call their child ``drop``, then ``act``.
 NORM_ACT = "norm_act"
 
+# Hash of the code of a ``forward`` -> what this code does.
 _KINDS = {
     "38ab40599b7fe8a5": CAST,  # .type(x.dtype)
     "fb6dbc32c2bcda99": CAST,  # .to(x.dtype)
@@ -47,8 +49,8 @@ def kind_of(cls: type) -> str | None:
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
         return None
     kind = _KINDS.get(_hash(forward))
-    # The hash does not cover the values of global names. While ``_fast_norm`` is off, timm's code uses only
-    # one global name, ``F``. It must be ``torch.nn.functional``.
+    # The hash does not tell which object a global name refers to. The only global name that timm's code uses
+    # while ``_fast_norm`` is off is ``F``, so it is checked here.
     return None if kind == NORM_ACT and forward.__globals__.get("F") is not F else kind
 
 

@@ -1,9 +1,10 @@
 """Checks that the installed code of upstream methods is a version that sdfastgn was tested with.
 
-A fused ``forward`` computes the same as one version of the stock ``forward``. With another version of it, the
-fused ``forward`` could give other pixels. So the installed code of each method is compared with the tested
-versions, and a module whose class has unknown code is skipped with a reason. Each fusion's file names the
-methods that the fusion replaces or relies on. ``tested_sources.json`` has the hashes of the tested versions.
+"Upstream" is diffusers, ComfyUI or PyTorch. A fused ``forward`` computes the same as the versions of the
+stock ``forward`` that it was tested with. If upstream changes the stock ``forward``, the pixels could differ.
+So the installed code of each method is compared with the tested versions, and a module whose class has
+unknown code is skipped with a reason. Each fusion's file names the methods that the fusion replaces or relies
+on. ``tested_sources.json`` has the hashes of the tested versions.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.Wea
 def source_hash(cls: Any, method: str) -> str | None:
     """The hash of the code of a method or property; None if the code is not upstream's or cannot be read.
 
-    Decorators in upstream's code are part of the hash. For a method that other code has wrapped the result is
-    None, even if ``functools.wraps`` makes the wrapper look like the method.
+    The hash includes the decorators that upstream's code has. If other code has wrapped the method, the
+    result is None, even if ``functools.wraps`` makes the wrapper look like the method.
     """
     function = getattr(cls, method, None)
     if isinstance(function, property):
@@ -104,7 +105,10 @@ def source_hash(cls: Any, method: str) -> str | None:
 
 
 def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of upstream's ``function``, with its decorators; None where ``source_hash`` is None."""
+    """The syntax tree of upstream's ``function``, with its decorators.
+
+    None if the code is not upstream's or cannot be read.
+    """
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)

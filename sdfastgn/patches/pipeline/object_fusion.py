@@ -1,8 +1,8 @@
-"""Fusions of objects that are no ``nn.Module``s, such as schedulers. For modules there is ``ClassSwap``.
+"""Fusions of objects that are not ``nn.Module``s, such as schedulers. (``ClassSwap`` is for modules.)
 
-The fused instance gets a subclass of its class. The subclass has the name and the Python module of the stock
-class, because ``save_pretrained`` writes both and pipelines look them up. If a new instance is made with the
-subclass, as by ``type(pipe.scheduler).from_config(...)``, it gets the stock class.
+A fused instance has a subclass of its stock class. The subclass has the name and the Python module of the
+stock class, because ``save_pretrained`` writes both and pipelines look them up. A new instance that is made
+with the subclass, as by ``type(pipe.scheduler).from_config(...)``, gets the stock class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "_sdfastgn_fusion"  # attribute of a fused class: its fusion's name
 
 @dataclass(frozen=True)
 class ObjectFusion:
-    """A fusion of instances of the classes in ``sources``.
+    """A fusion that makes instances of the classes in ``sources`` faster, by changing their class.
 
     Args:
         name: the fusion's name in reports.
@@ -31,8 +31,8 @@ class ObjectFusion:
         sources: the stock classes, and their methods that the fusion replaces or relies on. The installed
             code of these methods must be known.
         overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
-        heirs: True if subclasses of the stock classes that inherit all methods in ``sources`` are fused too.
-            False if only instances of the exact classes are fused.
+        heirs: True if instances of subclasses are fused too, provided that these inherit all methods in
+            ``sources`` unchanged. False if only instances of the exact classes are fused.
     """
 
     name: str
@@ -89,7 +89,7 @@ class ObjectFusion:
         @functools.wraps(stock.__init__)
         def init(part: Any, *args: Any, **kwargs: Any) -> None:
             stock.__init__(part, *args, **kwargs)
-            self.undo(part)  # a new instance is stock, because ``optimize`` was not called for it
+            self.undo(part)  # a new instance gets the stock class: ``optimize`` was not called for it
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
@@ -104,9 +104,9 @@ class ObjectFusion:
 
 
 def _new(module: str, stock: type) -> Any:
-    """Make a fused instance without state, for copies and pickles.
+    """Make a fused instance without attributes; copies and pickles then set its attributes.
 
-    It is a stock instance if the installed code of upstream is not known.
+    The instance is a stock one if the installed upstream code is not a version that was tested.
     """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     source = fusion._source_of(stock)
