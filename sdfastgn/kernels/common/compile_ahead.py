@@ -13,8 +13,8 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-# Maximum number of threads that compile at a time. Each takes about 100 MB. More threads would mostly wait
-# for Python's lock.
+# Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory. With more
+# threads, most of them would wait for Python's global lock.
 _MAX_THREADS = 16
 
 
@@ -38,22 +38,22 @@ class _Rehearsal:
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
 
-# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` that finds one
-# compiles its kernel instead of launching it for the first time.
+# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. If it is not None, a ``Launch``
+# whose kernel is not compiled yet passes the kernel to it, and launches nothing.
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call``. Kernels that are new to it are compiled in parallel threads instead of launched.
+    """Run ``call`` in order to compile its kernels, in parallel threads.
 
-    The compiled kernels do not run, so the results of ``call`` are meaningless. Compilation starts while
-    ``call`` runs, because its first matrix products and convolutions wait for libraries to be loaded.
+    Kernels that are not compiled yet are not launched, so the results of ``call`` are meaningless.
+    Compilation begins while ``call`` still runs: ``call`` may spend seconds on loading cuDNN and cuBLAS.
 
     Returns the number of kernels that were compiled.
 
-    Raises what ``call`` raises. Errors of the compilation are ignored here. They are raised again when the
+    Raises what ``call`` raises. Errors of the compilation are ignored here: they are raised again when the
     kernel is launched.
     """
     found = _Rehearsal(device)
