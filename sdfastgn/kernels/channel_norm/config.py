@@ -1,6 +1,6 @@
-"""How the kernels of ``channel_norm`` are launched: pure functions of sizes.
+"""The launch configurations of the kernels of ``channel_norm``: pure functions of sizes.
 
-A position's channels are a row, and rows are cut into tiles as those of LayerNorm are.
+The channels of one position are a row. Tiles of rows are chosen as for LayerNorm.
 """
 
 from __future__ import annotations
@@ -8,24 +8,27 @@ from __future__ import annotations
 from sdfastgn.kernels.common.sizes import next_power_of_2
 from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forward_config
 
-# Channels, padded, that one program keeps in registers.
+# Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# The same in a backward that keeps sums of columns there too.
+# The same maximum for the backward, which also keeps its sums over rows in registers.
 _MAX_WITH_SUMS = 8192
 
 
 def fits(C: int) -> bool:
-    """True if the forward of ``C`` channels has a kernel."""
+    """True if the kernel of the forward can run for ``C`` channels."""
     return next_power_of_2(C) <= _MAX_IN_REGISTERS
 
 
 def fits_with_sums(C: int) -> bool:
-    """True if the backward of ``C`` channels has a kernel."""
+    """True if the kernel of the backward can run for ``C`` channels."""
     return next_power_of_2(C) <= _MAX_WITH_SUMS
 
 
 def rows_config(rows: int, C: int, itemsize: int, vector: int, num_sms: int) -> RowsConfig:
-    """How to normalize (rows, C), where ``fits(C)``. ``vector``: elements of one load of a thread."""
+    """The configuration of the forward for x (rows, C), with ``fits(C)`` True.
+
+    ``itemsize``: bytes of an element. ``vector``: number of elements that a thread loads at once.
+    """
     config = forward_config(rows, C, itemsize, vector, num_sms)
     assert isinstance(config, RowsConfig)
     return config
