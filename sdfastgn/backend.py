@@ -40,7 +40,7 @@ def why_stock_runs(root: nn.Module) -> str | None:
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
         return None if torch.cuda.is_available() else "no CUDA GPU"
-    # With accelerate's offloading, the weights are on the hook's ``execution_device`` during a call.
+    # accelerate's offloading moves the weights to the hook's ``execution_device`` for the time of a call.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)

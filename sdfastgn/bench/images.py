@@ -14,8 +14,7 @@ from torch import Tensor
 # The window of SSIM, as its authors chose it: pixels along a side, and the standard deviation of the Gaussian
 # weights.
 WINDOW, SIGMA = 11, 1.5
-# SSIM's constants for values in [0, 1]. They keep its denominators away from zero where an image has one
-# color.
+# SSIM's constants for values in [0, 1]. Without them its denominators would be zero in areas of one color.
 C1, C2 = 0.01**2, 0.03**2
 
 
@@ -61,7 +60,7 @@ def ssim(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:
-    """‖a - b‖ / ‖b‖ in fp64. Each norm of a dict is over all its tensors together. NaN if a value is NaN.
+    """‖a - b‖ / ‖b‖ in fp64. The norm of a dict is the norm of all its values together. NaN if one is NaN.
 
     Raises ValueError if the shapes differ.
     """

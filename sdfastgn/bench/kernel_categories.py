@@ -39,9 +39,9 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
-# The name of an Inductor kernel lists the operators that it fuses. Only kernels from a template ("tem")
-# compute a convolution or a matrix product. Another kernel whose name contains "convolution" only adds a
-# convolution's bias.
+# The name of an Inductor kernel lists the operators that the kernel fuses. Only kernels from a template
+# ("tem") compute a convolution or a matrix product. Any other kernel whose name contains "convolution" only
+# adds the bias of a convolution.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),
@@ -56,8 +56,8 @@ _INDUCTOR = _rules(
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
-# Tried before the rules for operators: kernels that change layouts are copies, even if a convolution launches
-# them.
+# These rules come before the rules for operators: kernels that change layouts count as copies, even if a
+# convolution launches them.
 _MOVES = _rules(
     (
         COPIES,
@@ -67,14 +67,14 @@ _MOVES = _rules(
 )
 
 _NAMES = _rules(
-    # Before CONVOLUTION, because its "fprop" would also match flash_fprop, the kernel of cuDNN's attention.
+    # This rule is before CONVOLUTION, whose "fprop" would also match flash_fprop, cuDNN's attention kernel.
     (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
     (
         NORMALIZATION,
         r"""(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)|RowwiseMoments|ComputeFusedParams
         |ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta""",
     ),
-    # Before GEMM, because the name of a cuDNN convolution may contain "gemm", and "cudnn" at its end.
+    # This rule is before GEMM, because the name of a cuDNN convolution may also contain "gemm".
     (
         CONVOLUTION,
         r"""[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd|im2col|col2im

@@ -15,9 +15,9 @@ from sdfastgn.program import launched
 class Meeting:
     """One measurement that all processes make at the same time.
 
-    Each process calls ``seconds``. A process that cannot measure calls ``leave`` with the reason instead, and
-    ``seconds`` then raises an error with this reason in all other processes. Both methods do nothing in a
-    process that no launcher started.
+    Each process calls ``seconds``. A process that cannot measure calls ``leave`` with the reason instead.
+    Then ``seconds`` raises an error with this reason in all other processes. If no launcher started the
+    process, both methods do nothing.
     """
 
     def __init__(self) -> None:

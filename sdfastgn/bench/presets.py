@@ -16,7 +16,7 @@ class Case:
 
     Attributes:
         settings: fields of BenchConfig.
-        published: what ran, and on which machine -> the published number.
+        published: description of software and machine -> the number that was published for them.
     """
 
     settings: dict[str, Any]
@@ -42,7 +42,7 @@ class Preset:
     cases: tuple[Case, ...]
 
     def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
-        """A call's time in the preset's unit. None if the unit is images/s and the part makes no image."""
+        """Converts a call's time to the preset's unit. None if it is images/s and the part makes no image."""
         s, part = median_ms / 1e3, config["part"]
         iterations = config["steps"] if part == "pipeline" else 1
         images = config["batch"] / s if part in ("pipeline", "vae") else None

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from sdfastgn.program import OptionError
 
-# Matches a whole number of at most 18 digits. Sizes in PyTorch have no more digits, and Python refuses to
-# read thousands of digits.
+# Matches a whole number of at most 18 digits. No size in PyTorch has more digits. The limit is needed because
+# Python refuses to read numbers of thousands of digits.
 DIGITS = r"\d{1,18}"
 _NUMBER = re.compile(rf"-?{DIGITS}")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -28,7 +28,7 @@ def one_of(option: str, value: str, allowed: Collection[str]) -> str:
 
 
 def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
-    """Return ``values``, or the entries of a comma-separated list, without repetitions.
+    """Return ``values`` as a list without repetitions. A text is read as a comma-separated list.
 
     Raises OptionError if a value is not in ``allowed``.
     """

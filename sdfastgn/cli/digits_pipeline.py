@@ -53,7 +53,7 @@ def prompt_of(digit: int, ink: str = "") -> str:
 
 
 def generate(pipe: Any, prompts: list[str], **options: Any) -> np.ndarray:
-    """One image (H, W, 3) in [0, 1] for each prompt. All calls start from the same noise."""
+    """Draws one image (H, W, 3) in [0, 1] for each prompt. All calls start from the same noise."""
     settings = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "np", **options}
     # A CPU generator gives the same noise on every device.
     return pipe(prompts, generator=torch.Generator("cpu").manual_seed(0), **settings).images
@@ -67,10 +67,10 @@ def build_classifier() -> nn.Module:
 
 
 def ink_of(images: Tensor) -> Tensor:
-    """The amount of ink, (N, 1, H, W), in images (N, 3, H, W) in [0, 1].
+    """The amount of ink at each pixel, (N, 1, H, W) in [0, 1], of images (N, 3, H, W) in [0, 1].
 
-    It is one minus the smallest of red, green and blue. Every ink is dark in at least one color, and white
-    paper is bright in all three.
+    It is 1 - min(red, green, blue): every ink is dark in at least one of these colors, and white paper is
+    bright in all three.
     """
     return 1 - images.amin(dim=1, keepdim=True)
 

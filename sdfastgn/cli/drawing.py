@@ -1,7 +1,7 @@
 """``sdfastgn generate``: draws an image for each line of a file, in one process or in several.
 
-An image depends only on its settings and its seed. The number of processes and the batch size only change
-rounding.
+An image depends only on its settings and its seed. With another number of processes or another batch size,
+images differ only by rounding.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.program import OptionError, counted, is_main, program
 from sdfastgn.versions import installed_versions
 
-# Key of a text in a PNG file's metadata. The text is JSON: the image's settings, the packages' versions.
+# Key in the metadata of the PNG files. Its value is JSON with the image's settings and the packages'
+# versions.
 METADATA = "sdfastgn"
-# Part of the names of this process's unfinished files. The process id would not do, because it is only unique
-# on one machine.
+# Part of the names of this process's unfinished files. The process id cannot be used, because processes on
+# other machines, which may write to the same folder, can have the same id.
 OWN = secrets.token_hex(4)
 
 
@@ -89,9 +90,9 @@ def run(job: Job, device: str | None = None) -> int:
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
-        # All processes have looked for images before the first image is written. An image counts as finished
-        # if one process has found it: machines may see a shared folder at different times, or each may have
-        # its own folder.
+        # Each process has looked for finished images before the first image is written. An image that any
+        # process has found counts as finished. The processes may find different images: machines may see
+        # changes in a shared folder at different times, or each machine may have its own folder.
         finished = sorted(set(gather_object(finished)))
         todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
@@ -141,8 +142,8 @@ def _pictures(job: Job, pipe: Any, lines: Sequence[int]) -> list[Image.Image]:
     images: list[Image.Image] = pipe(
         prompt=[one.prompt for one in each],
         negative_prompt=negative,
-        # Each image has its own generator, on the CPU. So its noise is the same in every batch and on every
-        # device.
+        # Each image has its own generator on the CPU. So the image's noise is the same in every batch and on
+        # every device.
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in each],
         **each[0].shared(),
     ).images

@@ -1,4 +1,4 @@
-"""``sdfastgn sources``: upstream methods whose code was never tested, and what has changed in this code."""
+"""``sdfastgn sources``: lists upstream methods whose installed code was never tested, and its changes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def print_sources(
 
     Args:
         out: where to print.
-        against: the files of an earlier release. Each unknown method is shown with what changed since then.
+        against: the files of an earlier release. For each unknown method, its changes since this release are
+            printed.
         comfyui: a checkout of ComfyUI, whose methods are listed as well.
         accept: if True, write the hashes of the unknown methods into ``tested_sources.json``.
     """
@@ -161,8 +162,8 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # ``first_seen`` of a method's last known version is the release that introduced this version. The latest
-    # of these releases contains the last known version of every method.
+    # Each method's last known version was introduced in the release ``first_seen``. The latest of these
+    # releases contains the last known versions of all methods.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"

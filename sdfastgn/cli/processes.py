@@ -26,5 +26,6 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # Not in a ``finally``: after an error in this process, the other processes may still wait for this one.
+    # After an error in the context this line does not run (there is no ``finally``), because other processes
+    # may still wait for this one.
     state.destroy_process_group()

@@ -30,8 +30,8 @@ from typing import Any
 PROMPT = "a photograph of an astronaut riding a horse"
 # Value of --dtype -> torch's name of the dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# The allowed seeds: whole numbers of 64 bits. Some inputs are drawn from ``seed + 1``, which is always valid,
-# because PyTorch also takes larger seeds.
+# The allowed seeds: signed 64-bit integers. Some inputs are drawn from ``seed + 1``, which PyTorch accepts
+# even for the largest seed here.
 SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -105,7 +105,7 @@ VAES: dict[str, dict[str, Any]] = {
 }
 # Models whose autoencoder is diffusers' AutoencoderTiny with its default settings.
 TINY_AUTOENCODERS = ("sd_turbo",)
-# Models whose pipeline makes an image from another image and a prompt, instead of from a prompt only.
+# Models whose pipeline makes an image from a prompt and another image. All other models need only a prompt.
 IMAGE_TO_IMAGE = ("sd_turbo",)
 
 
@@ -143,14 +143,14 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class VideoNetwork:
-    """A UNet or an autoencoder of video, and the size of its call that is timed.
+    """A UNet or an autoencoder of video, and the size of the call that is timed.
 
     Attributes:
-        cls: its class in diffusers.
-        dtype: the dtype in which it is used, a key of ``DTYPES``.
+        cls: name of the network's class in diffusers.
+        dtype: the dtype in which the network is used, a key of ``DTYPES``.
         frames: number of frames of the video; 1 for an image.
-        height, width: of a frame in pixels.
-        batch: videos in one call. It is 2 for a UNet step with guidance.
+        height, width: size of a frame in pixels.
+        batch: number of videos in one call. It is 2 for a UNet step with guidance.
         config: settings of the class that differ from diffusers' defaults.
     """
 

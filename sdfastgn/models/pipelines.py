@@ -23,8 +23,8 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models import architectures, configurations
 from sdfastgn.program import OptionError
 
-# Name of the argument for the dtype in ``from_pretrained``. diffusers 0.40 has renamed it. Older releases
-# ignore the new name, and newer releases warn of the old name.
+# Name of the argument of ``from_pretrained`` for the dtype. diffusers 0.40 has renamed this argument: older
+# releases ignore the new name, and newer releases warn of the old name.
 _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
 
 
@@ -87,7 +87,8 @@ def load_pipeline(
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
     """The CLIP tokenizer whose files :func:`write_tokenizer` writes."""
-    # It is loaded from files, because its constructors in transformers 4 and 5 have no arguments in common.
+    # The tokenizer is loaded from files, because its constructor takes other arguments in transformers 4 than
+    # in transformers 5.
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
@@ -96,8 +97,9 @@ def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
 def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
     """Write the files of a CLIP tokenizer into ``folder``.
 
-    The tokens are the 256 bytes, each in one form for the inside of a word and one for its end; the start and
-    end of the text; and each of ``words`` with all its beginnings of at least two letters.
+    Its vocabulary has two tokens for each of the 256 bytes (inside of a word, at the end of a word), a token
+    for the start and one for the end of the text, and tokens for each of ``words`` and for all beginnings of
+    these words that have at least two letters.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
@@ -121,7 +123,7 @@ def _text_encoder(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> CLIPTextModel:
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    # It is not made on the meta device first, because its buffers would then stay empty.
+    # The encoder is made on its device and not on the meta device, where its buffers would get no values.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
     return architectures.randomize(encoder.to(dtype), seed).eval()

@@ -26,7 +26,7 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
         draw: makes the tensors.
         batch: number of videos; for a UNet step with guidance twice this number.
         frames: number of frames of a video.
-        height, width: of a frame in pixels.
+        height, width: size of a frame in pixels.
     """
     kind, config = type(model).__name__, model.config
     size = height // PIXELS, width // PIXELS

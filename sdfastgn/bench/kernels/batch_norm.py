@@ -1,4 +1,4 @@
-"""The suite of BatchNorm. Its competitors are cuDNN, and ATen's kernels, which PyTorch uses without cuDNN."""
+"""The benchmark suite of BatchNorm. Its competitors are cuDNN, and ATen's kernels (PyTorch without cuDNN)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-# The first values of the running mean and variance. They are close to the inputs' mean of 0.5 and standard
-# deviation of 1.5.
+# Initial values of the running mean and variance. They are close to the values of the inputs, whose mean is
+# 0.5 and whose standard deviation is 1.5.
 _MEAN, _VAR = 0.5, 2.0
 
 
@@ -44,9 +44,9 @@ def _stock(
     training: bool,
 ) -> Tensor:
     y = F.batch_norm(x, *averages, weight, bias, training)
-    # The activation is SiLU and not ReLU, because the gradient of ReLU jumps from zero to one at zero. Stock
-    # rounds the sum y + residual. If rounding moves a sum across zero, an element of the gradient is wrong.
-    # In fp16 such elements make a relative error of 1 %, which is as much as the gate allows.
+    # The activation is SiLU and not ReLU. The gradient of ReLU jumps from zero to one at zero, and stock
+    # rounds the sum y + residual. If this rounding moves a sum across zero, an element of the gradient is
+    # wrong. In fp16 such elements would make a relative error of 1 %, the maximum that the gate accepts.
     return y if residual is None else F.silu(y + residual)
 
 
@@ -59,7 +59,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """``_stock`` in ATen, without cuDNN. The backward is in ATen too, because the forward decides that."""
+    """``_stock`` in ATen, without cuDNN. Then the backward runs in ATen too."""
     before = torch.backends.cudnn.enabled
     # ``torch.backends.cudnn.flags`` cannot be used here: it also reads the TF32 switches, and reading them
     # may raise an error.

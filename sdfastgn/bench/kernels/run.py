@@ -40,7 +40,7 @@ Tensors = tuple[Tensor, ...]
 
 # Maximum number of elements of a shape that is timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
-# A round of calls should move at most this number of bytes, so that rounds of large shapes stay short.
+# Number of bytes that a round of calls should move at most. It keeps rounds of large shapes short.
 ROUND_BYTES = 2**31
 # On a CPU, the number of calls in a round is ``CPU_CALLS``, and the maximum number of rounds is
 # ``CPU_REPEATS``. Both are small, because times on a CPU only show that the code runs.
@@ -73,9 +73,9 @@ def _tuple(outputs: Any) -> Tensors:
 def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
     """Run a forward that autograd records. Returns (leaves, outputs).
 
-    The leaves are new tensors in each call. Autograd remembers on which stream a leaf was first used. The
-    warm-up uses another stream than the capture of a CUDA graph, so the leaves of the warm-up would break the
-    capture.
+    The leaves are new tensors in each call, because autograd remembers on which stream a leaf was first used.
+    The warm-up runs on another stream than the capture of a CUDA graph. So leaves of the warm-up would break
+    the capture.
     """
     leaves = tuple(t.detach().requires_grad_() for t in operands)
     with torch.enable_grad():
@@ -131,7 +131,8 @@ class _Case:
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # All passes of a provider share one built call, because torch.compile takes seconds to build one.
+        # A provider's call is built once for all passes, because building it with torch.compile takes
+        # seconds.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]
@@ -146,7 +147,7 @@ class _Case:
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
-        """Fill in the row's errors. If an error exceeds its bound, also set the row's status and reason."""
+        """Fill in the row's errors. If an error is too large, also set the row's status and reason."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
@@ -192,7 +193,8 @@ class _Case:
 def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
     """Return the number of calls in a round.
 
-    One call moves ``moved`` bytes and takes ``seconds``. A round should take ``round_seconds`` at most.
+    ``moved``: bytes that one call moves. ``seconds``: time of one call. ``round_seconds``: maximum time of a
+    round.
     """
     by_traffic = max(5, min(100, ROUND_BYTES // moved))
     return min(by_traffic, max(2, int(round_seconds / seconds)))
@@ -235,7 +237,8 @@ def run(
 ) -> list[KernelRow]:
     """Time every provider of the config in every task of the suite, on every shape of the config.
 
-    The copy is always measured, and before the others: each row has the ratio of its time to the copy's.
+    The copy is always measured, and it is the first, because each row has the ratio of its time to the
+    copy's.
 
     Args:
         on_cell: called with shape and provider before each measurement.

@@ -1,4 +1,4 @@
-"""What tables of results share: how numbers are written, marks, and a line on where a run was made."""
+"""Parts that all tables of results use: texts of numbers, marks, and a line on machine and versions."""
 
 from __future__ import annotations
 

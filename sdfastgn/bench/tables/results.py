@@ -100,9 +100,9 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
 def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
     """Return ``rows`` of a run, without the times that profiling may have made longer.
 
-    After the profiler's first recording every launch costs more CPU time, so later times are too long. These
-    are removed. Times before the first recording are kept, and so is the first row of each part. Variants
-    that replay graphs do not launch kernels one by one, so their times are kept too.
+    Once the profiler has recorded something, every later launch takes more CPU time. So times after the first
+    recording are removed, with two exceptions. The first row of each part is kept. The times of variants that
+    replay graphs are kept, because these do not launch kernels one by one.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}
@@ -172,9 +172,9 @@ def preset_tables(result: Result) -> list[Blocks]:
 
 
 def times_of(result: Result) -> dict[tuple[str, str], float]:
-    """(what was timed, variant or provider) -> its time.
+    """Returns (what was timed, variant or provider) -> time.
 
-    The time is in milliseconds, or for kernels in microseconds with a hot L2.
+    The time is in milliseconds. For kernels it is in microseconds, with a hot L2 cache.
     """
     if found := _kernels_of(result):
         rows = [row for row in found[1] if row.status == OK]
