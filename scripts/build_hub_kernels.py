@@ -30,7 +30,7 @@ KERNELS = ROOT / "sdfastgn" / "kernels"
 HUB = ROOT / "integrations" / "hub"
 NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
-# Folders of sdfastgn/kernels that the package lacks: only fusions of ``sdfastgn.optimize`` use their ops.
+# Folders of sdfastgn/kernels that the package does not contain: only ``sdfastgn.optimize`` uses their ops.
 LEFT_OUT = ("act_linear", "attention", "product")
 # Number of hexadecimal digits of the hash at the end of a namespace of ops.
 ID_DIGITS = 12
@@ -52,7 +52,7 @@ def with_relative_imports(text: str, path: str) -> str:
 
 
 def package() -> dict[str, str]:
-    """Returns {path in the package: text of the file}, the same for all backends."""
+    """Returns {path in the package: text of the file} for the files that are the same for all backends."""
     sources = [path for path in sorted(KERNELS.rglob("*.py")) if path.parent.name not in LEFT_OUT]
     paths = {path.relative_to(KERNELS).as_posix(): path for path in sources}
     paths |= {path.name: path for path in sorted((HUB / "package").glob("*.py"))}
@@ -86,7 +86,10 @@ def variant(files: dict[str, str], backend: str) -> dict[str, str]:
 
 
 def hub_version() -> int:
-    """Returns sdfastgn's major version. The Hub has no minor versions. 0: the interface may still change."""
+    """Returns sdfastgn's major version, because the Hub has no minor versions.
+
+    With version 0 the interface may still change.
+    """
     return int(sdfastgn.__version__.partition(".")[0])
 
 
@@ -100,7 +103,7 @@ def project(repo_id: str) -> dict[str, str]:
     files = package()
     card = filled(template("CARD.md"), ROOT / "benchmarks")
     found = {"build.toml": template("build.toml"), "CARD.md": card, "build/CARD.md": card}
-    # ``_ops.py`` is left out, because kernel-builder writes one with its own namespace.
+    # ``_ops.py`` is left out, because kernel-builder writes this file itself, with its own namespace.
     found |= {f"torch-ext/{NAME}/{name}": text for name, text in files.items() if name != "_ops.py"}
     for backend in BACKENDS:
         made = variant(files, backend)

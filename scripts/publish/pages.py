@@ -1,6 +1,6 @@
 """Writes the tables and pictures of the published pages from the committed JSON files.
 
-``python -m scripts.publish.pages`` renews all of them. On a page, a table's place is between the lines
+``python -m scripts.publish.pages`` renews all tables and pictures. On a page, a table is between the lines
 ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``.
 """
 
@@ -68,10 +68,10 @@ def slots(text: str) -> list[str]:
 
 
 def check_one_commit(results: Path) -> None:
-    """Raises ValueError if a renewal lacks a result, or if a result has another commit or GPU.
+    """Raises ValueError if a renewal lacks a result, or if a result has another commit or GPU than it.
 
-    A renewal is a folder with ``renewal.json`` (see ``scripts.publish.renew``), which names the commit and
-    the GPU. The message names the files. Results in folders without ``renewal.json`` are not checked.
+    A renewal is a folder with ``renewal.json`` (see ``scripts.publish.renew``), which names the renewal's
+    commit and GPU. The error names the wrong files. Results in other folders are not checked.
     """
     for summary in results.rglob(SUMMARY):
         content, folder = read_json(summary), summary.parent
@@ -113,12 +113,16 @@ def _renewed(page: Path, results: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 if a page cannot be filled or a picture cannot be drawn."""
+    """Runs the command.
+
+    Returns the exit code: 2 if a page cannot be filled or a picture not drawn, else 0.
+    """
     parser = argparse.ArgumentParser("python -m scripts.publish.pages", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE alone")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks", help="folder of the JSON files")
     options = parser.parse_args(arguments)
-    # An empty folder is valid: it has no results yet. A folder that does not exist is a mistyped path.
+    # An empty folder is allowed, because it may have no results yet. A folder that does not exist is not
+    # allowed, because its path may be mistyped.
     if not options.results.is_dir():
         print(f"pages: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
         return 2

@@ -20,7 +20,7 @@ from sdfastgn.bench.tables.plots import COLORS, breakdown, roofline, save
 
 
 def headline(results: Path, picture: Path) -> None:
-    """Draws the milliseconds of eager, sdfastgn and its peers: one panel per entry of ``headline_times``."""
+    """Draws the times of eager, sdfastgn and its competitors, with a panel for each part that was timed."""
     from matplotlib.figure import Figure
 
     panels = headline_times(results)

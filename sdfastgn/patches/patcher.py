@@ -1,7 +1,7 @@
 """Finds what can be fused in a component of a pipeline, applies the fusions, and undoes them exactly.
 
 A *component* is a model (a module tree) or a part of a pipeline that is no module, such as a scheduler.
-``inspect`` changes nothing. Fusions come from the registry; nothing here knows a particular model.
+``inspect`` changes nothing. The fusions come from ``registry.py``; this file does not know particular models.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Finding:
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
-    """Attribute name -> part of the pipeline ``obj``, for all parts that are no modules, each part once.
+    """The parts of the pipeline ``obj`` that are no modules: attribute name -> part. Each part occurs once.
 
-    The name ``"pipeline"`` stands for ``obj`` itself. Empty if ``obj`` is a module.
+    ``obj`` itself is included with the name ``"pipeline"``. Empty if ``obj`` is a module.
     """
     if isinstance(obj, nn.Module):
         return {}
@@ -75,7 +75,7 @@ def parts_of(obj: Any) -> dict[str, Any]:
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) of ``parts_of(obj)``, then of parts that ``apply`` changed and ``obj`` no longer has."""
+    """(path, part) for all parts of ``obj``, and for former parts that ``apply`` has changed."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
     # ``keyrefs`` copies the keys in one step, so other threads may add keys meanwhile.
@@ -141,7 +141,7 @@ def _finding(
 
 
 def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
-    """A skipped finding for each layer of ``module`` that has an adapter, so that ``fusion`` leaves it."""
+    """Yields a skipped finding for each layer of ``module`` that ``fusion`` must not fuse (an adapter)."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
@@ -238,7 +238,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drop what is kept outside of ``module`` while it is fused: reasons, packed and folded weights."""
+    """Drop the data that are kept elsewhere for the fused ``module``: reasons, packed and folded weights."""
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)

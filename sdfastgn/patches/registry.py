@@ -44,8 +44,8 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# Python module in ``sdfastgn.patches`` -> the message of the ImportError that it raised. Its fusions are left
-# out: the installed diffusers lacks a class that they replace, or has the class in another Python module.
+# Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the ImportError. Their
+# fusions are left out. The installed diffusers lacks a class that they replace, or has moved it.
 MISSING: dict[str, str] = {}
 
 

@@ -37,8 +37,8 @@ def pipelines_markdown(results: Path, kind: str) -> str:
 def comfyui_markdown(results: Path) -> str:
     """Returns a table of ComfyUI's times, with a line for each model and variant.
 
-    Differences are to stock. The latents' difference is relative to the norm of stock's latents. The pixels'
-    difference is the maximum over all pixels, whose values are in [0, 1].
+    Latents and pixels are compared with stock's. The difference of latents is relative to the norm of stock's
+    latents. The difference of pixels is the maximum over all pixels, whose values are in [0, 1].
     """
     body, sources = [], []
     for content in documents(results, "comfyui"):
@@ -57,7 +57,7 @@ def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any]) -> list[str]:
     if "exact_after_ejection" not in row:
         return [*times, NOTHING, NOTHING, NOTHING]
     differences = [f"{row[name]:.1e}" for name in ("latent_difference", "image_difference")]
-    # If stock's own second run differs in this part, a difference after ejection proves nothing.
+    # If a second run of stock differs from its first run too, a difference after ejection is no error.
     wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
     told = any(row["stock_repeats_itself"][part] for part in wrong)
     return [*times, *differences, "**no**" if told else "stock's own differ" if wrong else "yes"]
