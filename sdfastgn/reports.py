@@ -21,8 +21,8 @@ _SHOWN_PATHS = 3
 # Classes of models that ``optimize`` makes faster only together with CUDA graphs: without graphs, launching
 # their kernels from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# Reasons for calls without graphs that the report does not warn of: first calls, training and compilers. It
-# warns if a UNet runs without graphs for a reason that ends with none of these texts.
+# If a UNet runs without graphs, the report warns, unless each of its reasons ends with one of these texts:
+# after a first call, in training and with a compiler no warning is needed.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",

@@ -196,6 +196,6 @@ def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> l
 
 
 def text_of(versions: dict[str, dict[str, list[dict[str, str]]]]) -> str:
-    """The text of ``tested_sources.json``: sorted by class, with one version per line."""
+    """Returns ``versions`` as the text of ``tested_sources.json``: sorted by class, one version per line."""
     text = json.dumps(dict(sorted(versions.items())), indent=2)
     return re.sub(r"\{\s*([^{}]*?)\s*\}", lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"

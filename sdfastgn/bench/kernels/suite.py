@@ -110,9 +110,9 @@ def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provid
 
 
 def per_channel(shape: Shape, *more: str, axis: int = 1) -> dict[str, Shape]:
-    """Name -> size of the operands: x, and weight, bias and ``more``, which have one value per channel.
+    """Returns name -> size for the operands x, weight, bias and ``more``.
 
-    ``axis``: the axis of the channels.
+    All operands except x have one value per channel. ``axis``: the axis of the channels.
     """
     return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (shape[axis],))}
 
@@ -246,10 +246,10 @@ class Suite:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What to time.
+    """The settings of a run of a suite: what is timed, in which dtype, and on which device.
 
-    ``wall_clock``: True if a CPU is allowed. Times on a CPU include the cost of launches, and are
-    not measured with cold caches.
+    ``wall_clock``: True if the device may be a CPU. Times on a CPU include the cost of launches, and are not
+    measured with cold caches.
     """
 
     suite: str

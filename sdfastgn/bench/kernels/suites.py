@@ -49,10 +49,7 @@ _APEX_ONE_PASS = 1024
 def _with_statistics(
     task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
 ) -> Operation:
-    """An operation with two providers:
-
-    ``plain``, and ``ours``, which also returns statistics of its result.
-    """
+    """An operation with two providers. ``ours`` also returns statistics of its result, ``plain`` does not."""
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
     tensors = 3 if task == "add" else 2
     return Operation(sizes, plain, (fixed(task, plain), others), task=task, tensors=tensors, baseline=task)

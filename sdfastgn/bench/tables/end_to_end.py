@@ -62,7 +62,7 @@ def row_notes(rows: Iterable[Row]) -> list[str]:
 
 
 def row_line(row: Row) -> str:
-    """A row in one line, shown as soon as it is measured."""
+    """A line of text about a row. It is shown as soon as the row is measured."""
     found = f"{number(row.median_ms, 4)} ms" if row.status == OK else f"{row.status}: {row.reason}"
     return f"{row.part}: {row.variant}: {found}"
 

@@ -98,7 +98,7 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 
 
 def cell_line(row: KernelRow) -> str:
-    """A measurement in one line, shown as soon as it is made; empty if the provider is unavailable."""
+    """A line of text about a measurement, shown as soon as it is made. Empty if it was not possible."""
     if row.status == UNAVAILABLE:
         return ""
     found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"

@@ -79,7 +79,7 @@ def read_result(path: Path, name: str) -> Result:
 
 
 def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
-    """The config that a row was measured with; empty if the run does not have it."""
+    """The config with which a row was measured; empty if the run's JSON does not contain it."""
     names = ("model", "part", "size", "batch", "dtype")
     parts = content["config"].get("parts", [])
     found = [each for each in parts if all(each[name] == getattr(row, name) for name in names)]
@@ -149,7 +149,7 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """A table for each part that ran as a preset: our numbers beside the published ones, in their unit."""
+    """A table for each part that ran as a preset, with our numbers and the published ones in the same unit."""
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():

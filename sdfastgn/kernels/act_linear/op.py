@@ -80,7 +80,7 @@ class _Plan:
         )  # fmt: skip
 
     def run(self, call: _Call) -> Tensor:
-        """y (N, C)"""
+        """Launch the kernel, and return y (N, C)."""
         x, weight, bias, _, extra_bias = call
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         self.launch.run(x, weight, bias, extra_bias, y)

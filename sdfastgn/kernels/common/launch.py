@@ -126,7 +126,7 @@ class Launch:
             raise
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
-        """Launch on the device of ``first``, in the current stream of this device. It need not be current."""
+        """Launch on the device of ``first``, even if it is not the current device, in its current stream."""
         device = first.device
         if gpu.is_current(device):  # ``torch.cuda.device`` would take more CPU time
             self(gpu.current_stream(device), first, *others)

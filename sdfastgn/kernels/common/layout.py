@@ -36,7 +36,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def _keeps_channels_innermost(x: Tensor) -> bool:
-    """True if ``dense`` copies ``x``, which is not dense, to channels-last. False if to channels-first."""
+    """Tells the layout of ``dense(x)`` for an ``x`` that is not dense: True for channels-last."""
     return x.dim() > 2 and x.stride(1) == 1
 
 

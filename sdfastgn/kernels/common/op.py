@@ -247,7 +247,10 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            """``inputs``: the tensors of the call one by one, which autograd sees; the call; its plan."""
+            """Launches the kernels. ``inputs``: the call's tensors one by one, then the call, then its plan.
+
+            Autograd only sees tensors that are passed one by one.
+            """
             call, plan = inputs[-2:]
             results = plan.run_and_save(call)
             op.save(ctx, call, results)

@@ -89,7 +89,7 @@ class Plans:
         )
 
     def of(self, call: Any, saves: bool = True) -> Any:
-        """The plan for ``call``. The cache keeps it. The arguments must be valid and not empty."""
+        """The plan for ``call``: from the cache, or newly made. The arguments must be valid and not empty."""
         key = self.key(call, self.tensors(call), saves)
         plan = self.made.get(key)
         if plan is None:

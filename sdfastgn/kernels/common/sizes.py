@@ -48,7 +48,7 @@ def vector_width(itemsize: int, *strides: int) -> int:
 
     Args:
         itemsize: bytes of an element.
-        strides: numbers of elements. Each row starts at a sum of multiples of these numbers.
+        strides: distances between rows, in elements. All of them must be multiples of the result.
     """
     width = _LOAD_BYTES // itemsize
     while any(stride % width for stride in strides):

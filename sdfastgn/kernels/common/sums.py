@@ -70,7 +70,7 @@ def inverse_deviation(variance, eps):
 
 # Warps of a program that calls ``sum_columns``.
 SUM_WARPS = 8
-# Maximum number of elements of a tile, all of which a program loads at once.
+# Maximum number of elements of a tile. A program loads a whole tile at once.
 _SUM_TILE = 8192
 # Maximum number of rows of a tile. With more rows, a program's loads no longer run all at the same time.
 _SUM_ROWS = 256

@@ -180,7 +180,7 @@ def _fitting_block(D: int, load: int, line: int) -> int:
 
 
 def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
-    """The configuration for long rows. It has so many chunks that all programs together keep the GPU busy."""
+    """The configuration for long rows, with enough chunks to keep the GPU busy."""
     blocks = ceil_div(D, _CHUNK_BLOCK)
     wanted = min(blocks, _MAX_CHUNKS, ceil_div(num_sms * _CHUNK_PROGRAMS_PER_SM, rows))
     length = ceil_div(blocks, wanted) * _CHUNK_BLOCK

@@ -9,7 +9,7 @@ Mean and var (the biased variance) are taken over each row of D elements.
 
 ``add_layer_norm`` also returns the sum x + residual + add_bias + total_bias, rounded once. total_bias is part
 only of this returned sum, not of the sum that is normalized. Callers pass as total_bias the bias of the next
-layer whose output they add to the returned sum. So this layer's bias needs no pass of its own.
+layer whose output they add to the returned sum. So no further pass is needed to add this layer's bias.
 
 The registered op has no argument total_bias; only the kernels take it. If a call goes to the registered op,
 or a gradient is wanted, plain PyTorch computes the sum with total_bias.

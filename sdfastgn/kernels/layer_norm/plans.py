@@ -20,7 +20,7 @@ from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, 
 
 # Maximum number of warps of a program that merges chunks.
 _MERGE_MAX_WARPS = 4
-# Number of chunks for each warp of such a program.
+# Number of chunks for each warp of a program that merges chunks.
 _MERGE_PER_WARP = 128
 
 

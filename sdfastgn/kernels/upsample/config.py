@@ -1,6 +1,7 @@
-"""The launch configurations of the upsampling kernels, and when a convolution is faster at low resolution.
+"""The launch configurations of the upsampling kernels, and the decision between two ways to convolve.
 
-All functions here are pure functions of sizes and of the number of multiprocessors.
+``phases_pay`` decides whether an upsampled image is convolved at low resolution (``upsample/conv.py``). All
+functions here are pure functions of sizes and of the number of multiprocessors.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
 
 @triton.jit
 def _deviations(y, mean, mask):
-    """Returns y - mean inside of ``mask``, and 0 outside of it. If ``mask`` is None, all is inside."""
+    """Returns y - mean where ``mask`` is True, else 0. A ``mask`` of None is True everywhere."""
     d = y - mean
     return d if mask is None else tl.where(mask, d, 0.0)
 

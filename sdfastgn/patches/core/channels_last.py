@@ -262,8 +262,8 @@ def _unconvert(module: nn.Module) -> None:
         return
     # Goes through all parameters, because parametrizations, pruning and weight_norm rename the weight.
     for weight in (*module.parameters(), _offloaded(module)):
-        # A weight of another shape is not the weight that was converted: it has replaced it, for instance
-        # with one that has more input channels for inpainting. The old strides do not fit its shape.
+        # If the shape differs, the converted weight was replaced by another one, for instance by one with
+        # more input channels for inpainting. The old strides do not fit the shape of the new weight.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
     del vars(module)[_STOCK_LAYOUT]  # last, so that ``restore`` can be called again after an interrupt

@@ -64,7 +64,8 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
-        # A call that was made inside another call does not wait: the change waits for the outer call to end.
+        # A call of a module inside the call of another module goes on, because the change waits for the end
+        # of the outer call.
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()

@@ -5,8 +5,8 @@ Video autoencoders that repeat the border of their 5-D tensors (Mochi, HunyuanVi
 channels-first, so each convolution also copies its input. Together this costs more than the fused norms
 save. "Real sizes" in docs/coverage.md has the times of all models.
 
-A model is not left as it is if each of these convolutions is fused, or can be, by a fusion that pads in a
-kernel. Such fusions are registered with ``pads_quickly``.
+Some fusions let a kernel repeat the border; they are registered with ``pads_quickly``. If each of these
+convolutions is fused by such a fusion, or can be, ``optimize`` changes the model.
 """
 
 from __future__ import annotations

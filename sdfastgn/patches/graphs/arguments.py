@@ -129,7 +129,14 @@ class Call:
         }
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
-        """``value`` with a ``_Slot`` instead of each tensor. Appends its description to ``tokens``."""
+        """Returns ``value`` with a ``_Slot`` in place of each tensor, and appends its description to ``tokens``.
+
+        Args:
+            value: an argument, or a part of an argument.
+            tokens: the descriptions of all arguments, from which the key is made.
+            path: name of the argument, for errors.
+            number: says how to treat ``value`` if it may be a number.
+        """
         kind = type(value)
         if number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:

@@ -34,8 +34,8 @@ class Backend(Protocol):
     """Captures and replays graphs on one device. ``CudaBackend`` is for GPUs; tests have one for the CPU.
 
     All graphs of a device share one memory pool, so only one of them may run at a time. Each thread holds
-    ``lock`` while it starts a graph. On the GPU, ``ordered`` makes a graph wait for the one before it, also
-    if that one runs on another stream.
+    ``lock`` while it starts a graph. On the GPU, ``ordered`` makes each graph wait for the end of the
+    previous graph, even if this runs on another stream.
     """
 
     lock: Any

@@ -83,8 +83,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container between the two lines above. Then ``difference`` cannot
-        # tell which of the kept items are of which container.
+        # False if another thread changed a container between the two lines above. Then ``difference`` does
+        # not know the container of each item.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:

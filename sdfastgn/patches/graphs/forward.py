@@ -301,9 +301,10 @@ class GraphedForward(InstanceEntry):
         self.clear()
 
     def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
-        """The ``Watch`` that records the present state of ``module``, made anew if the state has changed.
+        """Returns a ``Watch`` that records the present state of ``module``.
 
-        If the state has changed, the graphs are dropped. Raises Unsupported if the state cannot be watched.
+        This is the existing one if the state has not changed since it was made. Otherwise the graphs are
+        dropped and a new ``Watch`` is made. Raises Unsupported if the state cannot be watched.
         """
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
