@@ -2,9 +2,10 @@
 
 python scripts/build_hub_kernels.py --output build/hub-kernels
 
-The sources are ``sdfastgn/kernels`` and ``integrations/hub``. The output folder is a project for
-kernel-builder (``build.toml``, ``torch-ext``) and also has its finished build (``build/torch-cuda``,
-``build/torch-cpu``). ``kernels.get_local_kernel`` loads it, and ``kernel-builder upload`` publishes it.
+The sources are ``sdfastgn/kernels`` and ``integrations/hub``. The output folder is a project for the Hub's
+tool kernel-builder (``build.toml``, ``torch-ext``). It also contains the finished build
+(``build/torch-cuda``, ``build/torch-cpu``). ``kernels.get_local_kernel`` loads the build, and
+``kernel-builder upload`` publishes it.
 
 Source: huggingface.co/docs/kernels, "Kernel requirements", for the layout and metadata.json.
 """

@@ -218,7 +218,10 @@ def report(obj: Any) -> Report:
 
 @contextmanager
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which no other thread runs ``roots`` or changes any model, and their GPUs are idle."""
+    """A context for changes of ``roots``. Inside it no other thread runs these models or changes any model.
+
+    When it begins, the GPUs of the models are idle.
+    """
     roots = list(roots)
     # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If such a
     # call waited at an inner module for the end of the change, the change would wait for the lock forever. So

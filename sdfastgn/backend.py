@@ -33,7 +33,7 @@ def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
 def why_stock_runs(root: nn.Module) -> str | None:
     """Why the fused calls of ``root`` run stock's code; None if kernels run.
 
-    The result is also None for a model on the meta device if this machine has a GPU to which it can be moved.
+    For a model on the meta device it is also None if this machine has a GPU to which the model can be moved.
     """
     if dispatch.why_off is not None:
         return dispatch.why_off

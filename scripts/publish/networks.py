@@ -27,7 +27,7 @@ Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One model: ``build`` makes it, and ``prepare`` makes the call that is timed."""
+    """One model. ``build`` makes the model, and ``prepare`` makes the call of the model that is timed."""
 
     name: str
     build: Callable[[], nn.Module]

@@ -1,7 +1,7 @@
 """Draws pictures of committed results: times of whole models, a roofline of kernels, a profile's breakdown.
 
-``PICTURES`` maps the name of a file in docs/images to the function that draws it. Needs matplotlib (the
-extra ``plot``).
+``PICTURES`` maps the name of a file in docs/images to the function that draws this picture. The functions
+need matplotlib (the extra ``plot``).
 """
 
 from __future__ import annotations

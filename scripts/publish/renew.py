@@ -144,7 +144,7 @@ def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
         try:
             return process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # also ends processes that the program has started
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return None

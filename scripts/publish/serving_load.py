@@ -150,7 +150,7 @@ def rows_of(variant: str, url: str, body: dict[str, Any], requests: int) -> list
 
 
 def run(config: BenchConfig, requests: int, url: str | None = None) -> list[LoadRow]:
-    """Measures a stock server, then an optimized one. With ``url``, measures only the server there."""
+    """Measures a stock server, then an optimized one. If ``url`` is given, measures only the server at it."""
     size = {"width": config.size, "height": config.size}
     body = {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
     if url is not None:

@@ -1,7 +1,7 @@
-"""The measurements that the published pages are made from: one entry of ``STEPS`` each.
+"""The measurements from which the published pages are made. Each is a step: an entry of ``STEPS``.
 
-``scripts.publish.renew`` runs them. All steps together take at most ``MOST_SECONDS`` on one H200. A new
-table needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
+``scripts.publish.renew`` runs the steps. All together take at most ``MOST_SECONDS`` on one H200. A new table
+needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
 """
 
 from __future__ import annotations

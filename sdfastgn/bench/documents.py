@@ -28,7 +28,7 @@ def document(
     """Return a run as a dict that JSON can hold.
 
     Args:
-        kind: what the rows are, such as ``"end_to_end"``. The kind decides which tables show them.
+        kind: the kind of the rows, such as ``"end_to_end"``. It decides which tables show the rows.
         environment: what ``environment.environment`` returned for the run.
         config: the settings of the run.
         rows: instances of a dataclass, one for each measurement.
@@ -90,7 +90,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _block(value: Any) -> str:
-    """JSON text of ``value``: a list or dict with one entry per line, anything else in one line."""
+    """Returns ``value`` as JSON text. A list or dict has one entry per line, any other value is one line."""
     encode = functools.partial(json.dumps, allow_nan=False)
     if isinstance(value, dict) and value:
         entries = [f"{encode(key)}: {encode(entry)}" for key, entry in value.items()]

@@ -86,7 +86,7 @@ def _error_bound(config: BenchConfig) -> float:
 
 
 def tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return name -> tensor. Gradients have their parameter's name; any other output has the empty name."""
+    """Return ``output`` as a dict: name -> tensor. For gradients the name is the parameter's, else empty."""
     return output if isinstance(output, dict) else {"": torch.as_tensor(output)}
 
 

@@ -66,7 +66,7 @@ def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Te
     """
     ours, theirs = ({"": each} if isinstance(each, Tensor) else each for each in (a, b))
     difference = norm = 0.0
-    for name, expected in theirs.items():  # one by one: SDXL's gradients have 2.6 billion values
+    for name, expected in theirs.items():  # one tensor at a time: SDXL's gradients have 2.6 billion values
         found = ours[name]
         if found.shape != expected.shape:
             raise ValueError(

@@ -112,7 +112,7 @@ def _first_match(rules: _Rules, name: str) -> str | None:
 
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
-    """Return the name of each Triton kernel of this package -> its category, or None if no rule fits.
+    """Return {name of a Triton kernel of this package: its category, or None if no rule fits}.
 
     Empty if Triton is not installed.
     """
@@ -138,9 +138,10 @@ def operator_category(op_name: str) -> str | None:
 def category(kernel_name: str, op_name: str = "") -> str:
     """The category of one kernel, one of ``CATEGORIES``.
 
-    The name decides for kernels of this package, for Inductor's kernels and for copies. For any other kernel
-    the operator that launched it decides, because that is more certain than the kernel's name. If no rule
-    fits the operator, or no operator is known, as in the replay of a CUDA graph, the name decides.
+    The kernel's name decides the category of kernels of this package, of Inductor's kernels and of copies.
+    For any other kernel the operator that launched it decides, because this is more certain. If no rule fits
+    the operator, or if the operator is not known, as in the replay of a CUDA graph, the kernel's name
+    decides.
 
     Args:
         kernel_name: as in the profiler; empty for an operator on the CPU.

@@ -42,7 +42,7 @@ class Meeting:
         PartialState().wait_for_everyone()
         try:
             seconds, _ = time_once(calls, device)
-        except Exception as error:  # the others are waiting, so they get the reason
+        except Exception as error:  # the other processes are waiting, so they must get the reason
             return _gathered(reason=one_line(error))
         return _gathered(seconds)
 

@@ -1,4 +1,4 @@
-"""Writes results as one HTML page. This file collects the data, and the template ``report.html`` shows it."""
+"""Writes results as one HTML page. This file collects the data for the template ``report.html``."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def _stacks(
 def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     """(caption, note, data URI) for the images of stock, sdfastgn and fp32, and for their differences.
 
-    Differences are against fp32, or against stock if there is no fp32. All differences are multiplied
-    by the same factor, so that they can be seen.
+    The other images are compared with the fp32 image, or with stock's if there is none. All differences are
+    multiplied by the same factor, so that they can be seen.
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}

@@ -1,6 +1,6 @@
-"""Benchmarks that others publish: their settings and their numbers. Importable without torch.
+"""Benchmarks that other projects publish: their settings and their numbers. This file does not import torch.
 
-All numbers are from the preset's source. A case has no numbers if the source has none for it.
+All numbers are from the preset's source. A case has no numbers if the source has none for this case.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Preset:
-    """A benchmark that others publish.
+    """A benchmark that another project publishes.
 
     Attributes:
-        unit: the unit of its numbers: it/s, images/s, s or ms.
+        unit: the unit of the published numbers: it/s, images/s, s or ms.
         source: URL of the numbers.
         date: the date of the page at ``source``.
         differs: how our run differs from the published one.

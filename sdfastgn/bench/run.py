@@ -138,9 +138,9 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
 def _stock(
     config: BenchConfig, workload: Workload | None, images: dict[str, Any]
 ) -> tuple[Workload, Reference]:
-    """Return the workload, and stock's output. Builds the workload if it is None.
+    """Return (workload, stock's output). Builds the workload if ``workload`` is None.
 
-    If there is too little memory to build the workload, the reference has the status FAILED.
+    If there is too little memory to build it, stock's output has the status FAILED.
     """
     try:
         workload = workload or build_workload(config)
@@ -211,7 +211,7 @@ def _measure(
     stock: Reference,
     meeting: Meeting,
 ) -> None:
-    """Fill in the row's errors and, if these are within their bounds, its times."""
+    """Compute the row's errors. If the gate accepts them, measure its times too."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
         context = prepared(variant, workload.target, config.part)
@@ -289,8 +289,8 @@ def run(
         workload: the workload. If it is None, it is built from ``config``.
         on_variant: called before each variant, with the names of the part and the variant.
         on_row: called with each row as soon as it is measured.
-        images: a dict that is filled with a pipeline's first images: variant -> image, for each variant whose
-            output is right. ``"fp32"`` is one more key, if the fp32 reference is computed.
+        images: a dict to which a pipeline's first images are added: variant -> image, for each variant whose
+            output is right. If the fp32 reference is computed, its image has the key ``"fp32"``.
     """
     device = config.torch_device
     with (

@@ -1,4 +1,4 @@
-"""Runs stable-fast, a competitor, without its side effects on other variants."""
+"""Runs stable-fast, a competitor, and prevents its side effects on other variants."""
 
 from __future__ import annotations
 

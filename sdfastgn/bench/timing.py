@@ -225,9 +225,9 @@ def time_kernel(
 
 
 def time_host(fn: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 9) -> float:
-    """Microseconds that the CPU needs for one call of ``fn``, without waiting for the GPU.
+    """Returns the microseconds that the CPU needs for one call of ``fn``, without waiting for the GPU.
 
-    This is the median over ``repeats`` rounds of ``calls`` calls.
+    The result is the median over ``repeats`` rounds of ``calls`` calls.
     """
     with device_scope(device):
         samples = []

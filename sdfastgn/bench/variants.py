@@ -96,7 +96,7 @@ def _sdfastgn(
     import sdfastgn
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
-    # The stack calls these in reverse order: first ``restore``, then the check.
+    # At its end the stack calls these two functions in reverse order: first ``restore``, then the check.
     undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
 
@@ -139,8 +139,8 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
     dynamo.reset()
     undo.callback(dynamo.reset)
     for module in _timed_modules(target):
-        # ``module.compile()`` compiles only ``forward``. A VAE is called through ``decode``, so
-        # its decoder is compiled instead.
+        # ``module.compile()`` compiles only ``forward``. A VAE is called through ``decode``, so for a VAE the
+        # decoder is compiled.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 

@@ -180,7 +180,7 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a pipeline that set its start: noise, or an image of noise for image-to-image."""
+    """The arguments that say what a pipeline starts from: noise, or for image-to-image an image of noise."""
     # The noise is drawn in fp32 and then cast to ``dtype``. The pipeline itself would draw it in its own
     # dtype. In fp16 a generator gives other numbers than in fp32, so the fp32 reference would be another
     # image.

@@ -93,8 +93,8 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         chosen = typer.main.get_command(app)
         chosen = chosen.commands[command] if command else chosen
     chosen.help = doc or chosen.help
-    # This is click's UsageError. Some versions of typer contain their own copy of click, so the class is
-    # found through typer.
+    # ``usage_error`` is click's class UsageError. Some versions of typer contain their own copy of click, so
+    # the class is found through typer.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
         return chosen.main(

@@ -40,10 +40,10 @@ STEPS = 30
 
 
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
-    """(name, native size, pixels along a side of one latent, default batch of a UNet step) of a model.
+    """Returns (name, native size, pixels along a side of a latent, default batch of a UNet step) of a model.
 
-    ``model`` is the name that the user gave. If it is None, the configuration of ``weights`` tells the name.
-    Raises OptionError if ``weights`` belong to another model, or if ``parts`` cannot be timed with them.
+    ``model``: the name that the user gave. If it is None, the name follows from the configuration of
+    ``weights``. Raises OptionError if ``weights`` are of another model, or lack one of ``parts``.
     """
     if weights == "random":
         name = model or "tiny"
@@ -88,10 +88,10 @@ def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
 def _sizes(
     model: str | None, weights: str, parts: Sequence[str], size: int | None
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """(the model's name, part -> the fields of BenchConfig that say how large a call is).
+    """Returns (the model's name, {part: the fields of BenchConfig for the size of a call}).
 
-    ``size``: the option. Raises OptionError as ``_model_facts`` does, for a wrong size, and for weights of a
-    video model that are not random.
+    ``size``: the value of ``--size``. Raises OptionError like ``_model_facts``, for a wrong size, and for
+    weights of a video model that are not random.
     """
     if model not in VIDEO_NETWORKS:
         name, native, scale, unet_batch = _model_facts(model, weights, parts)

@@ -1,7 +1,7 @@
 """Checks of options that need neither torch nor diffusers, so that a bad option is reported at once.
 
-Each check returns the value if it is good, and raises OptionError if not. ``option`` is the name of the
-option in the error's text.
+Each check returns the value if it is valid, and raises OptionError if it is not. ``option``: the name of the
+option, for the error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def positive(option: str, value: int) -> int:
 
 
 def whole_numbers(option: str, value: int | str) -> list[int]:
-    """Read one positive whole number, or a comma-separated list of them. Returns them without repetitions."""
+    """Return the positive whole numbers in ``value``, a number or a comma-separated list, each once."""
     entries = split(str(value))
     if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
         raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")

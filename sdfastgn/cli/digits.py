@@ -1,4 +1,4 @@
-"""The demo: load a small pipeline, draw digits, optimize it, draw again, compare, and restore it."""
+"""The demo: it loads a small pipeline, draws digits, optimizes it, draws again, compares, and restores it."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ OWN = secrets.token_hex(4)
 
 
 def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether the file ``path`` exists and is the complete image with these ``settings``.
+    """True if the file ``path`` exists and is the complete image with these ``settings``.
 
-    Raises OptionError if it is an image with other settings, or is no image that sdfastgn wrote.
+    Raises OptionError if the file is an image with other settings, or was not written by sdfastgn.
     """
     if not path.exists() or not path.stat().st_size:  # a crash of the machine may leave an empty file
         return False
@@ -128,7 +128,7 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"wrote {job.path(line)}")
-            except Exception as error:  # one size may need too much memory, so other batches go on
+            except Exception as error:  # perhaps only this size needs too much memory: try the other batches
                 failed += len(left)
                 for line in left:
                     _print_problem(job, line, one_line(error))

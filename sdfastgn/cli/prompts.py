@@ -1,6 +1,6 @@
 """Checks the options of ``sdfastgn generate`` and the lines of its file of prompts.
 
-Nothing here imports torch, and diffusers is only imported if the model is a Hub id. So a bad option is
+This file does not import torch, and imports diffusers only if the model is a Hub id. So a bad option is
 reported at once.
 """
 
@@ -181,5 +181,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # so all spellings of the path give the same metadata
+        model = str(where.resolve())  # so that all spellings of the path give the same metadata
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

@@ -144,8 +144,8 @@ def _write(result: Result, json: Path | None, html: Path | None) -> None:
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
     """Print results, and write a page if ``html`` is given.
 
-    Results that timed the same thing are printed as one comparison. All tables of the other results are
-    printed.
+    Results that have timed the same calls or kernels are printed as one comparison. All other results are
+    printed with all their tables.
     """
     out = console()
     same_names = len({path.name for path in paths}) < len(paths)

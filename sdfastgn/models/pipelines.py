@@ -103,8 +103,8 @@ def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    # CLIP writes each byte as one character. A byte that is not printable is written as a character with a
-    # code of 256 or more.
+    # CLIP's vocabulary has a character for each byte. For a byte that is not printable, it is a character
+    # with a code of 256 or more.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     merges = {}
     for word in words:

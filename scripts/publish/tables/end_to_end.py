@@ -81,7 +81,7 @@ class _Line:
 def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
     """Returns the lines of a table of all results of this kind, sorted by part, model, size, batch and dtype.
 
-    In sweeps, different numbers of steps make different lines too.
+    If the kind is ``sweep``, there is also a line for each number of steps.
     """
     found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
     for row, source in rows_of_runs(results, kind):

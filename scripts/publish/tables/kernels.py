@@ -74,9 +74,9 @@ def inference_markdown(results: Path) -> str:
 
 
 def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
-    """Returns (header, body) of ``table`` without the column of tasks and the ratios to copy and baseline.
+    """Returns (header, body) of ``table``, without columns of tasks and of ratios to copy and baseline.
 
-    ``table``: ``times_table`` of a suite with one task and one provider of ours.
+    ``table``: a result of ``times_table``, for a suite with one task and one provider of sdfastgn.
     """
     axes, *names = table.header
     rows = [

@@ -1,4 +1,4 @@
-"""Functions that all Markdown tables use: they find the committed JSON and write a table's text."""
+"""Functions that all Markdown tables use: they find the committed JSON files and make a table's text."""
 
 from __future__ import annotations
 

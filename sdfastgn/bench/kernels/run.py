@@ -160,7 +160,7 @@ class _Case:
                 row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
     def measure(self, row: KernelRow, provider: Provider, pass_name: str, suite: Suite) -> None:
-        """Fill in the row's errors and, if all of them are within their bounds, its times."""
+        """Compute the row's errors. If all errors are small enough, measure its times too."""
         device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
         call = self._built(provider, operands)

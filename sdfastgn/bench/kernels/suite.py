@@ -21,14 +21,14 @@ Call = Callable[..., Any]
 
 # The name of the provider that all times are compared with. Its task has the same name.
 COPY = "copy"
-# Names of sdfastgn's providers begin with this. All other providers except the copy are competitors, which
-# are also called peers.
+# Names of sdfastgn's providers begin with this word. All other providers except the copy are competitors,
+# which are also called peers.
 OURS = "sdfastgn"
 # The default suite.
 INFERENCE = "inference"
 
-# The passes that can be timed. "forward in training" is a forward that autograd records. It may also save
-# tensors for the backward, which takes time.
+# The passes that can be timed. "forward in training" is a forward that autograd records. It takes longer if
+# it saves tensors for the backward.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
 DIFFERENTIATED = (BACKWARD, BOTH)
 
@@ -188,7 +188,7 @@ class Suite:
 
     @property
     def is_inference(self) -> bool:
-        """Whether this is the suite ``inference``.
+        """True if this is the suite ``inference``.
 
         Only this suite also measures CPU time, and only its results have a picture and a brief page.
         """

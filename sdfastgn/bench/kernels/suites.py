@@ -84,7 +84,7 @@ def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
 
 
 def _gnnhwc(*operands: Tensor) -> Call:
-    # The package of the project channels-last-groupnorm. It compiles its kernels at its first import.
+    # gnnhwc is the package of the project channels-last-groupnorm. Its first import compiles its kernels.
     apply = importlib.import_module("gnnhwc").GN_NHWC_Func.apply
     return lambda x, weight, bias: apply(x, weight, bias, GROUPS, EPS, _GNNHWC_SILU)
 
@@ -262,8 +262,8 @@ def _upsample_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.conv2d(_upsample(x), weight, bias, padding=1)
 
 
-# ``_DECODER`` are the images that the VAE's decoder upsamples for an output of 512 x 512 or 1024 x 1024
-# pixels. ``_DOUBLED`` are the images that the UNets of SD1.5 and SDXL upsample.
+# ``_DECODER``: shapes of the images that the VAE's decoder upsamples, for an output of 512 x 512 or 1024 x
+# 1024 pixels. ``_DOUBLED``: shapes of the images that the UNets of SD1.5 and SDXL upsample.
 _DECODER: tuple[Shape, ...] = (
     *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
     *((1, 256, pixels, pixels) for pixels in (256, 512)),

@@ -68,6 +68,6 @@ def row_line(row: Row) -> str:
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """A line for each reason why there is no graph time, with the variants that it applies to."""
+    """A line of text for each reason why variants have no graph time, with the names of these variants."""
     variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
     return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

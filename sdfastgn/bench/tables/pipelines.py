@@ -57,7 +57,11 @@ class WaitRow:
 
 @dataclass
 class HostRow:
-    """Milliseconds of an image with one variant: in total, and of each function that the pipeline calls."""
+    """CPU time in milliseconds of one image with one variant.
+
+    ``total_ms``: the whole call of the pipeline. ``functions``: name of a function that the pipeline calls ->
+    its time.
+    """
 
     variant: str
     total_ms: float

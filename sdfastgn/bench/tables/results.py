@@ -32,11 +32,11 @@ _FREE_SETTINGS = ("repeats",)
 
 @dataclass(frozen=True)
 class Result:
-    """A run.
+    """The results of one run.
 
     Attributes:
-        name: its name in tables.
-        content: its JSON.
+        name: the run's name in tables.
+        content: the content of the run's JSON file.
         figures: ``case_title`` of a pipeline -> the pipeline's images, as ``page.figures`` returns them.
     """
 
@@ -149,7 +149,7 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """A table for each part that ran as a preset, with our numbers and the published ones in the same unit."""
+    """A table for each part that ran as a preset: our numbers and the published ones, in the same unit."""
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():
@@ -190,7 +190,7 @@ def times_of(result: Result) -> dict[tuple[str, str], float]:
 def comparison(results: Sequence[Result]) -> Blocks:
     """A table of the times of all results side by side, and of their ratios to the first result.
 
-    It only shows what at least two results have timed, so it may have no rows.
+    It only has rows for what at least two results have timed, so it may be empty.
     """
     first, *others = results
     times = [times_of(result) for result in results]

@@ -1,4 +1,4 @@
-"""The speed-up of a variant over eager, and whether the times vary too much to state it."""
+"""The speed-up of a variant over eager, and whether it is uncertain because the times vary too much."""
 
 from __future__ import annotations
 

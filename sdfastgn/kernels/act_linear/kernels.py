@@ -1,7 +1,7 @@
 """The Triton kernel of ``act_linear``: an activation, and a linear layer for few rows.
 
-A launch reads the weight once. x is small: each program reads all of its rows of x, and applies the
-activation to them again.
+A launch reads the weight once. Each program reads a few rows of x and computes their activation itself. x is
+small, so it does not matter that several programs do this for the same rows.
 
 Tensors, all contiguous:
 

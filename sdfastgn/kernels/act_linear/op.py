@@ -109,8 +109,8 @@ def act_linear(
         bias: (C,) or None.
         activation: applied to x before the product. A key of
             ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
-        extra_bias: (C,) or None. It is added to every row too. For example, the bias of a convolution whose
-            result gets y added.
+        extra_bias: (C,) or None. It is added to every row too. For example, if the output is added to the
+            result of a convolution next, this can be the bias of the convolution.
 
     Shapes: the output is (N, C).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of these

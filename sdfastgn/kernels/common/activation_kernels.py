@@ -14,7 +14,7 @@ from sdfastgn.kernels.common.tiles import PTX
 
 @triton.jit
 def exp2(x):
-    """2^x; results below 2^-126 become 0.
+    """Returns 2^x. Results below 2^-126 become 0.
 
     On NVIDIA GPUs this is one PTX instruction. ``tl.exp2`` would link a library, which makes compilation
     slower.
@@ -62,7 +62,7 @@ def _sigmoid(z, PAIRS: tl.constexpr):
 
 @triton.jit
 def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
-    """(sigmoid(z), 1 - sigmoid(z)).
+    """Returns (sigmoid(z), 1 - sigmoid(z)).
 
     Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply its
     result by powers of z. So without ``PAIRS`` the second value is computed as exp(-z) * sigmoid(z).

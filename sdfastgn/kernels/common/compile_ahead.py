@@ -27,7 +27,7 @@ class _Rehearsal:
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches that differ only in their kernel's numbers share one compiled kernel.
+        # Launches of a kernel that differ only in numbers use the same compiled kernel, so the key has none.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return

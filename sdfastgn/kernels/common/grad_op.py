@@ -63,7 +63,7 @@ class GradOp(Op):
             return _in_order(found, names)
 
         self._names, self._reference, self.plans = names, reference, Plans(arguments, plan)
-        # Number of gradients of the other op's results. These gradients are all arguments before x.
+        # Number of arguments before x. These are the gradients of the other op's results.
         self._results = arguments._fields.index("x")
         x = fields_of(arguments)[self._results]
         x_alone = ((x.place, x.note.whole),)

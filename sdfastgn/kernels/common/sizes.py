@@ -6,7 +6,7 @@ from typing import Any
 
 # Lanes (threads) of a warp on NVIDIA's GPUs.
 WARP = 32
-# Maximum number of bytes that one load instruction reads for a lane.
+# Maximum number of bytes that a lane reads with one load instruction.
 _LOAD_BYTES = 16
 # Maximum offset inside a tile or a chunk. Such offsets are int32, which takes fewer registers than int64.
 MAX_OFFSET = 2**31 - 1

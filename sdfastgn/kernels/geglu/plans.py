@@ -1,4 +1,4 @@
-"""The launches of ``geglu`` and of its backward: which kernels run, their grids and constants.
+"""The launches of ``geglu`` and of its backward: which kernels run, with which grids and constants.
 
 The kernels are in ``geglu/kernels.py``, their configurations in ``geglu/config.py``.
 """

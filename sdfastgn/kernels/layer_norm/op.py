@@ -186,9 +186,10 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
 
 
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
-    """The gradients of x, weight, bias and add_bias ("added") that are ``wanted``.
+    """Computes the wanted gradients of x, weight, bias and add_bias ("added").
 
-    ``dy``, ``dtotal``: the gradients of y and of the sum, or None. The residual has the same gradient as x.
+    ``wanted``: True for each of these four if its gradient is wanted. ``dy``, ``dtotal``: the gradients of y
+    and of the sum, or None. The residual has the same gradient as x.
     """
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))

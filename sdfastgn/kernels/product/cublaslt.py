@@ -30,7 +30,7 @@ _FP32 = 0
 _COMPUTE_FP32 = 68
 # Keys of a product's attributes, from cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
-# Values of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
+# Values of the first two of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
 # Key of an attribute of a request for algorithms, from cublasLtMatmulPreferenceAttributes_t: the maximum
 # number of bytes of scratch memory.

@@ -54,7 +54,7 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
 # Ends of the paths of a model's first convolutions (_ENTRIES) and last convolutions (_EXITS). An
-# autoencoder's ``quant_conv`` is in both lists, because it runs alone between the encoder and the latents.
+# autoencoder's ``quant_conv`` is in both lists: pipelines call it separately, after the encoder.
 # ".input_blocks.0.0" and ".out.2" are names in ComfyUI, all others are names in diffusers.
 _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
@@ -63,7 +63,8 @@ _EXITS = (".conv_out", ".quant_conv", ".out.2")
 def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a model's first convolution: makes its input channels-last.
 
-    On a device without kernels it gives the model's weights their former layout instead.
+    If the input is on a device without kernels, the hook instead gives the model's weights their former
+    layout.
     """
     if not args or not isinstance(args[0], Tensor) or args[0].dim() != 4:
         return None
@@ -132,8 +133,8 @@ class _Apply(InstanceEntry):
         type(root)._apply(root, fn, recurse)
         if recurse:
             for _, module in convertible_modules(root):
-                # A convolution that is already converted is left as it is: since then the caller may have
-                # chosen another layout with ``.to(memory_format=...)``.
+                # A convolution that was converted before is not converted again: since then the caller may
+                # have chosen another layout with ``.to(memory_format=...)``.
                 if _STOCK_LAYOUT not in vars(module):
                     _convert(module)
         return root
@@ -248,8 +249,11 @@ def restore(module: nn.Module) -> None:
 
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
-    """Give all weights of the model that contains ``conv`` their former layout, until the model is moved."""
-    # ``valuerefs`` copies the table in one step, so other threads may add to it meanwhile.
+    """Give all weights of the model that contains ``conv`` their former layout.
+
+    The weights become channels-last again when the model is moved to a GPU.
+    """
+    # ``valuerefs`` copies the table in one step, so other threads may add entries meanwhile.
     entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
     roots = [root for entry in entries if (root := entry._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
@@ -266,7 +270,7 @@ def _unconvert(module: nn.Module) -> None:
         # more input channels for inpainting. The old strides do not fit the shape of the new weight.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
-    del vars(module)[_STOCK_LAYOUT]  # last, so that ``restore`` can be called again after an interrupt
+    del vars(module)[_STOCK_LAYOUT]  # this is the last step, so ``restore`` can be repeated after Ctrl-C
 
 
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:

@@ -33,7 +33,7 @@ def is_plain_conv(conv: nn.Module) -> bool:
 
 
 def bias_can_move(conv: nn.Module) -> bool:
-    """True if ``conv`` has a bias and is plain, so that the kernel that runs next may add the bias."""
+    """True if ``conv`` is plain and has a bias, so that the next kernel may add the bias instead."""
     return is_plain_conv(conv) and conv.bias is not None
 
 

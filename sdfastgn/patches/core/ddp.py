@@ -17,7 +17,7 @@ __all__ = ["is_in_ddp"]
 
 
 def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
-    """True if a DistributedDataParallel that still exists has a parameter of one of the ``roots``."""
+    """True if a DistributedDataParallel that still exists contains a parameter of one of the ``roots``."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     weights = {id(p) for root in roots for p in root.parameters()}

@@ -121,7 +121,7 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
     Calls in the thread that makes the change, and in threads that wait at a gate, do not count.
     """
     was_enabled = gc.isenabled()
-    gc.disable()  # a collection would let other threads run on while their frames are read
+    gc.disable()  # a garbage collection could let other threads run while their frames are read
     try:
         for thread, frame in sys._current_frames().items():
             if thread != change.owner and thread not in change.waiting:

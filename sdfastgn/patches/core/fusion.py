@@ -76,8 +76,8 @@ class ClassSwap:
             so they are skipped.
         fused: the subclass that replaces ``stock``. It is defined at the top level of a Python module, where
             pickle finds it.
-        sources: the upstream methods that ``fused`` replaces or relies on. Their installed code must be
-            known.
+        sources: the upstream methods that ``fused`` replaces or relies on. Instances are only fused if the
+            installed code of these methods is a version that was tested.
         check: called with an instance. Returns the reason to skip it, or None.
         covers: called with an instance. Returns False if ``fused`` cannot compute what ``stock`` computes
             with the instance's settings. Then the fusion does not claim the instance.
@@ -206,8 +206,8 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
 def is_unhooked(module: nn.Module) -> bool:
     """True if a call of ``module`` runs its class's forward and nothing else.
 
-    Then the module has no hooks, and no ``forward`` of other code in its ``__dict__``. Fused code checks this
-    at each call, because hooks may be added at any time.
+    That is, the module has no hooks, and other code has put no ``forward`` into its ``__dict__``. Fused code
+    checks this at each call, because hooks may be added at any time.
     """
     return not (
         module._forward_hooks

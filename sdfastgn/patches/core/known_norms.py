@@ -1,7 +1,7 @@
 """Recognizes two subclasses of ``nn.GroupNorm`` in other projects by the code of their ``forward``.
 
-They cannot be recognized by class: GroupNorm32 is copied from repository to repository, so there are many
-such classes, and timm, which defines GroupNormAct, may not be installed.
+They cannot be recognized by their classes. GroupNorm32 is copied from repository to repository, so each has
+its own class of this name. timm, which defines GroupNormAct, may not be installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _hashes: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDic
 
 
 def known_base(cls: type) -> type[nn.Module] | None:
-    """The first class among ``cls`` and its bases that ``kind_of`` knows; None if it knows none of them."""
+    """The first class among ``cls`` and its bases that ``kind_of`` recognizes; None if there is none."""
     if not issubclass(cls, nn.GroupNorm):
         return None
     return next((base for base in cls.__mro__ if kind_of(base) is not None), None)

@@ -65,7 +65,7 @@ def upstream_name(cls: Any) -> str:
 
 @functools.cache
 def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
-    """The content of ``FILE``: ``upstream_name`` -> name of a method -> its tested versions, oldest first.
+    """The content of ``FILE``: name of a class -> name of a method -> its tested versions, oldest first.
 
     A version is a dict with its ``hash`` (as from ``source_hash``) and, if known, ``first_seen``: the first
     release in which this code was seen.
@@ -83,7 +83,8 @@ def is_known(cls: Any, method: str) -> bool:
 # Import name of an upstream package -> its name in messages.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# Function -> its hash. (class, name) cannot be the key, because other code may replace a class's method.
+# Function -> its hash. The key is the function and not (class, name), because other code may replace a
+# method.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
@@ -132,8 +133,8 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 def hash_of(definition: ast.FunctionDef) -> str:
     """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    Layout, comments, docstrings and annotations do not change the hash. It is the same in all versions of
-    Python.
+    Layout, comments, docstrings and annotations do not change the hash. All versions of Python compute the
+    same hash.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
@@ -166,8 +167,8 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # ``__globals__`` names the module in which the function was written. functools.wraps copies
-    # ``__module__``, so in a wrapper it names the module of the wrapped function.
+    # ``__globals__`` gives the name of the module in which ``link`` was defined. ``__module__`` may give
+    # another one: functools.wraps copies it from the wrapped function to the wrapper.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 

@@ -215,8 +215,8 @@ class CudaBackend:
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool
-        # The pool cannot use the memory that eager calls left in the allocator's cache. So the cache is
-        # emptied first.
+        # The pool cannot use memory that eager calls have left in the allocator's cache. So the cache is
+        # emptied before the capture.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -241,7 +241,7 @@ class CudaBackend:
             # this state it never empties its cache, and adds no graph to this pool. ``end_pool`` ends it.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # ``capture_end`` had told the allocator already; the graph releases its pool itself
+                return  # the allocator knows already that the capture has ended; the graph frees its pool
             # The graph is kept alive, because the allocator of pinned memory has a callback that reads it.
             self._broken.append(graph)
             self._free_generator()

@@ -218,7 +218,7 @@ class GraphedForward(InstanceEntry):
             if output is not None:
                 store.replays += 1
                 return output
-        self._rehearse(module, call, backend, key)  # without the lock, so that other threads go on
+        self._rehearse(module, call, backend, key)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
 
     def _replay_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:

@@ -129,7 +129,7 @@ def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _graphed(module: nn.Module) -> GraphedForward | None:
-    # accelerate's hooks move the ``forward`` that they find to ``_old_forward``.
+    # If the module has accelerate's hooks, they have moved its ``forward`` to ``_old_forward``.
     for name in ("forward", "_old_forward"):
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):

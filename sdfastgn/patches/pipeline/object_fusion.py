@@ -95,7 +95,7 @@ class ObjectFusion:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
             if not self.is_applied(part):  # other code has derived its class from the fused class
                 return (make, arguments, *state)
-            # Pickle finds classes by name, and by this name it would find the stock class.
+            # Pickle finds classes by name, and by the name of the fused class it would find the stock class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
