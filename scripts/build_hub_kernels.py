@@ -33,7 +33,7 @@ NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
 # Folders of sdfastgn/kernels that the package does not contain: only ``sdfastgn.optimize`` uses their ops.
 LEFT_OUT = ("act_linear", "attention", "product")
-# Number of hexadecimal digits of the hash at the end of a namespace of ops.
+# A namespace of ops ends with a hash. This is its number of hexadecimal digits.
 ID_DIGITS = 12
 
 
@@ -63,7 +63,7 @@ def package() -> dict[str, str]:
 
 
 def variant(files: dict[str, str], backend: str) -> dict[str, str]:
-    """Returns ``files`` for one backend: with a unique namespace for the ops and with metadata.json."""
+    """Returns ``files`` for one backend, with its own namespace of ops, and a metadata.json in addition."""
     content = json.dumps(sorted(files.items())).encode()
     identifier = f"_{NAME}_{backend}_{hashlib.sha256(content).hexdigest()[:ID_DIGITS]}"
     old = f'_NAMESPACE = "{NAME}"'

@@ -379,7 +379,10 @@ def _nothing_in(obj: Any) -> str:
 
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
-    """The text of the warning about ``left``: (path, module or part) of everything that cannot be undone."""
+    """The text of the warning that some parts could not be restored.
+
+    ``left``: (path, module or part) of each.
+    """
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
     named = "; ".join(f"{name} at {some(paths[name])}" for name in paths)

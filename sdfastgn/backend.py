@@ -18,9 +18,9 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 
 def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
-    """The text for ``Report.backend``, for the models ``roots``.
+    """The text of ``Report.backend`` in a report on the models ``roots``.
 
-    ``why_stock``: for each model the result of ``why_stock_runs``.
+    ``why_stock``: for each of the models, the result of ``why_stock_runs``.
     """
     reasons = [reason for reason in dict.fromkeys(why_stock) if reason is not None]
     if triton is None or None not in why_stock:

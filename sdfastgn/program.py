@@ -27,9 +27,9 @@ def program() -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number and a noun in the right form: ``1 image``, ``2 images``.
+    """A text with a number and its noun, singular or plural: ``1 image``, ``2 images``.
 
-    ``plural``: the plural of the noun, if it is not the noun with an s.
+    ``plural``: the plural of the noun; empty if it is the noun with an s.
     """
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 

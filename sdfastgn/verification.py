@@ -203,7 +203,7 @@ def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: 
 
 @contextlib.contextmanager
 def _evaluating(root: nn.Module) -> Iterator[None]:
-    """A context in which all modules are in eval mode, because dropout would differ from call to call."""
+    """A context in which all modules are in eval mode. With dropout, calls with equal inputs would differ."""
     training = [module for module in root.modules() if module.training]
     for module in training:
         module.training = False

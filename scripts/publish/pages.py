@@ -87,10 +87,10 @@ def check_one_commit(results: Path) -> None:
 
 
 def filled(text: str, results: Path) -> str:
-    """Returns ``text`` with every table written anew from the JSON files under ``results``.
+    """Returns ``text`` with all its tables replaced by new ones, from the JSON files in ``results``.
 
-    Raises ValueError if a mark names an unknown table, if a table's closing mark is missing, or if
-    ``check_one_commit`` finds a fault.
+    Raises ValueError if a mark names an unknown table, if the closing mark of a table is missing, or if
+    ``check_one_commit`` raises it.
     """
     check_one_commit(results)
     opened = slots(text)
@@ -104,7 +104,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def _renewed(page: Path, results: Path) -> str:
-    """Returns the text of ``page`` with its tables written anew. A ValueError's message names the page."""
+    """Returns the text of ``page`` with new tables. If it raises ValueError, the error names the page."""
     try:
         return filled(page.read_text(encoding="utf-8"), results)
     except (OSError, ValueError) as error:

@@ -49,7 +49,7 @@ def kernels(results: Path, picture: Path) -> None:
 
 
 def profile(results: Path, picture: Path) -> None:
-    """Draws where the time goes in the committed run with ``--profile``."""
+    """Draws the breakdown of a call's time, from the committed run of ``bench`` with ``--profile``."""
     (content,) = documents(results, "profile")
     breakdown([Row(**values) for values in content["rows"]], picture, source_line(content))
 

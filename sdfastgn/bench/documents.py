@@ -1,4 +1,4 @@
-"""The JSON file of a run: the format that all results share, reading and writing."""
+"""Reads and writes the JSON file of a run. All results have the same format."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Judgement:
 
 
 def gate_text(config: BenchConfig) -> str:
-    """The bound of the correctness gate in words, for tables and JSON."""
+    """Describes the bound of the correctness gate in words, for tables and JSON."""
     if config.part == "pipeline":
         return f"PSNR against eager's image at least {PSNR_BOUNDS[config.dtype]:g} dB"
     if config.part == "train":
@@ -98,7 +98,7 @@ def kept(output: Any) -> Any:
 
 
 def problem(config: BenchConfig, output: Any) -> str:
-    """Why outputs cannot be compared with stock eager's ``output``; empty if they can."""
+    """Why stock eager's ``output`` cannot be used for comparisons; empty if it can be used."""
     ends = [torch.stack(tensor.float().aminmax()) for tensor in tensors(output).values()]
     lowest, highest = min(float(each[0]) for each in ends), max(float(each[1]) for each in ends)
     whose = "gradients are" if config.part == "train" else f"output in {config.dtype} is"

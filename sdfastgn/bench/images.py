@@ -19,7 +19,7 @@ C1, C2 = 0.01**2, 0.03**2
 
 
 def psnr(a: ArrayLike, b: ArrayLike) -> float:
-    """PSNR in dB of two float images or batches in [0, 1]. Inf if equal, NaN if a value is not finite.
+    """PSNR in dB between two float images or batches in [0, 1]. Inf if equal, NaN if a value is not finite.
 
     Raises ValueError if the shapes differ.
     """

@@ -16,11 +16,11 @@ CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # "pointwise" includes reductions and concatenations, "layout copies" includes changes of dtype.
 NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
-# The categories whose work remains even if all norms, copies and launches could be fused away.
+# The categories whose kernels would remain if all norms, pointwise kernels and copies were fused into others.
 FLOOR = (CONVOLUTION, GEMM, ATTENTION)
 CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 
-# For the package's own kernels: (text in the name of a kernel's module, category of the kernel).
+# For this package's kernels: (text in the name of a Python module, category of the kernels in the module).
 _OWN_FILES = (
     ("norm", NORMALIZATION),
     ("pad_frames", NORMALIZATION),

@@ -108,7 +108,7 @@ def _uncovered_us(events: Iterable[Any]) -> list[float]:
 
 
 def _launches(events: Iterable[Any]) -> list[Any]:
-    """Kernels, copies and fills on the device, sorted by their start."""
+    """The ``events`` that are kernels, copies or fills on the device, sorted by their start."""
     # The profiler also shows the ranges of record_function on the device. These are no launches.
     found = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))

@@ -322,7 +322,7 @@ def tries_algorithms(config: BenchConfig) -> bool:
 
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
-    """The configs as a dict for JSON, each with its correctness gate in words."""
+    """Returns the configs as a dict for JSON. Each has a description of its correctness gate."""
     return {
         "parts": [
             {**asdict(each), "gate": gate.gate_text(each), "cudnn_benchmark": tries_algorithms(each)}
@@ -332,7 +332,7 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """:func:`environment`, with the global switches that :func:`run` sets for the first config."""
+    """Returns ``environment`` with the global switches that ``run`` sets for the first of ``configs``."""
     tries = not configs or tries_algorithms(configs[0])
     with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

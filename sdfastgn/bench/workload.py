@@ -1,4 +1,4 @@
-"""What is timed: a UNet step, a VAE decode, a pipeline or a training step, each as a model and a call."""
+"""Builds what is timed (a UNet step, a VAE decode, a pipeline or a training step) as a model and a call."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of one UNet step. ``changes`` replace the config's ``size`` or ``batch``."""
-    # The sizes of the inputs come from the UNet's own configuration: loaded weights may differ from --model.
+    # The sizes of the inputs come from the configuration of ``unet`` and not from ``config.model``: loaded
+    # weights may have another configuration.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
     return model_inputs.unet_inputs(unet.config, **_random_options(config), **where)
 

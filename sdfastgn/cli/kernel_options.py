@@ -74,9 +74,9 @@ def kernel_configs(
 def output_paths(
     configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
 ) -> list[tuple[Path | None, Path | None]]:
-    """(path of the JSON, path of the picture) for each config.
+    """Returns (path of the JSON, path of the picture) for each config.
 
-    If the configs have several dtypes, each path contains its config's dtype.
+    If there are several dtypes, each path contains the dtype of its config.
     """
     suite = configs[0].suite
     unless = "" if suite == INFERENCE else f"only the suite {INFERENCE} has a picture, got {{}} for {suite}"

@@ -92,7 +92,7 @@ def print_sources(
 
 
 def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
-    """Upstream method -> names of the fusions that rely on the method."""
+    """Returns upstream method -> names of the fusions that replace or rely on this method."""
     users: dict[_Method, list[str]] = {}
     for fusion in fusions:
         for source in fusion.sources:
@@ -131,7 +131,7 @@ def _print(out: Console, line: str) -> None:
 
 
 def _difference(files: Any, method: _Method) -> Iterator[str]:
-    """The lines of a diff between ``method`` in the release in ``files`` and the installed ``method``."""
+    """Yields the lines of a diff from the code of ``method`` in ``files`` to its installed code."""
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function
     new: Any = upstream_definition(function)

@@ -39,7 +39,7 @@ _KNOWN_EMBEDDINGS = {
 
 
 def unet_reason(config: Mapping[str, Any]) -> str:
-    """Why :func:`unet_inputs` cannot make inputs for a UNet of ``config``; empty if it can."""
+    """Why ``unet_inputs`` cannot make inputs for a UNet with this configuration; empty if it can."""
     kind = config.get("_class_name", "UNet2DConditionModel")
     if kind not in ("UNet2DConditionModel", "UNet2DModel"):
         return f"a {kind} takes inputs that the benchmark does not make"

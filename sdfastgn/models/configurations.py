@@ -163,7 +163,7 @@ class VideoNetwork:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-# Model -> part ("unet" or "vae") -> network. The first part of a model is its default.
+# Model -> part ("unet" or "vae") -> network. The first part of a model is the default of ``--part``.
 VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
     "wan": {"vae": VideoNetwork("AutoencoderKLWan", "bf16", 17, 480, 832)},
     "qwen_image": {"vae": VideoNetwork("AutoencoderKLQwenImage", "bf16", 1, 1024, 1024)},

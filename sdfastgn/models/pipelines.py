@@ -86,7 +86,7 @@ def load_pipeline(
 
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
-    """The CLIP tokenizer whose files :func:`write_tokenizer` writes."""
+    """Returns the CLIP tokenizer whose files ``write_tokenizer`` writes."""
     # The tokenizer is loaded from files, because its constructor takes other arguments in transformers 4 than
     # in transformers 5.
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Times the operations of a suite with a hot and a cold L2 cache. Outputs are compared with fp64 first."""
+"""Times the operations of a suite with a hot and a cold L2 cache. First it compares outputs with fp64."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class _Case:
         return self._last[1]
 
     def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """Run a pass. Returns name -> tensor to be compared with fp64: the outputs, and gradients if any."""
+        """Run a pass. Returns its outputs and gradients, to compare them with fp64: name -> tensor."""
         timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
         if pass_name not in DIFFERENTIATED:
@@ -274,7 +274,7 @@ def run(
 
 
 def _add_ratios(rows: Sequence[KernelRow]) -> None:
-    """Fill in the ratios of the rows' times to the copy's. All rows are of one shape."""
+    """Fill in the ratio of each row's times to the times of the copy. All rows must have the same shape."""
     copy = next((row for row in rows if row.provider == COPY and row.status == OK), None)
     for row in rows:
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:

@@ -76,8 +76,8 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
 
-        # Each shape is compiled anew. Without a reset torch.compile would give up at the tenth shape, and run
-        # it eagerly.
+        # Each shape is compiled separately. Without a reset, torch.compile would give up at the tenth shape
+        # and run it eagerly.
         torch.compiler.reset()
         # A backward that is timed without its forward gets the same saved tensors in all calls. So it must
         # not overwrite them, as compiled backwards do by default.
@@ -152,7 +152,7 @@ class Operation:
     baseline: str = ""
 
     def label(self, pass_name: str) -> str:
-        """The task of a row: ``task`` and the name of the pass. The task of the copy is only "copy"."""
+        """The task of a row: ``self.task`` and the name of the pass. For the copy it is only "copy"."""
         return self.task if self.task == COPY else ", ".join(filter(None, (self.task, pass_name)))
 
     def moved_tensors(self, pass_name: str) -> int:

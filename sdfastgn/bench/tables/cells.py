@@ -12,7 +12,7 @@ LOSS = "†"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` with ``digits`` significant digits and no exponent."""
+    """``value`` as a text with ``digits`` significant digits and no exponent."""
     if value is None:
         return NOTHING
     if value == 0 or abs(value) >= 10**digits:
@@ -40,7 +40,7 @@ def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], li
 
 
 def source_line(content: dict[str, Any]) -> str:
-    """One line: the machine, the versions, the commit and the date of a run."""
+    """A line of text with the machine, the versions, the commit and the date of a run."""
     env = content["environment"]
     packages = env.get("packages", {})
     names = ("torch", "triton", "diffusers")

@@ -51,7 +51,7 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """Notes on rows: what the variant did, images/s of each process, why a time or breakdown is missing."""
+    """Lines of text about rows: what the variant did, images/s of each process, reasons for missing times."""
     texts = []
     for row in rows:
         texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))

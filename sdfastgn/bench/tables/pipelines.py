@@ -69,7 +69,7 @@ class HostRow:
 
 
 def pipeline_table(content: dict[str, Any]) -> Blocks:
-    """The table of a result. The result's kind must be in ``PIPELINE_TABLES``."""
+    """The table of a result. ``content``: the result's JSON. Its kind must be in ``PIPELINE_TABLES``."""
     title, row, table = PIPELINE_TABLES[content["kind"]]
     (part,) = content["config"]["parts"]
     shown = table([row(**values) for values in content["rows"]])

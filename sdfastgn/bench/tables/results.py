@@ -87,7 +87,7 @@ def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_title(row: Row, content: dict[str, Any]) -> str:
-    """What a row measures, in words. Rows of two results are compared if their titles are equal."""
+    """Describes in words what a row measures. Rows of two results are compared if their titles are equal."""
     part = _config_of(row, content)
     count = len(row.process_images_s or ())
     processes = f", {counted(count, 'process', 'processes')}" if count else ""
@@ -116,7 +116,7 @@ def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
 
 
 def cases_of(result: Result) -> dict[str, list[Row]]:
-    """``case_title`` -> rows of a ``bench`` result, without times that a profiler has changed."""
+    """Returns ``case_title`` -> rows of a result of ``bench``, without times that profiling made longer."""
     if result.content["kind"] not in BENCH_KINDS:
         return {}
     rows = _without_slowed_times([Row(**values) for values in result.content["rows"]])
@@ -211,6 +211,6 @@ def comparison(results: Sequence[Result]) -> Blocks:
 
 
 def _ratio_text(ratio: float) -> str:
-    """The ratio of two times, and whether it means equal, slower or faster."""
+    """A text with the ratio of two times, and one of the words equal, slower and faster."""
     text = f"{ratio:.2f}"
     return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"

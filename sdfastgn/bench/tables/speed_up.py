@@ -28,7 +28,7 @@ class SpeedUp:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the range from ``least`` to ``most`` is wider than the ratio itself."""
+        """True if the range from ``least`` to ``most`` is wider than ``value``."""
         return self.most - self.least > self.value
 
     def __str__(self) -> str:

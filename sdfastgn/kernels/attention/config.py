@@ -29,7 +29,7 @@ _TILE = 128
 # Minimum number of keys of a part in the second product. With fewer keys, adding up the partial products
 # takes too long.
 _MIN_KEYS_OF_A_PART = 512
-# Longest row of scores, in elements, that a program of the softmax keeps in registers.
+# Maximum length of a row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384
 # Elements of a longer row that a program processes at once.
 _LONG_ROW_BLOCK = 8192
@@ -73,7 +73,7 @@ class ChunksConfig:
                 yield b, min(b + self.matrices, count), r, min(r + self.rows, L)
 
     def scratch(self, D: int) -> int:
-        """Number of fp32 values in the memory for a chunk's scores, which later holds the second product.
+        """Number of fp32 values in the memory for a chunk's scores, and later for its second product.
 
         ``D``: channels of a head.
         """
@@ -81,9 +81,9 @@ class ChunksConfig:
 
 
 def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> ChunksConfig:
-    """The chunks of attention with ``count`` heads of ``L`` queries, ``keys`` keys and ``D`` channels.
+    """The sizes of chunks for ``count`` heads of ``L`` queries, ``keys`` keys and ``D`` channels.
 
-    ``count``: heads of all samples.
+    ``count``: number of heads of all samples together.
     """
     pitch = ceil_div(keys, VECTOR) * VECTOR
     most = max(_TILE, _MAX_SCORE_BYTES // (4 * pitch) // _TILE * _TILE)

@@ -35,7 +35,7 @@ def rows_config(rows: int, C: int, itemsize: int, vector: int, num_sms: int) -> 
 
 
 def grad_config(rows: int, C: int, vector: int, num_sms: int, *, column_sums: bool) -> RowsConfig:
-    """How to take gradients of (rows, C), where ``fits_with_sums(C)``."""
+    """The configuration of the backward for x (rows, C), with ``fits_with_sums(C)`` True."""
     config = backward_config(rows, C, vector, num_sms, column_sums=column_sums)
     assert isinstance(config, RowsConfig)
     return config

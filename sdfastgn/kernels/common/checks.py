@@ -87,7 +87,7 @@ def check_floating(name: str, label: str, t: Any) -> None:
 
 
 def check_device(name: str, label: str, t: Tensor, x: Tensor, first: str = "x") -> None:
-    """Check that ``t`` is on the device of ``x``. ``first`` is the name of ``x`` in the error."""
+    """Check that ``t`` is on the device of ``x``. ``first``: the name of ``x``, for the error."""
     if t.device != x.device:
         raise ValueError(f"{name}: {label} is on {t.device}, {first} on {x.device}")
 

@@ -53,7 +53,7 @@ Gradients = dict[str, Tensor | None]
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
-    """``t``, or a contiguous copy if ``t`` is not contiguous. Any shape."""
+    """``t``, or a contiguous copy if ``t`` is not contiguous. ``t`` may have any shape."""
     return t.contiguous()
 
 

@@ -100,7 +100,7 @@ def _is_on(is_compiling: bool) -> bool:
 
 
 def is_supported(x: Tensor) -> bool:
-    """True if kernels take tensors on the device and of the dtype of ``x``."""
+    """True if kernels support the device and the dtype of ``x``."""
     return x.is_cuda and x.dtype in KERNEL_DTYPES
 
 

@@ -92,7 +92,7 @@ class Launch:
         """
         pointers: list[int | None] = []
         bits = 0
-        for t in tensors:  # one loop for pointers and alignment, which saves CPU time at each launch
+        for t in tensors:  # one loop finds both pointers and alignment, which saves CPU time
             if t is None:
                 pointers.append(None)
             else:

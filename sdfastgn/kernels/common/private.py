@@ -85,7 +85,7 @@ is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing
 in_transform: Callable[[], Any] = getattr(
     getattr(_C, "_functorch", None), "peek_interpreter_stack", lambda: _is_refused() or None
 )
-# True for a gradient that ``torch.autograd.grad(..., is_grads_batched=True)`` passes to a backward.
+# Returns True for a gradient that ``torch.autograd.grad(..., is_grads_batched=True)`` passes to a backward.
 is_batched: Callable[[Tensor], bool] = getattr(
     getattr(_C, "_functorch", None), "is_legacy_batchedtensor", _has_no_memory
 )
@@ -104,7 +104,7 @@ def _has_a_global_hook() -> bool:
     return any(value for value in found if isinstance(value, dict))
 
 
-# True if a hook is registered for all modules.
+# Returns True if a hook is registered for all modules.
 has_any_global_hook: Callable[[], bool] = getattr(nn_module, "_has_any_global_hook", _has_a_global_hook)
 
 
@@ -134,7 +134,7 @@ caches_parametrizations: Callable[[], bool] = (
 current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
-# Index of the current device. A CPU build of PyTorch lacks the private name.
+# Returns the index of the current device. A CPU build of PyTorch lacks the private name.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 # Keeps the GPU busy for a number of clock cycles.
 sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: None)

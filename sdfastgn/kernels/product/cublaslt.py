@@ -24,7 +24,7 @@ from sdfastgn.kernels.common import gpu
 
 # Dtype of the matrices: CUDA_R_16F, CUDA_R_16BF.
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
-# Dtype of the scalars by which cuBLASLt multiplies the product and the old output: CUDA_R_32F.
+# Dtype of two factors, of the product and of the old output, that cuBLASLt takes: CUDA_R_32F.
 _FP32 = 0
 # Dtype in which products are summed: CUBLAS_COMPUTE_32F.
 _COMPUTE_FP32 = 68

@@ -38,7 +38,7 @@ def bias_can_move(conv: nn.Module) -> bool:
 
 
 def keeps_size(conv: nn.Conv2d) -> bool:
-    """True for a 3 x 3 convolution with stride 1 and one pixel of zeros around the image."""
+    """True for a 3 x 3 convolution with stride 1 and zero padding of one pixel: its output has x's size."""
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
     return sizes == ((3, 3), (1, 1), (1, 1), (1, 1)) and conv.padding_mode == "zeros"
 

@@ -48,7 +48,10 @@ class Fusion(Protocol):
     def is_applied(self, module: nn.Module) -> bool: ...
 
     def reason_to_skip(self, module: nn.Module) -> str | None:
-        """Why ``module``, which is claimed but not fused, cannot be fused, or None. Changes nothing."""
+        """Why ``module`` cannot be fused; None if it can.
+
+        Called if the fusion claims it and it is not fused.
+        """
 
     def apply(self, module: nn.Module) -> None: ...
 

@@ -27,7 +27,7 @@ def pads_quickly(fusion: Fusion) -> None:
 
 
 def reason_to_leave(root: nn.Module) -> str | None:
-    """Why ``optimize`` changes nothing in the model ``root``; None if it may."""
+    """Why ``optimize`` must leave the model ``root`` as it is; None if it may change the model."""
     if any(_repeats_borders(module) and not _has_kernel(module) for module in root.modules()):
         return "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
     return None

@@ -51,9 +51,10 @@ class TestedSource(NamedTuple):
 
 
 def tested(cls: Any, *methods: str) -> TestedSource:
-    """The ``TestedSource`` of ``cls`` and ``methods``, as in ``tested(GEGLU, "__init__", "forward")``.
+    """Makes a ``TestedSource``, as in ``tested(GEGLU, "__init__", "forward")``.
 
-    The fusion is applied only if the installed code of all these methods is known.
+    A fusion with this source is applied only if the installed code of all ``methods`` of ``cls`` is a version
+    that was tested.
     """
     return TestedSource(cls, methods)
 
@@ -157,7 +158,7 @@ def _is_docstring(part: Any) -> bool:
 
 
 def _dump(part: Any) -> str:
-    """``ast.dump`` without empty fields, because each version of Python has different empty fields."""
+    """``ast.dump`` without empty fields. Versions of Python differ in which empty fields they have."""
     if isinstance(part, list):
         return f"[{','.join(map(_dump, part))}]"
     if not isinstance(part, ast.AST):
@@ -174,7 +175,7 @@ def _is_upstreams(link: Any) -> bool:
 
 
 def unknown_source(*sources: TestedSource) -> str | None:
-    """The reason to skip a module if a method of ``sources`` has unknown code; else None."""
+    """Why a module is skipped, if a method of ``sources`` has code that was never tested; else None."""
     for cls, methods in sources:
         for method in methods:
             if not is_known(cls, method):

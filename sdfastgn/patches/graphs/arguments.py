@@ -259,9 +259,10 @@ def clone_of(output: Any) -> Any:
 
 
 def structure_of(*values: Any) -> Any:
-    """``values`` as nested lists: a list for each list, tuple or dict, and the id of every other object.
+    """Returns ``values`` as nested lists, with the id of each object that is no list, tuple or dict.
 
-    If the results before and after a call are equal, the call has changed no list or dict in ``values``.
+    If the result after a call equals the result before it, the call has changed no list or dict in
+    ``values``.
     """
     return [
         structure_of(*(v.items() if isinstance(v, dict) else v))

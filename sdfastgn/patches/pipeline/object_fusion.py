@@ -55,7 +55,10 @@ class ObjectFusion:
         return any(vars(base).get(_MARK) == self.name for base in type(part).__mro__[1:])
 
     def reason_to_skip(self, part: Any) -> str | None:
-        """Why ``part``, which is claimed but not fused, cannot be fused, or None. Changes nothing."""
+        """Why ``part`` cannot be fused; None if it can.
+
+        Called if the fusion claims it and it is not fused.
+        """
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
         source: Any = self._source_of(type(part))
