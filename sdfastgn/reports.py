@@ -21,8 +21,8 @@ _SHOWN_PATHS = 3
 # Classes of models that ``optimize`` makes faster only together with CUDA graphs: without graphs, launching
 # their kernels from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# If a UNet runs without graphs, the report warns, unless each of its reasons ends with one of these texts:
-# after a first call, in training and with a compiler no warning is needed.
+# Ends of reasons why a call runs without a graph: it is a first call, or in training, or with a compiler. For
+# these reasons the report does not warn of a UNet without graphs. It warns if there is any other reason.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",
@@ -134,7 +134,10 @@ class Report:
         return "fused" if self.runs_kernels else "fused where kernels run"
 
     def _graphable(self) -> list[str]:
-        """Paths of modules whose calls would run as CUDA graphs after ``optimize``. Empty if any is fused."""
+        """Paths of modules whose calls would run as CUDA graphs after ``optimize``.
+
+        Empty if ``optimize`` was called, that is, if any part is fused.
+        """
         stock = () if self.fused else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 

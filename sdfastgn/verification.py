@@ -1,9 +1,9 @@
 """Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
 
 In one small call of the whole model the arguments of each part are recorded. Then each part is called with
-these arguments, once fused and once as stock. Both results are compared with the result of stock's code in a
-wider dtype: their relative differences from it are their errors. For large images a kernel may run other code
-than for small ones. Only the tests check this code.
+these arguments, once fused and once as stock. The error of each of these two results is its relative
+difference from the result of stock's code in a wider dtype. For large images a kernel may run other code than
+for small ones. Only the tests check this code.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def run(
 
     Args:
         config: the part of the model, its size and so on.
-        variants: ways to run it.
+        variants: the variants to measure.
         workload: the workload. If it is None, it is built from ``config``.
         on_variant: called before each variant, with the names of the part and the variant.
         on_row: called with each row as soon as it is measured.

@@ -41,10 +41,7 @@ def _runners() -> dict[type, Any]:
 
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
-    """A context in which Triton's classes have the launch methods of sfast.
-
-    After it they have Triton's own.
-    """
+    """A context in which Triton's classes have sfast's launch methods. Its end restores Triton's own."""
     stock = _runners()
     try:
         if not _wrapped:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Placeholder in help texts, such as "variants" for "{variants}" -> function that returns the names that
-# replace it. The function is only called when the help is shown, because some of them import torch. Each
-# command adds its own placeholders.
+# Name of a placeholder in help texts -> function that returns the words that replace it. For example,
+# "variants" is the name of the placeholder "{variants}". The functions are called only when the help is
+# shown, because some of them import torch. Each command adds its own placeholders.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
 

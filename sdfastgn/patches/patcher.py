@@ -239,7 +239,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drop the data that are kept elsewhere for the fused ``module``: reasons, packed and folded weights."""
+    """Drop all data about ``module`` that are stored elsewhere: reason, packed weights, folded weights."""
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)

@@ -57,7 +57,8 @@ def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any]) -> list[str]:
     if "exact_after_ejection" not in row:
         return [*times, NOTHING, NOTHING, NOTHING]
     differences = [f"{row[name]:.1e}" for name in ("latent_difference", "image_difference")]
-    # If a second run of stock differs from its first run too, a difference after ejection is no error.
+    # After ComfyUI has ejected (removed) sdfastgn, the outputs should be stock's again. If two runs of stock
+    # differ from each other, a difference here is no error.
     wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
     told = any(row["stock_repeats_itself"][part] for part in wrong)
     return [*times, *differences, "**no**" if told else "stock's own differ" if wrong else "yes"]

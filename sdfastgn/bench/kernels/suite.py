@@ -223,7 +223,7 @@ class Suite:
         }
 
     def gate(self, dtype: str) -> str:
-        """The maximum relative errors in words, for tables."""
+        """Describes the maximum relative errors in words, for tables."""
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
         if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):
             own.append(f"of gradients {GRADIENT_BOUNDS[dtype]:g}")

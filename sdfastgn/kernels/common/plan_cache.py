@@ -115,7 +115,7 @@ class _CopyingPlan:
 
 
 def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function ``call -> tuple of the call's arguments with the indices places``."""
+    """Returns a function that takes a call and returns its arguments with the indices ``places``."""
     if not places:
         return lambda call: ()
     return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)

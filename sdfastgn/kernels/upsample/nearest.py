@@ -152,7 +152,8 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
         runs, and the output is channels-first. x with gaps is copied first: to channels-last if its channels
         have stride 1, else to channels-first.
     Grad: x has gradients, of any order. The transforms of torch.func and forward-mode AD run in plain
-    PyTorch. Raises:
+        PyTorch.
+    Raises:
         TypeError: x is not a strided tensor of one of these dtypes.
         ValueError: x does not have rank 4.
 

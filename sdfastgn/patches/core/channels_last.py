@@ -120,7 +120,10 @@ _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary(
 
 
 class _Apply(InstanceEntry):
-    """Replaces the ``_apply`` of a model's root: moves the model, then converts convolutions now on a GPU."""
+    """Replaces the ``_apply`` of a model's root.
+
+    A call moves the model, and then converts its convolutions.
+    """
 
     __slots__ = ()
 

@@ -37,8 +37,8 @@ def has_foreign_forward(module: nn.Module) -> bool:
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
-    # This is ``forward != class_forward(module)``. torch.compile traces this function, but it cannot trace
-    # ``class_forward``, which creates a method. So the parts of the method are compared.
+    # ``forward == class_forward(module)`` would be simpler. But torch.compile traces this function, and it
+    # cannot trace ``class_forward``, which creates a method. So the parts of the method are compared.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
     return not (is_own and forward.__self__ is module)
 

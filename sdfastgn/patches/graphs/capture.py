@@ -100,8 +100,8 @@ def capture_call(
     def run() -> Any:
         args, kwargs = call.rebuild(buffers)
         before = structure_of(args, kwargs)
-        # Inference mode is off, because inference tensors do not count writes. If the caller has turned it
-        # on, it still gets inference tensors: copies of the outputs, which are made later in its own mode.
+        # Inference mode is turned off here, because inference tensors do not count writes. A caller in
+        # inference mode still gets inference tensors, because outputs are copied in the mode of the caller.
         with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
             output = type(module).forward(module, *args, **kwargs)
         if structure_of(args, kwargs) != before:

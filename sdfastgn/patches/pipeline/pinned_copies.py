@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["WAITED_FOR", "PinnedCopies"]
 
-# Types of device with which the CPU has to synchronize for a copy from pageable memory, or for a read.
+# Types of device for which the CPU must wait if it reads from the device, or copies to it from pageable
+# memory.
 WAITED_FOR = ("cuda",)
 
 
