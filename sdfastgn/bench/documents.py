@@ -1,4 +1,4 @@
-"""Reads and writes the JSON file of a run. All results have the same format."""
+"""Reads and writes the JSON file of a run. The files of all kinds of runs have the same format."""
 
 from __future__ import annotations
 

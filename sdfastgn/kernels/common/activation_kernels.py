@@ -64,8 +64,9 @@ def _sigmoid(z, PAIRS: tl.constexpr):
 def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
     """Returns (sigmoid(z), 1 - sigmoid(z)).
 
-    Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply its
-    result by powers of z. So without ``PAIRS`` the second value is computed as exp(-z) * sigmoid(z).
+    Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply the
+    difference by powers of z. So without ``PAIRS`` the second value is computed as exp(-z) * sigmoid(z). With
+    ``PAIRS``, as in ``_sigmoid``, it is computed by the subtraction.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)

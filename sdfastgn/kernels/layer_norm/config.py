@@ -155,7 +155,7 @@ def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
 def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
     """Number of programs of a backward: one for each of the ``tiles``.
 
-    With column sums there are at most as many programs as run at once, because each writes partial sums.
+    With column sums there are fewer, at most as many as run at once, because each writes partial sums.
     """
     if not column_sums:
         return tiles

@@ -172,8 +172,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Inference mode is turned off, because inference tensors do not count writes. That would also turn
-        # gradients on, so they are set to what they were.
+        # Inference tensors do not count writes. Leaving inference mode must not turn gradients on.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
