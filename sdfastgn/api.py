@@ -265,7 +265,10 @@ def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
 
 
 def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
-    """Give each component its former state. Returns (path, module or part) for all that cannot be undone."""
+    """Give each component its former state.
+
+    Returns (path, module or part) for all that cannot be restored.
+    """
     left = []
     for was in before:
         is_model = isinstance(was.component, nn.Module)

@@ -12,9 +12,9 @@ from typing import Any
 from sdfastgn.program import OptionError
 
 # Version of the JSON format. A new version only adds fields, so the same code reads all versions.
-# - Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
-# - Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind
-# "sweep". - Version 4 added the frames and the width of a video.
+# Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
+# Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
+# Version 4 added the frames and the width of a video.
 SCHEMA = 4
 # Name -> type of the fields that a run has in every version of the format.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}

@@ -57,12 +57,13 @@ Shares = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One call by category, in milliseconds.
+    """How the time of one call is divided among the categories of kernels, in milliseconds.
 
     Attributes:
         source: ``REPLAY``, ``CALL`` or ``CPU``.
-        categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
-        total_ms: from the first kernel's start to the last one's end, in the recording.
+        categories: name of a category -> its time. The names are ``CATEGORIES`` and ``"launch gaps"``. The
+            times add up to ``total_ms``.
+        total_ms: time from the start of the first kernel to the end of the last kernel, in the recording.
         timed_ms: time of the same call or replay without a profiler.
         floor_ms: time of convolution, GEMM and attention. The call would take this long if all other kernels
             and the gaps took no time.

@@ -90,7 +90,10 @@ def _gnnhwc(*operands: Tensor) -> Call:
 
 
 def _apex(x: Tensor, *others: Tensor) -> Call:
-    """Returns a call of apex's kernel for the shape of ``x``. Apex has two; its own layer chooses as here."""
+    """Returns a call of one of apex's two kernels.
+
+    For an ``x`` of this shape, apex's own layer uses it too.
+    """
     module = importlib.import_module("apex.contrib.group_norm.group_norm")
     one_pass = x.shape[2] * x.shape[3] <= _APEX_ONE_PASS
     kernel = module.cuda_group_norm_nhwc_one_pass if one_pass else module.cuda_group_norm_nhwc_two_pass

@@ -46,7 +46,7 @@ class TileConfig:
 
     @property
     def vector(self) -> int:
-        """Contiguous elements that a thread reads at once."""
+        """Number of contiguous elements that a thread reads at once."""
         return max(1, self.block_k // (WARP * self.num_warps))
 
     def programs(self, N: int, C: int) -> int:

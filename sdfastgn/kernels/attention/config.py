@@ -97,9 +97,10 @@ def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> Chunks
 
 
 def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
-    """Number of parts into which the keys are divided: a power of 2.
+    """Number of parts into which the keys are divided for the second product: a power of 2.
 
-    It is the largest one with at most one tile per multiprocessor and enough keys in each part.
+    The keys are divided further as long as the parts together have at most one tile per multiprocessor, and
+    each part has at least ``_MIN_KEYS_OF_A_PART`` keys.
     """
     tiles = ceil_div(rows, _TILE) * ceil_div(D, _TILE)
     splits = 1

@@ -48,7 +48,7 @@ def _channel_norm_grad_kernel(
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         norm, n = divisor(x, eps, WIDE)
-        # The mask makes rows beyond the last one 0: 0 / eps or 0 * bias may be NaN there.
+        # Rows beyond the last one are set to 0. Without that, 0 / n or 0 times a derivative may be NaN.
         xhat = tl.where(mask, x / n, 0.0)
         dz = tl.where(mask, activation_grad(dy, xhat * scale * weight + bias, ACTIVATION, PAIRS), 0.0)
         if WEIGHT_GRAD:

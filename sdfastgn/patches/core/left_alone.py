@@ -5,8 +5,9 @@ Video autoencoders that repeat the border of their 5-D tensors (Mochi, HunyuanVi
 channels-first, so each convolution also copies its input. Together this costs more than the fused norms
 save. "Real sizes" in docs/coverage.md has the times of all models.
 
-Some fusions let a kernel repeat the border; they are registered with ``pads_quickly``. If each of these
-convolutions is fused by such a fusion, or can be, ``optimize`` changes the model.
+Some fusions make convolutions that repeat the border in a kernel, which is fast. These fusions are registered
+with ``pads_quickly``. If they can fuse all convolutions of a model that repeat the border, ``optimize``
+changes the model.
 """
 
 from __future__ import annotations

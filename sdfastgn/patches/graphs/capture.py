@@ -128,7 +128,7 @@ def capture_call(
         return capture_call(module, call, backend, watch_of_now, is_warm=False)
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
-    if watch.writes() != writes:  # each replay would write too, also one whose result is discarded
+    if watch.writes() != writes:  # a replay would repeat these writes, even if its result is discarded
         raise Unsupported("its forward writes into its own tensors")
     if versions != [buffer._version for buffer in buffers]:
         raise Unsupported("its forward writes into its arguments")
