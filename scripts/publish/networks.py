@@ -21,7 +21,7 @@ from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.models.video import Draw
 
-# A function (model, draw) that returns a function without arguments. This calls the model on random inputs.
+# A function ``(model, draw) -> call``. ``call`` has no arguments, and calls the model on random inputs.
 Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 

@@ -139,7 +139,7 @@ def with_random_weights(
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     # Parameters are made on the meta device, because initializing 2.6 billion of them on the CPU would take
-    # minutes. mypy: torch's stubs say that a hook returns None.
+    # minutes. (The type is ignored, because torch's stubs say that such a hook returns None.)
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         model = build()

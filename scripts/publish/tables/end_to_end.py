@@ -190,8 +190,8 @@ def stable_fast_markdown(results: Path) -> str:
 def _peer_table(every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str]) -> str:
     """Returns a table that compares eager, one competitor and sdfastgn. Each cell has three values.
 
-    ``every``: the lines. A line shows the first of ``peers`` that was tried in its run. It is left out if
-    none of them was tried. ``shown``: titles of the columns, keys of ``COMPARED``.
+    ``every``: the lines. A line shows the first of ``peers`` that was tried in its run. A line for which no
+    peer was tried is left out. ``shown``: titles of the columns, keys of ``COMPARED``.
     """
     body, notes, lines = [], [], []
     for line in every:

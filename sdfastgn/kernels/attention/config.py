@@ -31,7 +31,7 @@ _TILE = 128
 _MIN_KEYS_OF_A_PART = 512
 # Maximum length of a row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Elements of a longer row that a program processes at once.
+# Number of elements that a program of the softmax processes at once, if a row is longer than this maximum.
 _LONG_ROW_BLOCK = 8192
 # Maximum number of warps of a program of the softmax.
 _MAX_WARPS = 16
@@ -39,7 +39,7 @@ _MAX_WARPS = 16
 _PER_WARP = 512
 # Maximum number of elements for each program of the kernel that divides products by sums.
 _DIVIDE_BLOCK = 1024
-# Number of elements for each warp of this kernel.
+# Number of elements for each warp of the kernel that divides products by sums.
 _DIVIDE_PER_WARP = 256
 # Maximum number of channels of a head for which PyTorch has flash kernels.
 _MAX_FLASH_CHANNELS = 256

@@ -10,7 +10,8 @@ from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forw
 
 # Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# The same maximum for the backward, which also keeps its sums over rows in registers.
+# Maximum number of channels, padded to a power of 2, that a program of the backward keeps in registers. It is
+# smaller than in the forward, because the backward also keeps sums over rows in registers.
 _MAX_WITH_SUMS = 8192
 
 

@@ -36,7 +36,7 @@ def mean_as_pivot(pivot, total, share):
 def difference(x, shift, pivot):
     """Returns x + shift - pivot. Its rounding error is small relative to the result, even if x is large.
 
-    Knuth's two-sum computes the rounding error of x + shift. The last line corrects the result by it.
+    Knuth's two-sum computes the rounding error of x + shift. The last line adds this error to the result.
     """
     total = x + shift
     shift_in_total = total - x

@@ -206,9 +206,9 @@ def _column_sum_kernel(
     count, D, plane,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of weight, bias and add_bias. A program computes one block of one of them.
+    """Computes the gradients of weight, bias and add_bias. A program computes one block of one gradient.
 
-    It adds up ``count`` partial sums for each column.
+    The program adds up ``count`` partial sums for each column of its block.
     """
     which = tl.program_id(0) % 3
     c = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -16,7 +16,8 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 # Maximum length of a row, in padded elements, that a program keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# The same maximum for a backward with column sums, because these sums take registers too.
+# Maximum length of a row, in padded elements, that a program of a backward with column sums keeps in
+# registers. It is smaller, because the sums take registers too.
 _MAX_WITH_SUMS = 8192
 # Maximum number of warps of a program whose warps divide a row among them (``wide``).
 _MAX_WARPS = 16

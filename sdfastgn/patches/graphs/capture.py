@@ -44,7 +44,7 @@ class Backend(Protocol):
         """True if other code is capturing the current stream."""
 
     def allocating(self) -> AbstractContextManager[Any]:
-        """A context for allocating a graph's inputs, in memory that stays theirs while the graph may run."""
+        """A context for allocating a graph's inputs. No other work gets their memory while the graph runs."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
         """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
