@@ -10,10 +10,12 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 # Packages that ComfyUI imports only for models and nodes that are not used here. They are often missing,
-# because they must be built for the installed version of torch.
-_NOT_NEEDED = ("kornia", "spandrel", "torchaudio", "torchvision")
+# because most of them must be built for the installed version of torch. ``av`` reads and writes videos.
+_NOT_NEEDED = ("av", "kornia", "spandrel", "torchaudio", "torchvision")
 
 
 class _Empty(types.ModuleType):
@@ -65,6 +67,38 @@ def import_comfyui(
     finally:
         sys.argv = before
     return str(importlib.import_module("comfyui_version").__version__)
+
+
+def release_of(folder: Path) -> str:
+    """The release of the checkout ``folder``, without importing it."""
+    text = (folder / "comfyui_version.py").read_text(encoding="utf-8")
+    return text.partition('__version__ = "')[2].partition('"')[0]
+
+
+def has_dynamic_vram(folder: Path) -> bool:
+    """True if the checkout ``folder`` has DynamicVRAM."""
+    return "enables_dynamic_vram" in (folder / "comfy" / "cli_args.py").read_text(encoding="utf-8")
+
+
+def start_dynamic_vram() -> bool:
+    """Turn DynamicVRAM on for models that are loaded later, as ComfyUI's ``main.py`` does when it starts.
+
+    ComfyUI must be imported. Returns False if its package comfy-aimdo does not work on this machine.
+    """
+    names = (
+        "comfy.memory_management",
+        "comfy.model_management",
+        "comfy.model_patcher",
+        "comfy_aimdo.control",
+    )
+    modules: list[Any] = [importlib.import_module(name) for name in names]
+    memory, management, patcher, control = modules
+    devices = [device.index for device in management.get_all_torch_devices()]
+    if not (control.init(nvml_pressure=True) and control.init_devices(devices)):
+        return False
+    patcher.CoreModelPatcher = patcher.ModelPatcherDynamic
+    memory.aimdo_enabled = True
+    return True
 
 
 @contextlib.contextmanager

@@ -283,8 +283,10 @@ def _channel_norms(shape, dtype):
     pad_frames(x, front=2, keep=1)
     pad_frames(x, x[:, :, :1].contiguous(memory_format=torch.channels_last_3d), front=2, norm=silu, keep=2)
     padded = {"front": 2, "border": (1, 1), "mode": "replicate"}
+    groups = 5 if shape[1] % 32 else 32
     pad_frames(x, norm=silu, shift=weight, **padded)
-    pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu"), shift=weight, **padded)
+    pad_frames(x, front=2, window=3, norm=silu, keep=2, shift=weight)
+    pad_frames(x, norm=GroupNorm(groups, weight, weight, activation="silu"), shift=weight, **padded)
     pad_frames(x, upsample=(2, 2, 2), **padded)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)

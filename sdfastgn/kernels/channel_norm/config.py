@@ -5,9 +5,14 @@ The channels of one position are a row. Tiles of rows are chosen as for LayerNor
 
 from __future__ import annotations
 
-from sdfastgn.kernels.common.sizes import next_power_of_2
+from dataclasses import replace
+
+from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forward_config
 
+# Maximum number of elements of each thread if a warp has several rows at once. LayerNorm's maximum is twice
+# as large, because it has no activation, which takes registers.
+_GATHERED_PER_THREAD = 16
 # Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384
 # Maximum number of channels, padded to a power of 2, that a program of the backward keeps in registers. It is
@@ -32,7 +37,12 @@ def rows_config(rows: int, C: int, itemsize: int, vector: int, num_sms: int) -> 
     """
     config = forward_config(rows, C, itemsize, vector, num_sms)
     assert isinstance(config, RowsConfig)
-    return config
+    if config.wide:
+        return config
+    row = config.steps * config.block
+    lanes = max(WARP * vector // config.block, _GATHERED_PER_THREAD * WARP // row)
+    lanes = min(config.lanes, lanes)
+    return replace(config, lanes=lanes, programs=ceil_div(rows, lanes * config.num_warps))
 
 
 def grad_config(rows: int, C: int, vector: int, num_sms: int, *, column_sums: bool) -> RowsConfig:

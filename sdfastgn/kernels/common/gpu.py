@@ -63,6 +63,13 @@ def has_programmatic_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def is_hopper(device: torch.device) -> bool:
+    """True if ``device`` is an NVIDIA GPU of the Hopper generation: H100, H200."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def l2_bytes(device: torch.device) -> int:
     """Bytes of the L2 cache of ``device``; 0 if PyTorch does not report them. For a CPU: those of an H200."""
     if device.type != "cuda":

@@ -1,11 +1,12 @@
 """Triton kernel of ``pad_frames``. Op: ``pad_frames/op.py``, launches: ``pad_frames/plans.py``.
 
-A program has a tile of rows of y, which are the channels of one position each, all of one sample. It holds
-them in registers: one read, one write, one launch.
+A program has a tile of rows, which are the channels of one position each, of one sample. They are the rows
+of y for a ``WINDOW`` of 1. It holds them in registers: one read, ``WINDOW`` writes, one launch.
 
 Pointers; each but x and y may be None:
 
-- ``x``: (N, T, H, W, C); ``y``: (N, front + frames, height + 2 pad_h, width + 2 pad_w, C), where frames,
+- ``x``: (N, T, H, W, C);
+- ``y``: (N, front + frames - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C), where frames,
   height and width are those of x after upsampling;
 - ``shift``, ``weight``, ``bias``: (C,), before and after the norm of each position's channels;
 - ``table``: fp32, what ``merge_kernel`` of ``group_norm/kernels.py`` writes for a GroupNorm. From
@@ -102,14 +103,16 @@ def _frames_kernel(
     x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, cache_ptr, y_ptr, kept_ptr,
     rows, frames, height, width, front, cached, keep, pad_h, pad_w, table_offset, table_plane, scale, eps,
     C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, REPLICATE: tl.constexpr,
-    TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
+    TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr, WINDOW: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, or act(norm(x + shift)), upsampled, behind the frames of ``cache`` and within borders of ``pad_h``
-    and ``pad_w``. ``rows``: those of a sample of y. ``BORDER``: ``pad_h`` or ``pad_w`` is not 0. ``NORM``:
-    "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x; the first frame is there
-    once.
+    and ``pad_w``.
+
+    ``rows``: those of a sample, frames and borders included. ``BORDER``: ``pad_h`` or ``pad_w`` is not 0.
+    ``NORM``: "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x; the first frame
+    is there once. ``WINDOW``: frames that lie side by side in each frame of y.
 
     Positions of y are counted from the first element of x, so that those of the cache have negative
     frames. What x and cache do not have is 0, or if ``REPLICATE`` the nearest element that they have.
@@ -159,6 +162,13 @@ def _frames_kernel(
         old = tl.load(cache_ptr + cache_row + c, mask=is_old & in_row, other=0.0).to(tl.float32)
         y = tl.where(is_old, old, y)
     y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (n * rows + first + r).to(tl.int64) * C + c, y, mask=is_row & in_row)
+    # Frame f of the result is part k of frame f - k of y.
+    frame_rows = (height + 2 * pad_h) * (width + 2 * pad_w)
+    y_rows = rows - (WINDOW - 1) * frame_rows
+    for k in tl.static_range(WINDOW):
+        y_row = first + r - k * frame_rows
+        is_in_y = is_row & (y_row >= 0) & (y_row < y_rows)
+        at_y = (n * y_rows + y_row).to(tl.int64) * WINDOW + k
+        tl.store(y_ptr + at_y * C + c, y, mask=is_in_y & in_row)
     if kept_ptr is not None:
         tl.store(kept_ptr + kept_row.to(tl.int64) * C + c, y, mask=is_kept & in_row)

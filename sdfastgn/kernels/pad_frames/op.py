@@ -10,6 +10,9 @@ one kernel does all of it, for x (N, C, T, H, W):
     y = (zeros, cache, v), ``front`` frames before those of v, within ``border`` zeros around each frame
     kept = the last ``keep`` frames of y, without borders
 
+With a ``window`` of more than one frame, frame t of y has frames t, t + 1, ... of this y side by side, as
+channels. A 2-D convolution then computes what a 3-D one would.
+
 In mode "replicate" the nearest element stands for each zero, as in torch.nn.functional.pad.
 
 On a GPU the kernel of ``pad_frames/kernels.py`` runs, for a GroupNorm after those of its statistics;
@@ -96,6 +99,7 @@ class PadFramesCall(NamedTuple):
     times_t: int
     times_h: int
     times_w: int
+    window: int
 
     @property
     def cached(self) -> int:
@@ -111,7 +115,8 @@ class PadFramesCall(NamedTuple):
     def padded(self) -> tuple[int, int, int, int, int]:
         """The shape of y."""
         (N, C), (T, H, W) = self.x.shape[:2], self.upsampled
-        return N, C, self.front + T, H + 2 * self.pad_h, W + 2 * self.pad_w
+        frames = self.front + T - self.window + 1
+        return N, self.window * C, frames, H + 2 * self.pad_h, W + 2 * self.pad_w
 
 
 def _call_of(
@@ -124,8 +129,9 @@ def _call_of(
     mode: str,
     keep: int,
     upsample: tuple[int, int, int],
+    window: int,
 ) -> PadFramesCall:
-    where = (front, *border, mode, keep, *upsample)
+    where = (front, *border, mode, keep, *upsample, window)
     if isinstance(norm, GroupNorm):
         groups, weight, bias, eps, activation, statistics = norm
         operands: Any = (weight, bias, statistics, "group", groups, 1.0, eps, activation)
@@ -154,6 +160,7 @@ def reference_pad_frames(
     shift: Tensor | None = None,
     norm: Norm | GroupNorm | None = None,
     upsample: tuple[int, int, int] = (1, 1, 1),
+    window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -167,6 +174,8 @@ def reference_pad_frames(
     fill = "constant" if mode == "zeros" else mode
     frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], 0), fill)
     y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), fill)
+    count = y.shape[2] - window + 1
+    y = torch.cat([y[:, :, k : k + count] for k in range(window)], 1)
     kept = laid_out(frames[:, :, -keep:].clone(), channels_last=True) if keep else None
     return laid_out(y, channels_last=True), kept
 
@@ -189,7 +198,7 @@ def _plan(call: PadFramesCall) -> Any:
 
 
 def _has_kernel(call: PadFramesCall) -> bool:
-    rows = math.prod((call.x.shape[0], *call.padded[2:]))
+    rows = call.x.shape[0] * (call.front + call.upsampled[0]) * math.prod(call.padded[3:])
     return call.x.numel() > 0 and fits(call.x.shape[1]) and rows <= _MAX_ROWS
 
 
@@ -211,6 +220,7 @@ def pad_frames(
     shift: Tensor | None = None,
     norm: Norm | GroupNorm | None = None,
     upsample: tuple[int, int, int] = (1, 1, 1),
+    window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """``norm(x + shift)``, upsampled, behind the frames of ``cache`` and within borders, in one pass: what a
     causal convolution with padding 0 reads.
@@ -228,11 +238,14 @@ def pad_frames(
         norm: the norm of x + shift, with its activation. None: x + shift as it is.
         upsample: (t, h, w), how many times each element stands along an axis. The first frame stands once
             along T, whatever t is.
+        window: frames that each frame of y has side by side, as channels: frame t has the channels of frames
+            t, t + 1, ... t + ``window`` - 1 of the y of a window of 1. A 2-D convolution of it can so
+            compute a 3-D one. Up to ``front`` + T''.
 
     Returns:
-        (y, kept). With T'', H'' and W'' the sizes after upsampling, y is
-        (N, C, front + T'', H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''), the last
-        frames of y without borders, in memory of its own; None if ``keep`` is 0.
+        (y, kept). With T'', H'' and W'' the sizes after upsampling, y is (N, window C,
+        front + T'' - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''), the
+        last frames without borders and windows, in memory of its own; None if ``keep`` is 0.
 
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); shift and the operands of norm any of
         these. Both results have the dtype of x.
@@ -244,7 +257,7 @@ def pad_frames(
 
     Source: torch.nn.functional.pad and interpolate.
     """
-    call = _call_of(x, cache, shift, norm, front, border, mode, keep, upsample)
+    call = _call_of(x, cache, shift, norm, front, border, mode, keep, upsample, window)
     if dispatch.is_plain_inference(x, call):
         try:
             # Invalid arguments never have a plan, so only calls of a new kind are checked.
@@ -263,7 +276,7 @@ def pad_frames(
             raise
     _check(_NAME, call)
     where: Any = {"front": front, "border": border, "mode": mode, "keep": keep, "upsample": upsample}
-    return reference_pad_frames(x, cache, shift=shift, norm=norm, **where)
+    return reference_pad_frames(x, cache, shift=shift, norm=norm, window=window, **where)
 
 
 def _check_sizes(name: str, call: PadFramesCall) -> None:
@@ -287,6 +300,10 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
         check_device(name, "cache", cache, x)
     if call.keep > call.front + frames:
         raise ValueError(f"{name}: keep={call.keep} must be at most front + T, {call.front + frames}")
+    if as_size(name, "window", call.window) not in range(1, max(1, call.front + frames) + 1):
+        raise ValueError(
+            f"{name}: window={call.window} must be at least 1 and at most front + T, {call.front + frames}"
+        )
     if call.mode == "replicate" and 0 in x.shape[2:]:
         raise ValueError(f"{name}: mode 'replicate' needs elements, x has shape {tuple(x.shape)}")
     if call.norm == "group":

@@ -32,7 +32,7 @@ class PadFramesPlan:
         self.table: TablePlan | None = None
         if call.norm == "group":
             self.table = TablePlan(group_norm_call(call), math.prod(x.shape[2:]), True)
-        rows = math.prod(self.shape[2:])
+        rows = (call.front + frames) * math.prod(self.shape[3:])
         config = rows_config(N * rows, C, x.itemsize, vector_width(x.itemsize, C), gpu.num_sms(x.device))
         self.launch = Launch(
             kernels._frames_kernel, N * ceil_div(rows, config.rows), config.num_warps,
@@ -43,7 +43,7 @@ class PadFramesPlan:
             scale=call.scale, eps=call.eps, C=C, NORM=call.norm, FOLD=x.dtype != torch.float32,
             BORDER=bool(call.pad_h or call.pad_w), REPLICATE=call.mode == "replicate",
             TIMES_T=call.times_t, TIMES_H=call.times_h, TIMES_W=call.times_w,
-            **norm_constants(call, config),
+            WINDOW=call.window, **norm_constants(call, config),
         )  # fmt: skip
 
     def run(self, call: PadFramesCall) -> tuple[Tensor, Tensor | None]:

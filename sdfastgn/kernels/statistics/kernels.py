@@ -274,6 +274,7 @@ class StatisticsLaunch:
         producer: True if the kernel also writes ``y``.
         scale: factor of a sum.
         has_bias: True if calls pass a bias.
+        config: how x is divided into chunks. By default ``statistics_config`` chooses it.
 
     Attributes:
         shape: the statistics' shape, (2, N, P, C).
@@ -291,10 +292,11 @@ class StatisticsLaunch:
         producer: bool = False,
         scale: float = 1.0,
         has_bias: bool = False,
+        config: StatisticsConfig | None = None,
     ) -> None:
         N, head = x.shape[:2]
         HW, C = math.prod(x.shape[2:]), head + tail
-        config = statistics_config(
+        config = config or statistics_config(
             N, C, HW, channels_last, gpu.num_sms(x.device), kind="write" if producer else "read"
         )
         self.chunks = config.chunks

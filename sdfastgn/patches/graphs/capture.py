@@ -59,7 +59,7 @@ class Backend(Protocol):
         """Block until the GPU work of all ``ordered`` contexts is done. Then graphs may be dropped."""
 
     def memory(self) -> int:
-        """Size in bytes of the memory pool that the graphs share."""
+        """Size in bytes of the memory pool that the graphs share; 0 if PyTorch does not report it."""
 
 
 class Graph:
@@ -268,6 +268,8 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
+        if torch.cuda.get_allocator_backend() != "native":
+            return 0  # ComfyUI's default, cudaMallocAsync, raises an error if it is asked for a snapshot
         with self.lock:  # no other thread may add a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(

@@ -183,7 +183,8 @@ class GraphedForward(InstanceEntry):
     def pool_bytes(self) -> dict[int, int]:
         """{id of the backend: size of its memory pool in bytes}; empty if there are no graphs.
 
-        All modules on one device share one backend and one pool. The id lets callers count it only once.
+        All modules on one device share one backend and one pool. The id lets callers count it only once. A
+        size is 0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
         """
         backend = self._store.backend
         return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}

@@ -151,6 +151,30 @@ def test_upsampling(upsample, mode, kind, device):
             check(x, cache, keep=2, shift=shift, **options)
 
 
+@pytest.mark.parametrize("mode", ["zeros", "replicate"])
+@pytest.mark.parametrize("kind", NORMS)
+def test_windows_are_frames_side_by_side(kind, mode, device):
+    for N, T, front, border, upsample in (
+        (2, 3, 2, (0, 0), (1, 1, 1)),
+        (1, 1, 2, (1, 2), (1, 1, 1)),
+        (2, 2, 1, (0, 1), (2, 2, 1)),
+    ):
+        x, _, norm, shift = video((N, 6, T, 3, 5), device=device)
+        _, h, w = upsample
+        cache, *_ = video((N, 6, 2, 3 * h, 5 * w), device=device)
+        options = {"front": front, "border": border, "mode": mode, "upsample": upsample, "keep": 1}
+        options |= {"shift": shift, "norm": NORMS[kind](norm)}
+        for cached in (None, to_layout(cache[:, :, :1], "channels_last")):
+            frames, kept = run(x, cached, **options)
+            for window in (2, 3):
+                y, also_kept = run(x, cached, **options, window=window)
+                assert is_channels_last(y)
+                count = frames.shape[2] - window + 1
+                wanted = torch.cat([frames[:, :, k : k + count] for k in range(window)], 1)
+                assert torch.equal(y, wanted)
+                assert torch.equal(kept, also_kept)
+
+
 def test_statistics_that_are_given(device):
     """They are read, and x is not read for them."""
     x, _, norm, shift = video((2, 6, 3, 5, 7), device=device)
@@ -297,6 +321,9 @@ ERRORS = [
         ValueError,
         "cache must have shape (1, 6, 1, 6, 8)",
     ),
+    ({"window": 0}, ValueError, "window=0 must be at least 1 and at most front + T, 4"),
+    ({"window": 5}, ValueError, "window=5 must be at least 1 and at most front + T, 4"),
+    ({"window": 1.5}, TypeError, "window must be an int, got 1.5"),
     ({"keep": 5}, ValueError, "keep=5 must be at most front + T, 4"),
     ({"x": ones(1, 6, 2, 0, 4), "mode": "replicate"}, ValueError, "mode 'replicate' needs elements"),
 ]
@@ -322,6 +349,8 @@ def test_real_shapes_on_the_gpu(shape, dtype):
     for each in (norm, groups(norm, 6)):
         check(x, front=2, border=(1, 1), mode="replicate", norm=each)
     check(x, front=2, border=(1, 1), mode="replicate", shift=shift, norm=groups(norm, 6))
-    check(x, cache, front=2, keep=2)
+    frames, _ = check(x, cache, front=2, keep=2)
+    windows, _ = run(x, cache, front=2, window=3)
+    assert torch.equal(windows, torch.cat([frames[:, :, k : k + shape[2]] for k in range(3)], 1))
     if x.numel() < 1e8:
         check(x, front=2, border=(1, 1), mode="replicate", upsample=(2, 2, 2))
