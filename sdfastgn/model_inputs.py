@@ -95,8 +95,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # Encoder and decoder are called separately: AutoencoderTiny's forward passes fp32 to the decoder even if
-    # the model is in half precision.
+    # AutoencoderTiny's own forward is not called: it passes fp32 to the decoder even in half precision.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))

@@ -33,8 +33,7 @@ RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
 # code, but in another order. So its error may be larger by chance, if the result has only a few hundred
 # elements. The error of a broken part is far larger.
 _FACTOR = 4.0
-# Number of units of rounding that are added to the maximum error, because the error of stock's code may be
-# zero by chance.
+# Number of units of rounding that are added to the maximum error: stock's error may be zero by chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -46,8 +46,7 @@ WARM_UP = 100
 # Weight of the KL divergence in the autoencoder's loss, as for Stable Diffusion. The other term of the loss,
 # the mean error of a pixel, has the weight 1.
 KL_WEIGHT = 1e-6
-# Fraction of the training images that the UNet gets with an empty prompt. Guidance needs a UNet that was
-# trained with empty prompts too.
+# Fraction of the training images that the UNet gets with an empty prompt, which guidance uses.
 EMPTY_PROMPTS = 0.1
 # Number of digits that the classifier is tested with and not trained on.
 HELD_OUT = 297

@@ -121,8 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE alone")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks", help="folder of the JSON files")
     options = parser.parse_args(arguments)
-    # An empty folder is allowed, because it may have no results yet. A folder that does not exist is not
-    # allowed, because its path may be mistyped.
+    # An empty folder may have no results yet. A folder that does not exist is probably a mistyped path.
     if not options.results.is_dir():
         print(f"pages: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
         return 2

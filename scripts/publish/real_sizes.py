@@ -42,8 +42,7 @@ ROUND_SECONDS = 0.4
 MAX_CALLS = 20
 # Number of runs into which the networks are divided.
 THIRDS = 3
-# Number of calls before the timed calls. The first compiles kernels, the second captures a graph, and the
-# third replays the graph.
+# Number of calls before the timed calls: one compiles kernels, one captures a graph, and one replays it.
 WARM_UP = 3
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
@@ -135,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with timing.global_switches() as switches:
         where = environment(device, switches)
         timing.spin_up(device)
-        # The rows are written now, and again after each network, so that an interrupted run keeps its
-        # results.
+        # The rows are written now and after each network, so that an interrupted run keeps its results.
         write = functools.partial(_write, options.json, where)
         write(rows)
         for each in chosen(options.only, options.third):

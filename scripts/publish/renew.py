@@ -30,8 +30,7 @@ from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
-# A step is stopped once it takes this number of times its budget, so that a step that hangs does not block
-# the other steps.
+# A step that takes this number of times its budget is stopped, so that it does not block the other steps.
 PATIENCE = 3
 
 

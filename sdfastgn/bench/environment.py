@@ -39,12 +39,10 @@ def _output_of(*command: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    # If the code was copied over an older checkout, git names the wrong commit. Then the environment variable
-    # SDFASTGN_COMMIT can give the right commit.
+    # SDFASTGN_COMMIT is for code that was copied over an older checkout, where git names the wrong commit.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
-    # In a container the checkout often belongs to another user. Git refuses such a checkout unless
-    # safe.directory names it.
+    # In a container, git may refuse a checkout of another user, unless safe.directory names the checkout.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
     # The folder ``scripts`` also has code that measures.

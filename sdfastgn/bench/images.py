@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-# The window of SSIM, as its authors chose it: pixels along a side, and the standard deviation of the Gaussian
-# weights.
+# The window of SSIM, from its paper: pixels along a side, and standard deviation of the Gaussian weights.
 WINDOW, SIGMA = 11, 1.5
 # SSIM's constants for values in [0, 1]. Without them its denominators would be zero in areas of one color.
 C1, C2 = 0.01**2, 0.03**2

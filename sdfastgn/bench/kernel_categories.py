@@ -56,8 +56,7 @@ _INDUCTOR = _rules(
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
-# These rules come before the rules for operators: kernels that change layouts count as copies, even if a
-# convolution launches them.
+# Kernels that change layouts count as copies, even if a convolution launches them. So these rules come first.
 _MOVES = _rules(
     (
         COPIES,

@@ -50,8 +50,7 @@ TOP = 10
 # The second recording is made this number of times. The one of median length is used.
 RECORDINGS = 3
 
-# Name of a kernel -> category -> share of the kernel's time that counts for the category. The shares of a
-# kernel add up to 1.
+# Name of a kernel -> category -> share of the kernel's time in this category. A kernel's shares add up to 1.
 Shares = dict[str, dict[str, float]]
 
 

@@ -24,8 +24,7 @@ from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BenchConfig, Workload, build_workload
 from sdfastgn.kernels.common.failures import one_line
 
-# Number of timed replays of each graph of a pipeline. Few are enough, because all replays of a graph take
-# equally long.
+# Number of timed replays of each graph of a pipeline. Few are enough, because replays take equally long.
 GRAPH_REPEATS = 20
 
 
@@ -107,8 +106,7 @@ def _free(device: torch.device) -> None:
     """Free unused memory on the GPU. Does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
-        # If a variant has accessed invalid memory, every later CUDA call fails. The error is suppressed here,
-        # because the variant's row already has it.
+        # After an invalid memory access every CUDA call fails. The variant's row has this error already.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Attributes of a module that are dicts. They are copied too, because a copy of ``vars(module)`` would contain
-# the same dicts, which variants change.
+# Attributes of a module that are dicts, which variants change. So these dicts are copied too.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 

@@ -119,8 +119,7 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        # There is no synchronization between calls, as in a denoising loop. If the GPU has to wait for the
-        # CPU, the time includes the waiting.
+        # Calls are not synchronized, as in a denoising loop. So a time includes waits of the GPU for the CPU.
         for start, end in pairs:
             start.record()
             fn()
@@ -202,8 +201,7 @@ def time_kernel(
     calls = max(calls, len(chosen))
 
     def many() -> list[object]:
-        # The last output for each input set is kept alive. Otherwise all calls would write to the same
-        # memory, which would be in the L2 cache.
+        # Outputs are kept alive. Otherwise all calls would write to the same memory, in the L2 cache.
         outputs: list[object] = [None] * len(chosen)
         for call in range(calls):
             slot = call % len(chosen)
@@ -216,8 +214,7 @@ def time_kernel(
     with device_scope(device):
         for one in chosen[:2]:
             fn(one)
-        # The calls above have compiled the kernel. One more round on the stream of the capture is enough to
-        # warm up.
+        # The kernel is compiled already, so one round on the stream of the capture is enough to warm up.
         replay, outputs = capture_graph(many, warmup=1)
         timing = time_callable(replay, device, repeats=repeats, warmup=3)
         del outputs

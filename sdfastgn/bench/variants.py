@@ -139,8 +139,7 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
     dynamo.reset()
     undo.callback(dynamo.reset)
     for module in _timed_modules(target):
-        # ``module.compile()`` compiles only ``forward``. A VAE is called through ``decode``, so for a VAE the
-        # decoder is compiled.
+        # A VAE is called through ``decode``, and ``compile`` compiles only ``forward``: the decoder's.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 

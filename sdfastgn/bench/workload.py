@@ -26,8 +26,7 @@ from sdfastgn.program import OptionError
 T = TypeVar("T")
 
 GUIDANCE = 7.5
-# Maximum number of pixels that a VAE decodes in one call. With more pixels, activations would have more than
-# 2**31 elements.
+# Maximum number of pixels that a VAE decodes in one call, so that activations have fewer than 2**31 elements.
 MOST_DECODED_PIXELS = 4 * 1024**2
 
 
@@ -98,8 +97,7 @@ class Workload:
 
 def load(config: BenchConfig) -> Any:
     """Build or load the pipeline with the config's weights."""
-    # This module imports transformers, so it is not imported at the top: to time one network with random
-    # weights, transformers is not needed.
+    # This imports transformers, which is not needed to time one network with random weights.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
@@ -126,8 +124,7 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of one UNet step. ``changes`` replace the config's ``size`` or ``batch``."""
-    # The sizes of the inputs come from the configuration of ``unet`` and not from ``config.model``: loaded
-    # weights may have another configuration.
+    # Sizes are from the configuration of ``unet``, because loaded weights may differ from ``config.model``.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
     return model_inputs.unet_inputs(unet.config, **_random_options(config), **where)
 
@@ -182,9 +179,7 @@ def build_video(config: BenchConfig) -> Workload:
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The arguments that say what a pipeline starts from: noise, or for image-to-image an image of noise."""
-    # The noise is drawn in fp32 and then cast to ``dtype``. The pipeline itself would draw it in its own
-    # dtype. In fp16 a generator gives other numbers than in fp32, so the fp32 reference would be another
-    # image.
+    # The noise is drawn in fp32 and then cast. In fp16 a generator would give other numbers than in fp32.
     where = {**_random_options(config), "dtype": dtype}
     if "strength" in inspect.signature(pipe.__call__).parameters:
         images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
@@ -250,8 +245,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-        # The tensor is detached, because a node of the autograd graph that saves its own output would never
-        # be freed.
+        # Without ``detach``, a node of the autograd graph that saves its own output would never be freed.
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -273,8 +267,7 @@ def build_training(config: BenchConfig) -> Workload:
     unet.train()
     kwargs = step_inputs(config, unet, scale)
     generator = torch.Generator().manual_seed(config.seed + 3)
-    # The noise has the shape of the UNet's output, because the loss compares the two. An inpainting UNet has
-    # more input channels than output channels.
+    # The noise has the shape of the UNet's output. (An inpainting UNet's input has more channels.)
     shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
     noise = torch.randn(shape, generator=generator).to(config.torch_device)
 

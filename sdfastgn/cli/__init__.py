@@ -47,8 +47,7 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         asked.append(True)
         raise KeyboardInterrupt
 
-    # The handler of Ctrl-C is replaced only if it is Python's own. The parent process may have set another
-    # one, for example to ignore Ctrl-C.
+    # Another handler of Ctrl-C than Python's own is kept: the parent process may ignore Ctrl-C.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
@@ -93,8 +92,7 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         chosen = typer.main.get_command(app)
         chosen = chosen.commands[command] if command else chosen
     chosen.help = doc or chosen.help
-    # ``usage_error`` is click's class UsageError. Some versions of typer contain their own copy of click, so
-    # the class is found through typer.
+    # ``usage_error`` is UsageError of the click that typer uses. Some versions of typer have their own copy.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
         return chosen.main(

@@ -50,8 +50,7 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = unet_config("--weights", weights)
-    # SD-Turbo has the same UNet as SD2. So weights with this UNet are taken for SD-Turbo's only if the user
-    # has named this model.
+    # SD-Turbo has the same UNet as SD2. So its weights are recognized only if the user has named this model.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
@@ -63,8 +62,7 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     if "pipeline" in parts and (reason := pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
     native, scale = native_size(weights, config, without_vae=8 if same else 1)
-    # With guidance a UNet gets each image twice. A UNet without text, or with embedded guidance, gets it
-    # once.
+    # With guidance a UNet gets each image twice. UNets without text or with embedded guidance get it once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return name, native, scale, GUIDED_BATCH if is_guided else 1

@@ -127,8 +127,7 @@ def _read(images: np.ndarray) -> str:
 
 
 def _timed(pipe: Any, prompts: list[str]) -> tuple[np.ndarray, float]:
-    # Two calls run before the timed call. The first includes lazy imports and allocations, and the second
-    # captures a CUDA graph.
+    # Before the timed call, a first call imports lazily and allocates, and a second captures a CUDA graph.
     for _ in range(2):
         digits_pipeline.generate(pipe, prompts, num_inference_steps=1)
     start = time.perf_counter()

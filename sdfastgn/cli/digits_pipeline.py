@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from sdfastgn.program import OptionError
 
-# The folder of the saved pipeline and of the classifier's weights. It is only in a checkout, because it would
-# make the wheel nine times as large.
+# The folder of the pipeline and the classifier. It is only in a checkout: it would make the wheel too large.
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "digits"
 CLASSIFIER = "classifier.safetensors"
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -28,8 +28,7 @@ from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.program import OptionError, counted, is_main, program
 from sdfastgn.versions import installed_versions
 
-# Key in the metadata of the PNG files. Its value is JSON with the image's settings and the packages'
-# versions.
+# Key in the PNG files' metadata. Its value is JSON: the image's settings and the packages' versions.
 METADATA = "sdfastgn"
 # Part of the names of this process's unfinished files. The process id cannot be used, because processes on
 # other machines, which may write to the same folder, can have the same id.
@@ -142,8 +141,7 @@ def _pictures(job: Job, pipe: Any, lines: Sequence[int]) -> list[Image.Image]:
     images: list[Image.Image] = pipe(
         prompt=[one.prompt for one in each],
         negative_prompt=negative,
-        # Each image has its own generator on the CPU. So the image's noise is the same in every batch and on
-        # every device.
+        # Each image has its own CPU generator, so its noise is the same in every batch and on every device.
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in each],
         **each[0].shared(),
     ).images

@@ -27,6 +27,5 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # After an error in the context this line does not run (there is no ``finally``), because other processes
-    # may still wait for this one.
+    # This does not run after an error, because other processes may still wait for this process.
     state.destroy_process_group()

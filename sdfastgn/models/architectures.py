@@ -29,8 +29,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in c
 # Settings of a UNet whose value is either a list with an entry for each block, or one value for all blocks.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
-# Setting of a UNet that may require further inputs -> the values for which ``unet_inputs`` can make these
-# inputs.
+# Setting of a UNet that may require further inputs -> the values for which ``unet_inputs`` can make them.
 _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
@@ -145,8 +144,7 @@ def with_random_weights(
         model = build()
     finally:
         hook.remove()
-    # diffusers' own ``to`` is not called, because it warns of modules that must stay fp32. These models have
-    # none.
+    # diffusers' own ``to`` would warn of modules that must stay fp32, although these models have none.
     nn.Module.to(model, dtype)
     buffers = dict(model.named_buffers())
     model.to_empty(device=device).eval()

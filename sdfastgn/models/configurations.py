@@ -30,8 +30,7 @@ from typing import Any
 PROMPT = "a photograph of an astronaut riding a horse"
 # Value of --dtype -> torch's name of the dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# The allowed seeds: signed 64-bit integers. Some inputs are drawn from ``seed + 1``, which PyTorch accepts
-# even for the largest seed here.
+# The allowed seeds: signed 64-bit integers. (PyTorch also accepts ``seed + 1``, which some inputs need.)
 SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -117,8 +116,7 @@ def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
 _TINY_CLIP = _clip(32, 2, 4, intermediate_size=64, vocab_size=514)
 _CLIP_L = _clip(768, 12, 12, intermediate_size=3072)
 _CLIP_BIG_G = _clip(1280, 32, 20, intermediate_size=5120, hidden_act="gelu")
-# The text encoders of each model. SDXL's pooled embedding is the output of the projection in its second text
-# encoder.
+# The text encoders of each model. SDXL's second one has a projection, whose output is the pooled embedding.
 TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny": (_TINY_CLIP,),
     "tiny_xl": (_TINY_CLIP, _TINY_CLIP),

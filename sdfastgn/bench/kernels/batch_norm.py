@@ -23,8 +23,7 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-# Initial values of the running mean and variance. They are close to the values of the inputs, whose mean is
-# 0.5 and whose standard deviation is 1.5.
+# Initial running mean and variance, close to the inputs' mean of 0.5 and variance of 2.25.
 _MEAN, _VAR = 0.5, 2.0
 
 
@@ -61,8 +60,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
     """``_stock`` in ATen, without cuDNN. Then the backward runs in ATen too."""
     before = torch.backends.cudnn.enabled
-    # ``torch.backends.cudnn.flags`` cannot be used here: it also reads the TF32 switches, and reading them
-    # may raise an error.
+    # ``torch.backends.cudnn.flags`` is not used: it reads the TF32 switches, which may raise an error.
     torch.backends.cudnn.enabled = False
     try:
         return _stock(*operands, **options)
@@ -105,8 +103,7 @@ _RESNET: tuple[Shape, ...] = (
     *((32, C, 14, 14) for C in (256, 512, 1024)),
     *((32, C, 7, 7) for C in (512, 2048)),
 )
-# Shapes with few and with many samples (N), channels (C) and pixels. Larger shapes are left out, because
-# their fp64 copies do not fit into memory.
+# Shapes with few and many samples (N), channels (C) and pixels. Larger fp64 copies do not fit into memory.
 _GRID: tuple[Shape, ...] = (
     *((N, C, 4, 4) for N in (8, 128) for C in (2, 64, 1024)),
     *((N, C, 32, 32) for N in (8, 128) for C in (2, 64, 1024)),

@@ -86,8 +86,7 @@ def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
     """Run one pass. Returns its outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
     if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
-    # Autograd runs a backward on the stream of its forward. So the capture of a CUDA graph needs a forward
-    # that ran on the stream of the capture.
+    # Autograd runs a backward on the stream of its forward, so a capture needs a forward on its own stream.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
     is_backward_alone = pass_name == BACKWARD
     recorded = inputs.recorded.get(stream) if is_backward_alone else None
@@ -131,8 +130,7 @@ class _Case:
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # A provider's call is built once for all passes, because building it with torch.compile takes
-        # seconds.
+        # A provider's call is built once for all passes, because torch.compile takes seconds to build it.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]

@@ -21,14 +21,12 @@ Call = Callable[..., Any]
 
 # The name of the provider that all times are compared with. Its task has the same name.
 COPY = "copy"
-# Names of sdfastgn's providers begin with this word. All other providers except the copy are competitors,
-# which are also called peers.
+# Names of sdfastgn's providers begin with this word. Other providers (except the copy) are called peers.
 OURS = "sdfastgn"
 # The default suite.
 INFERENCE = "inference"
 
-# The passes that can be timed. "forward in training" is a forward that autograd records. It takes longer if
-# it saves tensors for the backward.
+# The passes that can be timed. "forward in training" is a forward that autograd records.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
 DIFFERENTIATED = (BACKWARD, BOTH)
 
@@ -76,8 +74,7 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
 
-        # Each shape is compiled separately. Without a reset, torch.compile would give up at the tenth shape
-        # and run it eagerly.
+        # Without a reset for each shape, torch.compile would run the tenth shape eagerly.
         torch.compiler.reset()
         # A backward that is timed without its forward gets the same saved tensors in all calls. So it must
         # not overwrite them, as compiled backwards do by default.

@@ -218,8 +218,7 @@ def _add_layer_norm(
     return _layer_norm(total, weight, bias), total
 
 
-# Shapes are (rows, D). ``_ROWS`` goes from few long rows to many short ones. ``_TOKENS`` are the tokens in
-# the UNets of SD1.5 and SDXL.
+# Shapes (rows, D). ``_ROWS``: from few long rows to many short ones. ``_TOKENS``: in UNets of SD1.5 and SDXL.
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
 _TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
 

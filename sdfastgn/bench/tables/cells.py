@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# ``NOTHING`` is the text of a cell without a value. ``LOSS`` follows a time of sdfastgn if a competitor was
-# faster.
+# ``NOTHING``: the text of a cell without a value. ``LOSS``: a mark after a time that a competitor beats.
 NOTHING = "-"
 LOSS = "†"
 

@@ -15,8 +15,7 @@ from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_col
 
 # The rows of one shape and task: provider -> row. The copy is one of the providers.
 Line = dict[str, KernelRow]
-# ``Overs`` is a pair of names of providers, ``Pair`` a pair of ratios. In both, the first is for a hot L2
-# cache and the second for a cold one.
+# ``Overs``: two names of providers. ``Pair``: two ratios. In both, (for a hot L2 cache, for a cold L2 cache).
 Overs = tuple[str | None, str | None]
 Pair = tuple[float | None, float | None]
 

@@ -29,8 +29,7 @@ MODEL_LABELS = {
 }
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 
-# Maximum number of characters of a kernel's name in a table. Names of C++ templates may have a thousand
-# characters; the JSON has the full names.
+# Maximum number of characters of a kernel's name in a table. (Names of C++ templates may have a thousand.)
 _NAME_LENGTH = 110
 _OTHERS_SHOWN = 5
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Maximum number of rows of x for which the kernel is used. With more rows, PyTorch's activation, matrix
-# product and sum are faster.
+# Maximum number of rows of x for which the kernel is used. With more rows, PyTorch's own ops are faster.
 _FEW_ROWS = 16
 # Maximum number of rows of x that a program processes.
 _BLOCK_N = 4

@@ -18,16 +18,13 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Rows of scores and weights start at multiples of this number of elements, so that 16-bit weights can be read
-# with 16-byte loads.
+# Rows of scores and weights start at multiples of this number of elements: 16 bytes of 16-bit weights.
 VECTOR = 8
-# Maximum number of bytes of a chunk's scores. This is enough to keep a GPU busy, and small compared with the
-# memory of a model.
+# Maximum number of bytes of a chunk's scores: enough to keep a GPU busy, and small compared with a model.
 _MAX_SCORE_BYTES = 64 * 2**20
 # Rows and columns of a tile of cuBLAS's matrix products.
 _TILE = 128
-# Minimum number of keys of a part in the second product. With fewer keys, adding up the partial products
-# takes too long.
+# Minimum number of keys of a part. With fewer keys, adding up the partial products takes too long.
 _MIN_KEYS_OF_A_PART = 512
 # Maximum length of a row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384

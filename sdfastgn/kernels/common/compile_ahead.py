@@ -32,8 +32,7 @@ class _Rehearsal:
         if key in self.jobs:
             return
         with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
-            # Reading the entry creates the kernel's cache for the device. It is read in this thread, because
-            # two threads could create two caches.
+            # This creates the kernel's cache for the device here, because two threads could create two.
             launch.kernel.device_caches[self._device.index]
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
@@ -76,8 +75,7 @@ def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
         )
         try:
-            # Reading ``run`` builds the launcher, for which Triton 3.6 runs a C compiler, and loads the
-            # kernel on the device.
+            # Reading ``run`` builds the launcher (by a C compiler) and loads the kernel on the device.
             _ = compiled.run
         except Exception:
             forget(launch.kernel, device)

@@ -68,7 +68,6 @@ def _is_of_compiling(error: Exception) -> bool:
 
     if type(error) is RuntimeError:
         return any(word in str(error) for word in _WORDS)
-    # OSError is raised for files of Triton's cache, SubprocessError if a compiler fails, and ImportError if
-    # the compiled launcher cannot be imported.
+    # Errors of the files of Triton's cache, of a compiler that was run, and of the import of a launcher.
     machine = (OSError, subprocess.SubprocessError, ImportError)
     return isinstance(error, (CompilationError, OutOfResources, PTXASError, *machine))

@@ -19,8 +19,7 @@ except ImportError:  # without Triton every call runs in plain PyTorch
 
 # Triton's (major, minor) version; (0, 0) without Triton.
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
-# True if this version of Triton supports programmatic dependent launch. Triton 3.4 cannot compile
-# ``gdc_wait``.
+# True if this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
 # True: a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call has

@@ -51,8 +51,7 @@ class GradOp(Op):
 
         def fake(call: Any) -> list[Tensor]:
             wanted = tuple(name for name, want in zip(names, self._wanted(call), strict=True) if want)
-            # Only x is copied if it has gaps. A search for gaps in all operands would make torch.compile add
-            # a guard for each check of strides.
+            # Only x is checked for gaps, because torch.compile adds a guard for each check of strides.
             return _in_order(empty(without_gaps(call, x_alone), wanted), names)
 
         @dispatch.retried

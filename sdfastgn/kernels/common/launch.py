@@ -29,8 +29,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 # The launcher's parameters after ``_LAUNCHED``, since Triton 3.7.
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
-# Maximum number of warps of a program. A program has at most 1024 threads. A warp has 32 threads, or 64 on
-# AMD's GPUs.
+# Maximum number of warps of a program, for 1024 threads. A warp has 32 threads, or 64 on AMD's GPUs.
 _MAX_WARPS = 32 if torch.version.hip is None else 16
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
 
-# Maximum number of entries of a cache. Without a limit, the cache of a server that gets new shapes all the
-# time would grow forever.
+# Maximum number of entries of a cache, so that it does not grow forever in a server that gets new shapes.
 _MAX_PLANS = 4096
 # Types of the arguments that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))

@@ -72,8 +72,7 @@ def _has_no_memory(t: Tensor) -> bool:
     return False
 
 
-# Number of active ``TorchDispatchMode``s. The replacement cannot count them. It returns 1, so that callers
-# take a mode as active.
+# Returns the number of active ``TorchDispatchMode``s. The replacement always returns 1: a mode may be active.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 # True inside a ``TorchFunctionMode``.
 in_function_mode: Callable[[], bool] = getattr(
@@ -129,8 +128,7 @@ caches_parametrizations: Callable[[], bool] = (
 
 # ---- the GPU
 
-# Function from the index of a device to the handle of its current stream. A CPU build of PyTorch lacks the
-# private name.
+# Index of a device -> handle of its current stream. A CPU build of PyTorch lacks the private name.
 current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
@@ -202,8 +200,7 @@ def _dense_memory_format(u: Tensor) -> torch.memory_format:
     return last if u.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-# Finds the memory format of a 4-d or 5-d tensor from its strides. The replacement is right only for tensors
-# without gaps.
+# Finds a 4-d or 5-d tensor's memory format from its strides. The replacement needs a tensor without gaps.
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
     getattr(torch, "_prims_common", None), "suggest_memory_format", _dense_memory_format
 )
@@ -213,8 +210,7 @@ suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
 
 _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
-# (backend, operation) of each of PyTorch's switches for the precision of fp32 arithmetic. They allow or
-# forbid TF32, for example.
+# (backend, operation) of each of PyTorch's switches for the precision of fp32 arithmetic, such as TF32.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
 # name -> public replacement of the private function ``torch._C._get_<name>``. If there is no public function,
 # the replacement is ``tuple``, which always returns (): then changes of the switch are not noticed.
@@ -292,8 +288,7 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
         # has already set the more general objects to "none", so it reads and saves "none" here.
         place.fp32_precision = "none"
     try:
-        # cuDNN's ``conv`` and ``rnn`` get the same value: if their values differ, reading
-        # ``_cudnn.allow_tf32`` raises an error.
+        # If the values of ``conv`` and ``rnn`` differ, reading ``_cudnn.allow_tf32`` raises an error.
         _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32" if convolutions else "ieee"
         _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
         yield

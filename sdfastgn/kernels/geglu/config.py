@@ -19,8 +19,7 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power
 _ROWS = 2
 # Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Number of warps for each multiprocessor in a backward with column sums. With more, registers do not suffice
-# to run them all at once.
+# Number of warps for each multiprocessor in a backward with column sums: as many as registers suffice for.
 _WARPS_PER_SM = 16
 # Minimum number of tiles of a group. With fewer, there would be too many partial sums to add up.
 _MIN_TILES = 4
@@ -75,8 +74,7 @@ def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # The width is the largest one that pads rows little: padded rows may be at most an eighth longer than
-    # with the smallest width.
+    # Of the widths with which padded rows are at most an eighth longer than necessary, take the largest.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

@@ -23,8 +23,7 @@ _MAX_WITH_SUMS = 8192
 _MAX_WARPS = 16
 # Maximum number of warps of a program in which each warp has whole rows.
 _NARROW_WARPS = 4
-# Maximum number of elements of each thread if one warp has a whole row. For longer rows, several warps divide
-# a row among them.
+# Maximum number of elements of each thread if one warp has a whole row. Several warps divide longer rows.
 _NARROW_PER_THREAD = 64
 # Number of elements of each thread if several warps divide a row among them.
 _WIDE_PER_THREAD = 16
@@ -37,8 +36,7 @@ _BACKWARD_PER_THREAD = 16
 _BACKWARD_GATHERED = 8
 # Minimum number of bytes of a block, unless the row is shorter. It is the size of a line of memory.
 _LINE_BYTES = 128
-# If there are fewer warps than this for each multiprocessor, several warps divide each row among them, so
-# that more warps keep the GPU busy.
+# If there were fewer warps for each multiprocessor, several warps divide each row, to keep the GPU busy.
 _FEW_WARPS_PER_SM = 4
 # A warp gets several rows at once only if there are still at least this many warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16

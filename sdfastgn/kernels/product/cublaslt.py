@@ -32,8 +32,7 @@ _COMPUTE_FP32 = 68
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 # Values of the first two of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
-# Key of an attribute of a request for algorithms, from cublasLtMatmulPreferenceAttributes_t: the maximum
-# number of bytes of scratch memory.
+# Key of the maximum scratch memory in a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
 _MAX_WORKSPACE = 1
 # Maximum number of bytes of scratch memory of an algorithm. It excludes algorithms that divide the depth into
 # parts and store partial sums, because their partial sums need more.

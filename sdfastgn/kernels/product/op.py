@@ -41,13 +41,11 @@ _ALIGNMENT = 256
 _LAUNCHES = 5
 # Number of rounds. The time of an algorithm is its fastest round.
 _ROUNDS = 3
-# Number of clock cycles (0.2 ms) for which the GPU is kept busy before a round, so that the CPU can queue all
-# launches meanwhile.
+# Number of clock cycles (0.2 ms) for which the GPU is kept busy while the CPU queues the launches of a round.
 _HEAD_START = 400_000
 # Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
-# An algorithm is used only if it takes less than this fraction of PyTorch's time. A smaller gain may be
-# noise.
+# An algorithm must take less than this fraction of PyTorch's time. A smaller gain may be noise.
 _WORTHWHILE = 0.98
 
 

@@ -21,8 +21,7 @@ _PER_WARP = 512
 _WEIGHTS_TILE = 256
 # Minimum number of programs for each multiprocessor. If there are fewer, tiles are made smaller.
 _PROGRAMS_PER_SM = 4
-# Number of bytes of an element -> speed of convolutions on an H200, in multiplications plus additions per
-# second. fp32 runs as TF32.
+# Bytes of an element -> multiplications and additions per second of convolutions on an H200 (fp32 as TF32).
 _FLOPS = {2: 600e12, 4: 300e12}
 # Speed of an H200's memory, in bytes per second.
 _BYTES = 3.5e12
@@ -60,8 +59,7 @@ def weights_config(C_out: int, C_in: int) -> TileConfig:
 
 def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
     """The configuration for a (rows, C) tensor with tiles of about ``tile`` elements."""
-    # If C is large enough, a tile reads whole lines of memory. A line has 128 bytes, or 64 channels of 16
-    # bits.
+    # If C is large enough, a tile reads whole lines of memory: 128 bytes, or 64 channels of 16 bits.
     block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
     block_rows = min(next_power_of_2(rows), tile // block_c)
     programs = ceil_div(rows, block_rows) * ceil_div(C, block_c)

@@ -19,8 +19,7 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
-# cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number: the
-# channels in 16 bytes.
+# cuDNN fuses convolution, bias and ReLU only for multiples of this number of channels, which has 16 bytes.
 _CUDNN_CHANNELS = 8
 
 

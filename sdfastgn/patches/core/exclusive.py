@@ -64,8 +64,7 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
-        # A call of a module inside the call of another module goes on, because the change waits for the end
-        # of the outer call.
+        # A call inside the call of another module goes on, because the change waits for the outer call.
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()

@@ -84,8 +84,7 @@ def is_known(cls: Any, method: str) -> bool:
 # Import name of an upstream package -> its name in messages.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# Function -> its hash. The key is the function and not (class, name), because other code may replace a
-# method.
+# Function -> its hash. The key is not (class, name), because other code may replace a method.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 

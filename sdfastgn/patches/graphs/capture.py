@@ -209,14 +209,12 @@ class CudaBackend:
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()
-        # The allocator refuses a pool after all graphs of the pool were freed. So this list keeps the
-        # existing graphs alive during the capture.
+        # The allocator refuses a pool without graphs, so this list keeps the graphs alive during the capture.
         others = list(self._alive)
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool
-        # The pool cannot use memory that eager calls have left in the allocator's cache. So the cache is
-        # emptied before the capture.
+        # The pool cannot use memory in the allocator's cache, so the cache is emptied before the capture.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):

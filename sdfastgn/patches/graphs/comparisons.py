@@ -173,12 +173,10 @@ class Attributes:
 
     def same(self) -> bool:
         return (
-            # A dict of a user's class may be equal to the recorded dict and yet return other values. So the
-            # classes of dicts are compared too.
+            # Classes of dicts are compared too: equal dicts of different classes may behave differently.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # ``map`` frees each tuple before it makes the next one. A list of two thousand tuples would start
-            # the garbage collector.
+            # A list of all these tuples would start the garbage collector. ``map`` frees each tuple at once.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
 

@@ -48,8 +48,7 @@ _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDic
 
 def all_living() -> list[GraphedForward]:
     """All ``GraphedForward`` objects that exist in the process."""
-    # ``valuerefs`` copies the dict in one step. A loop over the dict itself would fail if another thread
-    # added an entry during the loop.
+    # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
@@ -254,8 +253,7 @@ class GraphedForward(InstanceEntry):
         is_warm = policy.is_warm(key)
         store.make_room()
         try:
-            # ``undrawn`` includes the first replay, because on a GPU the random numbers are drawn by the
-            # replay and not by the capture.
+            # ``undrawn`` includes the first replay: on a GPU the replay draws random numbers.
             with undrawn(call.device, partial(run_on_copies, module, call, backend)):
                 watch_of_now = partial(self._watch_of, module, call.device)
                 graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)

@@ -89,8 +89,7 @@ def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
         if device.type == "cuda":
             backend = backend_of(device)
-            # Synchronizing would break a capture in another thread. A capture holds the lock, so none runs
-            # while this thread has it.
+            # Synchronizing would break a capture in another thread. Captures hold this lock.
             with contextlib.nullcontext() if backend is None else backend.lock:
                 torch.cuda.synchronize(device)
 

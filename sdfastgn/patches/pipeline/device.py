@@ -21,8 +21,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
-# Python modules that define base classes of models. The property ``device`` of these base classes is the
-# device of the first parameter.
+# Python modules with base classes of models whose property ``device`` is the device of the first parameter.
 _FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")
 
 

@@ -44,8 +44,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         return False
     if any(name in vars(processor) for name in _SOURCE.methods):  # replaced by other code
         return False
-    # Without denormalization to [0, 1] a value may be too large for a byte. The CPU and the GPU convert such
-    # values to different bytes.
+    # Values outside of [0, 1] can be too large for a byte, and CPU and GPU convert these differently.
     is_denormalized = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
     return (
         bool(is_denormalized)

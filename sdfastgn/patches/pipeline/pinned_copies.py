@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["WAITED_FOR", "PinnedCopies"]
 
-# Types of device for which the CPU must wait if it reads from the device, or copies to it from pageable
-# memory.
+# Types of device for which the CPU waits when it reads from the device or copies pageable memory to it.
 WAITED_FOR = ("cuda",)
 
 
