@@ -30,13 +30,13 @@ from sdfastgn.bench import timing
 SIZE = 16
 TIMESTEPS = 1000
 LEARNING_RATE = 5e-4
-# Maximum number of steps over which losses are averaged before they are compared ("smoothed losses"). Losses
-# of single steps vary too much.
+# Maximum number of steps over which losses are averaged before they are compared ("smoothed losses").
+# Losses of single steps vary too much.
 LONGEST_WINDOW = 100
 # Maximum relative error of the first step's gradient.
 GRADIENT_BOUND = 1e-3
-# Maximum relative difference between the smoothed losses of the two runs. It is large, because Adam amplifies
-# rounding errors over hundreds of steps.
+# Maximum relative difference between the smoothed losses of the two runs.
+# It is large, because Adam amplifies rounding errors over hundreds of steps.
 CURVE_BOUND = 0.03
 
 

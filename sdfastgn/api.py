@@ -28,8 +28,8 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement. It is added to
-# a warning's ``stacklevel``, so that the warning shows the user's line.
+# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement.
+# It is added to a warning's ``stacklevel``, so that the warning shows the user's line.
 _WITH = 1
 
 

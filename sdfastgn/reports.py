@@ -21,8 +21,8 @@ _SHOWN_PATHS = 3
 # Classes of models that ``optimize`` makes faster only together with CUDA graphs: without graphs, launching
 # their kernels from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# Ends of reasons why a call runs without a graph: it is a first call, or in training, or with a compiler. For
-# these reasons the report does not warn of a UNet without graphs. It warns if there is any other reason.
+# Ends of reasons why a call runs without a graph: it is a first call, or in training, or with a compiler.
+# For these reasons the report does not warn of a UNet without graphs. It warns if there is any other reason.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",

@@ -43,15 +43,15 @@ from sdfastgn.program import OptionError
 LEARNING_RATE = 1e-3
 # Number of steps over which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
 WARM_UP = 100
-# Weight of the KL divergence in the autoencoder's loss, as for Stable Diffusion. The other term of the loss,
-# the mean error of a pixel, has the weight 1.
+# Weight of the KL divergence in the autoencoder's loss, as for Stable Diffusion.
+# The other term of the loss, the mean error of a pixel, has the weight 1.
 KL_WEIGHT = 1e-6
 # Fraction of the training images that the UNet gets with an empty prompt, which guidance uses.
 EMPTY_PROMPTS = 0.1
 # Number of digits that the classifier is tested with and not trained on.
 HELD_OUT = 297
-# IMAGES: number of images that the classifier reads at the end. LEAST_READ: minimum number of these images in
-# which it must read the digit of the prompt.
+# IMAGES: number of images that the classifier reads at the end.
+# LEAST_READ: minimum number of these images in which it must read the digit of the prompt.
 IMAGES, LEAST_READ = 100, 90
 VAE = {
     "block_out_channels": (16, 32, 32, 64),

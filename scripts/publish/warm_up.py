@@ -43,8 +43,8 @@ from sdfastgn.program import counted
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
-# (name of the row, True if the pipeline is optimized), in the order of the runs. All runs use the same Triton
-# cache, which is empty at the start.
+# (name of the row, True if the pipeline is optimized), in the order of the runs.
+# All runs use the same Triton cache, which is empty at the start.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
 
 

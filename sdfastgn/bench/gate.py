@@ -21,12 +21,12 @@ from sdfastgn.bench.workload import BenchConfig
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
 # Maximum relative error for fp32 on a GPU. Convolutions run in TF32 there, which has 10 bits of mantissa.
 TF32_BOUND = 1e-2
-# Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype. These bounds are low
-# because denoising steps with guidance amplify rounding errors.
+# Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype.
+# These bounds are low because denoising steps with guidance amplify rounding errors.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# The gradients of a variant and of stock eager are both compared with fp32 gradients. The error of the
-# variant may be at most this factor times the error of stock eager. The two are not compared with each other,
-# because they differ by as much as the error of stock eager.
+# The gradients of a variant and of stock eager are both compared with fp32 gradients.
+# The error of the variant may be at most this factor times the error of stock eager.
+# The two are not compared with each other, because they differ by as much as the error of stock eager.
 GRADIENT_FACTOR = 1.05
 
 

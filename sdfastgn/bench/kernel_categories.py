@@ -39,9 +39,9 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
-# The name of an Inductor kernel lists the operators that the kernel fuses. Only kernels from a template
-# ("tem") compute a convolution or a matrix product. Any other kernel whose name contains "convolution" only
-# adds the bias of a convolution.
+# The name of an Inductor kernel lists the operators that the kernel fuses.
+# Only kernels from a template ("tem") compute a convolution or a matrix product.
+# Any other kernel whose name contains "convolution" only adds the bias of a convolution.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),

@@ -22,8 +22,8 @@ from sdfastgn.kernels.common.private import tf32
 
 T = TypeVar("T")
 
-# Number of bytes that a cold measurement reads and writes before it uses an input again. This is several
-# times the L2 cache of an H200, which has 60 MB.
+# Number of bytes that a cold measurement reads and writes before it uses an input again.
+# This is several times the L2 cache of an H200, which has 60 MB.
 COLD_BYTES = 256 * 2**20
 # Maximum number of input sets in a cold measurement. Small inputs would need thousands of sets.
 MAX_COLD_SETS = 512

@@ -249,8 +249,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # ``output`` keeps the autograd graph alive. If the graph were freed, a new tensor could get the
-        # address of a tensor that was counted before.
+        # ``output`` keeps the autograd graph alive.
+        # If the graph were freed, a new tensor could get the address of a tensor that was counted before.
         output = forward()
     del output
     return sum(found.values())

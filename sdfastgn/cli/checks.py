@@ -13,8 +13,8 @@ from pathlib import Path
 
 from sdfastgn.program import OptionError
 
-# Matches a whole number of at most 18 digits. No size in PyTorch has more digits. The limit is needed because
-# Python refuses to read numbers of thousands of digits.
+# Matches a whole number of at most 18 digits. No size in PyTorch has more digits.
+# The limit is needed because Python refuses to read numbers of thousands of digits.
 DIGITS = r"\d{1,18}"
 _NUMBER = re.compile(rf"-?{DIGITS}")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")

@@ -23,8 +23,8 @@ from sdfastgn.models.pipelines import load_pipeline
 
 PICTURE = "demo.png"
 STEPS = digits_pipeline.STEPS
-# Inks of the demo's images; each is used for two digits. "orange" is left out, because the pipeline was
-# trained with the article "a" before it, which is bad English.
+# Inks of the demo's images; each is used for two digits.
+# "orange" is left out, because the pipeline was trained with the article "a" before it, which is bad English.
 INK_WORDS = tuple(ink for ink in INKS if ink != "orange")
 DIGITS = tuple(range(len(NUMERALS)))
 # Minimum PSNR in dB of the optimized images against stock's images. Both are drawn in fp32. On a CPU they
@@ -62,8 +62,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     console.print("\n4. sdfastgn.restore(pipe), and the results beside each other:\n")
 
     agrees = psnr(optimized, stock) >= LEAST_PSNR[device]
-    # On a CPU the optimized pipeline runs stock's code too. So equal images would not prove that the pipeline
-    # was restored, and the report is checked as well.
+    # On a CPU the optimized pipeline runs stock's code too.
+    # So equal images would not prove that the pipeline was restored, and the report is checked as well.
     same = bool(np.array_equal(restored, stock)) and not sdfastgn.report(pipe).fused
     body = [["stock", f"{stock_seconds:.2f}", _read(stock)]]
     for name, images, seconds, verdict in (

@@ -37,8 +37,8 @@ class Settings:
         return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
 
 
-# Type of a field in ``Settings`` -> allowed classes of its value in JSON. Subclasses are not allowed: bool is
-# a subclass of int, but True is not a number of steps.
+# Type of a field in ``Settings`` -> allowed classes of its value in JSON.
+# Subclasses are not allowed: bool is a subclass of int, but True is not a number of steps.
 _KINDS = {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (int, float)}
 
 

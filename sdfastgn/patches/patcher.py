@@ -36,11 +36,11 @@ __all__ = [
     "undo",
 ]
 
-# Module that ``put_back`` has restored -> the reason. The reason is not kept in the module's ``__dict__``,
-# because sdfastgn leaves nothing in a stock module.
+# Module that ``put_back`` has restored -> the reason.
+# The reason is not kept in the module's ``__dict__``, because sdfastgn leaves nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# Part of a pipeline that ``apply`` changed -> (its path, the pipeline). If the pipeline has replaced the part
-# since then, the old part is found here and can still be restored.
+# Part of a pipeline that ``apply`` changed -> (its path, the pipeline).
+# If the pipeline has replaced the part since then, the old part is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 

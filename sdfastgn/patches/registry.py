@@ -45,8 +45,8 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the ImportError. Their
-# fusions are left out. The installed diffusers lacks a class that they replace, or has moved it.
+# Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the ImportError.
+# Their fusions are left out. The installed diffusers lacks a class that they replace, or has moved it.
 MISSING: dict[str, str] = {}
 
 

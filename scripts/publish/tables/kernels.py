@@ -40,8 +40,8 @@ from sdfastgn.bench.tables.kernels import (
 # Kind of the separate results of the suite ``inference`` with peers that must be built by hand.
 PEERS = "kernel_peers"
 
-# Shapes in the table of CPU times. They are small, so that the CPU never waits for the GPU. For some of them
-# GroupNorm takes one launch, for others three.
+# Shapes in the table of CPU times. They are small, so that the CPU never waits for the GPU.
+# For some of them GroupNorm takes one launch, for others three.
 _HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
 
 

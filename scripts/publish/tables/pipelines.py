@@ -88,8 +88,8 @@ def _rate(row: dict[str, Any], stock: dict[str, Any] | None, name: str) -> str:
 def _after_ejection(row: dict[str, Any]) -> str:
     if "exact_after_ejection" not in row:
         return NOTHING
-    # After ComfyUI has ejected (removed) sdfastgn, the outputs should be stock's again. If two runs of stock
-    # differ from each other, a difference here is no error.
+    # After ComfyUI has ejected (removed) sdfastgn, the outputs should be stock's again.
+    # If two runs of stock differ from each other, a difference here is no error.
     wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
     told = any(row["stock_repeats_itself"][part] for part in wrong)
     return "**no**" if told else "stock's own differ" if wrong else "yes"

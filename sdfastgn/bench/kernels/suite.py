@@ -76,8 +76,8 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
 
         # Without a reset for each shape, torch.compile would run the tenth shape eagerly.
         torch.compiler.reset()
-        # A backward that is timed without its forward gets the same saved tensors in all calls. So it must
-        # not overwrite them, as compiled backwards do by default.
+        # A backward that is timed without its forward gets the same saved tensors in all calls.
+        # So it must not overwrite them, as compiled backwards do by default.
         return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
 
     return Provider(name, build, compile_reason, channels_last, by_default=False)

@@ -44,8 +44,8 @@ _MAX_FLASH_CHANNELS = 256
 # PyTorch's attention, because each chunk takes four launches.
 _MIN_TOKENS = 1024
 
-# A chunk (b0, b1, r0, r1) has the queries r0 to r1 - 1 of the heads b0 to b1 - 1. The heads of all samples
-# are numbered consecutively.
+# A chunk (b0, b1, r0, r1) has the queries r0 to r1 - 1 of the heads b0 to b1 - 1.
+# The heads of all samples are numbered consecutively.
 Chunk = tuple[int, int, int, int]
 
 

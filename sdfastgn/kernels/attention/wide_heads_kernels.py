@@ -52,8 +52,8 @@ def _read_scores(scores, c, keys, pitch):
 @triton.jit
 def _write_weights(weights, scores, top, scale, c, pitch):
     """Stores exp2((scores - top) * scale) in the dtype of ``weights``. Returns the rounded values in fp32."""
-    # The difference is computed before the multiplication. So it is exact for scores close to the largest
-    # one, which have the largest weights.
+    # The difference is computed before the multiplication.
+    # So it is exact for scores close to the largest one, which have the largest weights.
     rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
     tl.store(weights + c, rounded, mask=c < pitch)
     return rounded.to(tl.float32)

@@ -10,13 +10,13 @@ from dataclasses import replace
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forward_config
 
-# Maximum number of elements of each thread if a warp has several rows at once. LayerNorm's maximum is twice
-# as large, because it has no activation, which takes registers.
+# Maximum number of elements of each thread if a warp has several rows at once.
+# LayerNorm's maximum is twice as large, because it has no activation, which takes registers.
 _GATHERED_PER_THREAD = 16
 # Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Maximum number of channels, padded to a power of 2, that a program of the backward keeps in registers. It is
-# smaller than in the forward, because the backward also keeps sums over rows in registers.
+# Maximum number of channels, padded to a power of 2, that a program of the backward keeps in registers.
+# It is smaller than in the forward, because the backward also keeps sums over rows in registers.
 _MAX_WITH_SUMS = 8192
 
 

@@ -61,8 +61,8 @@ def _channel_norm_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    # ``own`` has the shape of the tile, so that each thread loads the parameters of its own elements. If
-    # parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
+    # ``own`` has the shape of the tile, so that each thread loads the parameters of its own elements.
+    # If parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
     own = c + r * 0
     weight = per_channel(weight_ptr, own, in_row, 1.0)
     bias = per_channel(bias_ptr, own, in_row, 0.0)

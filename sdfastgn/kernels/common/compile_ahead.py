@@ -13,8 +13,8 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-# Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory. With more
-# threads, most of them would wait for Python's global lock.
+# Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory.
+# With more threads, most of them would wait for Python's global lock.
 _MAX_THREADS = 16
 
 

@@ -47,9 +47,9 @@ Gradients = dict[str, Tensor | None]
 
 # --- annotations ------------------------------------------------------------------------------------
 
-# Values for ``Operand(whole=...)``. Each function stands for a memory layout that kernels can read. It
-# returns the tensor itself if the tensor has this layout, else a copy with this layout. ``call`` is the op's
-# call, with all its arguments.
+# Values for ``Operand(whole=...)``. Each function stands for a memory layout that kernels can read.
+# It returns the tensor itself if the tensor has this layout, else a copy with this layout.
+# ``call`` is the op's call, with all its arguments.
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:

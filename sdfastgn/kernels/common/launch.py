@@ -74,8 +74,8 @@ class Launch:
         self.constants = {name: arguments[name] for name in constants}
         self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*self.numbers, *self.constants.values())
-        # (launcher of the compiled kernel, the launcher's first arguments); None before the first call. Both
-        # are in one tuple, so that another thread never sees a launcher without its arguments.
+        # (launcher of the compiled kernel, the launcher's first arguments); None before the first call.
+        # Both are in one tuple, so that another thread never sees a launcher without its arguments.
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
     def __call__(self, stream: int, *tensors: Tensor | None) -> None:

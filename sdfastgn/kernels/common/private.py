@@ -159,9 +159,9 @@ _UNSHARED = 2
 
 _use_count: Callable[[Any], int] | None = getattr(_C, "_storage_Use_Count", None)
 _new_with_weak_ptr: Callable[[int], Any] | None = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
-# ``is_expired(expiring(reference))`` is True once the memory that a StorageWeakRef refers to is freed. There
-# are two functions, so that the one that is called often, ``is_expired``, is fast. ``expiring`` is called
-# once for each reference.
+# ``is_expired(expiring(reference))`` is True once the memory that a StorageWeakRef refers to is freed.
+# There are two functions, so that the one that is called often, ``is_expired``, is fast.
+# ``expiring`` is called once for each reference.
 is_expired: Callable[[Any], bool]
 expiring: Callable[[StorageWeakRef], Any]
 if hasattr(torch.UntypedStorage, "_expired"):
@@ -284,8 +284,8 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
     before = []
     for place in places:
         before.append(place.fp32_precision)
-        # If the value of an object is "none", reading it returns the value of a more general object. The loop
-        # has already set the more general objects to "none", so it reads and saves "none" here.
+        # If the value of an object is "none", reading it returns the value of a more general object.
+        # The loop has already set the more general objects to "none", so it reads and saves "none" here.
         place.fp32_precision = "none"
     try:
         # If the values of ``conv`` and ``rnn`` differ, reading ``_cudnn.allow_tf32`` raises an error.

@@ -64,8 +64,8 @@ class LayerNormGradPlan:
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
             self._plan_chunks(config, D, x_stride, (count, group_rows), uses, vector, pdl)
-        # A plane has the partial sums of one gradient. There are planes for the gradients in ``sums``, from
-        # the first one to the last one that is wanted.
+        # A plane has the partial sums of one gradient.
+        # There are planes for the gradients in ``sums``, from the first one to the last one that is wanted.
         self.partials = count * D * max((place for place, dtype in enumerate(sums, 1) if dtype), default=0)
         block_p, block_d = column_sum_block(count, D)
         self.columns = Launch(
@@ -88,8 +88,8 @@ class LayerNormGradPlan:
         ``groups``: (number of groups of rows, number of rows of a group). ``uses``: constants of the kernels.
         """
         count, group_rows = groups
-        # Kernels multiply these numbers by VECTOR. So the compiler knows that D and the stride of x are
-        # multiples of VECTOR.
+        # Kernels multiply these numbers by VECTOR.
+        # So the compiler knows that D and the stride of x are multiples of VECTOR.
         parts = {"d_parts": D // vector, "x_parts": x_stride // vector}
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunks = config.chunks

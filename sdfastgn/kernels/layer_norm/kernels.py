@@ -219,12 +219,12 @@ def _chunk_kernel(
     total_row = row * d_parts * VECTOR + start
     i = tl.arange(0, BLOCK)
     if PDL:
-        # The wait comes before the launch of the next kernels. So these start only when x is complete, and
-        # may read x before their own wait.
+        # The wait comes before the launch of the next kernels.
+        # So these start only when x is complete, and may read x before their own wait.
         gdc_wait()
         gdc_launch_dependents()
-    # ``first`` is the first element of the row, or of the chunk if ``EXACT``. It is subtracted from all
-    # values before they are summed.
+    # ``first`` is the first element of the row, or of the chunk if ``EXACT``.
+    # It is subtracted from all values before they are summed.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, x_row - to_pivot, residual_row - to_pivot, start - to_pivot,
@@ -306,8 +306,8 @@ def _normalise_kernel(
     stored. ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is
     read before ``gdc_wait``. This is possible because ``_chunk_kernel`` has already waited for x.
     """
-    # Programs with neighboring numbers have the same columns of different rows. They run at the same time, so
-    # weight and bias are read from memory once.
+    # Programs with neighboring numbers have the same columns of different rows.
+    # They run at the same time, so weight and bias are read from memory once.
     row = (tl.program_id(0) % rows).to(tl.int64)
     c = (tl.program_id(0) // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     D = d_parts.to(tl.int64) * VECTOR

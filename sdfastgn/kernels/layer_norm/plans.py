@@ -69,8 +69,8 @@ class LayerNormPlan:
         is_complete, exact = call.residual is None, result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
-        # Kernels multiply these numbers by VECTOR. So the compiler knows that D and the strides are multiples
-        # of VECTOR.
+        # Kernels multiply these numbers by VECTOR.
+        # So the compiler knows that D and the strides are multiples of VECTOR.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunk = Launch(

@@ -16,8 +16,8 @@ _TILE_MAX = 2048
 _TILE_MIN = 512
 # Number of elements of a tile for each warp. In fp16 these are two 16-byte loads of each lane.
 _PER_WARP = 512
-# Number of elements of a tile of weights: one 16-byte load of each lane of one warp, in fp16. Tiles are
-# small, because a program has nine tiles to read and sixteen tiles to write.
+# Number of elements of a tile of weights: one 16-byte load of each lane of one warp, in fp16.
+# Tiles are small, because a program has nine tiles to read and sixteen tiles to write.
 _WEIGHTS_TILE = 256
 # Minimum number of programs for each multiprocessor. If there are fewer, tiles are made smaller.
 _PROGRAMS_PER_SM = 4

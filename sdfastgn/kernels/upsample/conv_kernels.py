@@ -213,8 +213,8 @@ def _interleave_statistics_kernel(
             s1 += tl.sum(d, STEP_AXIS, keep_dims=True)
             s2 += tl.sum(d * d, STEP_AXIS, keep_dims=True)
     m2 = tl.sum(s2, LANE_AXIS, keep_dims=True)
-    # Up to here ``mean`` is the rounded mean of the chunk's first tile. ``s1`` is the sum of the deviations
-    # from it in the whole chunk, and gives the mean of the chunk.
+    # Up to here ``mean`` is the rounded mean of the chunk's first tile.
+    # ``s1`` is the sum of the deviations from it in the whole chunk, and gives the mean of the chunk.
     total = tl.maximum(count, 1).to(tl.float32)
     delta = tl.sum(s1, LANE_AXIS, keep_dims=True) / total
     out = statistics_ptr + (n * chunks + chunk) * C + c

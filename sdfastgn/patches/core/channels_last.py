@@ -43,8 +43,8 @@ __all__ = [
     "unconverted_weights",
 ]
 
-# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight. Deep
-# copies and pickles of the convolution have this entry too.
+# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight.
+# Deep copies and pickles of the convolution have this entry too.
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
@@ -53,8 +53,8 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv3d: torch.channels_last_3d,
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
-# Ends of the paths of a model's first convolutions (_ENTRIES) and last convolutions (_EXITS). An
-# autoencoder's ``quant_conv`` is in both lists: pipelines call it separately, after the encoder.
+# Ends of the paths of a model's first convolutions (_ENTRIES) and last convolutions (_EXITS).
+# An autoencoder's ``quant_conv`` is in both lists: pipelines call it separately, after the encoder.
 # ".input_blocks.0.0" and ".out.2" are names in ComfyUI, all others are names in diffusers.
 _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
@@ -114,8 +114,8 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in root.named_modules() if module not in left)
 
 
-# id -> ``_Apply``, for every ``_Apply`` that is alive. ``_lay_out_as_stock`` searches their roots for the
-# model that contains a convolution.
+# id -> ``_Apply``, for every ``_Apply`` that is alive.
+# ``_lay_out_as_stock`` searches their roots for the model that contains a convolution.
 _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 

@@ -28,8 +28,8 @@ def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
 
 
 def _is_in_any(weights: set[int]) -> bool:
-    # A model has no reference to its wrapper, so all objects of the process are searched. ``isinstance``
-    # would run code of proxy objects, so ``issubclass`` is used.
+    # A model has no reference to its wrapper, so all objects of the process are searched.
+    # ``isinstance`` would run code of proxy objects, so ``issubclass`` is used.
     kind = nn.parallel.DistributedDataParallel
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), kind)]
     return any(id(p) in weights for wrapper in wrappers for p in wrapper.parameters())

@@ -31,13 +31,13 @@ __all__ = ["one_at_a_time", "undisturbed"]
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.
 _LOOK_EVERY = 0.002
-# The key of a gate in its module's ``__dict__``. ``nn.Module.__call__`` calls the method of this name, and
-# finds the gate before the class's method. A hook cannot be the gate: fused code would take it for a hook of
-# the user, and run the module as in stock.
+# The key of a gate in its module's ``__dict__``.
+# ``nn.Module.__call__`` calls the method of this name, and finds the gate before the class's method.
+# A hook cannot be the gate: fused code would take it for a hook of the user, and run the module as in stock.
 _GATE = "_call_impl"
-# The code object of ``nn.Module.__call__``. Only frames with this code have their locals read. A second read
-# of a frame's locals frees the values that the first read returned. Were one of them a tensor, freeing it
-# could let other threads run on in the middle of the search.
+# The code object of ``nn.Module.__call__``. Only frames with this code have their locals read.
+# A second read of a frame's locals frees the values that the first read returned.
+# Were one of them a tensor, freeing it could let other threads run on in the middle of the search.
 _CALL = nn.Module.__call__.__code__
 
 one_at_a_time = threading.RLock()  # held during a change of any model

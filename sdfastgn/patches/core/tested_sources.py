@@ -167,8 +167,8 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # ``__globals__`` gives the name of the module in which ``link`` was defined. ``__module__`` may give
-    # another one: functools.wraps copies it from the wrapped function to the wrapper.
+    # ``__globals__`` gives the name of the module in which ``link`` was defined.
+    # ``__module__`` may give another one: functools.wraps copies it from the wrapped function to the wrapper.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 

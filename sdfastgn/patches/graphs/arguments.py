@@ -32,8 +32,8 @@ _CONTAINERS = (list, tuple, dict)
 
 _INITIAL_ORDER = tuple(sdp_priority_order())
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# The orders of attention backends that PyTorch may have before a user changes the order. On some GPUs PyTorch
-# moves cuDNN to the front at the first call of attention.
+# The orders of attention backends that PyTorch may have before a user changes the order.
+# On some GPUs PyTorch moves cuDNN to the front at the first call of attention.
 _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
 
 

@@ -83,8 +83,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container between the two lines above. Then ``difference`` does
-        # not know the container of each item.
+        # False if another thread changed a container between the two lines above.
+        # Then ``difference`` does not know the container of each item.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -151,8 +151,8 @@ class Attributes:
         self._places: list[Place] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
-        # ``_holders``: the ``__dict__`` of each module that has dicts as attributes. ``_dict_getters``: for
-        # each holder, a function that returns these attributes.
+        # ``_holders``: the ``__dict__`` of each module that has dicts as attributes.
+        # ``_dict_getters``: for each holder, a function that returns these attributes.
         self._holders: list[dict[str, Any]] = []
         self._dict_getters: list[Callable[[Any], Any]] = []
 

@@ -163,8 +163,8 @@ class GraphedForward(InstanceEntry):
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
-            # A call that succeeds in the stock model must not fail because graphs take memory. So graphs are
-            # dropped, and if there were any, the call is repeated below.
+            # A call that succeeds in the stock model must not fail because graphs take memory.
+            # So graphs are dropped, and if there were any, the call is repeated below.
             if not _give_memory_back():
                 raise
         refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
