@@ -61,12 +61,25 @@ def import_comfyui(
         import comfy.options
 
         comfy.options.enable_args_parsing()
+        if has_dynamic_vram(Path(folder)):
+            _load_aimdo()
         with stand_ins():
             for name in modules:
                 importlib.import_module(name)
     finally:
         sys.argv = before
     return str(importlib.import_module("comfyui_version").__version__)
+
+
+def _load_aimdo() -> None:
+    """Load the library of comfy-aimdo if ComfyUI's arguments want DynamicVRAM.
+
+    Its modules, which ComfyUI's modules import, look for the library when they are imported.
+    """
+    from comfy.cli_args import enables_dynamic_vram
+
+    if enables_dynamic_vram():
+        importlib.import_module("comfy_aimdo.control").init(nvml_pressure=True)
 
 
 def release_of(folder: Path) -> str:
@@ -94,7 +107,7 @@ def start_dynamic_vram() -> bool:
     modules: list[Any] = [importlib.import_module(name) for name in names]
     memory, management, patcher, control = modules
     devices = [device.index for device in management.get_all_torch_devices()]
-    if not (control.init(nvml_pressure=True) and control.init_devices(devices)):
+    if not control.init_devices(devices):
         return False
     patcher.CoreModelPatcher = patcher.ModelPatcherDynamic
     memory.aimdo_enabled = True

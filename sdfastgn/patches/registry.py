@@ -25,9 +25,11 @@ _FUSIONS = (
 _ASKED = (("fusions.sequential", "FOLD_BATCH_NORM"),)
 _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
-    ("fusions.temporal_resnet_block", "FUSION"),
+    ("fusions.temporal_resnet_block", "FUSION", "SPATIO_TEMPORAL"),
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),
+    ("fusions.temporal_transformer", "FUSION", "MOTION"),
+    ("fusions.spatio_temporal_transformer", "FUSION"),
     ("fusions.attention", "FUSION"),
     ("fusions.up_block", "FUSION", "CROSS_ATTENTION"),
     ("fusions.upsample_2d", "FUSION"),

@@ -43,7 +43,7 @@ STREAMING = {
 NARROW = ("x8x8", "x30x2x17x19")
 # What one kernel does beside its plain use.
 USES = {
-    *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "add alone", "cat alone")),
+    *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "blend", "add alone", "cat alone")),
     *(f"{name}[add]" for name in ("_rows_kernel", "_chunk_kernel")),
 }
 
@@ -59,7 +59,9 @@ def kernels(generation):
         and any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
     }
     is_amd = generation.startswith("gfx")
-    few_keys = {"_short_attention_kernel"} if is_amd or generation == "sm_75" else set()
+    few_keys = (
+        {"_short_attention_kernel", "_frames_attention_kernel"} if is_amd or generation == "sm_75" else set()
+    )
     wide_heads = {"_softmax_kernel", "_divide_kernel"} if is_amd else set()
     return found - few_keys - wide_heads
 

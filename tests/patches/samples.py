@@ -14,9 +14,14 @@ from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyua
 from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
-from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
+from diffusers.models.resnet import ResnetBlock2D, SpatioTemporalResBlock, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.transformers.transformer_temporal import (
+    TransformerSpatioTemporalModel,
+    TransformerTemporalModel,
+)
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
+from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
@@ -143,6 +148,23 @@ def video(*shape, seed=0):
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
+# Two videos of three frames: which of the frames are images of their own.
+_FRAMES = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+def _spatio_temporal(**options):
+    return TransformerSpatioTemporalModel(2, 16, in_channels=32, cross_attention_dim=12, **options)
+
+
+def _over_frames(cls, **options):
+    return cls(2, 10, in_channels=20, norm_num_groups=5, **options)
+
+
+def _on_frames(module):
+    found = module(image(6, 20, 3, 2), num_frames=3)
+    return getattr(found, "sample", found)
+
+
 def in_chunks(module, x, *sizes):
     """The result of a causal module for the frames of x in chunks of these sizes."""
     cache = [None] * 32
@@ -251,6 +273,41 @@ SAMPLES = [
         "temporal_resnet_block",
         lambda: TemporalResnetBlock(32, 64, temb_channels=16),
         lambda m: m(image(2, 32, 12, 5).reshape(2, 32, 3, 4, 5), image(2, 3, 16, 1)[..., 0]),
+    ),
+    (
+        "spatio_temporal_res_block",
+        lambda: SpatioTemporalResBlock(32, 64, temb_channels=16),
+        lambda m: m(image(6, 32, 3, 2), image(6, 16, 1, 1, seed=1)[:, :, 0, 0], _FRAMES),
+    ),
+    (
+        "spatio_temporal_res_block-of-a-vae",
+        lambda: SpatioTemporalResBlock(
+            32, None, None, merge_strategy="learned", switch_spatial_to_temporal_mix=True
+        ),
+        lambda m: m(image(6, 32, 3, 2), image_only_indicator=_FRAMES),
+    ),
+    (
+        "transformer_spatio_temporal",
+        _spatio_temporal,
+        lambda m: m(image(6, 32, 3, 2), image(6, 1, 12, 1, seed=1)[..., 0], _FRAMES).sample,
+    ),
+    (
+        "transformer_spatio_temporal-with-text",
+        lambda: _spatio_temporal(num_layers=2),
+        lambda m: m(image(6, 32, 3, 2), image(6, 5, 12, 1, seed=1)[..., 0], _FRAMES, False)[0],
+    ),
+    ("transformer_temporal", lambda: _over_frames(TransformerTemporalModel), _on_frames),
+    (
+        "transformer_temporal-self-only",
+        lambda: _over_frames(TransformerTemporalModel, double_self_attention=False, num_layers=2),
+        _on_frames,
+    ),
+    (
+        "motion_module",
+        lambda: _over_frames(
+            AnimateDiffTransformer3D, positional_embeddings="sinusoidal", num_positional_embeddings=4
+        ),
+        _on_frames,
     ),
     (
         "transformer_2d-linear",
@@ -380,6 +437,11 @@ SAMPLES = [
         "transformer_block-double-self",
         lambda: _block(double_self_attention=True),
         lambda m: m(tokens(2, 7, 20)),
+    ),
+    (
+        "transformer_block-one-token",
+        _block,
+        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 1, 12)),
     ),
     ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),

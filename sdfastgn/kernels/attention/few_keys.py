@@ -100,11 +100,11 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[3] % _VECTOR == 0
         and q.numel() > 0
         and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
-        and (not q.is_cuda or _runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
+        and (not q.is_cuda or runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
     )
 
 
-def _runs_on(capability: tuple[int, int], D: int) -> bool:
+def runs_on(capability: tuple[int, int], D: int) -> bool:
     """True if the kernel for ``D`` channels does not spill registers on a GPU of this compute capability.
 
     Matrix products of Hopper and of Blackwell's server GPUs read operands from shared memory. On other GPUs

@@ -18,6 +18,7 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
 - ``x``, ``residual``: (rows, D), fp16, bf16 or fp32, with contiguous rows and a fixed stride between them;
 - ``y``: (rows, D), contiguous, the dtype of x or fp32;
 - ``weight``, ``bias``, ``add_bias``, ``total_bias``: (D,);
+- ``added``, ``position``: (groups, D), only in ``_rows_kernel`` (``layer_norm/grouped.py``);
 - ``total``: (rows, D), contiguous, in the dtype of x. ``_rows_kernel`` stores the sum plus total_bias in it,
   ``_chunk_kernel`` the sum;
 - ``kept``: (rows, D), contiguous, in the dtype of x. It is the sum plus total_bias;
@@ -100,8 +101,8 @@ def row_mean(first, centre):
 
 
 @triton.jit
-def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
-    """Loads x, or x + residual + add_bias if there is a residual, in fp32.
+def _read(x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_at, residual_at, added_at, c, mask):
+    """Loads x, or x + residual + add_bias if there is a residual, plus ``added`` if it is given, in fp32.
 
     Returns the value twice: rounded to the dtype of x, and not rounded.
     """
@@ -113,6 +114,9 @@ def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
             # ``tl.load`` of Triton 3.4 broadcasts only the mask, not the pointers.
             columns, mask = tl.broadcast(add_bias_ptr + c, mask)
             total += tl.load(columns, mask=mask, other=0.0).to(tl.float32)
+    if added_ptr is not None:
+        total += tl.load(added_ptr + added_at, mask=mask, other=0.0).to(tl.float32)
+    if (residual_ptr is not None) or (added_ptr is not None):
         x = total.to(x.dtype)
     return x.to(tl.float32), total
 
@@ -132,16 +136,19 @@ def _affine(weight_ptr, bias_ptr, c, in_row):
     return scale, offset
 
 
-@triton.jit(do_not_specialize=["rows", "eps"])
+@triton.jit(do_not_specialize=["rows", "period", "groups", "eps"])
 def _rows_kernel(
-    x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr,
-    rstd_ptr,
-    rows, eps,
+    x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr, position_ptr,
+    total_ptr, y_ptr, centre_ptr, rstd_ptr,
+    rows, period, groups, eps,
     D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, PDL: tl.constexpr,
     ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes y. A program normalizes a tile of whole rows.
+
+    Numbers:
+        period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
 
     Constants:
         X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
@@ -158,11 +165,18 @@ def _rows_kernel(
     mask = is_row & in_row
     x_row = first * X_STRIDE + r * X_STRIDE
     residual_row = first * RESIDUAL_STRIDE + r * RESIDUAL_STRIDE
+    group_row = r * 0
+    if (added_ptr is not None) or (position_ptr is not None):
+        group_row = (first.to(tl.int32) + r) // period % groups * D
     if PDL:
         gdc_wait()
-    x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
+    x, kept = _read(
+        x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row + c, residual_row + c, group_row + c, c, mask
+    )
     # ``pivot`` is the row's first element.
-    pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
+    pivot, _ = _read(
+        x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row, residual_row, group_row, r * 0, is_row
+    )
     # If a thread has elements of only one row (``ONE_ROW``), it loads weight and bias for just these
     # elements: the offsets ``c + r * 0`` have the shape of the tile. If weight and bias were loaded once for
     # each column and broadcast, the tile would go through shared memory.
@@ -185,6 +199,8 @@ def _rows_kernel(
     d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
     rstd = inverse_deviation(row_sum(d * d, WIDE) / D, eps)
     y = d * rstd * scale + offset
+    if position_ptr is not None:
+        y += tl.load(position_ptr + (group_row + c), mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
     if centre_ptr is not None:
         tl.store(
@@ -227,8 +243,8 @@ def _chunk_kernel(
     # It is subtracted from all values before they are summed.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
-        x_ptr, residual_ptr, add_bias_ptr, x_row - to_pivot, residual_row - to_pivot, start - to_pivot,
-        row >= 0,
+        x_ptr, residual_ptr, add_bias_ptr, None, x_row - to_pivot, residual_row - to_pivot, None,
+        start - to_pivot, row >= 0,
     )  # fmt: skip
     pivot = 0.0
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -236,7 +252,9 @@ def _chunk_kernel(
     for at in range(0, count, BLOCK):
         mask = at + i < count
         c = start + at + i
-        x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + at + i, residual_row + at + i, c, mask)
+        x, kept = _read(
+            x_ptr, residual_ptr, add_bias_ptr, None, x_row + at + i, residual_row + at + i, None, c, mask
+        )
         if total_ptr is not None:
             tl.store(total_ptr + total_row + at + i, x.to(total_ptr.dtype.element_ty), mask=mask)
         if total_bias_ptr is not None:

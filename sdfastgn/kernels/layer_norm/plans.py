@@ -49,7 +49,8 @@ class LayerNormPlan:
             return
         self.rows = Launch(
             kernels._rows_kernel, config.programs, config.num_warps, pdl=pdl,
-            rows=self.row_count, eps=call.eps, D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
+            rows=self.row_count, period=1, groups=1, eps=call.eps,
+            D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
             ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
         )  # fmt: skip
 
@@ -115,8 +116,8 @@ class LayerNormPlan:
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
-            added = (call.residual, call.add_bias, call.total_bias)
-            self.rows(stream, call.x, *added, call.weight, call.bias, total, y, centre, rstd)
+            summed = (call.x, call.residual, call.add_bias, None, call.total_bias)
+            self.rows(stream, *summed, call.weight, call.bias, None, total, y, centre, rstd)
         return y if total is None else (y, total)
 
     def _launch_chunks(

@@ -1,8 +1,9 @@
 """Calls of convolutions without separate passes over the result for bias, residual and ReLU.
 
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
-and applies ReLU before it writes the result (``conv_relu``). Both need a plain ``nn.Conv2d``, and a call on a
-GPU without gradients. Every other convolution, such as a LoRA layer or one with hooks, is called as in stock.
+and applies ReLU before it writes the result (``conv_relu``). Both need a plain ``nn.Conv2d`` or ``nn.Conv3d``,
+and a call on a GPU without gradients. Every other convolution, such as a LoRA layer or one with hooks, is
+called as in stock.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _CUDNN_CHANNELS = 8
 
 
 def is_plain_conv(conv: nn.Module) -> bool:
-    """True if a call of ``conv`` runs PyTorch's 2-D convolution and nothing else.
+    """True if a call of ``conv`` runs PyTorch's 2-D or 3-D convolution and nothing else.
 
     ``_conv_forward`` is checked too, because code for seamless tiling replaces it in the instance.
     """
-    return type(conv) is nn.Conv2d and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
+    return type(conv) in (nn.Conv2d, nn.Conv3d) and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
 
 
 def bias_can_move(conv: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from sdfastgn.kernels.common.layout import is_channels_last, is_dense
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 
-__all__ = ["add", "add_bias", "cat", "emits", "store_statistics", "take_statistics"]
+__all__ = ["add", "add_bias", "as_video", "blend", "cat", "emits", "store_statistics", "take_statistics"]
 
 
 class _Key(weakref.ref[Tensor]):
@@ -115,8 +115,50 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
     return total if divisor == 1 else total / divisor
 
 
+def blend(
+    x: Tensor, residual: Tensor, bias: Tensor | None, factors: Tensor, *, is_normalized: bool = True
+) -> Tensor:
+    """factors[0] * residual + factors[1] * (x + bias), with factors of each sample.
+
+    On a GPU, without gradients, one kernel computes it, and also its statistics if ``emits`` is True.
+
+    Args:
+        x, residual: (N, C, *spatial).
+        bias: (C,), the bias of the convolution that made x, if the convolution did not add it; else None.
+        factors: (2, N) fp32, contiguous.
+        is_normalized: False if no norm reads the result, which then needs no statistics.
+    """
+    is_plain = dispatch.is_plain_inference(x, (residual, bias, factors))
+    if is_plain and _fits(x, bias) and _is_alike(x, residual) and is_dense(x):
+        try:
+            counts = is_normalized and emits(x.shape[1], math.prod(x.shape[2:]))
+            y, statistics = add_kernel(x, residual, bias, 1.0, factors=factors, emits=counts)
+        except dispatch.KernelError:
+            return blend(x, residual, bias, factors)
+        return y if statistics is None else store_statistics(y, statistics)
+    kept, scale = factors.view(2, -1, *[1] * (x.dim() - 1)).to(torch.promote_types(x.dtype, torch.float32))
+    return (kept * residual + scale * _with_bias(x, bias)).to(x.dtype)
+
+
+def as_video(x: Tensor, frames: int) -> Tensor:
+    """x (N * frames, C, H, W) as a view (N, C, frames, H, W), with the statistics of x if there are any.
+
+    The view is channels-last if x is.
+    """
+    statistics = take_statistics(x)
+    video = x.unflatten(0, (-1, frames)).transpose(1, 2)
+    if statistics is None:
+        return video
+    # All chunks must have equal sizes. So chunks of frames are chunks of a video only if they divide a frame
+    # evenly.
+    _, N, chunks, C = statistics.shape
+    if math.prod(x.shape[2:]) % chunks:
+        return video
+    return store_statistics(video, statistics.view(2, N // frames, frames * chunks, C))
+
+
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,) or None.
+    """Returns x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,), (N, C) or None.
 
     The sum may be written over x. On a GPU, without gradients, one kernel computes the sum, and also its
     statistics if ``emits`` is True.
@@ -131,11 +173,12 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+    return x if bias is None else x + bias.to(x.dtype).view(*bias.shape, *[1] * (x.dim() - 2))
 
 
 def _fits(x: Tensor, bias: Tensor | None) -> bool:
-    return x.numel() > 0 and (bias is None or (bias.device == x.device and bias.shape == x.shape[1:2]))
+    fits = bias is None or (bias.device == x.device and bias.shape in (x.shape[1:2], x.shape[:2]))
+    return x.numel() > 0 and fits
 
 
 def _is_alike(x: Tensor, y: Tensor) -> bool:

@@ -28,12 +28,14 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.linear import call_linear
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.linear import call_linear, is_plain_linear
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.video import is_plain_inference
 from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
 
 __all__ = ["FUSION", "FusedAttention"]
@@ -72,6 +74,45 @@ class FusedAttention(Attention):
         if self.residual_connection:
             h = h + residual
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
+
+    def of_one_token(self, context: Any) -> Tensor | None:
+        """What attention to a single token is: the same vector for each query of a sample, (N, C).
+
+        context: (N, 1, C'). None if the context is another one, or if the call would do anything else.
+        """
+        # The context of an IP-Adapter is a tuple.
+        if not isinstance(context, Tensor) or context.dim() != 3 or context.shape[1] != 1:
+            return None
+        # The softmax of a single score is 1, so queries and keys do not matter.
+        if not (self._runs_in_order(context) and is_plain_linear(self.to_q) and is_plain_linear(self.to_k)):
+            return None
+        return self.to_out[1](call_linear(self.to_out[0], call_linear(self.to_v, context)))[:, 0]
+
+    def runs_over_frames(self, x: Tensor) -> bool:
+        """True if ``over_frames`` computes what a call with the tokens of each pixel does."""
+        return self._runs_in_order(x) and self.cross_attention_dim == self.query_dim
+
+    def over_frames(self, x: Tensor, frames: int) -> Tensor:
+        """Self-attention of each pixel over the frames of its video.
+
+        x (N, frames * pixels, C) -> the same. The tokens are in the order of the frames. Stock needs them in
+        the order of the pixels, and copies them twice. Call it only if ``runs_over_frames(x)`` is True.
+        """
+        query, key, value = self._project(x, None)
+        h = attend_over_frames(query, key, value, frames)
+        return self.to_out[1](call_linear(self.to_out[0], h))
+
+    def _runs_in_order(self, x: Tensor) -> bool:
+        """True if a call with tokens is projections, attention and ``to_out``, without hooks or residual."""
+        return (
+            type(self.processor) is AttnProcessor2_0
+            and is_unhooked(self)
+            and _is_plain_attention(self)
+            and self.group_norm is None
+            and not self.residual_connection
+            and self.rescale_output_factor == 1.0
+            and is_plain_inference(x, dim=3)
+        )
 
     def _runs_fused(self, hidden_states: Tensor, context: Tensor | None, options: dict[str, Any]) -> bool:
         return (

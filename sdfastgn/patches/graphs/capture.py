@@ -61,6 +61,9 @@ class Backend(Protocol):
     def memory(self) -> int:
         """Size in bytes of the memory pool that the graphs share; 0 if PyTorch does not report it."""
 
+    def has_room(self) -> bool:
+        """True if at least as much memory is free as the graphs take: models without graphs need it too."""
+
 
 class Graph:
     """One captured call: memory for its inputs, the recorded kernels, and their output."""
@@ -273,6 +276,11 @@ class CudaBackend:
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
         )
+
+    def has_room(self) -> bool:
+        # ``capture`` has emptied the allocator's cache, so nearly all memory that is not in use is free.
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free >= self.memory()
 
 
 _backends: dict[torch.device, CudaBackend] = {}

@@ -29,7 +29,7 @@ from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
 from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
-from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
+from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now, takes_gigabytes
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
@@ -258,6 +258,8 @@ class GraphedForward(InstanceEntry):
                 watch_of_now = partial(self._watch_of, module, call.device)
                 graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
                 store.add(key, graph)
+                if takes_gigabytes(module) and not backend.has_room():
+                    raise Unsupported(NO_MEMORY)
                 policy.was_captured(key)
                 return graph.run(call, backend)
         except Unsupported as error:

@@ -77,6 +77,7 @@ class TapeBackend:
         self.captures = self.rehearsals = 0
         self.fail = None
         self.busy = False
+        self.room = True
         self._allocations = _Allocations()
         self.kept = self._allocations.storages
 
@@ -106,3 +107,6 @@ class TapeBackend:
 
     def memory(self):
         return 1 << 20
+
+    def has_room(self):
+        return self.room

@@ -1,0 +1,156 @@
+"""LayerNorm of rows that come in groups, such as the tokens of each frame of a video.
+
+Formula, for row i of x (rows, D), with g = i // period % groups:
+
+    u = x + residual + added[g], rounded to the dtype of x
+    y = LayerNorm(u) + position[g]
+
+``added`` may be the embedding of a frame, or what attention to a single token adds to each token of a sample.
+``position`` may be a positional embedding of frames. Stock adds both in passes of their own.
+
+This is for inference only: there is no op and no backward. On a GPU ``_rows_kernel`` of
+``layer_norm/kernels.py`` runs. Everywhere else, and for rows that do not fit into registers, plain PyTorch
+runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.sizes import WARP, vector_width
+from sdfastgn.kernels.layer_norm.config import RowsConfig, forward_config
+from sdfastgn.kernels.layer_norm.op import layer_norm
+
+# Rows are numbered by int32 in the kernel.
+_MOST_ROWS = 2**31
+
+
+class Groups(NamedTuple):
+    """Vectors for groups of rows: row i uses row ``i // period % groups`` of them.
+
+    Attributes:
+        period: number of consecutive rows that use the same vector.
+        added: (groups, D), added before the norm, or None.
+        position: (groups, D), added to the norm's result, or None.
+    """
+
+    period: int
+    added: Tensor | None = None
+    position: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of groups."""
+        given = self.added if self.added is not None else self.position
+        return 1 if given is None else len(given)
+
+
+def grouped_layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    groups: Groups,
+    *,
+    residual: Tensor | None = None,
+    total_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, total) of the formula above. total is u + total_bias, rounded once.
+
+    Args:
+        x: (..., D), fp16, bf16 or fp32.
+        weight, bias: (D,) or None.
+        eps: added to the variance.
+        groups: what is added to groups of rows, in the dtype and on the device of x. If both vectors are
+            given, there are equally many.
+        residual: the shape, dtype and device of x, or None.
+        total_bias: (D,) or None, added to total, but not to what is normalized.
+
+    The arguments are not checked. Both results have the shape and dtype of x. They are new and contiguous if
+    anything is added, else total may be x itself.
+    """
+    operands = (x, residual, groups.added, total_bias, weight, bias, groups.position)
+    if dispatch.is_plain_inference(x, operands[1:]) and x.numel() < _MOST_ROWS * x.shape[-1]:
+        found = _by_kernel(operands, eps, groups)
+        if found is not None:
+            return found
+    return _in_pytorch(x, weight, bias, eps, groups, residual, total_bias)
+
+
+def _in_pytorch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    groups: Groups,
+    residual: Tensor | None,
+    total_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    added = None if groups.added is None else _per_row(groups.added, x, groups.period)
+    for summand in (residual, added):
+        wide = wide if summand is None else wide + summand
+    total = wide.to(x.dtype)
+    y = layer_norm(total, weight, bias, eps)
+    if groups.position is not None:
+        y = y + _per_row(groups.position, x, groups.period)
+    return y, total if total_bias is None else (wide + total_bias).to(x.dtype)
+
+
+def _per_row(vectors: Tensor, x: Tensor, period: int) -> Tensor:
+    """The vector of each row of x, in the shape of x."""
+    rows = torch.arange(math.prod(x.shape[:-1]), device=x.device)
+    return vectors[rows // period % len(vectors)].view(x.shape)
+
+
+# Kind of call -> its launch, or None if the kernel cannot run.
+_launches: PlanCache[Launch | None] = PlanCache()
+
+
+def _by_kernel(
+    operands: tuple[Tensor | None, ...], eps: float, groups: Groups
+) -> tuple[Tensor, Tensor] | None:
+    """``grouped_layer_norm`` by the kernel; None if it cannot run. ``operands``: in the kernel's order."""
+    key = plan_key(operands, eps, groups.period)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = None if key in _launches else _make_launch(operands, eps, groups)
+        _launches[key] = launch
+        if launch is None:
+            return None
+    x, residual, added, total_bias, *others = operands
+    y = torch.empty_like(x)
+    total = None if residual is added is total_bias is None else torch.empty_like(x)
+    try:
+        launch.run(x, residual, None, added, total_bias, *others, total, y, None, None)
+    except dispatch.KernelError:
+        return None
+    return y, x if total is None else total
+
+
+def _make_launch(operands: tuple[Tensor | None, ...], eps: float, groups: Groups) -> Launch | None:
+    from sdfastgn.kernels.layer_norm import kernels  # needs Triton
+    from sdfastgn.kernels.layer_norm.plans import rows_constants
+
+    x: Any = operands[0]
+    D = x.shape[-1]
+    rows = x.numel() // D
+    if rows == 0 or not all(t is None or t.is_contiguous() for t in operands):
+        return None
+    vector = vector_width(x.itemsize, D)
+    config = forward_config(rows, D, x.itemsize, vector, gpu.num_sms(x.device))
+    if not isinstance(config, RowsConfig):
+        return None
+    return Launch(
+        kernels._rows_kernel, config.programs, config.num_warps,
+        pdl=gpu.has_programmatic_launch(x.device),
+        rows=rows, period=groups.period, groups=groups.count, eps=eps, D=D, X_STRIDE=D, RESIDUAL_STRIDE=D,
+        ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
+    )  # fmt: skip
