@@ -1,9 +1,9 @@
 """Calls of convolutions without separate passes over the result for bias, residual and ReLU.
 
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
-and applies ReLU before it writes the result (``conv_relu``). Both need a plain ``nn.Conv2d`` or ``nn.Conv3d``,
-and a call on a GPU without gradients. Every other convolution, such as a LoRA layer or one with hooks, is
-called as in stock.
+and applies ReLU before it writes the result (``conv_relu``). Both need a plain ``nn.Conv2d`` or
+``nn.Conv3d``, and a call on a GPU without gradients. Every other convolution, such as a LoRA layer or one
+with hooks, is called as in stock.
 """
 
 from __future__ import annotations

@@ -118,15 +118,15 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
 def blend(
     x: Tensor, residual: Tensor, bias: Tensor | None, factors: Tensor, *, is_normalized: bool = True
 ) -> Tensor:
-    """factors[0] * residual + factors[1] * (x + bias), with factors of each sample.
+    """Returns factors[0] * residual + factors[1] * (x + bias). Each sample has its own two factors.
 
-    On a GPU, without gradients, one kernel computes it, and also its statistics if ``emits`` is True.
+    On a GPU, without gradients, one kernel computes the result, and also its statistics if ``emits`` is True.
 
     Args:
         x, residual: (N, C, *spatial).
-        bias: (C,), the bias of the convolution that made x, if the convolution did not add it; else None.
+        bias: (C,). It is the bias of the convolution that made x. None if the convolution has added it.
         factors: (2, N) fp32, contiguous.
-        is_normalized: False if no norm reads the result, which then needs no statistics.
+        is_normalized: False if no norm reads the result, so that no statistics are needed.
     """
     is_plain = dispatch.is_plain_inference(x, (residual, bias, factors))
     if is_plain and _fits(x, bias) and _is_alike(x, residual) and is_dense(x):
@@ -141,16 +141,15 @@ def blend(
 
 
 def as_video(x: Tensor, frames: int) -> Tensor:
-    """x (N * frames, C, H, W) as a view (N, C, frames, H, W), with the statistics of x if there are any.
+    """Returns x (N * frames, C, H, W) as a view (N, C, frames, H, W). The view is channels-last if x is.
 
-    The view is channels-last if x is.
+    If there are statistics of x, they are stored for the view.
     """
     statistics = take_statistics(x)
     video = x.unflatten(0, (-1, frames)).transpose(1, 2)
     if statistics is None:
         return video
-    # All chunks must have equal sizes. So chunks of frames are chunks of a video only if they divide a frame
-    # evenly.
+    # All chunks of a video must have equal sizes, so the chunks of x must divide each frame evenly.
     _, N, chunks, C = statistics.shape
     if math.prod(x.shape[2:]) % chunks:
         return video

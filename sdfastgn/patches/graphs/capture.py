@@ -62,7 +62,7 @@ class Backend(Protocol):
         """Size in bytes of the memory pool that the graphs share; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
-        """True if at least as much memory is free as the graphs take: models without graphs need it too."""
+        """True if at least as much memory is free as the graphs take, for models that run without graphs."""
 
 
 class Graph:
