@@ -13,7 +13,12 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the classes of models for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-_VIDEO_AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo")
+_VIDEO_AUTOENCODERS = (
+    "AutoencoderKLWan",
+    "AutoencoderKLQwenImage",
+    "AutoencoderKLHunyuanVideo",
+    "AutoencoderKLCogVideoX",
+)
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
 # Number of latents along a side in the small call of an autoencoder for images.
@@ -79,7 +84,9 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         return functools.partial(model, sample=image, sample_posterior=False)
     if kind in _VIDEO_AUTOENCODERS:
         video_model: Any = model
-        side = _VIDEO_LATENTS * video_model.spatial_compression_ratio
+        # CogVideoX's has no ratio of its own: each level but the last halves the size.
+        ratio = getattr(video_model, "spatial_compression_ratio", None)
+        side = _VIDEO_LATENTS * (ratio or 2 ** (len(config["block_out_channels"]) - 1))
         return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))
     if kind == "AutoencoderTiny":
         return functools.partial(_encode_and_decode, model, config, draw)

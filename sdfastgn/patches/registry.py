@@ -40,6 +40,7 @@ _OF_DIFFUSERS = (
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
     ("fusions.wan", "FUSIONS"),
     ("fusions.hunyuan_video", "FUSIONS"),
+    ("fusions.cogvideox", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),

@@ -306,6 +306,8 @@ def _channel_norms(shape, dtype):
     pad_frames(x, front=2, window=3, norm=silu, keep=2, shift=weight)
     pad_frames(x, norm=GroupNorm(groups, weight, weight, activation="silu"), shift=weight, **padded)
     pad_frames(x, upsample=(2, 2, 2), **padded)
+    modulation = torch.cat((x, x), 1)
+    pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu", modulation=modulation), **padded)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 

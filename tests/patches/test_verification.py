@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from diffusers import (
+    AutoencoderKLCogVideoX,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLWan,
     AutoencoderTiny,
@@ -122,13 +123,19 @@ def hunyuan_video_vae():
     return randomize(AutoencoderKLHunyuanVideo(**sizes, norm_num_groups=4))
 
 
+def cogvideox_vae():
+    sizes = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
+    return randomize(AutoencoderKLCogVideoX(**sizes, norm_num_groups=4))
+
+
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    video_vae, hunyuan_video_vae,
+    video_vae, hunyuan_video_vae, cogvideox_vae,
 ]  # fmt: skip
 
 
-NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "hunyuan-video-vae"]
+NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "hunyuan-video-vae",
+         "cogvideox-vae"]  # fmt: skip
 each_model = pytest.mark.parametrize("build", MODELS, ids=NAMES)
 
 

@@ -12,6 +12,8 @@ Pointers; each but x and y may be None:
 - ``table``: fp32, what ``merge_kernel`` of ``group_norm/kernels.py`` writes for a GroupNorm. From
   ``table_offset`` on it has planes of ``table_plane`` values, one for each sample and channel: scale,
   offset and, without ``FOLD``, mean. The shift is in it;
+- ``modulation``: (N, t, h, w, 2 C), factors and then offsets of the channels after a GroupNorm. Each of its
+  positions holds for several of x;
 - ``cache``: (N, cached, height, width, C), the frames before x;
 - ``kept``: (N, keep, height, width, C), the last frames of y without its borders.
 
@@ -59,26 +61,35 @@ def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, REPLI
 
 
 @triton.jit
-def _row_of_x(
-    n, t, h, w, frames, height, width, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr
-):
-    """The row of x at frame ``t``, row ``h`` and column ``w`` of the upsampled x, of these sizes."""
-    # The first frame is there once, each further one TIMES_T times.
-    x_frames = (frames + TIMES_T - 1) // TIMES_T
-    line = (n * x_frames + (t + TIMES_T - 1) // TIMES_T) * (height // TIMES_H) + h // TIMES_H
-    return line * (width // TIMES_W) + w // TIMES_W
+def _row_before(
+    n, t, h, w, frames, height, width,
+    APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
+):  # fmt: skip
+    """The row, before upsampling, of the element at frame ``t``, row ``h`` and column ``w`` after it.
+
+    ``frames``, ``height``, ``width``: sizes after upsampling. ``APART``: the first frame is there once, not
+    ``TIMES_T`` times.
+    """
+    before: tl.constexpr = TIMES_T - 1 if APART else 0
+    line = n * ((frames + before) // TIMES_T) + (t + before) // TIMES_T
+    return (line * (height // TIMES_H) + h // TIMES_H) * (width // TIMES_W) + w // TIMES_W
 
 
 @triton.jit
-def _group_norm(
-    y, table, table_plane, in_row, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, FOLD: tl.constexpr
-):
-    """act(GroupNorm(y)) of the channels that ``table`` points to."""
+def _group_norm(y, table, table_plane, in_row, FOLD: tl.constexpr):
+    """GroupNorm(y) of the channels that ``table`` points to."""
     if not FOLD:
         y -= tl.load(table + 2 * table_plane, mask=in_row, other=0.0)
     scale = tl.load(table, mask=in_row, other=0.0)
     offset = tl.load(table + table_plane, mask=in_row, other=0.0)
-    return activate(y * scale + offset, ACTIVATION, PAIRS)
+    return y * scale + offset
+
+
+@triton.jit
+def _modulated(y, modulation, mask, C: tl.constexpr):
+    """y times its factors plus its offsets. ``modulation`` points to the factors."""
+    factor = tl.load(modulation, mask=mask, other=0.0).to(tl.float32)
+    return y * factor + tl.load(modulation + C, mask=mask, other=0.0).to(tl.float32)
 
 
 # One program: a tile of whole rows of y.
@@ -100,10 +111,11 @@ def _group_norm(
     ]
 )
 def _frames_kernel(
-    x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, cache_ptr, y_ptr, kept_ptr,
+    x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, modulation_ptr, cache_ptr, y_ptr, kept_ptr,
     rows, frames, height, width, front, cached, keep, pad_h, pad_w, table_offset, table_plane, scale, eps,
     C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, REPLICATE: tl.constexpr,
-    TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr, WINDOW: tl.constexpr,
+    APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
+    WINDOW: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +123,9 @@ def _frames_kernel(
     and ``pad_w``.
 
     ``rows``: those of a sample, frames and borders included. ``BORDER``: ``pad_h`` or ``pad_w`` is not 0.
-    ``NORM``: "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x; the first frame
-    is there once. ``WINDOW``: frames that lie side by side in each frame of y.
+    ``NORM``: "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x, or with a
+    modulation of each position of it. ``APART``: the first frame is there once. ``WINDOW``: frames that lie
+    side by side in each frame of y.
 
     Positions of y are counted from the first element of x, so that those of the cache have negative
     frames. What x and cache do not have is 0, or if ``REPLICATE`` the nearest element that they have.
@@ -135,10 +148,13 @@ def _frames_kernel(
     else:
         is_there = is_row & is_centre & (t >= -cached)
     is_new = is_there & (t >= 0)
-    if TIMES_T * TIMES_H * TIMES_W == 1:
-        x_row = (n * frames + t) * image + at
+    x_row = (n * frames + t) * image + at
+    if TIMES_T * TIMES_H * TIMES_W > 1:
+        row_before = _row_before(n, t, h, w, frames, height, width, APART, TIMES_T, TIMES_H, TIMES_W)
+        if modulation_ptr is None:
+            x_row = row_before
     else:
-        x_row = _row_of_x(n, t, h, w, frames, height, width, TIMES_T, TIMES_H, TIMES_W)
+        row_before = x_row
     if PDL:
         gdc_wait()
     y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
@@ -154,7 +170,11 @@ def _frames_kernel(
         y = activate(y * (scale / divided_by) * weight + bias, ACTIVATION, PAIRS)
     if NORM == "group":
         table = table_ptr + table_offset + n.to(tl.int64) * C + own
-        y = _group_norm(y, table, table_plane, in_row, ACTIVATION, PAIRS, FOLD)
+        y = _group_norm(y, table, table_plane, in_row, FOLD)
+        if modulation_ptr is not None:
+            modulation = modulation_ptr + row_before.to(tl.int64) * (2 * C) + c
+            y = _modulated(y, modulation, is_new & in_row, C)
+        y = activate(y, ACTIVATION, PAIRS)
     y = tl.where(is_new, y, 0.0)
     if cache_ptr is not None:
         is_old = is_there & (t < 0)

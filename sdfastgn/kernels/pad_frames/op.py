@@ -5,7 +5,7 @@ keeps the last frames of each chunk for the next one (the cache). So before each
 concatenation with the cache, then padding, and before these a norm and an activation, or upsampling. Here
 one kernel does all of it, for x (N, C, T, H, W):
 
-    u = act(norm(x + shift))        or x + shift
+    u = act(norm(x + shift))        or act(norm(x + shift) * factor + offset), or x + shift
     v = u with each element ``upsample`` times along (T, H, W), the first frame once along T
     y = (zeros, cache, v), ``front`` frames before those of v, within ``border`` zeros around each frame
     kept = the last ``keep`` frames of y, without borders
@@ -25,6 +25,7 @@ Source: the convolutions of Wan's and HunyuanVideo's autoencoders in diffusers (
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor
 from sdfastgn.kernels.channel_norm.config import fits
 from sdfastgn.kernels.channel_norm.op import reference_channel_norm
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import as_size, check_activation, check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, Value, channels_last, checks_of
 from sdfastgn.kernels.common.layout import laid_out
@@ -59,6 +61,11 @@ class GroupNorm(NamedTuple):
     """The norm of groups of channels: operands of ``group_norm``.
 
     ``statistics``: those of x without the shift, as ``group_norm`` takes them; None: they are computed.
+
+    ``modulation``: (N, 2 C, t, h, w), with the dtype and on the device of x, or None. Its first C channels
+    multiply the result of the norm, its other C channels are added to that, and then the activation is
+    applied. Each of its elements stands for several of x: H must be a multiple of h, W of w and T of t. If T
+    is odd, the first frame stands for one frame, and T - 1 must be a multiple of t - 1.
     """
 
     num_groups: int
@@ -67,6 +74,7 @@ class GroupNorm(NamedTuple):
     eps: float = 1e-5
     activation: str = "identity"
     statistics: Tensor | None = None
+    modulation: Tensor | None = None
 
 
 def _check_mode(name: str, mode: Any) -> None:
@@ -86,6 +94,7 @@ class PadFramesCall(NamedTuple):
     weight: _PerChannel
     bias: _PerChannel
     statistics: Tensor | None
+    modulation: Annotated[Tensor | None, Operand(whole=channels_last, same_dtype=True)]
     norm: str
     num_groups: int
     scale: float
@@ -119,6 +128,21 @@ class PadFramesCall(NamedTuple):
         return N, self.window * C, frames, H + 2 * self.pad_h, W + 2 * self.pad_w
 
 
+def modulation_times(x: Sequence[int], modulation: Sequence[int]) -> tuple[tuple[int, int, int], bool] | None:
+    """How a modulation is upsampled to the size of x, by their shapes: copies of each of its positions along
+    (T, H, W), and True if its first frame stands once. None if the sizes do not fit.
+    """
+    (T, H, W), (t, h, w) = x[2:], modulation[2:]
+    if min(t, h, w) < 1 or H % h or W % w:
+        return None
+    first = T % 2
+    if T == t == 1:
+        return (1, H // h, W // w), True
+    if t == first or t > T or (T - first) % (t - first):
+        return None
+    return ((T - first) // (t - first), H // h, W // w), first == 1
+
+
 def _call_of(
     x: Tensor,
     cache: Tensor | None,
@@ -133,11 +157,11 @@ def _call_of(
 ) -> PadFramesCall:
     where = (front, *border, mode, keep, *upsample, window)
     if isinstance(norm, GroupNorm):
-        groups, weight, bias, eps, activation, statistics = norm
-        operands: Any = (weight, bias, statistics, "group", groups, 1.0, eps, activation)
+        groups, weight, bias, eps, activation, statistics, modulation = norm
+        operands: Any = (weight, bias, statistics, modulation, "group", groups, 1.0, eps, activation)
     else:
         weight, bias, *numbers = norm or Norm()
-        operands = (weight, bias, None, "" if norm is None else "channel", 0, *numbers)
+        operands = (weight, bias, None, None, "" if norm is None else "channel", 0, *numbers)
     return PadFramesCall._make((x, cache, shift, *operands, *where))
 
 
@@ -166,7 +190,13 @@ def reference_pad_frames(
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
     if isinstance(norm, GroupNorm):
-        u = reference_group_norm(u, *norm[:5])
+        u = reference_group_norm(u, *norm[:4])
+        modulation = norm.modulation
+        times = None if modulation is None else modulation_times(x.shape, modulation.shape)
+        if modulation is not None and times is not None:
+            factor, offset = _upsampled(modulation.to(u.dtype), *times).chunk(2, 1)
+            u = u * factor + offset
+        u = ACTIVATIONS[norm.activation](u)
     elif norm is not None:
         u = reference_channel_norm(u, *norm)
     u = _upsampled(u.to(x.dtype), upsample)
@@ -180,12 +210,13 @@ def reference_pad_frames(
     return laid_out(y, channels_last=True), kept
 
 
-def _upsampled(u: Tensor, times: tuple[int, int, int]) -> Tensor:
+def _upsampled(u: Tensor, times: tuple[int, int, int], first_once: bool = True) -> Tensor:
     for axis, count in zip((3, 4), times[1:], strict=True):
         u = u if count == 1 else u.repeat_interleave(count, axis)
     if times[0] == 1:
         return u
-    return torch.cat((u[:, :, :1], u[:, :, 1:].repeat_interleave(times[0], 2)), 2)
+    first = int(first_once)
+    return torch.cat((u[:, :, :first], u[:, :, first:].repeat_interleave(times[0], 2)), 2)
 
 
 # --- launch -----------------------------------------------------------------------------------------
@@ -306,9 +337,27 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
         )
     if call.mode == "replicate" and 0 in x.shape[2:]:
         raise ValueError(f"{name}: mode 'replicate' needs elements, x has shape {tuple(x.shape)}")
+    if call.modulation is not None:
+        _check_modulation(name, call)
     if call.norm == "group":
         as_size(name, "num_groups", call.num_groups)
         GROUP_NORM.check(name, group_norm_call(call))
+
+
+def _check_modulation(name: str, call: PadFramesCall) -> None:
+    x, modulation = call.x, call.modulation
+    check_input(name, "modulation", modulation)
+    assert modulation is not None
+    N, C = x.shape[:2]
+    fits = modulation.dim() == 5 and modulation.shape[:2] == (N, 2 * C)
+    if not fits or modulation_times(x.shape, modulation.shape) is None:
+        raise ValueError(
+            f"{name}: modulation must have shape ({N}, {2 * C}, t, h, w) with sizes that divide those of x, "
+            f"{tuple(x.shape[2:])}, got {tuple(modulation.shape)}"
+        )
+    check_device(name, "modulation", modulation, x)
+    if (call.times_t, call.times_h, call.times_w) != (1, 1, 1):
+        raise ValueError(f"{name}: upsample must be (1, 1, 1) with a modulation")
 
 
 _check = checks_of(PadFramesCall, _check_sizes)

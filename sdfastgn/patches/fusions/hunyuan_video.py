@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoCausalConv3d,
     HunyuanVideoDecoder3D,
@@ -30,17 +28,22 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoResnetBlockCausal3D,
     HunyuanVideoUpsampleCausal3D,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
-from sdfastgn.kernels.common.layout import is_channels_last, laid_out
+from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
-from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.left_alone import pads_quickly
-from sdfastgn.patches.core.statistics import add, add_bias, take_statistics
+from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.fusions.video import (
+    can_fuse,
+    convolve_padded,
+    in_channels_last,
+    is_plain_conv3d,
+    is_plain_inference,
+    norm_operands,
+)
 
 __all__ = ["FUSIONS"]
 
@@ -57,37 +60,10 @@ def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
     """
     if type(conv) not in (HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d) or not is_unhooked(conv):
         return False
-    inner = conv.conv
-    return (
-        type(inner) is nn.Conv3d
-        and is_unhooked(inner)
-        and "_conv_forward" not in vars(inner)
-        and (inner.padding_mode, type(inner.padding), inner.in_channels) == ("zeros", tuple, C)
-        and (inner.weight.dtype, inner.weight.device) == (x.dtype, x.device)
-        and conv.pad_mode in _MODES
-    )
-
-
-def _can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
-    """True if ``act(norm(u))`` is PyTorch's, for u of C channels in the dtype of x."""
-    return (
-        type(norm) in (nn.GroupNorm, FusedGroupNorm)
-        and norm.num_channels == C
-        and (norm.weight is None or norm.weight.dtype == x.dtype)
-        and activation_of(act) is not None
-        and is_unhooked(norm)
-        and is_unhooked(act)
-    )
+    return is_plain_conv3d(conv.conv, x, C) and conv.pad_mode in _MODES
 
 
 # --- what runs --------------------------------------------------------------------------------------
-
-
-def _norm(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = False) -> GroupNorm:
-    """``act(norm(x))`` as operands of a kernel. ``is_shifted``: a bias is to be added to x first."""
-    statistics = None if is_shifted else take_statistics(x)
-    activation = activation_of(act) or "identity"
-    return GroupNorm(int(norm.num_groups), norm.weight, norm.bias, float(norm.eps), activation, statistics)
 
 
 def _convolve(
@@ -107,20 +83,12 @@ def _convolve(
         shift, norm, upsample: as in ``pad_frames``.
         has_bias: False: the bias of ``conv`` is left to the next kernel.
     """
-    inner = conv.conv
-    bias = inner.bias if has_bias else None
     w, _, h, _, front, _ = conv.time_causal_padding
-    sizes = inner.kernel_size, inner.stride, inner.padding, inner.groups
-    is_product = sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1) and x.dtype in (torch.float16, torch.bfloat16)
-    frames = x if is_channels_last(x) else laid_out(x, channels_last=True)
+    frames = in_channels_last(x)
     if norm is not None or shift is not None or upsample != (1, 1, 1) or w or h or front:
         where: Any = {"front": front, "border": (h, w), "mode": _MODES[conv.pad_mode]}
         frames, _ = pad_frames(frames, shift=shift, norm=norm, upsample=upsample, **where)
-    if is_product:
-        return linear(frames.movedim(1, -1), inner.weight.flatten(1), bias).movedim(-1, 1)
-    y = F.conv3d(frames, inner.weight, None, inner.stride, inner.padding, inner.dilation, inner.groups)
-    # Convolutions of a CPU may return another layout.
-    return add_bias(y if is_channels_last(y) else laid_out(y, channels_last=True), bias)
+    return convolve_padded(conv.conv, frames, conv.conv.bias if has_bias else None)
 
 
 class FusedHunyuanVideoCausalConv3d(HunyuanVideoCausalConv3d):
@@ -155,11 +123,10 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
         x, act = hidden_states, self.nonlinearity
         if not (is_plain_inference(x) and self._runs_fused(x)):
             return super().forward(x)
-        if not is_channels_last(x):
-            x = laid_out(x, channels_last=True)
-        h = _convolve(self.conv1, x, norm=_norm(self.norm1, act, x), has_bias=False)
+        x = in_channels_last(x)
+        h = _convolve(self.conv1, x, norm=norm_operands(self.norm1, act, x), has_bias=False)
         bias = self.conv1.conv.bias
-        norm = _norm(self.norm2, act, h, is_shifted=True)
+        norm = norm_operands(self.norm2, act, h, is_shifted=True)
         h = _convolve(self.conv2, h, shift=bias, norm=norm, has_bias=False)
         residual = x if self.conv_shortcut is None else _convolve(self.conv_shortcut, x)
         return add(h, residual, self.conv2.conv.bias)
@@ -173,8 +140,8 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
         C_out = self.conv1.conv.out_channels
         return (
             _is_plain_conv(self.conv2, x, C_out)
-            and _can_fuse(self.norm1, self.nonlinearity, x, C)
-            and _can_fuse(self.norm2, self.nonlinearity, x, C_out)
+            and can_fuse(self.norm1, self.nonlinearity, x, C)
+            and can_fuse(self.norm2, self.nonlinearity, x, C_out)
         )
 
 
@@ -185,12 +152,12 @@ def _runs_fused(half: Any, x: Tensor) -> bool:
     if not (is_plain_inference(x) and _is_plain_conv(half.conv_in, x, x.shape[1])):
         return False
     C = half.conv_norm_out.num_channels
-    return _can_fuse(half.conv_norm_out, half.conv_act, x, C) and _is_plain_conv(half.conv_out, x, C)
+    return can_fuse(half.conv_norm_out, half.conv_act, x, C) and _is_plain_conv(half.conv_out, x, C)
 
 
 def _leave(half: Any, x: Tensor) -> Tensor:
     """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
-    return _convolve(half.conv_out, x, norm=_norm(half.conv_norm_out, half.conv_act, x)).contiguous()
+    return _convolve(half.conv_out, x, norm=norm_operands(half.conv_norm_out, half.conv_act, x)).contiguous()
 
 
 class FusedHunyuanVideoEncoder3D(HunyuanVideoEncoder3D):

@@ -1,4 +1,4 @@
-"""What the fusions of models for video share."""
+"""What the fusions of models for video share: checks of layers, and how norms and convolutions run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.layout import is_channels_last, laid_out
+from sdfastgn.kernels.pad_frames.op import GroupNorm
+from sdfastgn.kernels.product.op import linear
+from sdfastgn.patches.core.fusion import activation_of, is_unhooked
+from sdfastgn.patches.core.statistics import add_bias, take_statistics
+from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
-__all__ = ["convolve_windows", "is_faster_in_2d", "is_plain_inference"]
+__all__ = [
+    "can_fuse",
+    "convolve_padded",
+    "convolve_windows",
+    "images_of",
+    "in_channels_last",
+    "is_faster_in_2d",
+    "is_plain_conv3d",
+    "is_plain_inference",
+    "norm_operands",
+    "video_of",
+]
 
 
 def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
@@ -61,3 +78,68 @@ def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: t
     images = windows.movedim(2, 1).flatten(0, 1)
     y = F.conv2d(images, weight, bias, conv.stride[1:], padding, conv.dilation[1:])
     return y.unflatten(0, (windows.shape[0], -1)).movedim(2, 1)
+
+
+def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:
+    """True if a call of ``conv``, of the class ``kind``, on C channels is PyTorch's convolution and nothing
+    else, in the dtype and on the device of x.
+    """
+    return (
+        type(conv) is kind
+        and is_unhooked(conv)
+        and "_conv_forward" not in vars(conv)
+        and (conv.padding_mode, type(conv.padding), conv.in_channels) == ("zeros", tuple, C)
+        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
+    )
+
+
+def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
+    """True if ``act(norm(u))`` is PyTorch's, for u of C channels in the dtype of x."""
+    return (
+        type(norm) in (nn.GroupNorm, FusedGroupNorm)
+        and norm.num_channels == C
+        and (norm.weight is None or norm.weight.dtype == x.dtype)
+        and activation_of(act) is not None
+        and is_unhooked(norm)
+        and is_unhooked(act)
+    )
+
+
+def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = False) -> GroupNorm:
+    """``act(norm(x))`` as operands of a kernel. ``is_shifted``: a bias is to be added to x first."""
+    statistics = None if is_shifted else take_statistics(x)
+    activation = activation_of(act) or "identity"
+    return GroupNorm(int(norm.num_groups), norm.weight, norm.bias, float(norm.eps), activation, statistics)
+
+
+def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
+    """``conv`` of what is padded already, channels-last. A 1x1x1 convolution is a matrix product.
+
+    Args:
+        conv: a convolution, for which ``is_plain_conv3d`` is true.
+        frames: (N, C, T, H, W), channels-last.
+        bias: that of ``conv``; None if it has none, or if the next kernel adds it.
+    """
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
+    is_product = sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1)
+    # In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32, matrix products do not.
+    if is_product and frames.dtype in (torch.float16, torch.bfloat16):
+        return linear(frames.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
+    y = F.conv3d(frames, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    # Convolutions of a CPU may return another layout.
+    return add_bias(in_channels_last(y), bias)
+
+
+def in_channels_last(x: Tensor) -> Tensor:
+    """x itself if it is channels-last, so that its stored statistics are found; else a channels-last copy."""
+    return x if is_channels_last(x) else laid_out(x, channels_last=True)
+
+
+def images_of(x: Tensor) -> Tensor:
+    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
+    return x.movedim(2, 1).flatten(0, 1)
+
+
+def video_of(images: Tensor, N: int) -> Tensor:
+    """(N T, C, H, W) -> (N, C, T, H, W), a view."""
+    return images.unflatten(0, (N, -1)).movedim(2, 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.pad_frames import op
@@ -37,7 +38,11 @@ def truth(
     if norm is not None:
         weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
         if isinstance(norm, GroupNorm):
-            u = true_group_norm(u, norm.num_groups, weight, bias, norm.eps, norm.activation)
+            act = "identity" if norm.modulation is not None else norm.activation
+            u = true_group_norm(u, norm.num_groups, weight, bias, norm.eps, act)
+            if norm.modulation is not None:
+                factor, offset = true_modulation(norm.modulation.double(), x.shape[2:]).chunk(2, 1)
+                u = ACTIVATIONS[norm.activation](u * factor + offset)
         else:
             u = true_channel_norm(u, weight, bias, *norm[2:])
     u = true_upsampling(u, upsample)
@@ -47,6 +52,14 @@ def truth(
     h, w = border
     kept = F.pad(known, (0, 0, 0, 0, missing, 0), fill)[:, :, known.shape[2] + missing - keep :]
     return F.pad(known, (w, w, h, h, missing, 0), fill), kept
+
+
+def true_modulation(z, size):
+    """As CogVideoX does it: the first of an odd number of frames apart."""
+    if size[0] == 1 or size[0] % 2 == 0:
+        return F.interpolate(z, size=size)
+    first = F.interpolate(z[:, :, :1], size=(1, *size[1:]))
+    return torch.cat((first, F.interpolate(z[:, :, 1:], size=(size[0] - 1, *size[1:]))), 2)
 
 
 def true_upsampling(u, times):
@@ -173,6 +186,20 @@ def test_windows_are_frames_side_by_side(kind, mode, device):
                 wanted = torch.cat([frames[:, :, k : k + count] for k in range(window)], 1)
                 assert torch.equal(y, wanted)
                 assert torch.equal(kept, also_kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("frames", "of"), [(1, 1), (3, 3), (5, 3), (9, 3), (2, 2), (4, 2), (6, 2), (8, 1)], ids=str
+)
+def test_modulation(frames, of, dtype, device):
+    for N, h, w in ((1, 1, 1), (2, 2, 4)):
+        x, cache, norm, shift = video((N, 6, frames, 2 * h, 3 * w), dtype, device)
+        modulation = make((N, 12, of, 2, 3), dtype, device, "channels_first", seed=8)[0]
+        norm = groups(norm, modulation=modulation)
+        check(x, cache, front=2, keep=2, norm=norm)
+        check(x, front=2, border=(1, 1), mode="replicate", shift=shift, norm=norm)
+        check(x, norm=norm._replace(weight=None, bias=None, activation="identity"))
 
 
 def test_statistics_that_are_given(device):
@@ -306,6 +333,29 @@ ERRORS = [
     ({"shift": ones(3)}, ValueError, "shift must have shape (6,), got (3,)"),
     ({"norm": Norm(ones(6, 1, 1, 1))}, ValueError, "weight must have shape (6,), got (6, 1, 1, 1)"),
     ({"norm": Norm(activation="mish")}, ValueError, "unknown activation 'mish'"),
+    ({"norm": GroupNorm(2, modulation=3)}, TypeError, "modulation must be a torch.Tensor, got int"),
+    (
+        {"norm": GroupNorm(2, modulation=ones(1, 12, 2, 3, 4).half())},
+        TypeError,
+        "modulation must have the dtype",
+    ),
+    (
+        {"norm": GroupNorm(2, modulation=ones(1, 6, 2, 3, 4))},
+        ValueError,
+        "modulation must have shape (1, 12, t",
+    ),
+    ({"norm": GroupNorm(2, modulation=ones(1, 12, 2, 2, 4))}, ValueError, "got (1, 12, 2, 2, 4)"),
+    ({"norm": GroupNorm(2, modulation=ones(1, 12, 3, 3, 4))}, ValueError, "got (1, 12, 3, 3, 4)"),
+    (
+        {"x": ones(1, 6, 3, 3, 4), "norm": GroupNorm(2, modulation=ones(1, 12, 1, 3, 4))},
+        ValueError,
+        "got (1, 12, 1, 3, 4)",
+    ),
+    (
+        {"norm": GroupNorm(2, modulation=ones(1, 12, 1, 3, 4)), "upsample": (1, 2, 2)},
+        ValueError,
+        "upsample must be (1, 1, 1) with a modulation",
+    ),
     ({"mode": "reflect"}, ValueError, "mode must be one of ('zeros', 'replicate'), got 'reflect'"),
     ({"front": -1}, ValueError, "front must not be negative, got -1"),
     ({"border": (0, 1.5)}, TypeError, "border must be an int, got 1.5"),
