@@ -198,7 +198,10 @@ class Suite:
 
     @property
     def every(self) -> tuple[Operation, ...]:
-        """The copy, which reads and writes the suite's first operand once, followed by all operations."""
+        """All operations of the suite.
+
+        The first is the copy, which reads and writes the first operand once.
+        """
         sizes = self.operations[0].sizes
         provider = Provider(COPY, lambda x: lambda x: torch.empty_like(x).copy_(x))
         copy = Operation(

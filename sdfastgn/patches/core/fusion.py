@@ -196,8 +196,8 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
 
     Args:
         module: the module.
-        methods: names of other methods. A replacement of them would be lost, because the fused class does
-            not call them, or would break the fused class, because it relies on what they do.
+        methods: names of other methods that must not be replaced either. The fused class would not call the
+            replacement, or relies on what the original method does.
     """
     if has_foreign_forward(module):
         owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
