@@ -84,7 +84,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         return functools.partial(model, sample=image, sample_posterior=False)
     if kind in _VIDEO_AUTOENCODERS:
         video_model: Any = model
-        # CogVideoX's has no ratio of its own: each level but the last halves the size.
+        # CogVideoX's autoencoder sets no ratio: each level except the last halves the size.
         ratio = getattr(video_model, "spatial_compression_ratio", None)
         side = _VIDEO_LATENTS * (ratio or 2 ** (len(config["block_out_channels"]) - 1))
         return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))

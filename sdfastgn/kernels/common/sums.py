@@ -68,7 +68,7 @@ def inverse_deviation(variance, eps):
 
 # --- columns ----------------------------------------------------------------------------------------
 
-# Warps of a program that calls ``sum_columns``.
+# The number of warps of a program that calls ``sum_columns``.
 SUM_WARPS = 8
 # Maximum number of elements of a tile. A program loads a whole tile at once.
 _SUM_TILE = 8192

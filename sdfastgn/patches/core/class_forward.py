@@ -53,7 +53,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
-    """Replace a kept ``forward``, ``old``, by ``new``, in ``module``, in its hooks and in its wrappers."""
+    """In ``module``, in its hooks and in its wrappers, replace the kept ``forward``, ``old``, by ``new``."""
     attributes = vars(module)
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]
