@@ -1,4 +1,4 @@
-"""The public verbs: ``optimize``, ``restore``, ``optimized`` and ``report``."""
+"""The public functions ``optimize``, ``restore``, ``optimized`` and ``report``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement. With it a
-# warning shows the user's line.
+# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement.
+# It is added to a warning's ``stacklevel``, so that the warning shows the user's line.
 _WITH = 1
 
 
@@ -57,37 +57,38 @@ def optimize(
             one kind. ``"auto"`` captures the second call of a kind, and replays it for later calls of
             this kind. True captures the first call of a kind. False captures none. A change to the model
             drops its graphs. A call that cannot be captured runs eagerly, and ``report`` says why.
-        missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. By
-            default this is an error for a module and a warning for a pipeline.
-        verify: after the change, run each fused part of the UNets, ControlNets and image autoencoders
-            once, with its own weights and small random inputs. Errors are measured against stock's code
-            in fp32, or in fp64 if the weights are in fp32. A part gets stock's code again if its error is
-            larger than four times the error of stock's code plus one unit of rounding. A UserWarning and
-            ``report`` name these parts. The warning also names parts that could not be verified. This
-            takes memory for one part in fp32, and the time to compile the kernels for small images.
-        fold_batch_norm: fold each BatchNorm2d that directly follows a Conv2d in an ``nn.Sequential``
-            into this convolution, in eval mode and without gradients. Parameters stay as they are. A
-            change to a parameter is noticed if the parameter is replaced or written in place. After a
-            write through ``.data``, call ``restore`` and ``optimize`` again. The folded weights take
-            additional memory.
+        missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
+            False there is an error for a module and a warning for a pipeline.
+        verify: True runs each fused part of the UNets, ControlNets and image autoencoders once after the
+            change, with its own weights and small random inputs. The error of a part is its difference
+            from stock's code in fp32, or in fp64 if the weights are in fp32. A part gets stock's code
+            again if its error is larger than four times the error of stock's code plus one unit of
+            rounding. A UserWarning and ``report`` name these parts. The warning also names parts that
+            could not be verified. Verification takes memory for one part in fp32, and the time to compile
+            the kernels for small images.
+        fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
+            ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode and without
+            gradients. Parameters stay as they are. The folded weights take additional memory. They are
+            computed again if a parameter is replaced or written in place. A write through ``.data`` is not
+            noticed: after it, call ``restore`` and ``optimize`` again.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
-        Parameters keep their identity, names and values. A second call changes ``cuda_graphs`` and
-        optimizes what is new.
+        Parameters keep their identity, names and values. A second call sets ``cuda_graphs`` again, and
+        optimizes modules that are new.
 
-    ``restore`` undoes all changes exactly. Where no kernel runs (CPU, fp64, no Triton) the model runs
-    stock's code, and a UserWarning says so once. Every check comes before the first change.
+    ``restore`` undoes all changes exactly. Where no kernel can run (CPU, fp64, no Triton) the model runs
+    stock's code, and a UserWarning says so once. All checks are made before the first change.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: ``cuda_graphs`` is none of the three values, or another option is no bool. Or there is
-            nothing to optimize in a module, or with ``strict`` in a pipeline. Or ``strict`` is True and
+            nothing to optimize, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is True and
             something must be skipped; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: call ``optimize`` before you wrap it.
-        RuntimeError: in another thread a call of the model, or of a model with graphs that shares a part
-            with it, did not end within 30 seconds. Nothing was changed. ``optimize`` waits for shorter
-            calls, and calls that begin meanwhile wait for ``optimize``.
+        RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
+            it, and this call did not end within 30 seconds. Nothing was changed. ``optimize`` waits for
+            shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
     before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
@@ -96,14 +97,16 @@ def optimize(
 
 
 def restore(obj: T) -> T:
-    """Undo ``optimize`` in place: the same classes, strides, attributes and outputs. Returns ``obj``.
+    """Undo ``optimize`` in place. ``obj`` gets its former classes, strides, attributes and outputs.
+
+    Returns ``obj``. A stock pipeline or module stays as it is.
 
     If the pipeline's scheduler or image processor was replaced after ``optimize``, the old one is restored
     too. But a model that was taken out of the pipeline stays optimized: call ``restore`` with this model.
 
-    A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have changed
-    the class of a fused module, and only this code can undo its change. Then all other modules are restored,
-    and a UserWarning names the modules that are left: undo the other change, then call ``restore`` again.
+    Other code (tomesd, parametrizations, FSDP) may have changed the class of a fused module. Such a module
+    cannot be restored, because only that code can undo its change. All other modules are restored, and a
+    UserWarning names the modules that are left: undo the other change, then call ``restore`` again.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
@@ -157,10 +160,10 @@ def optimized(
 
 
 def verdicts(obj: Any) -> list[Verdict]:
-    """Compare the output of every fused part of ``obj`` with the stock code's output.
+    """Compare the output of every fused part of ``obj`` with the output of stock's code.
 
-    Parts whose output is wrong get the stock code back.
-    Returns a Verdict for each part. Removes the CUDA graphs of ``obj``.
+    Parts whose output is wrong get stock's code again. The CUDA graphs of ``obj`` are removed. Returns a
+    Verdict for each part.
     """
     found = []
     roots = _roots("verify", obj)
@@ -169,7 +172,7 @@ def verdicts(obj: Any) -> list[Verdict]:
             graphs.remove(root)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        obj.maybe_free_model_hooks()  # the small calls made offloading move models to the GPU
+        obj.maybe_free_model_hooks()  # during the small calls, offloading has moved models to the GPU
     return found
 
 
@@ -215,10 +218,15 @@ def report(obj: Any) -> Report:
 
 @contextmanager
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which no other thread runs ``roots`` or changes any model, and their GPUs are idle."""
+    """A context for changes of ``roots``. Inside it no other thread runs these models or changes any model.
+
+    When it begins, the GPUs of the models are idle.
+    """
     roots = list(roots)
-    # A call of a model with graphs holds the lock of its device, and a change needs that lock, too. So such a
-    # call must not wait at a module of ``roots``: it waits before it takes the lock.
+    # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If such a
+    # call waited at an inner module for the end of the change, the change would wait for the lock forever. So
+    # models with graphs that contain a module of ``roots`` are included here: their calls wait before they
+    # take the lock.
     with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
         graphs.wait_for_gpus(roots)
         yield
@@ -228,8 +236,8 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 class _Before:
     """The state of one component before ``optimize``.
 
-    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module with graphs -> its
-    ``cuda_graphs``. ``findings``, ``laid_out``: as in ``patcher.take_back``.
+    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module with graphs -> the
+    option ``cuda_graphs`` of this module. ``findings``, ``laid_out``: as in ``patcher.take_back``.
     """
 
     name: str
@@ -257,7 +265,10 @@ def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
 
 
 def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
-    """Give each component its former state. Returns (path, module or part) of what cannot be undone."""
+    """Give each component its former state.
+
+    Returns (path, module or part) for all that cannot be restored.
+    """
     left = []
     for was in before:
         is_model = isinstance(was.component, nn.Module)
@@ -284,9 +295,9 @@ def _optimize(
     verify: bool = False,
     fold_batch_norm: bool = False,
 ) -> list[_Before]:
-    """Do the work of ``optimize`` and ``optimized``. ``call``: the name of the one that was called.
+    """Optimize ``obj``, for ``optimize`` and ``optimized``. ``call``: which of these two was called.
 
-    Returns the former state of each component; empty if there is nothing to optimize.
+    Returns the former state of each component. The list is empty if there is nothing to optimize.
     """
     # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
@@ -371,7 +382,10 @@ def _nothing_in(obj: Any) -> str:
 
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
-    """The text of the warning about ``left``: (path, module or part) of everything that cannot be undone."""
+    """The text of the warning that some parts could not be restored.
+
+    ``left``: (path, module or part) of each.
+    """
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
     named = "; ".join(f"{name} at {some(paths[name])}" for name in paths)
@@ -387,7 +401,7 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
 
     If ``obj`` is a module, it is the only component, and its name is "". A component that occurs twice is
     listed once. A component that is inside of another one is not listed. ``asked``: names of fusions in
-    ``ASKED_FUSIONS`` to consider too.
+    ``ASKED_FUSIONS`` that the user has asked for.
     """
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
@@ -410,12 +424,12 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
     return {name: root for name, root in roots.items() if id(root) not in inner}
 
 
-# Texts of the warnings about this machine that were already given. Each is given only once per process.
+# Texts of the warnings about this machine that were already given. Each warning is given once per process.
 noted: set[str] = set()
 
 
 def warn_of_machine(call: str) -> None:
-    """Warn if no kernel can run on this machine, and if sdfastgn was never tested with its versions.
+    """Warn if no kernel can run on this machine, or if sdfastgn was never tested with the installed packages.
 
     ``call``: the name of the public function, for the warning.
     """

@@ -21,9 +21,10 @@ _VIDEO_AUTOENCODERS = (
 )
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
-# Number of latents along a side in the small call of an autoencoder.
+# Number of latents along a side in the small call of an autoencoder for images.
 _LATENTS = 8
-# The same of an autoencoder for video, and the frames of its video: a first one and a chunk of four.
+# Number of latents along a side in the small call of an autoencoder for video, and number of frames of the
+# video. Video autoencoders encode the first frame alone, and the further frames in chunks of four.
 _VIDEO_LATENTS, _FRAMES = 2, 5
 
 
@@ -71,7 +72,10 @@ def unet_inputs(
 
 
 def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[[], object] | None:
-    """A function without arguments that calls ``model`` with small images; None for an unknown class."""
+    """Returns a function without arguments that calls ``model`` with small random inputs.
+
+    None if the class of the model is unknown.
+    """
     kind, config = type(model).__name__, dict(getattr(model, "config", {}))
     draw = functools.partial(randn, dtype=dtype, device=device)
     if kind == "AutoencoderKL":
@@ -80,7 +84,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         return functools.partial(model, sample=image, sample_posterior=False)
     if kind in _VIDEO_AUTOENCODERS:
         video_model: Any = model
-        # CogVideoX's has no ratio of its own: each level but the last halves the size.
+        # CogVideoX's autoencoder sets no ratio: each level except the last halves the size.
         ratio = getattr(video_model, "spatial_compression_ratio", None)
         side = _VIDEO_LATENTS * (ratio or 2 ** (len(config["block_out_channels"]) - 1))
         return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))
@@ -98,8 +102,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # AutoencoderTiny's own forward is not used, because it passes fp32 to the decoder even if the model is in
-    # half precision.
+    # AutoencoderTiny's own forward is not called: it passes fp32 to the decoder even in half precision.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Packages that ComfyUI imports for models and nodes that are not used here. Most of them must be built for
-# the installed version of torch, so they are often missing. ``av`` reads and writes videos.
+# Packages that ComfyUI imports only for models and nodes that are not used here. They are often missing,
+# because most of them must be built for the installed version of torch. ``av`` reads and writes videos.
 _NOT_NEEDED = ("av", "kornia", "spandrel", "torchaudio", "torchvision")
 
 
@@ -119,8 +119,8 @@ def stand_ins() -> Iterator[None]:
     """A context in which empty modules replace the packages of ``_NOT_NEEDED`` that are not installed."""
     import transformers.utils
 
-    # transformers asks only once whether torchvision is installed. It has to ask before the empty module
-    # exists.
+    # transformers checks whether torchvision is installed, and remembers the result. It must check before the
+    # empty module replaces torchvision.
     transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
     finder = _StandIns(missing)

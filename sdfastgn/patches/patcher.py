@@ -1,7 +1,7 @@
 """Finds what can be fused in a component of a pipeline, applies the fusions, and undoes them exactly.
 
 A *component* is a model (a module tree) or a part of a pipeline that is no module, such as a scheduler.
-``inspect`` changes nothing. Fusions come from the registry; nothing here knows a particular model.
+``inspect`` changes nothing. The fusions come from ``registry.py``; this file does not know particular models.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
     "undo",
 ]
 
-# Module that ``put_back`` has restored -> the reason. The reason is not kept in the module's ``__dict__``,
-# because sdfastgn leaves nothing in a stock module.
+# Module that ``put_back`` has restored -> the reason.
+# The reason is not kept in the module's ``__dict__``, because sdfastgn leaves nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# Part of a pipeline that ``apply`` changed -> (its path, the pipeline). A part that the pipeline has replaced
-# since then is found here and can still be restored.
+# Part of a pipeline that ``apply`` changed -> (its path, the pipeline).
+# If the pipeline has replaced the part since then, the old part is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -62,9 +62,9 @@ class Finding:
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
-    """Attribute name -> part of the pipeline ``obj``, for all parts that are no modules, each part once.
+    """The parts of the pipeline ``obj`` that are no modules: attribute name -> part. Each part occurs once.
 
-    The name ``"pipeline"`` stands for ``obj`` itself. Empty if ``obj`` is a module.
+    ``obj`` itself is included with the name ``"pipeline"``. Empty if ``obj`` is a module.
     """
     if isinstance(obj, nn.Module):
         return {}
@@ -75,7 +75,7 @@ def parts_of(obj: Any) -> dict[str, Any]:
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) of ``parts_of(obj)``, then of parts that ``apply`` changed and ``obj`` no longer has."""
+    """(path, part) for all parts of ``obj``, and for former parts that ``apply`` has changed."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
     # ``keyrefs`` copies the keys in one step, so other threads may add keys meanwhile.
@@ -98,8 +98,8 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
 def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
     """What each fusion says about ``component`` and each module in it. Changes nothing.
 
-    If a fused or fusable module has layers with an adapter, its finding is followed by one finding for each
-    of these layers. They are skipped: the fusion calls them as stock does.
+    If a fused or fusable module has layers with an adapter, its finding is followed by a skipped finding for
+    each of these layers, because the fusion calls them as stock does.
 
     Args:
         component: a model, or a part of a pipeline.
@@ -141,7 +141,7 @@ def _finding(
 
 
 def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
-    """A skipped finding for each layer of ``module`` that has an adapter, so that ``fusion`` leaves it."""
+    """Yields a skipped finding for each layer of ``module`` that ``fusion`` must not fuse (an adapter)."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
@@ -187,7 +187,7 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
 
 
 def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
-    """Undo what ``apply`` did for ``findings``, and nothing that was there before.
+    """Undo what ``apply`` did for ``findings``. What was fused before ``apply`` stays fused.
 
     Args:
         component: a model, or a part of a pipeline.
@@ -206,9 +206,9 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
 
 
 def put_back(findings: list[Finding], reason: str) -> None:
-    """Give the module of ``findings`` stock's code again.
+    """Give a module stock's code again. ``findings``: all findings about this module.
 
-    All ``findings`` are about this one module. Until ``undo``, ``inspect`` skips it with ``reason``.
+    Until ``undo`` is called, ``inspect`` lists the module as skipped, with ``reason``.
     """
     for finding in findings:
         finding.fusion.undo(finding.module)
@@ -218,8 +218,9 @@ def put_back(findings: list[Finding], reason: str) -> None:
 def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Restore all of ``component`` as it was before ``apply``. A stock component stays as it is.
 
-    Returns (path, module or part) for everything that could not be undone, because other code has changed
-    its class to a subclass of the fused one. After that code has undone its change, call ``undo`` again.
+    Returns (path, module or part) for all modules and parts that could not be restored, because other code
+    has changed their class to a subclass of the fused class. After that code has undone its change, call
+    ``undo`` again.
     """
     if not isinstance(component, nn.Module):
         for rule in OBJECT_FUSIONS:
@@ -231,14 +232,14 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in component.modules():
-        restore_class(module)  # no fusion finds the module if other code has changed the modules around it
+        restore_class(module)  # fusions may miss the module if other code has changed the modules around it
         channels_last.restore(module)
         _forget(module)
     return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 
 def _forget(module: Any) -> None:
-    """Drop what is kept outside of ``module`` while it is fused: reasons, packed and folded weights."""
+    """Drop all data about ``module`` that are stored elsewhere: reason, packed weights, folded weights."""
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)

@@ -34,8 +34,8 @@ def pipelines_markdown(results: Path, kind: str) -> str:
 def comfyui_markdown(results: Path) -> str:
     """Returns a table of ComfyUI's times, with a line for each model, release, setting and variant.
 
-    Differences are to stock. The latents' difference is relative to the norm of stock's latents. The pixels'
-    difference is the maximum over all pixels, whose values are in [0, 1].
+    Latents and pixels are compared with stock's. The difference of latents is relative to the norm of stock's
+    latents. The difference of pixels is the maximum over all pixels, whose values are in [0, 1].
     """
     lines, sources = [], []
     for content in documents(results, "comfyui"):
@@ -51,7 +51,7 @@ def comfyui_markdown(results: Path) -> str:
 
 
 def _comfyui_setting(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row has in common with the row of stock to which it is compared."""
+    """The settings of a row. It is compared with the row of stock that has the same settings."""
     return tuple(row[name] for name in ("comfyui", "dynamic_vram", "model", "size", "steps"))
 
 
@@ -78,7 +78,7 @@ def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any] | None) -> dict[st
 
 
 def _rate(row: dict[str, Any], stock: dict[str, Any] | None, name: str) -> str:
-    """Iterations per second, and how much faster this is than stock."""
+    """The text of a cell: iterations per second, and the speed-up over stock."""
     rate = row.get(name)
     if rate is None:
         return NOTHING
@@ -88,7 +88,8 @@ def _rate(row: dict[str, Any], stock: dict[str, Any] | None, name: str) -> str:
 def _after_ejection(row: dict[str, Any]) -> str:
     if "exact_after_ejection" not in row:
         return NOTHING
-    # If stock's own second run differs in this part, a difference after ejection proves nothing.
+    # After ComfyUI has ejected (removed) sdfastgn, the outputs should be stock's again.
+    # If two runs of stock differ from each other, a difference here is no error.
     wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
     told = any(row["stock_repeats_itself"][part] for part in wrong)
     return "**no**" if told else "stock's own differ" if wrong else "yes"

@@ -1,18 +1,20 @@
-"""Attention of each pixel of a video over its frames, for tokens in the order of the frames.
+"""Attention over the frames of a video: each pixel attends to the same pixel in all frames.
 
-Formula, for each sample, pixel p and head, over the frames s:
+Formula, for each sample, head, pixel p and frame t:
 
-    y[t, p] = softmax_s(scale * q[t, p] . k[s, p]) v[s, p]
+    y[t, p] = sum_s softmax_s(scale * q[t, p] . k[s, p]) v[s, p],  over the frames s
 
-PyTorch's kernels take the frames of a pixel as a sequence of its own, and are made for many more keys than a
-video has frames: 14 rows fill a ninth of a tile of 128. Here a tile has the frames of several pixels. They
-are read where they are, at equal distances in memory, and y is written in the same order. So nothing is
-copied to the order of the pixels and back.
+For PyTorch's kernels the frames of each pixel are a separate sequence. These kernels are made for many more
+keys than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. Here a tile has the frames of
+several pixels.
+
+In memory, tokens are in the order of the frames, and the tokens of one pixel have equal distances. The kernel
+reads and writes them at these places. So the tokens need not be copied to the order of the pixels and back.
 
 Numerics: as in ``attention/few_keys.py``.
 
-This is for inference only: there is no op and no backward. Where the kernel cannot run, PyTorch's attention
-takes one sample after the other.
+This is for inference only: there is no registered op and no backward. If the kernel cannot run, PyTorch's
+attention runs for one sample after the other.
 
 Source: Vaswani et al., 2017.
 """
@@ -31,9 +33,9 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Rows of a tile: what four warps multiply at once on Hopper.
+# Number of rows of a tile: on Hopper, four warps multiply 64 rows at once.
 _ROWS = 64
-# Smallest side of a tile in a matrix product.
+# Minimum number of rows, and of columns, of a tile in a matrix product.
 _LEAST = 16
 # Maximum number of channels of a head.
 _MAX_HEAD_DIM = 256
@@ -43,10 +45,10 @@ _NUM_WARPS = 4
 
 
 def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
-    """Attention over frames.
+    """Computes attention over the frames of a video, by the kernel if it can run, else in PyTorch.
 
     Args:
-        q, k, v: (N, heads, frames * pixels, D), any strides. The tokens are in the order of the frames.
+        q, k, v: (N, heads, frames * pixels, D), any strides. All tokens of the first frame come first.
         frames: number of frames.
 
     The arguments are not checked. Returns (N, frames * pixels, heads * D), contiguous.
@@ -71,7 +73,7 @@ _launches: PlanCache[Launch | None] = PlanCache()
 
 
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
-    """``attend_over_frames`` by the kernel; None if it cannot run."""
+    """``attend_over_frames``, computed by the kernel; None if the kernel cannot run."""
     key = plan_key((q, k, v, frames))
     launch = _launches.get(key)
     if launch is None:

@@ -1,4 +1,4 @@
-"""The Triton kernel of ``attention/over_frames.py``, where its formula and numerics are explained."""
+"""The Triton kernel of attention over frames. ``attention/over_frames.py`` explains formula and numerics."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ def _frames_attention_kernel(
     K_L: tl.constexpr, V_H: tl.constexpr, V_L: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr,
     ROWS: tl.constexpr, FRAMES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program computes y for all frames of ``ROWS // FRAMES`` pixels, for one head of one sample.
+    """Computes y. A program has all frames of ``ROWS // FRAMES`` pixels, for one head of one sample.
 
-    A tile has ``FRAMES`` rows for each pixel, T of which are frames. One product computes the scores of all
-    rows of the tile with each other. Those of different pixels are dropped.
+    A tile has ``FRAMES`` rows for each pixel: T frames and padding. One matrix product computes the scores of
+    all rows of the tile with each other. The scores of rows of different pixels are dropped.
 
-    Pointers: ``q``, ``k``, ``v`` (N, H, T * P, D), fp16 or bf16, with contiguous channels; ``y``
+    Tensors: ``q``, ``k``, ``v`` (N, H, T * P, D), fp16 or bf16, with contiguous channels; ``y``
     (N, T * P, H, D), contiguous.
 
     Numbers:
-        P, T: pixels of a frame, and frames.
+        P: number of pixels of a frame.
+        T: number of frames.
         q_n, k_n, v_n: strides of samples, in multiples of ``VECTOR`` elements.
-        scale: factor of the scores, for powers of 2: log2(e) times the factor in the formula.
+        scale: ``scale`` of the formula times log2(e), because the kernel computes powers of 2.
 
     Constants:
-        Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads and of rows.
+        Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads (H) and of tokens (L) in q, k and v.
         BLOCK_D: D, padded to a power of 2.
     """
     PIXELS: tl.constexpr = ROWS // FRAMES
-    # Neighboring programs have the heads of the same pixels, which are neighbors in memory.
+    # Programs with neighboring numbers have different heads of the same pixels, which are neighbors in
+    # memory.
     blocks = tl.cdiv(P, PIXELS)
     h = (tl.program_id(0) % H).to(tl.int64)
     first = tl.program_id(0) // H % blocks * PIXELS
@@ -53,7 +55,7 @@ def _frames_attention_kernel(
     k = tl.load(k_ptr + n * k_n * VECTOR + h * K_H + (row * K_L + d[None, :]), mask=mask, other=0.0)
     v = tl.load(v_ptr + n * v_n * VECTOR + h * V_H + (row * V_L + d[None, :]), mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k)) * scale
-    # Each row keeps at least one score: that of its own pixel's first frame.
+    # Each row keeps at least one score, the one with the first frame of its own pixel.
     kept = (pixel[:, None] == pixel[None, :]) & (frame < T)[None, :]
     scores = tl.where(kept, scores, float("-inf"))
     p = exp2(scores - tl.max(scores, 1)[:, None])

@@ -5,10 +5,11 @@ Formula, for row i of x (rows, D), with g = i // period % groups:
     u = x + residual + added[g], rounded to the dtype of x
     y = LayerNorm(u) + position[g]
 
-``added`` may be the embedding of a frame, or what attention to a single token adds to each token of a sample.
-``position`` may be a positional embedding of frames. Stock adds both in passes of their own.
+``period`` consecutive rows are a group: they use the same row of ``added`` and of ``position``. For example,
+``added`` is the embedding of a frame, or the result of attention to a single token, and ``position`` is the
+positional embedding of a frame. Stock adds each of the two in a separate pass.
 
-This is for inference only: there is no op and no backward. On a GPU ``_rows_kernel`` of
+This is for inference only: there is no registered op and no backward. On a GPU ``_rows_kernel`` of
 ``layer_norm/kernels.py`` runs. Everywhere else, and for rows that do not fit into registers, plain PyTorch
 runs.
 """
@@ -28,17 +29,17 @@ from sdfastgn.kernels.common.sizes import WARP, vector_width
 from sdfastgn.kernels.layer_norm.config import RowsConfig, forward_config
 from sdfastgn.kernels.layer_norm.op import layer_norm
 
-# Rows are numbered by int32 in the kernel.
+# Number of rows from which the kernel cannot run, because it numbers rows by int32.
 _MOST_ROWS = 2**31
 
 
 class Groups(NamedTuple):
-    """Vectors for groups of rows: row i uses row ``i // period % groups`` of them.
+    """Vectors for groups of rows. Row i of x uses row ``i // period % groups`` of ``added`` and ``position``.
 
     Attributes:
         period: number of consecutive rows that use the same vector.
-        added: (groups, D), added before the norm, or None.
-        position: (groups, D), added to the norm's result, or None.
+        added: (groups, D) or None. It is added before the norm.
+        position: (groups, D) or None. It is added to the norm's result.
     """
 
     period: int
@@ -62,19 +63,19 @@ def grouped_layer_norm(
     residual: Tensor | None = None,
     total_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, total) of the formula above. total is u + total_bias, rounded once.
+    """Returns (y, total). y is the result of the formula above. total is u + total_bias, rounded once.
 
     Args:
         x: (..., D), fp16, bf16 or fp32.
         weight, bias: (D,) or None.
         eps: added to the variance.
-        groups: what is added to groups of rows, in the dtype and on the device of x. If both vectors are
-            given, there are equally many.
-        residual: the shape, dtype and device of x, or None.
-        total_bias: (D,) or None, added to total, but not to what is normalized.
+        groups: the vectors that are added to groups of rows, in the dtype and on the device of x. ``added``
+            and ``position`` must have the same shape, unless one is None.
+        residual: a tensor with the shape, dtype and device of x, or None.
+        total_bias: (D,) or None. It is added to total, but not to the sum that is normalized.
 
-    The arguments are not checked. Both results have the shape and dtype of x. They are new and contiguous if
-    anything is added, else total may be x itself.
+    The arguments are not checked. Both results have the shape and dtype of x. They are new, contiguous
+    tensors, but if nothing is added, total may be x itself.
     """
     operands = (x, residual, groups.added, total_bias, weight, bias, groups.position)
     if dispatch.is_plain_inference(x, operands[1:]) and x.numel() < _MOST_ROWS * x.shape[-1]:
@@ -105,7 +106,7 @@ def _in_pytorch(
 
 
 def _per_row(vectors: Tensor, x: Tensor, period: int) -> Tensor:
-    """The vector of each row of x, in the shape of x."""
+    """Returns a tensor of the shape of x: for each row of x, the vector of ``vectors`` that this row uses."""
     rows = torch.arange(math.prod(x.shape[:-1]), device=x.device)
     return vectors[rows // period % len(vectors)].view(x.shape)
 
@@ -117,7 +118,10 @@ _launches: PlanCache[Launch | None] = PlanCache()
 def _by_kernel(
     operands: tuple[Tensor | None, ...], eps: float, groups: Groups
 ) -> tuple[Tensor, Tensor] | None:
-    """``grouped_layer_norm`` by the kernel; None if it cannot run. ``operands``: in the kernel's order."""
+    """``grouped_layer_norm``, computed by the kernel; None if it cannot run.
+
+    ``operands``: the tensors, in the order of the kernel's parameters.
+    """
     key = plan_key(operands, eps, groups.period)
     launch = _launches.get(key)
     if launch is None:
