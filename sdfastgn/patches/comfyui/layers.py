@@ -126,7 +126,6 @@ def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     """
     if (
         type(layer) is not vars(layer).get(_STOCK_CLASS)
-        or layer.weight is None
         or not is_unhooked(layer)
         or any(other.dtype != x.dtype for other in others)
     ):
