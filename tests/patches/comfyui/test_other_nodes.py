@@ -317,6 +317,20 @@ def test_graphs_of_weights_that_are_cast(tape, kind):
     assert graphs_of(unet_of(model)).eager == {"first call of its kind": 3}
 
 
+def test_graphs_cast_weights_at_each_replay(tape):
+    model = comfy_models.load_model(KIND, weight_dtype=torch.float8_e4m3fn)
+    optimized = optimize_model(model, True)
+    optimized.patch_model(CPU)
+    step(optimized, KIND)
+    for module in unet_of(model).modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.weight.data.copy_(torch.full_like(module.weight, 0.5))
+    found = step(optimized, KIND)
+    assert tape.captures == 1
+    optimized.detach()
+    close(found, step(model, KIND))
+
+
 def test_no_graphs_with_functions_on_weights(model, tape):
     optimized = optimize_model(model, True)
     optimized.add_weight_wrapper(
