@@ -117,7 +117,7 @@ def _calls(root: nn.Module) -> list[str]:
     if graphed is None or not total:
         return []
     if not is_loaded(root):
-        return ["No CUDA graphs while ComfyUI moves or patches weights at each call"]
+        return ["No CUDA graphs: graphs cannot repeat how some layers prepare their weights at each call"]
     memory = sum(graphed.pool_bytes().values()) / 2**20
     lines = [f"Last run: {replayed} of {total} calls as CUDA graphs, which hold {memory:.0f} MiB"]
     lines += [f"Without a graph: {count} ({reason})" for reason, count in eager.items()]
