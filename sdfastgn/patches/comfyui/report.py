@@ -117,7 +117,7 @@ def _calls(root: nn.Module) -> list[str]:
     if graphed is None or not total:
         return []
     if not is_loaded(root):
-        return ["No CUDA graphs while layers cast their weights"]
+        return ["No CUDA graphs: graphs cannot repeat how some layers prepare their weights at each call"]
     memory = sum(graphed.pool_bytes().values()) / 2**20
     held = f", which hold {memory:.0f} MiB" if memory or not replayed else ""
     lines = [f"Last run: {replayed} of {total} calls as CUDA graphs{held}"]
