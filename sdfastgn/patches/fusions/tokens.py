@@ -13,6 +13,7 @@ from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
 from sdfastgn.patches.core.fusion import is_unhooked
 from sdfastgn.patches.core.linear import is_plain_linear
+from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["add_feed_forward", "add_norm", "linear_geglu", "norm"]
 
@@ -24,6 +25,7 @@ _TRAINING_ELEMENTS = 2**24
 
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     """``a * gelu(b)``, where (a, b) are the halves of ``layer(x)``. GELU's kernel adds the layer's bias."""
+    layer = plain_layer(layer)
     if is_plain_linear(layer):
         return geglu(linear(x, layer.weight), layer.bias)
     return geglu(layer(x))
@@ -57,6 +59,8 @@ def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, r
 
     layers: the layers that ``ff`` calls one after the other; None if ``ff`` does anything else.
     """
+    if layers is not None:
+        layers = [*layers[:-1], plain_layer(layers[-1])]
     if not _adds_in_product(layers, layer, x, residual):
         h, total = add_norm(layer, x, residual)
         return ff(h) + total

@@ -42,6 +42,8 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "transformers.models.clip.modeling_clip.CLIPTextModel": {},
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
+# The model whose forward multiplies the scales of all LoRA layers by an argument.
+_TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
 _HARMLESS = (channels_last.enter, channels_last.leave)
 
 
@@ -66,6 +68,15 @@ def numbers_of(module: nn.Module) -> dict[str, Number] | None:
     """The arguments of ``module`` that may be numbers, by name; None if its calls never become graphs."""
     kind = stock_class(module)
     return _GRAPHABLE.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def lora_scale_of(module: nn.Module) -> str | None:
+    """The name of the argument in which ``module`` takes a scale of LoRAs; None if it takes none.
+
+    The argument is a dict, and the scale is its item "scale".
+    """
+    is_unet = f"{stock_class(module).__module__}.{stock_class(module).__qualname__}" == _TAKES_SCALE
+    return "cross_attention_kwargs" if is_unet else None
 
 
 def reason_now(module: nn.Module) -> str | None:
