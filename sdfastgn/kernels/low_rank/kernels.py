@@ -12,6 +12,8 @@ Columns of a matrix are counted in the order of the weight's memory. For a 3 x 3
 channels-last, a column is (place in the window, input channel). The factor a may have another order, so its
 address is found from both numbers.
 
+Offsets are int32, so a matrix has less than 2^31 elements.
+
 Numerics: products and sums in fp32, one rounding at the store.
 """
 
@@ -36,11 +38,11 @@ def add_low_rank_kernel(
     tile = tl.load(tiles_ptr + 2 * program + 1)
     out = tl.load(matrix).to(tl.pointer_type(WEIGHT))
     weight = tl.load(matrix + 1).to(tl.pointer_type(WEIGHT))
-    rows = tl.load(matrix + 2)
-    columns = tl.load(matrix + 3)
-    inner = tl.load(matrix + 4)
-    first = tl.load(matrix + 5)
-    pairs = tl.load(matrix + 6)
+    rows = tl.load(matrix + 2).to(tl.int32)
+    columns = tl.load(matrix + 3).to(tl.int32)
+    inner = tl.load(matrix + 4).to(tl.int32)
+    first = tl.load(matrix + 5).to(tl.int32)
+    pairs = tl.load(matrix + 6).to(tl.int32)
     if ALIGNED:  # addresses from a table have no known alignment, and would be read 2 bytes at a time
         out = tl.multiple_of(out, 16)
         weight = tl.multiple_of(weight, 16)
@@ -56,9 +58,11 @@ def add_low_rank_kernel(
         factor = factors_ptr + pair * 7
         a = tl.load(factor).to(tl.pointer_type(A))
         b = tl.load(factor + 1).to(tl.pointer_type(B))
-        rank = tl.load(factor + 2)
-        a_row, a_inner, a_outer = tl.load(factor + 3), tl.load(factor + 4), tl.load(factor + 5)
-        b_row = tl.load(factor + 6)
+        rank = tl.load(factor + 2).to(tl.int32)
+        a_row = tl.load(factor + 3).to(tl.int32)
+        a_inner = tl.load(factor + 4).to(tl.int32)
+        a_outer = tl.load(factor + 5).to(tl.int32)
+        b_row = tl.load(factor + 6).to(tl.int32)
         a_at = (n % inner) * a_inner + (n // inner) * a_outer
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, rank, DEPTH):

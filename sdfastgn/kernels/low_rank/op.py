@@ -31,7 +31,9 @@ from sdfastgn.kernels.common.sizes import ceil_div
 _TILE = (64, 128)
 # Smallest depth of ``tl.dot``, and the depth for larger ranks.
 _DEPTHS = (16, 32)
-_WARPS = 4
+_WARPS = 8
+# Offsets in the kernel are int32.
+_MOST_ELEMENTS = 2**31 - 1
 # Number of sets of tables that are kept on the GPU.
 _KEPT_TABLES = 16
 
@@ -168,6 +170,8 @@ def _numbers(total: Sum) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None
     rows, channels = len(weight), weight.shape[1] if weight.dim() > 1 else 1
     window = weight[0, 0].numel() if weight.dim() > 2 else 1
     columns = channels * window
+    if max(weight.numel(), *(t.numel() for pair in pairs for t in pair[:2]), 0) > _MOST_ELEMENTS:
+        return None
     is_last = window > 1 and not weight.is_contiguous()
     if is_last and not weight.is_contiguous(memory_format=torch.channels_last):
         return None

@@ -68,13 +68,15 @@ __all__ = [
 
 _PEFT = "peft.tuners.lora.layer"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Attributes of a convolution that its stand-in must have too.
+# Attributes of a convolution that its stand-in and its adapters must have too.
 _OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 _NO_MEMORY = "there was no memory for merged weights"
 
 # Wrapper -> its stand-in and what this was made of. It is not kept in the wrapper's ``__dict__``, so that it
 # is neither copied nor pickled.
 _records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
+# Wrapper -> all wrappers that were adopted with it.
+_siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 # Modules of models that must not get merged weights, and wrappers for which memory was short.
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -125,6 +127,12 @@ class _Source(NamedTuple):
     def has_bias(self) -> bool:
         return self.bias is not None or any(pair[2] is not None for pair in self.pairs)
 
+    def scaled(self, factor: float) -> _Source:
+        """The same with all scales multiplied by ``factor``, as ``scale_layer`` of peft does."""
+        if factor == 1.0:
+            return self
+        return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
+
     def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         return (
             tuple(map(id, tensors)),
@@ -142,6 +150,7 @@ class _Record:
         self.key: tuple[Any, ...] | None = None
         self._tensors: list[Tensor] = []
         self._storages: list[StorageWeakRef] = []
+        self._places: tuple[Any, ...] = ()
         self._written: tuple[int, Any] = (0, None)
 
     def fits(self, source: _Source) -> bool:
@@ -177,10 +186,15 @@ class _Record:
             yield Sum(out, own, tuple(Factors(b.new_ones(1, 1), b.view(-1, 1), s) for b, s in biases))
 
     def note(self, source: _Source, written: tuple[int, Any]) -> None:
-        self._tensors = source.tensors  # kept, so that no other tensor gets their ids
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
+        """Take note that the stand-in was computed from ``source``. ``written``: (stream, event)."""
+        tensors = source.tensors
+        key = source.key(tensors)
+        if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
+            self._places = key[:2]
+            self._tensors = tensors  # kept, so that no other tensor gets their ids
+            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._written = written
-        self.key = source.key(self._tensors)
+        self.key = key
 
     def wait(self) -> None:
         """Let the current stream wait until the merged weight is written."""
@@ -243,6 +257,7 @@ def allow(root: nn.Module, merges: bool) -> None:
         release(root)
     for module in root.modules():
         (_off.discard if merges else _off.add)(module)
+        _short.discard(module)
     if merges:
         adopt(root)
 
@@ -270,11 +285,8 @@ def _active(own: dict[str, Any]) -> list[str]:
     return [name for name in ([names] if isinstance(names, str) else names) if name in present]
 
 
-def _source(layer: nn.Module, factor: float = 1.0) -> _Source | str:
-    """What the merged weight of ``layer`` is made of, or the reason why it cannot be merged.
-
-    ``factor``: multiplies all scales, as ``scale_layer`` of peft does.
-    """
+def _source(layer: nn.Module) -> _Source | str:
+    """What the merged weight of ``layer`` is made of, or the reason why it cannot be merged."""
     own = vars(layer)
     if type(own["scaling"]) is not dict:
         return "its scales are in a dict of another class"
@@ -291,7 +303,7 @@ def _source(layer: nn.Module, factor: float = 1.0) -> _Source | str:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     pairs = []
     for name in _active(own):
-        pair = _pair(layer, kind, name, factor)
+        pair = _pair(layer, kind, name)
         if isinstance(pair, str):
             return pair
         pairs.append(pair)
@@ -306,7 +318,7 @@ def _source(layer: nn.Module, factor: float = 1.0) -> _Source | str:
     return source
 
 
-def _pair(layer: nn.Module, kind: type, name: str, factor: float) -> Any:
+def _pair(layer: nn.Module, kind: type, name: str) -> Any:
     """(A, B, B's bias or None, scale) of the adapter ``name``, or a reason."""
     own = vars(layer)
     modules = own["_modules"]
@@ -315,13 +327,27 @@ def _pair(layer: nn.Module, kind: type, name: str, factor: float) -> Any:
     first, second = (modules[side]._modules.get(name) for side in ("lora_A", "lora_B"))
     if not (type(first) is type(second) is kind and is_unhooked(first) and is_unhooked(second)):
         return "the adapter's layers are not plain, or have hooks"
+    if kind is nn.Conv2d and not _is_convolution_of(modules["base_layer"], first, second):
+        return "the adapter's convolution has other settings than its layer"
     if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
         return "its adapter has a dropout"
     scale = own["scaling"][name]
     if type(scale) not in (float, int):
         return f"the adapter's scale is a {type(scale).__name__}"
     a, b = first._parameters["weight"], second._parameters["weight"]
-    return a, b, second._parameters.get("bias"), scale if factor == 1.0 else scale * factor
+    return a, b, second._parameters.get("bias"), scale
+
+
+def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:
+    """True if ``first`` sees the same windows as ``base``, and ``second`` only mixes channels.
+
+    peft does not copy dilation and the mode of padding.
+    """
+    return (
+        all(getattr(first, name) == getattr(base, name) for name in ("kernel_size", *_OF_CONV))
+        and second.kernel_size == second.stride == (1, 1)
+        and second.padding == (0, 0)
+    )
 
 
 # ---- what runs
@@ -344,9 +370,11 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     _unfuse(layer)
     is_frozen = _is_frozen.get()
-    source = _source(layer, _factor.get())
+    source = _source(layer)
     if isinstance(source, str) or not (is_frozen or _runs_merged(source.weight)):
         return None
+    factor = _factor.get()
+    source = source.scaled(factor)
     if record is not None and record.is_of(source) and record.fits(source):
         if not is_frozen:
             record.wait()
@@ -356,12 +384,25 @@ def merged_layer(layer: nn.Module) -> Any:
     if source.weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # other code captures this call, and would write the weights at each replay
     try:
-        [record] = _write([(layer, source)])
+        record, *_ = _write([(layer, source), *_outdated_siblings(layer, factor)])
     except torch.OutOfMemoryError:
         _short.add(layer)
         forget(layer)
         return None
     return record.layer
+
+
+def _outdated_siblings(layer: nn.Module, factor: float) -> list[tuple[nn.Module, _Source]]:
+    """Other layers of the model of ``layer`` that need new merged weights. One launch computes them all."""
+    found = []
+    for other in _siblings.get(layer, ()):
+        record = _records.get(other)
+        source = None if record is None or other is layer else _source(other)
+        if isinstance(source, _Source):
+            source = source.scaled(factor)
+            if record.fits(source) and not record.is_of(source):
+                found.append((other, source))
+    return found
 
 
 def _runs_merged(weight: Tensor) -> bool:
@@ -379,10 +420,11 @@ def _write(found: Iterable[tuple[nn.Module, _Source]]) -> list[_Record]:
     """Compute the merged weights of all wrappers, in the current stream. Returns their records."""
     global _touches
     found = list(found)
-    device = found[0][1].weight.device
+    devices = dict.fromkeys(source.weight.device for _, source in found)
     with _changing, torch.no_grad():
         _touches += 1  # a ``Survey`` may expect other values
-        _wait_for_readers(device)
+        for device in devices:
+            _wait_for_readers(device)
         records = []
         for layer, source in found:
             record = _records.get(layer)
@@ -393,9 +435,9 @@ def _write(found: Iterable[tuple[nn.Module, _Source]]) -> list[_Record]:
             records.append(record)
         pairs = list(zip(records, found, strict=True))
         add_low_rank([total for record, (_, source) in pairs for total in record.sums(source)])
-        written = (0, None) if device.type != "cuda" else (current_raw_stream(device.index), _event(device))
+        written = {device: _written_now(device) for device in devices}
         for record, (_, source) in pairs:
-            record.note(source, written)
+            record.note(source, written[source.weight.device])
     return records
 
 
@@ -412,11 +454,13 @@ def _read_on(device: torch.device) -> None:
         _readers.add((device.index, current_raw_stream(device.index)))
 
 
-def _event(device: torch.device) -> Any:
-    with torch.cuda.device(device):
-        event = torch.cuda.Event()
-        event.record()
-    return event
+def _written_now(device: torch.device) -> tuple[int, Any]:
+    """(the current stream of ``device``, an event after all of its work so far); (0, None) on a CPU."""
+    if device.type != "cuda":
+        return 0, None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return current_raw_stream(device.index), event
 
 
 def _stand_in(source: _Source) -> Any:
@@ -466,6 +510,10 @@ def adopt(root: nn.Module) -> list[nn.Module]:
         for module in root.modules() if missing else ():
             if hasattr(module, "pack_merged"):
                 module.pack_merged()
+        if missing:
+            group = weakref.WeakSet(layers)
+            for layer in layers:
+                _siblings[layer] = group
     return layers
 
 
@@ -556,6 +604,7 @@ class Survey:
         )
         self.reason = ""
         self._records = [_records[layer] for layer in self.layers]
+        self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
         self._factor: float | None = None
         self._before: list[Any] = []
 
@@ -572,34 +621,45 @@ class Survey:
         """
         if not self.layers:
             return True
-        _read_on(self._records[0].layer.weight.device)
-        if (
-            factor == self._factor
+        for device in self._devices:
+            _read_on(device)
+        is_same = (
+            self._factor is not None
             and self._seen() == self._before
             and not any(map(is_expired, self._storage_ids))
-        ):
+        )
+        if is_same and factor == self._factor:
             return True
         self._factor = None
-        for layer in self.layers:
-            _unfuse(layer)
-        self._look()
+        if not (is_same or self._find()):
+            return False
         found = []
-        for layer, record in zip(self.layers, self._records, strict=True):
-            source = _source(layer, factor)
-            if isinstance(source, str) or not _runs_merged(source.weight):
-                self.reason = (
-                    f"an adapter is not merged any more: {source if isinstance(source, str) else ''}"
-                )
-                return False
-            if _records.get(layer) is not record or not record.fits(source):
+        for layer, record, source in zip(self.layers, self._records, self._sources, strict=True):
+            scaled = source.scaled(factor)
+            if not (is_same or (_records.get(layer) is record and record.fits(scaled))):
                 self.reason = "a layer with an adapter has other memory or settings"
                 return False
-            if not record.is_of(source):
-                found.append((layer, source))
+            if is_same or not record.is_of(scaled):
+                found.append((layer, scaled))
         if found:
             _write(found)
             self._before[0] = _touches
         self._factor = factor
+        return True
+
+    def _find(self) -> bool:
+        """Find out what all merged weights are made of. False if one of them cannot be merged any more."""
+        for layer in self.layers:
+            _unfuse(layer)
+        self._look()
+        self._sources: list[_Source] = []
+        for layer in self.layers:
+            source = _source(layer)
+            if isinstance(source, str) or not _runs_merged(source.weight):
+                why = source if isinstance(source, str) else "no kernels run"
+                self.reason = f"an adapter cannot be merged any more: {why}"
+                return False
+            self._sources.append(source)
         return True
 
     def _look(self) -> None:
@@ -615,7 +675,7 @@ class Survey:
         self._dicts = list(map(vars, running))
         self._hooks = [vars(module)[name] for module in running for name in _HOOKS]
         self._parameters = [module._parameters for module in (*bases, *adapters)]
-        self._convs = [vars(base) for base in bases if type(base) is nn.Conv2d]
+        self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
         self._tensors = [t for part in self._parameters for t in part.values() if t is not None]
         # Kept, so that no other object gets the id of one of them.
         self._kept = [child for children in self._children for child in children.values()]

@@ -198,6 +198,12 @@ def test_a_scale_in_the_arguments_beside_a_layer_that_is_not_merged():
     same_results(unet, stock, inputs, 2)
 
 
+def circular(modules):
+    for module in modules:
+        if isinstance(module, torch.nn.Conv2d):
+            module.padding_mode = "circular"
+
+
 # Changes of the layers themselves: one new capture.
 STRUCTURES = {
     "more-layers": lambda u: add(u, "c", 7, ["linear_1", "conv2"]),
@@ -207,9 +213,8 @@ STRUCTURES = {
     "dropout": lambda u: wrappers(u)[0].lora_dropout.update({"a": torch.nn.Dropout(0.5).eval()}),
     "dora": lambda u: add(u, "c", 7, FEW, use_dora=True),
     "moved": lambda u: u.to(torch.float64).to(torch.float32),
-    "padding": lambda u: [
-        setattr(w.base_layer, "padding_mode", "circular") for w in wrappers(u) if "conv" in str(w)
-    ],
+    "padding": lambda u: circular(w.base_layer for w in wrappers(u)),
+    "seamless": lambda u: circular(u.modules()),
 }
 
 
