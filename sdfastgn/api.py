@@ -301,14 +301,9 @@ def _optimize(
 
     Returns the former state of each component; empty if there is nothing to optimize.
     """
-    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
-    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
-        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify}
     flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}
-    for name, flag in flags.items():
-        if type(flag) is not bool:
-            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
+    _check_options(call, cuda_graphs, flags)
     asked = ("batch_norm",) if fold_batch_norm else ()
     roots = _roots(call, obj, asked)
     if not roots:
@@ -344,6 +339,15 @@ def _optimize(
                 _put_back(before)
                 raise
     return before
+
+
+def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
+    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
+        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
 
 
 def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:

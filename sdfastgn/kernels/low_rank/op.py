@@ -177,7 +177,7 @@ def _numbers(total: Sum) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None
         return None
     if not (is_last or weight.is_contiguous()):
         return None
-    found = []
+    found: list[tuple[int, ...]] = []
     for a, b, _ in pairs:
         strides = _strides(a)
         is_same = (a.dtype, b.dtype) == (pairs[0].a.dtype, pairs[0].b.dtype)

@@ -22,7 +22,6 @@ One change is not noticed: a write through ``.data`` of a tensor that was not re
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 import weakref
@@ -70,6 +69,8 @@ _PEFT = "peft.tuners.lora.layer"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of a convolution that its stand-in and its adapters must have too.
 _OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
+# Number of sizes that the constructor of a layer takes.
+_SIZES = {nn.Linear: 2, nn.Conv2d: 3}
 _NO_MEMORY = "there was no memory for merged weights"
 
 # Wrapper -> its stand-in and what this was made of. It is not kept in the wrapper's ``__dict__``, so that it
@@ -320,11 +321,12 @@ def _source(layer: nn.Module) -> _Source | str:
 
 def _pair(layer: nn.Module, kind: type, name: str) -> Any:
     """(A, B, B's bias or None, scale) of the adapter ``name``, or a reason."""
-    own = vars(layer)
+    own: Any = vars(layer)
     modules = own["_modules"]
     if name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name):
         return "its adapter is a variant of LoRA, such as DoRA"
-    first, second = (modules[side]._modules.get(name) for side in ("lora_A", "lora_B"))
+    first: Any = modules["lora_A"]._modules[name]
+    second: Any = modules["lora_B"]._modules[name]
     if not (type(first) is type(second) is kind and is_unhooked(first) and is_unhooked(second)):
         return "the adapter's layers are not plain, or have hooks"
     if kind is nn.Conv2d and not _is_convolution_of(modules["base_layer"], first, second):
@@ -399,9 +401,9 @@ def _outdated_siblings(layer: nn.Module, factor: float) -> list[tuple[nn.Module,
         record = _records.get(other)
         source = None if record is None or other is layer else _source(other)
         if isinstance(source, _Source):
-            source = source.scaled(factor)
-            if record.fits(source) and not record.is_of(source):
-                found.append((other, source))
+            scaled = source.scaled(factor)
+            if record is not None and record.fits(scaled) and not record.is_of(scaled):
+                found.append((other, scaled))
     return found
 
 
@@ -465,11 +467,12 @@ def _written_now(device: torch.device) -> tuple[int, Any]:
 
 def _stand_in(source: _Source) -> Any:
     """A plain layer like ``source.base`` with memory for its own weight and bias."""
-    base = source.base
-    layer = copy.copy(base)
-    for name in _HOOKS:
-        vars(layer)[name] = type(getattr(base, name))()
-    weight = source.weight
+    base, weight = source.base, source.weight
+    layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
+    # Only settings are copied: the base may have hooks, and entries of other code in its ``__dict__``.
+    for name, value in vars(layer).items():
+        if not isinstance(value, (dict, set)):
+            vars(layer)[name] = vars(base)[name]
     # Outside of inference mode, because memory from inside would make inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         place = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
@@ -509,7 +512,7 @@ def adopt(root: nn.Module) -> list[nn.Module]:
                 change_class(layer, MERGED[type(layer)])
         for module in root.modules() if missing else ():
             if hasattr(module, "pack_merged"):
-                module.pack_merged()
+                module.pack_merged()  # type: ignore[operator]
         if missing:
             group = weakref.WeakSet(layers)
             for layer in layers:

@@ -24,7 +24,7 @@ class _MergedLayer(nn.Module):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = None if args or kwargs else merged_adapters.merged_layer(self)
-        return super().forward(x, *args, **kwargs) if layer is None else layer(x)  # type: ignore[misc]
+        return super().forward(x, *args, **kwargs) if layer is None else layer(x)
 
     def __getattr__(self, name: str) -> Any:
         if name in _DOORS:

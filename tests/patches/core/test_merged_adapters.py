@@ -273,6 +273,25 @@ def test_every_layer_of_a_unet(graphs):
 
 
 @torch.no_grad()
+def test_other_code_in_the_layer_is_not_copied():
+    """While another thread runs, ``optimize`` puts gates into all modules."""
+    unet = build_unet("tiny", torch.float32, "cpu")
+    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), adapter_name="a")
+    x = torch.randn(2, 3, 40)
+    layer = next(m for m in unet.modules() if hasattr(m, "set_scale") and m.in_features == 40)
+    expected, done = layer(x), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        sdfastgn.optimize(unet)
+    finally:
+        done.set()
+        thread.join()
+    torch.testing.assert_close(layer(x), expected)
+    assert is_merged(layer)
+
+
+@torch.no_grad()
 def test_stocks_code_sees_no_merged_weights():
     model = model_with(nn.Linear(12, 20))
     stock = copy.deepcopy(model)
