@@ -16,7 +16,7 @@ from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import patcher
-from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core import channels_last, merged_adapters
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
 from sdfastgn.patches.graphs import install as graphs
@@ -41,6 +41,7 @@ def optimize(
     missing_ok: bool = False,
     verify: bool = False,
     fold_batch_norm: bool = False,
+    merge_adapters: bool = True,
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
@@ -71,6 +72,12 @@ def optimize(
             gradients. Parameters stay as they are. The folded weights take additional memory. They are
             computed again if a parameter is replaced or written in place. A write through ``.data`` is not
             noticed: after it, call ``restore`` and ``optimize`` again.
+        merge_adapters: True runs layers with LoRA adapters as plain layers with merged weights. The merged
+            weights are a copy: the parameters of layers and adapters stay as they are. The copy is as large
+            as the weights of the layers that have adapters. If there is no memory for it, these layers run
+            as in stock. The next call notices a change of adapters or scales, merges again, and keeps its
+            graphs. A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs
+            layers with adapters as in stock.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
@@ -90,7 +97,9 @@ def optimize(
             it, and this call did not end within 30 seconds. Nothing was changed. ``optimize`` waits for
             shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
-    before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
+    before = _optimize(
+        "optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm, merge_adapters
+    )
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
     return obj
@@ -213,6 +222,9 @@ def report(obj: Any) -> Report:
         graphs=tuple(state for state, _ in found),
         graph_memory_bytes=sum(pools.values()),
         runs_kernels=bool(fused),
+        merged=tuple(
+            merged for name, root in roots.items() if (merged := merged_adapters.merged_in(root, name)).layers
+        ),
     )
 
 
@@ -248,8 +260,8 @@ class _Before:
     laid_out: set[nn.Module]
 
 
-def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
-    findings = patcher.inspect(component, name, asked)
+def _before(name: str, component: Any, asked: tuple[str, ...], merges: bool) -> _Before:
+    findings = patcher.inspect(component, name, asked, merges)
     is_stock = not any(f.status == "fused" for f in findings)
     if not isinstance(component, nn.Module):
         return _Before(name, component, findings, is_stock, {}, set())
@@ -294,18 +306,15 @@ def _optimize(
     missing_ok: bool,
     verify: bool = False,
     fold_batch_norm: bool = False,
+    merge_adapters: bool = True,
 ) -> list[_Before]:
     """Optimize ``obj``, for ``optimize`` and ``optimized``. ``call``: which of these two was called.
 
     Returns the former state of each component. The list is empty if there is nothing to optimize.
     """
-    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
-    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
-        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
-    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "fold_batch_norm": fold_batch_norm}
-    for name, flag in flags.items():
-        if type(flag) is not bool:
-            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
+    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify}
+    flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}
+    _check_options(call, cuda_graphs, flags)
     asked = ("batch_norm",) if fold_batch_norm else ()
     roots = _roots(call, obj, asked)
     if not roots:
@@ -316,13 +325,17 @@ def _optimize(
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     with one_at_a_time:
         components = {**roots, **patcher.parts_of(obj)}
-        before = [_before(name, component, asked) for name, component in components.items()]
+        before = [_before(name, component, asked, merge_adapters) for name, component in components.items()]
         if strict:
             _refuse_skipped(call, [f for was in before for f in was.findings])
         warn_of_machine(call)
         models = [was for was in before if isinstance(was.component, nn.Module)]
         changing = [
-            was.component for was in models if verify or patcher.needs_change(was.component, was.findings)
+            was.component
+            for was in models
+            if verify
+            or patcher.needs_change(was.component, was.findings)
+            or merged_adapters.must_release(was.component, merge_adapters)
         ]
         with _changing(call, changing):
             try:
@@ -331,11 +344,21 @@ def _optimize(
                 if verify:
                     _tell(call, verdicts(obj), strict)
                 for was in models:
+                    merged_adapters.allow(was.component, merge_adapters)
                     graphs.install(was.component, cuda_graphs)
             except BaseException:
                 _put_back(before)
                 raise
     return before
+
+
+def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
+    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
+        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
 
 
 def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:

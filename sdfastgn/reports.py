@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sdfastgn.patches.core.merged_adapters import Merged
     from sdfastgn.patches.graphs.install import Graphs
 
 __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
@@ -63,6 +64,7 @@ class Report:
     ``graphs``: the state of each module whose calls can run as CUDA graphs.
     ``graph_memory_bytes``: size of the memory pools of these graphs. The pools may also contain graphs of
     other models in the process.
+    ``merged``: the models with layers whose LoRA adapters are merged into weights.
     """
 
     entries: tuple[Entry, ...]
@@ -72,6 +74,7 @@ class Report:
     graphs: tuple[Graphs, ...] = ()
     graph_memory_bytes: int = 0
     runs_kernels: bool = True
+    merged: tuple[Merged, ...] = ()
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -193,6 +196,10 @@ class Report:
         if self.fused:
             weights = f"channels-last weights: {self.channels_last_weights}"
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
+        for m in self.merged:
+            names = ", ".join(m.adapters) or "none active"
+            memory = f"{m.layers} layers, {m.bytes / 2**20:.0f} MiB"
+            found.append((f"merged LoRA in {m.path}: {memory}, adapters: {names}", []))
         for g in self.graphs:
             if g.replays or g.eager:
                 # A count of 0 means that the module's state makes graphs impossible for all calls.

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core import channels_last, merged_adapters
 from sdfastgn.patches.core.adapters import adapter_reason
 from sdfastgn.patches.core.fusion import ClassSwap, Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.merged_adapters import is_allowed
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -95,7 +96,9 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
     )
 
 
-def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
+def inspect(
+    component: Any, prefix: str = "", asked: Collection[str] = (), merges: bool | None = None
+) -> list[Finding]:
     """What each fusion says about ``component`` and each module in it. Changes nothing.
 
     If a fused or fusable module has layers with an adapter, its finding is followed by a skipped finding for
@@ -106,6 +109,7 @@ def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> li
         prefix: the path of ``component``.
         asked: names of fusions in ``ASKED_FUSIONS`` to consider. A fusion that is already applied in
             ``component`` is always considered.
+        merges: whether LoRAs run with merged weights; None: as ``component`` was optimized.
     """
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
@@ -122,7 +126,8 @@ def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> li
                 finding = _finding(path, module, fusion, reason)
                 findings.append(finding)
                 if finding.status != "skipped" and isinstance(fusion, ClassSwap):
-                    findings += _adapted(path, module, fusion)
+                    is_merging = is_allowed(module) if merges is None else merges
+                    findings += _adapted(path, module, fusion, is_merging)
     return findings
 
 
@@ -140,13 +145,13 @@ def _finding(
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
 
 
-def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
+def _adapted(path: str, module: nn.Module, fusion: ClassSwap, merges: bool) -> Iterator[Finding]:
     """Yields a skipped finding for each layer of ``module`` that ``fusion`` must not fuse (an adapter)."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
             layer = getattr(layer, part, None)
-        reason = adapter_reason(layer)
+        reason = adapter_reason(layer, merges)
         if reason is not None:
             yield Finding(f"{path}.{name}" if path else name, layer, fusion, "skipped", reason)
 
@@ -239,8 +244,9 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drop all data about ``module`` that are stored elsewhere: reason, packed weights, folded weights."""
+    """Drop all data about ``module`` that are stored elsewhere: reason, packed, folded and merged weights."""
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)
         batch_norm.forget(module)
+        merged_adapters.leave(module)

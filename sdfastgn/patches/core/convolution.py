@@ -17,6 +17,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
@@ -45,6 +46,7 @@ def keeps_size(conv: nn.Conv2d) -> bool:
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """(conv(x) without the bias, the bias) if another kernel may add the bias, else (conv(x), None)."""
+    conv = plain_layer(conv)
     if bias_can_move(conv) and dispatch.is_plain_inference(x, (conv.weight, conv.bias)):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
@@ -55,6 +57,7 @@ def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = N
 
     ``residual``: a tensor of the result's shape. None if there is nothing to add.
     """
+    conv = plain_layer(conv)
     is_plain = is_plain_conv(conv) and type(relu) is nn.ReLU and is_unhooked(relu)
     if not (is_plain and _fits_cudnn(conv, x, residual)):
         y = conv(x)
@@ -90,6 +93,7 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
     The product is faster because it adds the bias before it writes the result. In fp32 the convolution is
     called instead: by PyTorch's default convolutions use TF32, and matrix products use fp32, which is slower.
     """
+    conv = plain_layer(conv)
     if not (is_plain_conv(conv) and _is_product(conv, x)):
         return conv(x)
     N, C, H, W = x.shape

@@ -19,6 +19,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import is_choosing
 from sdfastgn.kernels.product.op import linear as product
 from sdfastgn.patches.core.fusion import activation_of, is_unhooked
+from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["call_linear", "fused_linear", "is_plain_linear", "linear_of"]
 
@@ -33,6 +34,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape."""
+    layer = plain_layer(layer)
     # ``is_choosing`` is True only while a graph is made. It is checked first, because it is the faster check.
     if is_choosing() and is_plain_linear(layer):
         return product(x, layer.weight, layer.bias)
@@ -41,6 +43,7 @@ def call_linear(layer: Any, x: Tensor) -> Tensor:
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
     """``linear(act(x))``, or ``linear(x)`` if act is None. Runs as one kernel if ``fused_linear`` can."""
+    linear = plain_layer(linear)
     y = fused_linear(linear, act, x)
     if y is None:
         y = linear(x if act is None else act(x))
@@ -60,6 +63,7 @@ def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None
         or not has_few_rows(x.shape[0])
     ):
         return None
+    linear = plain_layer(linear)
     name = "identity" if act is None else activation_of(act)
     if name is None or not (act is None or is_unhooked(act)) or not is_plain_linear(linear):
         return None

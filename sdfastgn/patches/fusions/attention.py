@@ -34,6 +34,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.linear import call_linear, is_plain_linear
+from sdfastgn.patches.core.merged_adapters import plain_layer, stand_in_of
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.video import is_plain_inference
 from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
@@ -129,26 +130,40 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head)."""
         heads = self.heads
+        to_q, to_k, to_v = map(plain_layer, (self.to_q, self.to_k, self.to_v))
         if context is None:
-            together = self._joined(hidden_states, (self.to_q, self.to_k, self.to_v))
+            together = self._joined(hidden_states, (to_q, to_k, to_v))
             if together is not None:
                 return _split(linear(hidden_states, *together), 3 * heads).chunk(3, 1)
             context = hidden_states
-        query = _split(call_linear(self.to_q, hidden_states), heads)
-        together = self._joined(context, (self.to_k, self.to_v))
+        query = _split(call_linear(to_q, hidden_states), heads)
+        together = self._joined(context, (to_k, to_v))
         if together is not None:
             return query, *_split(linear(context, *together), 2 * heads).chunk(2, 1)
-        return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
+        return query, _split(to_k(context), heads), _split(to_v(context), heads)
 
     def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
         """(weight, bias) of one layer that computes all ``linears``; None if each must be called itself."""
         found = plain_parameters(linears)
-        return joined(self, found) if found is not None and is_one_product(x, found) else None
+        if found is None or not is_one_product(x, found):
+            return None
+        # Merged weights of adapters are packed apart from the weights of the layers themselves.
+        return joined(self if linears[-1] is self.to_v else linears[-1], found)
 
     def _pack(self) -> None:
+        pack(self, self._packed_linears())
+
+    def _packed_linears(self) -> tuple[Any, ...]:
         linears = (self.to_q, self.to_k, self.to_v)
         same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
-        pack(self, linears if same else linears[1:])
+        return linears if same else linears[1:]
+
+    def pack_merged(self) -> None:
+        """Put merged weights of adapters side by side. No graph must have been captured with them."""
+        linears = self._packed_linears()
+        merged = [stand_in_of(linear) for linear in linears]
+        if all(layer is not linear for layer, linear in zip(merged, linears, strict=True)):
+            pack(merged[-1], merged)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()`` and similar methods give every parameter new memory. So parameters are packed again."""

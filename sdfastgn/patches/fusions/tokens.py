@@ -14,6 +14,7 @@ from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
 from sdfastgn.patches.core.fusion import is_unhooked
 from sdfastgn.patches.core.linear import is_plain_linear
+from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["add_feed_forward", "add_norm", "grouped_norm", "is_plain_norm", "linear_geglu", "norm"]
 
@@ -25,6 +26,7 @@ _TRAINING_ELEMENTS = 2**24
 
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     """``a * gelu(b)``, where (a, b) are the halves of ``layer(x)``. GELU's kernel adds the layer's bias."""
+    layer = plain_layer(layer)
     if is_plain_linear(layer):
         return geglu(linear(x, layer.weight), layer.bias)
     return geglu(layer(x))
@@ -83,6 +85,8 @@ def add_feed_forward(
         x, residual: (N, tokens, C). residual may be None if there are ``groups``.
         groups: None, or vectors that belong to the total too. Then ``is_plain_norm(layer)`` must be True.
     """
+    if layers is not None:
+        layers = [*layers[:-1], plain_layer(layers[-1])]
     if not _adds_in_product(layers, layer, x, residual):
         if groups is not None:
             h, total = grouped_norm(layer, x, groups, residual)

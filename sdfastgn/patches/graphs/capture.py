@@ -16,6 +16,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after
+from sdfastgn.patches.core.merged_adapters import frozen
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, static_copy, structure_of
 from sdfastgn.patches.graphs.watch import Watch
 
@@ -118,7 +119,7 @@ def capture_call(
     versions, writes = [buffer._version for buffer in buffers], watch.writes()
     graph = None
     try:
-        with backend.ordered():
+        with backend.ordered(), frozen():
             graph = Graph(buffers, backend.capture(run))
     except Unsupported:
         raise

@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +27,10 @@ from torch import nn
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
+from sdfastgn.patches.core.merged_adapters import Survey, scaled
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
 from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
+from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now, takes_gigabytes
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.random_numbers import undrawn
@@ -50,6 +52,30 @@ def all_living() -> list[GraphedForward]:
     """All ``GraphedForward`` objects that exist in the process."""
     # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
+
+
+class _Outdated(Exception):  # noqa: N818  # not an error: the call begins anew
+    """Raised if the model has changed since a ``_Current`` was made."""
+
+
+class _Current(NamedTuple):
+    """One call, with what was found out about it and about the present state of the module.
+
+    ``key``: its kind. ``survey``: the module's layers with merged weights of adapters. ``scale``: the factor
+    of all adapters that is among the arguments.
+    """
+
+    module: nn.Module
+    call: Call
+    backend: Backend
+    key: Any
+    survey: Survey
+    scale: LoraScale
+
+    def refresh(self) -> bool:
+        """Bring the merged weights up to date. False if they cannot be, as ``Survey.refresh`` says."""
+        with self.backend.ordered():
+            return self.survey.refresh(self.scale.factor)
 
 
 class GraphedForward(InstanceEntry):
@@ -151,7 +177,12 @@ class GraphedForward(InstanceEntry):
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
         try:
-            return self._by_graph(module, args, kwargs)
+            try:
+                return self._by_graph(module, args, kwargs)
+            except _Outdated:
+                return self._by_graph(module, args, kwargs)
+        except _Outdated:
+            reason = "another thread changes it"
         except Unsupported as error:
             reason = str(error)
         except torch.OutOfMemoryError:
@@ -196,7 +227,9 @@ class GraphedForward(InstanceEntry):
         reason = "they are turned off" if self.mode is False else reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
-        call = Call(args, kwargs, numbers_of(module) or {})
+        survey = self._store.survey or Survey(module)
+        scale = LoraScale(module, kwargs, survey)
+        call = Call(args, scale.kwargs, numbers_of(module) or {})
         backend = self._backend or backend_of(call.device)  # type: ignore[arg-type]
         if backend is None:
             raise Unsupported(f"there are no graphs on {call.device}")
@@ -212,35 +245,39 @@ class GraphedForward(InstanceEntry):
         with backend.lock:
             if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
-            output = self._replay_at_once(module, call, backend, key)
+            current = _Current(module, call, backend, key, survey, scale)
+            output = self._replay_at_once(current)
             if output is None:
-                output = self._replay_or_capture(module, call, backend, key)
+                output = self._replay_or_capture(current)
             if output is not None:
                 store.replays += 1
+                scale.end(module)
                 return output
-        self._rehearse(module, call, backend, key)  # without the lock, so that other threads can use graphs
+        self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
 
-    def _replay_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
+    def _replay_at_once(self, current: _Current) -> Any:
         """Start the call's graph and, while the GPU runs it, check that the model has not changed.
 
         Returns the graph's result. Returns None if the call has no graph, or if the model has changed since
         the capture.
         """
-        graph, watch = self._store.find(key), self._store.watch
-        if graph is None or watch is None or not watch.is_in_place():
+        store = self._store
+        graph, watch = store.find(current.key), store.watch
+        if graph is None or watch is None or not (watch.is_in_place() and current.refresh()):
             return None
-        output = graph.run(call, backend)
-        return output if watch.unchanged(module) else None
+        output = graph.run(current.call, current.backend)
+        return output if watch.unchanged(current.module) else None
 
-    def _replay_or_capture(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """Run the graph of ``call`` and return its result. If it has no graph yet, capture it first.
+    def _replay_or_capture(self, current: _Current) -> Any:
+        """Run the graph of the call and return its result. If it has no graph yet, capture it first.
 
         Returns None for the first call of a kind in mode "auto", which is not captured. Raises Unsupported,
         with the reason, if the call must run eagerly.
         """
+        module, call, backend, key = current[:4]
         store, policy = self._store, self._policy
-        self._check_model(module)
+        self._check_model(current)
         graph = store.find(key)
         if graph is not None:
             return graph.run(call, backend)
@@ -249,14 +286,16 @@ class GraphedForward(InstanceEntry):
             if self.mode == "auto":
                 policy.first_call(key)
                 return None
-            self._rehearse(module, call, backend, key)
+            self._rehearse(current)
         is_warm = policy.is_warm(key)
         store.make_room()
         try:
             # ``undrawn`` includes the first replay: on a GPU the replay draws random numbers.
-            with undrawn(call.device, partial(run_on_copies, module, call, backend)):
-                watch_of_now = partial(self._watch_of, module, call.device)
-                graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
+            with (
+                scaled(current.scale.in_forward),
+                undrawn(call.device, partial(run_on_copies, module, call, backend)),
+            ):
+                graph = capture_call(module, call, backend, partial(self._watch_of, current), is_warm=is_warm)
                 store.add(key, graph)
                 if takes_gigabytes(module) and not backend.has_room():
                     raise Unsupported(NO_MEMORY)
@@ -268,55 +307,66 @@ class GraphedForward(InstanceEntry):
             policy.refuse(key, str(error))
             raise
 
-    def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
+    def _rehearse(self, current: _Current) -> None:
         """Compile the kernels that a kind of call needs, in parallel. The call itself compiles one by one.
 
         To find these kernels, the forward runs once on copies of the arguments. In some models such an
         additional run would have an effect, for instance on a counter. So it is left out for models that
         cannot be captured.
         """
+        module, call, backend, key = current[:4]
         if self._policy.is_rehearsed(key):
             return
         run = partial(run_on_copies, module, call, backend)
         # An error here is ignored: the same error is raised in the call that follows, where the user sees it.
-        with contextlib.suppress(Exception):
-            if Watch(module, is_harmless).reason is None:
+        with contextlib.suppress(Exception), scaled(current.scale.in_forward):
+            if Watch(module, is_harmless, survey=current.survey).reason is None:
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
-    def _check_model(self, module: nn.Module) -> None:
-        """Drop the graphs if the model has changed. Raises Unsupported if it cannot be captured now."""
+    def _check_model(self, current: _Current) -> None:
+        """Drop the graphs if the model has changed. Raises Unsupported if it must not be captured now.
+
+        Raises _Outdated if ``current`` was made for the model before the change.
+        """
         watch = self._store.watch
-        if watch is not None and not watch.unchanged(module):
+        if watch is not None and not (current.refresh() and watch.unchanged(current.module)):
             self._policy.model_changed(self._store.replays_of_state)
-            self._drop_changed(module, watch)
+            self._drop_changed(current, watch)
+        if self._store.survey not in (None, current.survey) or (
+            watch is not None and self._store.watch is None
+        ):
+            raise _Outdated
         self._policy.check_pause()
         watch = self._store.watch
         if watch is not None and watch.reason is not None:
             raise Unsupported(watch.reason)
+        if not current.refresh():
+            raise Unsupported(current.survey.reason)
 
-    def _drop_changed(self, module: nn.Module, watch: Watch) -> None:
-        """Drop the graphs because ``module`` has changed, and store in words what changed, for the report."""
+    def _drop_changed(self, current: _Current, watch: Watch) -> None:
+        """Drop the graphs because the model has changed, and store in words what changed, for the report."""
         if self.alive:
-            self._policy.last_change = watch.what_changed(module)
+            self._policy.last_change = current.survey.reason or watch.what_changed(current.module)
         self.clear()
 
-    def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
-        """Returns a ``Watch`` that records the present state of ``module``.
+    def _watch_of(self, current: _Current) -> Watch:
+        """Returns a ``Watch`` that records the present state of the module.
 
         This is the existing one if the state has not changed since it was made. Otherwise the graphs are
         dropped and a new ``Watch`` is made. Raises Unsupported if the state cannot be watched.
         """
+        module = current.module
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
-            self._drop_changed(module, watch)
+            self._drop_changed(current, watch)
             watch = None
         if watch is None:
             try:
-                watch = Watch(module, is_harmless, device)
+                watch = Watch(module, is_harmless, current.call.device, current.survey)
             except Exception as error:  # any class of error: Watch runs code of users' classes (properties)
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
-            self._store.begin(watch)
+            self._store.begin(watch, current.survey)
         if watch.reason is not None:
             raise Unsupported(watch.reason)
         return watch

@@ -49,6 +49,8 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "transformers.models.clip.modeling_clip.CLIPTextModel": {},
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
+# The model whose forward multiplies the scales of all LoRA layers by an argument.
+_TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
 _HARMLESS = (channels_last.enter, channels_last.leave)
 
 
@@ -82,6 +84,15 @@ def takes_gigabytes(module: nn.Module) -> bool:
 def _class_name(module: nn.Module) -> str:
     kind = stock_class(module)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def lora_scale_of(module: nn.Module) -> str | None:
+    """The name of the argument in which ``module`` takes a scale of LoRAs; None if it takes none.
+
+    The argument is a dict, and the scale is its item "scale".
+    """
+    is_unet = f"{stock_class(module).__module__}.{stock_class(module).__qualname__}" == _TAKES_SCALE
+    return "cross_attention_kwargs" if is_unet else None
 
 
 def reason_now(module: nn.Module) -> str | None:
