@@ -63,6 +63,25 @@ def _masked(x, mask):
 
 
 @triton.jit
+def _bias(bias_ptr, at, mask):
+    """Loads the bias of a tile's channels, in fp32: 0 where it is masked, or if there is none."""
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def _factors(factors_ptr, n, N, scale):
+    """Loads the factors of sample ``n``: (of the residual, of x). Without factors they are (1, scale)."""
+    kept = 1.0
+    if factors_ptr is not None:
+        kept = tl.load(factors_ptr + n)
+        scale = tl.load(factors_ptr + N + n)
+    return kept, scale
+
+
+@triton.jit
 def _tile(
     x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr,
     bias, scale, kept, x_offsets, tail_offsets, y_offsets, c, HEAD, mask,
@@ -234,17 +253,12 @@ def _statistics_kernel(
     if y_ptr is not None:
         y_ptr += first * y_step
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
-    bias = 0.0
     if PDL:
         # The wait is first, so that the next kernel starts only when x is complete, and need not wait for x.
         gdc_wait()
         gdc_launch_dependents()
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n * bias_step + c, mask=c < C * biased, other=0.0).to(tl.float32)
-    kept = 1.0
-    if factors_ptr is not None:
-        kept = tl.load(factors_ptr + n)
-        scale = tl.load(factors_ptr + N + n)
+    bias = _bias(bias_ptr, n * bias_step + c, c < C * biased)
+    kept, scale = _factors(factors_ptr, n, N, scale)
     mask = None
     if not EVEN:
         mask = (position < count) & (c < C)
