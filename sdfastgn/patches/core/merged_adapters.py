@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_expired
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
 from sdfastgn.patches.core.class_forward import change_class
@@ -89,8 +90,9 @@ _touches = 0
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
 # The factor of all scales that was taken out of the arguments of the running call.
 _factor: ContextVar[float] = ContextVar("sdfastgn_adapter_factor", default=1.0)
-# (index of a GPU, handle of a stream) on which merged weights were read since the last wait for all streams.
-_readers: set[tuple[int, int]] = set()
+# (index of a GPU, handle of a stream) -> the stream, for those that have read merged weights since the last
+# write.
+_readers: dict[tuple[int, int], torch.cuda.Stream] = {}
 _changing = threading.RLock()
 
 
@@ -319,7 +321,7 @@ def _source(layer: nn.Module) -> _Source | str:
     return source
 
 
-def _pair(layer: nn.Module, kind: type, name: str) -> Any:
+def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
     """(A, B, B's bias or None, scale) of the adapter ``name``, or a reason."""
     own: Any = vars(layer)
     modules = own["_modules"]
@@ -444,16 +446,20 @@ def _write(found: Iterable[tuple[nn.Module, _Source]]) -> list[_Record]:
 
 
 def _wait_for_readers(device: torch.device) -> None:
-    """Wait until no other stream reads merged weights."""
-    if device.type == "cuda" and _readers - {(device.index, current_raw_stream(device.index))}:
-        torch.cuda.synchronize(device)
-        _readers.clear()
+    """Let the current stream of ``device`` wait for the other streams that read merged weights."""
+    if device.type == "cuda":
+        for key in [key for key in list(_readers) if key[0] == device.index]:
+            stream = _readers.pop(key, None)
+            if stream is not None and key[1] != current_raw_stream(device.index):
+                torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def _read_on(device: torch.device) -> None:
     """Take note that the current stream of ``device`` reads merged weights."""
     if device.type == "cuda":
-        _readers.add((device.index, current_raw_stream(device.index)))
+        key = device.index, current_raw_stream(device.index)
+        if key not in _readers:
+            _readers[key] = torch.cuda.current_stream(device)
 
 
 def _written_now(device: torch.device) -> tuple[int, Any]:
@@ -622,8 +628,17 @@ class Survey:
         Returns False if a layer cannot be merged any more, or has other memory now. ``factor``: multiplies
         all scales.
         """
-        if not self.layers:
-            return True
+        try:
+            return not self.layers or self._refresh(factor)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError) as error:
+            # Another thread is adding or deleting an adapter, so that dicts change or do not fit together.
+            self._factor = None
+            self.reason = f"its adapters were changed during a call: {one_line(error)}"
+            return False
+
+    def _refresh(self, factor: float) -> bool:
         for device in self._devices:
             _read_on(device)
         is_same = (

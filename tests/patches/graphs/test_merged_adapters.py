@@ -1,6 +1,8 @@
 """CUDA graphs of models with merged adapters: a switch writes new weights, and keeps the graphs."""
 
 import copy
+import random
+import threading
 
 import pytest
 import torch
@@ -228,6 +230,74 @@ def test_other_changes(name):
     weights(["b"], [0.5])(unet) if name != "unloaded" else None
     weights(["b"], [0.5])(stock) if name != "unloaded" else None
     same_results(unet, stock, inputs, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "calls"),
+    [pytest.param("cpu", 60, id="tape"), pytest.param("cuda", 3000, id="graph", marks=pytest.mark.gpu)],
+)
+def test_a_thread_that_changes_adapters_between_calls(device, calls):
+    """Each change is between two calls, but made by another thread. No result is stale or mixed."""
+    unet, stock, inputs = make(device)
+    two(unet), two(stock)
+    states = [
+        weights(["a"], [1.0]),
+        weights(["a"], [-0.5]),
+        weights(["a", "b"], [0.5, 1.0]),
+        weights(["b"], [0.7]),
+        weights(["b"], [0.0]),
+    ]
+    expected = []
+    for change in states:
+        change(stock)
+        expected.append(run(stock, inputs))
+    chance, turn = random.Random(3), threading.Barrier(2)
+    chosen = [0]
+
+    def keep_changing():
+        for _ in range(calls):
+            turn.wait()
+            if chance.random() < 0.6:
+                chosen[0] = chance.randrange(len(states))
+                states[chosen[0]](unet)
+            turn.wait()
+
+    states[0](unet)
+    thread = threading.Thread(target=keep_changing)
+    thread.start()
+    try:
+        for _ in range(calls):
+            turn.wait()
+            turn.wait()
+            agree(run(unet, inputs), expected[chosen[0]])
+    finally:
+        turn.abort()
+        thread.join()
+    assert state(unet).captured == 1
+
+
+@pytest.mark.gpu
+def test_streams_take_turns_with_new_scales():
+    """The weights are written in one stream after another has read them, and read by the next one."""
+    unet, stock, inputs = make("cuda")
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    scales = [0.2, 1.0, -0.4]
+    expected = []
+    for scale in scales:
+        weights(["a"], [scale])(stock)
+        expected.append(run(stock, inputs))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for i in range(300):
+        weights(["a"], [scales[i % 3]])(unet)
+        with torch.cuda.stream(streams[i % 2 if i % 5 else 2]):
+            results.append(run(unet, inputs))
+    torch.cuda.synchronize()
+    for i, result in enumerate(results):
+        agree(result, expected[i % 3])
+    assert state(unet).captured == 1
 
 
 def test_the_report_and_restore():
