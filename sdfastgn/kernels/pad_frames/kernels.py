@@ -92,6 +92,20 @@ def _modulated(y, modulation, mask, C: tl.constexpr):
     return y * factor + tl.load(modulation + C, mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.constexpr, WINDOW: tl.constexpr):
+    """Stores rows ``row`` of sample n, each in every window that has its frame.
+
+    Frame f is part k of frame f - k of y. ``rows``, ``frame_rows``: rows of a sample and of a frame.
+    """
+    y_rows = rows - (WINDOW - 1) * frame_rows
+    for k in tl.static_range(WINDOW):
+        y_row = row - k * frame_rows
+        is_in_y = is_row & (y_row >= 0) & (y_row < y_rows)
+        at_y = (n * y_rows + y_row).to(tl.int64) * WINDOW + k
+        tl.store(y_ptr + at_y * C, y, mask=is_in_y & in_row)
+
+
 # One program: a tile of whole rows of y.
 @triton.jit(
     do_not_specialize=[
@@ -187,13 +201,7 @@ def _frames_kernel(
         old = tl.load(cache_ptr + cache_row + c, mask=is_old & in_row, other=0.0).to(tl.float32)
         y = tl.where(is_old, old, y)
     y = y.to(y_ptr.dtype.element_ty)
-    # Frame f of the result is part k of frame f - k of y.
     frame_rows = (height + 2 * pad_h) * (width + 2 * pad_w)
-    y_rows = rows - (WINDOW - 1) * frame_rows
-    for k in tl.static_range(WINDOW):
-        y_row = first + r - k * frame_rows
-        is_in_y = is_row & (y_row >= 0) & (y_row < y_rows)
-        at_y = (n * y_rows + y_row).to(tl.int64) * WINDOW + k
-        tl.store(y_ptr + at_y * C + c, y, mask=is_in_y & in_row)
+    _store_windows(y_ptr + c, y, n, first + r, is_row, in_row, rows, frame_rows, C, WINDOW)
     if kept_ptr is not None:
         tl.store(kept_ptr + kept_row.to(tl.int64) * C + c, y, mask=is_kept & in_row)
