@@ -163,13 +163,8 @@ def _frames_kernel(
     else:
         is_there = is_row & is_centre & (t >= -cached)
     is_new = is_there & (t >= 0)
-    x_row = (n * frames + t) * image + at
-    if TIMES_T * TIMES_H * TIMES_W > 1:
-        row_before = _row_before(n, t, h, w, frames, height, width, APART, TIMES_T, TIMES_H, TIMES_W)
-        if modulation_ptr is None:
-            x_row = row_before
-    else:
-        row_before = x_row
+    row_before = _row_before(n, t, h, w, frames, height, width, APART, TIMES_T, TIMES_H, TIMES_W)
+    x_row = row_before if modulation_ptr is None else (n * frames + t) * image + at
     if PDL:
         gdc_wait()
     y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
@@ -184,12 +179,10 @@ def _frames_kernel(
         _, divided_by = divisor(y, eps, WIDE)
         y = activate(y * (scale / divided_by) * weight + bias, ACTIVATION, PAIRS)
     if NORM == "group":
-        if FRAMEWISE:
-            table = table_ptr + table_offset + (n * frames + t).to(tl.int64) * C + own
-            y = _group_norm(y, table, table_plane, is_new & in_row, FOLD)
-        else:
-            table = table_ptr + table_offset + n.to(tl.int64) * C + own
-            y = _group_norm(y, table, table_plane, in_row, FOLD)
+        of = n * frames + t if FRAMEWISE else n
+        is_known = is_new & in_row if FRAMEWISE else in_row
+        table = table_ptr + table_offset + of.to(tl.int64) * C + own
+        y = _group_norm(y, table, table_plane, is_known, FOLD)
         if modulation_ptr is not None:
             modulation = modulation_ptr + row_before.to(tl.int64) * (2 * C) + c
             y = _modulated(y, modulation, is_new & in_row, C)

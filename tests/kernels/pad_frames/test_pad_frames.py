@@ -174,7 +174,7 @@ def test_upsampling(upsample, mode, kind, device):
 
 
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 def test_windows_are_frames_side_by_side(kind, mode, device):
     for N, T, front, border, upsample in (
         (2, 3, 2, (0, 0), (1, 1, 1)),
