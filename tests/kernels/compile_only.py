@@ -28,7 +28,14 @@ from sdfastgn.kernels.common.gpu import HAS_GDC
 from tests.kernels.gpus import smallest
 from tests.kernels.launch_cases import cases, launches
 
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 # Numbers of the kernels that are floats; all others are integers.
 FLOATS = {"eps", "momentum", "scale"}
 
@@ -128,7 +135,8 @@ def main(generation):
     for launch, tensors, uses in distinct.values():
         found = resources(compiled(launch, tensors, generation))
         label = {"kernel": operation(launch, tensors), "uses": sorted(set(uses))}
-        print(json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True)
+        pdl = {"pdl": launch.constants["PDL"]} if "PDL" in launch.constants else {}
+        print(json.dumps({**label, **found, **launch.options, **pdl}), flush=True)
 
 
 if __name__ == "__main__":

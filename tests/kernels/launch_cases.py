@@ -16,6 +16,7 @@ from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
+from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -73,11 +74,15 @@ MORE_VIDEOS = [(1, 1024, 1, 30, 52), (1, 30, 2, 17, 19)]
 # does not fit into registers.
 ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
 
+# The weight of a layer with a LoRA.
+MERGED = (1280, 640)
+
 
 def cases(generation):
     """(shape, dtype, kind) of what is compiled for a generation; ``kind`` is a key of ``KINDS``."""
     every = generation in ("sm_75", "sm_90")
     found = [(shape, HALF, kind) for shape, kind in _shapes(every=every)]
+    found.append((MERGED, HALF, "merged"))
     if every:
         found += [(SPLIT, torch.float32, "channels_last"), (SPLIT, HALF, "channels_first")]
     if generation.startswith("gfx"):  # AMD's: attention is PyTorch's own
@@ -313,6 +318,13 @@ def _channel_norms(shape, dtype):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 
 
+def _merged(shape, dtype):
+    weight = torch.empty(shape, dtype=dtype)
+    for rank in (16, 64):
+        pair = Factors(weight.new_empty(rank, shape[1]), weight.new_empty(shape[0], rank), 1.0)
+        add_low_rank([Sum(torch.empty_like(weight), weight, (pair,))])
+
+
 KINDS = {
     "channels_last": lambda shape, dtype: _group_norms(shape, dtype, torch.channels_last),
     "channels_first": lambda shape, dtype: _group_norms(shape, dtype, torch.contiguous_format),
@@ -327,6 +339,7 @@ KINDS = {
     "video": _channel_norms,
     "gated": _gated,
     "few_rows": _few_rows,
+    "merged": _merged,
     "attention": _few_keys,
     "over_frames": _over_frames,
     "wide": _wide_heads,

@@ -21,8 +21,9 @@ KERNELS = Path(launch.__file__).parents[1]
 # whose multiprocessors hold 1536 threads. A tile that does not fit, or lies the wrong way round,
 # spills hundreds of bytes.
 MAX_STACK = 32
-# BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice.
-MAX_STACK_OF = {"channels_kernel": 160}
+# BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice. Turing has products of
+# ranks above 16 in registers, which spill: that kernel only runs when an adapter changes.
+MAX_STACK_OF = {"channels_kernel": 160, "add_low_rank_kernel": 648}
 # Threads of a program on every GPU.
 MAX_THREADS = 1024
 # Bytes. A scalar a warp, and what the compiler reserves. A row of channels a warp made the three
@@ -41,6 +42,8 @@ STREAMING = {
 }
 # Ends of shapes that have no wide loads: two positions a lane, and 30 channels.
 NARROW = ("x8x8", "x30x2x17x19")
+# Kernels that run too rarely for programmatic dependent launch.
+WITHOUT_PDL = {"add_low_rank_kernel"}
 # What one kernel does beside its plain use.
 USES = {
     *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "blend", "add alone", "cat alone")),
@@ -82,8 +85,9 @@ def test_kernels_compile_fit_and_do_not_spill(generation):
     assert compiled >= USES
     # Programmatic dependent launch is an instruction that older GPUs and AMD's do not have.
     is_hopper = HAS_GDC and generation in ("sm_90", "sm_100", "sm_120")
-    assert {row["pdl"] for row in rows} == {is_hopper}
-    assert {row.get("launch_pdl", False) for row in rows} == {is_hopper}
+    dependent = [row for row in rows if row["kernel"] not in WITHOUT_PDL]
+    assert {row["pdl"] for row in dependent} == {is_hopper}
+    assert {row.get("launch_pdl", False) for row in dependent} == {is_hopper}
     # Before a kernel's own wait L1 may hold what was there before (ADR 7).
     assert not [row for row in rows if row["early_loads"]]
     most = [MAX_STACK_OF.get(row["kernel"].partition("[")[0], MAX_STACK) for row in rows]
