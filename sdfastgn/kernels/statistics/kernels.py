@@ -198,15 +198,13 @@ def _corrected(mean, m2, s1, count):
     return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
 
 
-@triton.jit(
-    do_not_specialize=["N", "C", "HEAD", "biased", "bias_step", "HW", "rows", "chunks", "plane", "scale"]
-)
+@triton.jit(do_not_specialize=["N", "C", "HEAD", "biased", "HW", "rows", "chunks", "plane", "scale"])
 def _statistics_kernel(
     x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, statistics_ptr,
-    N, C, HEAD, biased, bias_step, HW, rows, chunks, plane, scale,
+    N, C, HEAD, biased, HW, rows, chunks, plane, scale,
     KNOWN_C: tl.constexpr, KNOWN_HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EXACT: tl.constexpr,
     EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
-    PDL: tl.constexpr,
+    SAMPLE_BIAS: tl.constexpr, PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes y and its statistics. Each warp of a program processes one chunk.
@@ -218,7 +216,6 @@ def _statistics_kernel(
         N: number of samples.
         C, HEAD: channels of y and of x. They differ only in a concatenation.
         biased: 1 if ``bias`` is a bias, 0 if the pointer is a placeholder that is not read.
-        bias_step: elements from one sample's bias to the next, 0 if all samples have the same bias.
         HW, rows, chunks: positions of a sample, positions of a chunk, chunks of a sample.
         plane: elements of each half of ``statistics``.
         scale: factor of a sum.
@@ -230,6 +227,8 @@ def _statistics_kernel(
         EVEN: True if no element of a tile is masked.
         LOOP: True if a chunk has more than one tile.
         C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows (``multiple_of``).
+        SAMPLE_BIAS: True if ``bias`` is (N, C). It is a constant because another offset for each sample makes
+            registers spill on Blackwell.
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
@@ -257,7 +256,7 @@ def _statistics_kernel(
         # The wait is first, so that the next kernel starts only when x is complete, and need not wait for x.
         gdc_wait()
         gdc_launch_dependents()
-    bias = _bias(bias_ptr, n * bias_step + c, c < C * biased)
+    bias = _bias(bias_ptr, n * C + c if SAMPLE_BIAS else c, c < C * biased)
     kept, scale = _factors(factors_ptr, n, N, scale)
     mask = None
     if not EVEN:
@@ -340,7 +339,7 @@ class StatisticsLaunch:
         self._launch = Launch(
             _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,
             N=N, C=C, HEAD=head, HW=HW, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
-            biased=int(bias_dim > 0), bias_step=C if bias_dim == 2 else 0, scale=scale,
+            biased=int(bias_dim > 0), SAMPLE_BIAS=bias_dim == 2, scale=scale,
             KNOWN_C=C if known else 0, KNOWN_HEAD=head if known else 0,
             CHANNELS_LAST=channels_last, EVEN=even, LOOP=loops, EXACT=x.dtype == torch.float32,
             C_FACTOR=vector_width(x.itemsize, C, head), HW_FACTOR=row_factor(channels_last, HW, config.rows),
