@@ -310,8 +310,8 @@ def _channel_norms(shape, dtype):
     pad_frames(x, norm=silu, shift=weight, **padded)
     pad_frames(x, front=2, window=3, norm=silu, keep=2, shift=weight)
     if shape[1] <= 512:  # no model has a GroupNorm of more channels in its videos
-        norm = GroupNorm(groups, weight, weight, activation="silu")
-        pad_frames(x, norm=norm, shift=weight, **padded)
+        grouped = GroupNorm(groups, weight, weight, activation="silu")
+        pad_frames(x, norm=grouped, shift=weight, **padded)
     pad_frames(x, upsample=(2, 2, 2), **padded)
     modulation = torch.cat((x, x), 1)
     pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu", modulation=modulation), **padded)
