@@ -309,13 +309,12 @@ def _channel_norms(shape, dtype):
     groups = 5 if shape[1] % 32 else 32
     pad_frames(x, norm=silu, shift=weight, **padded)
     pad_frames(x, front=2, window=3, norm=silu, keep=2, shift=weight)
+    pad_frames(x, upsample=(2, 2, 2), **padded)
     if shape[1] <= 512:  # no model has a GroupNorm of more channels in its videos
         grouped = GroupNorm(groups, weight, weight, activation="silu")
         pad_frames(x, norm=grouped, shift=weight, **padded)
-    pad_frames(x, upsample=(2, 2, 2), **padded)
-    modulation = torch.cat((x, x), 1)
-    pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu", modulation=modulation), **padded)
-    pad_frames(x, norm=GroupNorm(2, weight, weight, framewise=True), **padded)
+        pad_frames(x, norm=grouped._replace(modulation=torch.cat((x, x), 1)), **padded)
+        pad_frames(x, norm=grouped._replace(framewise=True), **padded)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 
