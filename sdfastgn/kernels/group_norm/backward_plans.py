@@ -47,8 +47,11 @@ _PARAMETER_WARPS = 4
 class Sizes(NamedTuple):
     """Sizes and layouts of a call.
 
-    ``CG``: channels of a group. ``pdl``: use programmatic dependent launch. ``shift_grad``: the gradient of
-    the shift is wanted.
+    Attributes:
+        CG: channels of a group.
+        channels_last, dy_last: True if x, or dy, is channels-last.
+        pdl: True if kernels use programmatic dependent launch.
+        shift_grad: True if the gradient of the shift is wanted.
     """
 
     N: int

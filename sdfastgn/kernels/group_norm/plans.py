@@ -32,10 +32,11 @@ ALIGNED = 64
 
 
 class TablePlan:
-    """The launches that write what the channels of each sample are scaled and moved by.
+    """The launches that write the table of ``group_norm/kernels.py``: statistics and merge.
 
-    ``scratch``: fp32 values of the memory that ``run`` returns. ``memory``: where the table is in it, by the
-    names that ``apply_kernel`` has for that.
+    Attributes:
+        scratch: number of fp32 values in the memory that ``run`` returns.
+        memory: where the table is in this memory: ``table_offset`` and ``table_plane`` of the kernels.
     """
 
     __slots__ = ("memory", "merge", "scratch", "statistics")
@@ -60,13 +61,14 @@ class TablePlan:
     def run(
         self, stream: int, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor:
-        """The memory with the table. Also fills ``mean`` and ``rstd``, both or none of them."""
+        """Launch, and return the memory with the table. Also fills ``mean`` and ``rstd`` if given."""
         x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, _ = call
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
-        # Without a shift any memory: norms with and without one share a kernel.
+        # Without a shift, weight is a placeholder that is not read (``shifted`` is 0). So norms with and
+        # without a shift share one compiled kernel.
         shift = weight if shift is None else shift
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         return scratch
