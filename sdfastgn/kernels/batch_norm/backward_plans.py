@@ -44,7 +44,7 @@ class BatchNormGradPlan:
         self.sums: Launch | None = None
         self.merge: Launch | None = None
         self.apply: Launch | None = None
-        # dz is stored in the residual's dtype. If this is narrower than the dtype of x, dx needs a more exact dz.
+        # dz is stored in the residual's dtype. If it is narrower than that of x, dx needs a more exact dz.
         residual = call.residual
         self.reads_dz = (
             call.dresidual

@@ -75,9 +75,11 @@ class TablePlan:
 
 
 class GroupNormPlan:
-    """The launches of one kind of call: ``small``, or those of ``table`` and ``apply``.
+    """The launches of one kind of call: ``small``, or ``table`` and ``apply``.
 
-    ``of_batches``: a None for each pointer of ``small`` that only BatchNorm passes.
+    Attributes:
+        of_batches: a None for each pointer of ``small`` that only BatchNorm passes.
+        tokens: the shape of y if it is tokens, else None.
     """
 
     __slots__ = ("apply", "of_batches", "small", "table", "tokens")
@@ -131,7 +133,7 @@ def small_launch(
     image: int | None = None,
     momentum: float | None = None,
 ) -> Launch:
-    """The launch of the small way: one program for each group or, if a channel is a group, for several.
+    """The launch of the small way. It has one program for each group, or for several groups of one channel.
 
     ``image``, ``momentum``: BatchNorm's constants ``IMAGE`` and ``MOMENTUM`` of ``channels_kernel``.
     """
@@ -154,7 +156,7 @@ def small_launch(
 def merge_launch(
     call: GroupNormCall, HW: int, chunks: int, tile: MergeConfig, memory: dict[str, int]
 ) -> Launch:
-    """The merge launch: one program for each group or, if a channel is a group, for several.
+    """The launch of ``merge_kernel``. It has one program for each group or several groups of one channel.
 
     ``memory``: the numbers ``table_offset`` and ``table_plane`` of ``merge_kernel``.
     """
@@ -172,7 +174,7 @@ def merge_launch(
 
 
 def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, int]) -> Launch:
-    """The apply launch: one program for each tile of positions and channels."""
+    """The launch of ``apply_kernel``. It has one program for each tile of positions and channels."""
     N, C = call.x.shape[:2]
     blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(call.x.device))
     folds = call.x.dtype != torch.float32

@@ -11,9 +11,10 @@ tables:
   the inner and outer index of a column, row stride of b. The pairs of a matrix are consecutive;
 - ``scales``: fp32 (pairs,).
 
-Columns of a matrix are in the order of the weight's memory. For a convolution, a column stands for an input
-channel and a place in the window. One of these is the inner index, column % inner, the other the outer index,
-column // inner. The factor a may have another order of columns, so it has a stride for each index.
+Columns of a matrix are in the order of the weight's memory. For a convolution, a column has two indices: its
+input channel and its place in the window. The inner index is column % inner, and the outer index is
+column // inner. If the weight is channels-last, the input channel is the inner index, else the place is. The
+factor a may have another order of columns, so it has a stride for each index.
 
 Offsets are int32, so a matrix has less than 2^31 elements.
 

@@ -1,7 +1,8 @@
 """The Triton kernel of ``pad_frames``. Op: ``pad_frames/op.py``, launch: ``pad_frames/plans.py``.
 
-A *row* has the channels of one position of y, where ``WINDOW`` is 1. A program computes a tile of rows of one
-sample in registers, and stores each row ``WINDOW`` times. So one launch reads each input once.
+A *row* has the channels of one position of the y for a ``WINDOW`` of 1. A program computes a tile of rows of
+one sample in registers. It then stores each row in every window of y that has the row's frame. So one launch
+reads x and writes y.
 
 Pointers (all but x and y may be None):
 
@@ -153,6 +154,8 @@ def _frames_kernel(
 
     Constants:
         NORM: "channel", "group", or "" for none.
+        FRAMEWISE: True if the table has values for each frame, not for each sample.
+        FOLD: True if the table has no mean (``merge_kernel``).
         BORDER: True if ``pad_h`` or ``pad_w`` is not 0.
         REPLICATE: True if padding repeats the nearest element of cache and x. Otherwise padding is 0.
         TIMES_T, TIMES_H, TIMES_W: number of copies of each element of x along T, H and W. If there is a

@@ -1,7 +1,7 @@
 """Computes the padded input of a causal convolution of a video in one pass: ``pad_frames``.
 
 A causal convolution reads a frame and the frames before it, but no later frames. A video that is computed in
-chunks keeps the last frames of each chunk for the next chunk (the cache). Before each convolution, stock
+chunks keeps the last frames of each chunk for the next chunk (the cache). Before each convolution, diffusers
 runs a norm and an activation, or upsampling; then a concatenation with the cache; then padding. Here one
 kernel does all of these. For x (N, C, T, H, W):
 

@@ -135,9 +135,9 @@ def positions_of_channels(
     HW, rows, chunks,
     C, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What ``rows_of_channels`` returns, for a channels-first tensor.
+    """Indices of the elements of this program's first tiles, one tile for each warp: channels-first.
 
-    But ``first`` is the offset of the chunk's first element.
+    Returns the same as ``rows_of_channels``, but ``first`` is the offset of the chunk's first element.
     """
     columns = tl.cdiv(C, WARPS)
     n = (tl.program_id(0) // columns // chunks).to(tl.int64)

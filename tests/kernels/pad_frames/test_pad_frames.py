@@ -57,7 +57,10 @@ def truth(
 
 
 def true_modulation(z, size):
-    """Upsamples ``z`` to ``size`` as CogVideoX does: an odd first frame by itself, the others together."""
+    """Upsamples ``z`` to ``size`` as CogVideoX does.
+
+    If the number of frames in ``size`` is odd and not 1, the first frame is upsampled by itself.
+    """
     if size[0] == 1 or size[0] % 2 == 0:
         return F.interpolate(z, size=size)
     first = F.interpolate(z[:, :, :1], size=(1, *size[1:]))
