@@ -4,9 +4,9 @@ Formula, for each sample, head, pixel p and frame t:
 
     y[t, p] = sum_s softmax_s(scale * q[t, p] . k[s, p]) v[s, p],  over the frames s
 
-For PyTorch's kernels the frames of each pixel are a separate sequence. These kernels are made for many more
-keys than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. Here a tile has the frames of
-several pixels.
+PyTorch's kernels take the frames of each pixel as a separate sequence. But they are made for many more keys
+than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. In this kernel a tile has the
+frames of several pixels.
 
 In memory, tokens are in the order of the frames, and the tokens of one pixel have equal distances. The kernel
 reads and writes them at these places. So the tokens need not be copied to the order of the pixels and back.

@@ -1,4 +1,4 @@
-"""Backward of BatchNorm + residual + activation: the op ``sdfastgn::batch_norm_backward``.
+"""Gradients of BatchNorm + residual + activation: the op ``sdfastgn::batch_norm_backward``.
 
 With x, z, y as in ``batch_norm/op.py``, dz the gradient of the activation's argument, xhat = (x -
 mean) / sqrt(var + eps), and M the number of values of a channel:
@@ -6,9 +6,9 @@ mean) / sqrt(var + eps), and M the number of values of a channel:
     dbias = sum dz        dweight = sum dz * xhat        dresidual = dz
     dx = weight / sqrt(var + eps) * (dz - dbias / M - xhat * dweight / M)
 
-Where mean and var were given, the last two terms fall away. On a GPU the kernels of
-``batch_norm/kernels.py`` run, everywhere else, and for a second derivative,
-``reference_batch_norm_grads``, which takes the moments of the batch again.
+If mean and var are running averages, dx has only the first term, dz. On a GPU the kernels of
+``batch_norm/kernels.py`` run. Everywhere else, and for second derivatives, ``reference_batch_norm_grads``
+runs. It computes mean and var of the batch again.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, and the chain rule.
 """
@@ -33,8 +33,8 @@ _AsX = Operand(whole=like_x)
 class BatchNormGradCall(NamedTuple):
     """The arguments of the op ``sdfastgn::batch_norm_backward``, in its schema's order.
 
-    mean and var are those of the batch if ``training``. The residual is None where there is no
-    activation: its gradient is then dy.
+    mean and var are of the batch if ``training``, else the running averages. The residual is None if there
+    is no activation, because its gradient is then dy.
     """
 
     # (N, C, *spatial)
@@ -57,11 +57,11 @@ class BatchNormGradCall(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What processes that share the statistics of a batch have in common.
+    """What a process needs for dx if several processes share the statistics of a batch.
 
-    Args:
-        positions: values of a channel in all of them.
-        total: (dweight, dbias) of this process -> those of all.
+    Attributes:
+        positions: number of values of a channel in all processes.
+        total: sums (dweight, dbias) of this process over all processes.
     """
 
     positions: int
@@ -69,7 +69,11 @@ class Shared(NamedTuple):
 
 
 def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> Gradients:
-    """Gradients in plain PyTorch. The gradient of x has the strides of x if x is without gaps."""
+    """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
+
+    The gradient of x has the strides of x if x has no gaps. If ``shared`` is given, mean and var of ``call``
+    are used. They are of the batch of all processes.
+    """
     x, weight, residual = call.x, call.weight, call.residual
     dims = [0, *range(2, x.dim())]
     takes_own = call.training and shared is None

@@ -1,4 +1,4 @@
-"""How gradients of ``batch_norm`` are launched: which kernels run, and in what memory."""
+"""The launches of the backward of ``batch_norm``, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from sdfastgn.kernels.statistics.config import statistics_config
 
 
 class BatchNormGradPlan:
-    """The launches for one kind of call: ``small``; or ``sums`` and ``merge`` where the sums or dz are
-    wanted, and ``apply`` for dx. ``reads_dz``: the last one reads dz instead of dy and the residual.
-    ``partials``: sums of chunks that each channel has.
+    """The launches for one kind of call: ``small`` alone, or up to three others.
+
+    Attributes:
+        small: the launch that computes everything, or None.
+        sums: the launch that stores dz if it is wanted, and sums of chunks. None if neither is needed.
+        merge: the launch that adds up the sums of chunks. None if they are not needed.
+        apply: the launch that computes dx. None if dx is not wanted.
+        partials: number of chunks of each channel.
+        reads_dz: True if ``apply`` reads dz instead of dy and the residual.
     """
 
     __slots__ = ("apply", "merge", "partials", "reads_dz", "small", "sums")
 
     def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
-        """``count``: values of a channel where more than x decided mean and var."""
+        """``count``: number of values of a channel in all processes, or None if no others share the batch."""
         x = call.x
         C = x.shape[1]
         rows = rows_of(x)
@@ -38,7 +44,7 @@ class BatchNormGradPlan:
         self.sums: Launch | None = None
         self.merge: Launch | None = None
         self.apply: Launch | None = None
-        # dz is stored in the residual's dtype, which may round it more than dx may be rounded.
+        # dz is stored in the residual's dtype. If it is narrower than that of x, dx needs a more exact dz.
         residual = call.residual
         self.reads_dz = (
             call.dresidual
@@ -50,7 +56,7 @@ class BatchNormGradPlan:
         sizes = _sizes(call, rows)
         small = small_config(rows, C, sms, backward=True)
         if small is not None and count is None and (needs_sums or call.dresidual):
-            # One sample, whose positions are those of all, channels-last or in images.
+            # The batch is one sample. ``rows.image`` tells the kernel if x is channels-first.
             sizes = sizes._replace(N=1, C=C, HW=x.numel() // C, channels_last=True, dy_last=True)
             self.small = small_grad_launch(
                 call, sizes, small, 0, rows.image, call.eps, in_eval=not call.training
@@ -86,7 +92,10 @@ class BatchNormGradPlan:
     def _launch(
         self, call: BatchNormGradCall, dx: Tensor | None, dz: Tensor | None, shared: Shared | None
     ) -> tuple[Any, Any]:
-        """Fills ``dx`` and ``dz`` on the current device; returns the sums (dweight, dbias) in fp32."""
+        """Fills ``dx`` and ``dz`` on the current device, which must be the device of ``call.x``.
+
+        Returns dweight and dbias (C,) in fp32, or None for both if no kernel computes them.
+        """
         dy, x, mean, var, weight, bias, residual, *_ = call
         stream = gpu.current_stream(x.device)
         operands = mean, var, weight, bias
@@ -112,7 +121,7 @@ class BatchNormGradPlan:
 
 
 def _sizes(call: BatchNormGradCall, rows: Rows) -> Sizes:
-    """What GroupNorm's launches are planned from, with a group for each channel."""
+    """The sizes from which GroupNorm's launches are planned. Each channel is a group."""
     last, pdl = rows.channels_last, gpu.has_programmatic_launch(call.x.device)
     no_strides = {f"{name}_stride": 0 for name in ("shift", "ada_scale", "ada_shift")}
     return Sizes(*rows.shape, 1, last, last, pdl, no_strides, shift_grad=False)
@@ -129,7 +138,11 @@ def _merge(call: BatchNormGradCall, partials: int) -> Launch:
 
 
 def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, reads_dz: bool) -> Launch:
-    """``behind``: the sums kernel ran before. ``reads_dz``: it stored what is read instead of dy."""
+    """The launch that computes dx.
+
+    ``count``: number of values of a channel. ``behind``: True if the sums kernel runs before. ``reads_dz``:
+    as in ``BatchNormGradPlan``.
+    """
     blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(call.x.device), backward=True)
     tiles, reading = tiles_of(call, rows, blocks)
     return Launch(
@@ -143,7 +156,10 @@ _plans: PlanCache[BatchNormGradPlan] = PlanCache()
 
 
 def launch_shared_grads(call: BatchNormGradCall, shared: Shared) -> Gradients:
-    """Gradients by Triton kernels, for a batch that several processes share. Arguments are not empty."""
+    """Computes by Triton kernels the gradients for a batch that several processes share.
+
+    x must not be empty.
+    """
     call = without_gaps(call, gaps_of(call))
     key = plan_key(call, shared.positions)
     plan = _plans.get(key)

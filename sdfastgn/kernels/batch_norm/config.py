@@ -1,4 +1,4 @@
-"""How the kernels of BatchNorm are launched: pure functions of sizes."""
+"""The launch configurations of BatchNorm's kernels: pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -9,46 +9,51 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP_LOAD, ceil_div, next_
 from sdfastgn.kernels.group_norm.config import MergeConfig, SmallConfig
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
-# Columns of a row that are whole 16-byte loads in 16 bits.
+# Number of 16-bit elements of a 16-byte load.
 _LOADED = 8
-# Columns up to which neighboring positions are put side by side for that: what a warp's tile of the
-# statistics has. Each column leaves partial results of its own, so there are no more than needed.
+# Maximum number of columns of a row that has several positions: the columns of a warp's tile in the
+# statistics kernel. Each column gives a partial result, so more columns would mean more results to merge.
 _SIDE_BY_SIDE = 64
 
-# --- small: all positions of a few channels in one program's registers
-# Elements of a program, padded to powers of 2, above which three launches are faster.
+# --- small: a program holds all positions of a few channels in registers
+
+# Maximum number of elements of a program, padded to powers of 2. With more, the split way is faster.
 _SMALL_MAX_ELEMENTS = 16384
-# The same where a program of each multiprocessor, for which it leaves no room for a second, is all.
-# The 64 registers that a thread then has are too few, by less than a second pass over x costs.
+# The same maximum for a forward that has at most one program for each multiprocessor, and at least one for
+# every ``_SMALL_ALONE_PART`` multiprocessors. A program of this size leaves no room for a second one on its
+# multiprocessor. Its threads have too few registers (64), but this costs less than reading x a second time.
 _SMALL_MAX_ALONE = 32768
-# The part of the multiprocessors that have a program then, at least: 1 of 3.
 _SMALL_ALONE_PART = 3
-# The same in the backward, which holds x and dy.
+# The same maximum for the backward, which holds both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
-# Channels of a program, channels-last: a whole 32-byte sector of memory in 16 bits. Channels-first
-# it is one, whose positions follow each other in memory.
+# Channels of a channels-last program. In 16 bits they are a whole 32-byte sector of memory. A channels-first
+# program has one channel, whose positions are contiguous.
 _SMALL_CHANNELS_LAST = 16
-# Elements of a warp: 32 of a lane.
+# Number of elements for each warp: 32 for each lane.
 _SMALL_PER_WARP = 1024
 
 # --- merge
-# Channels of a program at most: a whole 32-byte sector of fp32.
+
+# Maximum number of channels of a program. In fp32 they are a whole 32-byte sector of memory.
 _MERGE_CHANNELS = 8
-# And at least, where there are many partial results.
+# Number of channels of a program if there are many partial results.
 _MERGE_MIN_CHANNELS = 2
-# Partial results of a tile at most: one after the other, tiles wait for memory.
+# Maximum number of elements of a tile of (partial results, channels). A program that needs several tiles
+# waits for memory at each tile.
 _MERGE_TILE = 8192
-# Partial results of a warp: 16 of a lane.
+# Number of elements of a tile for each warp: 16 for each lane.
 _MERGE_PER_WARP = 512
-# Partial results of a channel that a merge reads as one tile of whole sectors, at most.
+# Maximum number of partial results of a channel that a merge with ``_MERGE_CHANNELS`` reads as one tile.
 MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
 
 
 class Rows(NamedTuple):
-    """x as reductions see it: ``samples`` times ``rows`` positions of ``width`` columns.
+    """How the kernels see x: ``samples`` samples of ``rows`` rows of ``width`` columns.
 
-    Channels-last, the positions of all samples follow each other, so there is one sample. Where a
-    position is no whole number of 16-byte loads, ``width // C`` neighbors count as one.
+    Channels-last: the positions of all samples are contiguous, so they are one sample. If the channels of a
+    position are not a whole number of 16-byte loads, a row has ``width // C`` neighboring positions.
+
+    Channels-first: a row is a position, and a column is a channel.
     """
 
     samples: int
@@ -58,21 +63,22 @@ class Rows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What the statistics of a tensor (N, C, HW) are launched with."""
+        """The (N, C, HW) of a tensor with these samples, columns and rows."""
         return self.samples, self.width, self.rows
 
     @property
     def image(self) -> int | None:
-        """Positions of an image, channels-first."""
+        """Number of positions of a channels-first image; None if x is channels-last."""
         return None if self.channels_last else self.rows
 
 
 def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
-    """(N, C, HW) without gaps as rows."""
+    """Computes the rows of a tensor (N, C, HW) without gaps."""
     if not channels_last and HW > 1:
         return Rows(N, HW, C, False)
     positions, together = N * HW, 1
-    # Offsets are 32-bit in chunks that must be of equal size, and so may be as long as x.
+    # Chunks of rows with several positions must have equal sizes (``moments_config``), so a chunk may be as
+    # long as x. Offsets in a chunk are int32.
     while (
         together * C % _LOADED
         and 2 * together * C <= _SIDE_BY_SIDE
@@ -84,10 +90,10 @@ def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
 
 
 def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
-    """How to take statistics that ``merge_kernel`` brings together for each of C channels.
+    """The configuration of statistics that ``merge_kernel`` merges for each of C channels.
 
-    It takes the chunks of a channel for those of one sample, where only the last one may be shorter. So those
-    of several samples, or of several columns, are of equal size.
+    ``merge_kernel`` takes all chunks of a channel for chunks of one sample. Only the last of these may be
+    shorter. So if a channel has several samples or several columns, all its chunks must have the same size.
     """
     config = statistics_config(*rows.shape, rows.channels_last, num_sms)
     if rows.samples == 1 and rows.width == C:
@@ -97,20 +103,21 @@ def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
 
 
 def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) -> SmallConfig | None:
-    """How to normalize each of C channels in one launch; None where three are faster.
+    """The configuration of the small way. None if the split way is faster.
 
-    A program has ``block`` channels at all positions.
+    A program has all positions of ``block`` channels.
     """
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
-    # Of images of few pixels channels-first, three launches would take a warp for each short row.
+    # In channels-first, the split way uses a warp for each channel of each image, which is slow if images are
+    # small. The small way is then faster up to more elements.
     has_short_rows = not rows.channels_last and rows.rows < WARP_LOAD
     if backward and not has_short_rows:
         most = _SMALL_BACKWARD_MAX_ELEMENTS
     elif not backward and num_sms / _SMALL_ALONE_PART <= ceil_div(C, block) <= num_sms:
         most = _SMALL_MAX_ALONE
-    if outer * block > most or positions * C >= 2**31:  # offsets are 32-bit
+    if outer * block > most or positions * C >= 2**31:  # offsets are int32
         return None
     lanes = min(outer, WARP_LOAD // block)
     num_warps = min(next_power_of_2(ceil_div(outer * block, _SMALL_PER_WARP)), outer // lanes)
@@ -118,9 +125,9 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
 
 
 def merge_config(partials: int, C: int) -> MergeConfig:
-    """How to bring together so many partial results of each of C channels."""
+    """The configuration of a kernel that merges ``partials`` partial results of each of C channels."""
     channels = min(_MERGE_CHANNELS, next_power_of_2(C))
-    # A second tile waits for memory again. Half sectors, which several programs read, take less time.
+    # With fewer channels several programs read the same sector. This takes less time than a second tile.
     while channels > _MERGE_MIN_CHANNELS and partials * channels > _MERGE_TILE:
         channels //= 2
     block = min(next_power_of_2(partials), _MERGE_TILE // channels)

@@ -1,40 +1,43 @@
-"""Triton kernels of BatchNorm + residual + activation that GroupNorm has no use for.
+"""Triton kernels of BatchNorm + residual + activation that GroupNorm does not use.
 
-Op: ``batch_norm/op.py``, launches: ``plans.py`` and ``backward_plans.py``; formulas of the gradients:
+Op: ``batch_norm/op.py``. Launches: ``plans.py`` and ``backward_plans.py``. Formulas of the gradients:
 ``backward.py``.
 
-Layout: x without gaps is (samples, rows, width) channels-last, or (samples, width, rows)
-channels-first, as ``as_rows`` in ``batch_norm/config.py`` has it; column ``j`` is channel ``j % C``.
+Layout: x without gaps is (samples, rows, width) if channels-last, else (samples, width, rows). The class
+``Rows`` in ``batch_norm/config.py`` explains these sizes. Column ``j`` belongs to channel ``j % C``.
 
-Pointers, which mean the same in every kernel; all but x, y, mean and var may be None:
+Pointers have the same meaning in all kernels. All but x, y, mean and var may be None:
 
-- ``x``, ``residual``, ``y``: input, what is added before the activation, output, all in one layout;
-- ``mean``, ``var``: (C,), of the batch in fp32, or the running ones in their dtype; ``var`` is biased;
+- ``x``, ``residual``, ``y``: the input, the tensor that is added before the activation, and the output, all
+  in the same layout;
+- ``mean``, ``var``: (C,), of the batch in fp32, or the running averages in their dtype. ``var`` is biased if
+  it is of the batch;
 - ``weight``, ``bias``: (C,);
 - ``running_mean``, ``running_var``: (C,), updated in place;
-- ``dy``, ``dx``, ``dz``: gradients of y, x and of the activation's argument, which is the residual's
-  gradient too, in the layout of x;
-- ``sums``: (2, P, C) fp32, partial sums of dz and of dz * xhat;
-- ``dbias``, ``dweight``: (C,) fp32, the sums of these; None where the batch decided nothing.
+- ``dy``, ``dx``: gradients of y and x, in the layout of x;
+- ``dz``: the gradient of the activation's argument, which is also the gradient of the residual, in the layout
+  of x;
+- ``sums``: (2, P, C) fp32, for each of P chunks the sum of dz, and the sum of dz * xhat;
+- ``dbias``, ``dweight``: (C,) fp32, these sums over all chunks. None if mean and var are running averages.
 
-Two ways, chosen by ``small_config``. The batch counts as one sample of GroupNorm with a group for each
-channel:
+There are two ways to launch the kernels. ``small_config`` chooses one. In both, the batch is one sample of
+GroupNorm, and each channel is a group:
 
-- *small*: ``channels_kernel`` or ``small_grad_kernel`` of GroupNorm holds all positions of a few channels
-  in registers: one launch;
-- *split*: the kernel of ``statistics/kernels.py`` and GroupNorm's ``merge_kernel`` leave mean and variance,
-  and ``batch_apply_kernel`` normalizes. In the backward GroupNorm's ``sums_kernel`` and
-  ``batch_merge_sums_kernel`` leave two sums for each channel, and ``batch_apply_grad_kernel`` makes dx.
-  With given mean and var the apply kernels can run alone, and so they take mean and var, not GroupNorm's
-  table of scales.
+- *small*, one launch: ``channels_kernel`` or ``small_grad_kernel`` of GroupNorm holds all positions of a few
+  channels in registers;
+- *split*: in the forward, the kernel of ``statistics/kernels.py`` and GroupNorm's ``merge_kernel`` compute
+  mean and var, and ``batch_apply_kernel`` normalizes. In the backward, GroupNorm's ``sums_kernel`` and
+  ``batch_merge_sums_kernel`` compute two sums for each channel, and ``batch_apply_grad_kernel`` computes dx.
+  If mean and var are running averages, the apply kernels can run alone. That is why they read mean and var,
+  and not GroupNorm's table.
 
-Where the residual wants a gradient ``sums_kernel`` stores dz. ``batch_apply_grad_kernel`` reads that instead
-of dy and the residual, unless its dtype is narrower than that of x.
+If the gradient of the residual is wanted, ``sums_kernel`` stores dz. ``batch_apply_grad_kernel`` then reads
+dz instead of dy and the residual, unless the residual's dtype is narrower than the dtype of x.
 
-Programmatic dependent launch as in ``group_norm/kernels.py``: the apply kernels read x, dy and the residual
-before their wait (``AHEAD``) where a kernel of the same call has waited for them.
+Programmatic dependent launch works as in ``group_norm/kernels.py``. The apply kernels read x, dy and the
+residual before their wait (``AHEAD``) if an earlier kernel of the same call has waited for these tensors.
 
-Numerics: fp32 throughout, one rounding at the store; sums in a fixed order without atomics.
+Numerics: fp32, rounded once at the store. Sums have a fixed order and no atomics.
 """
 
 from __future__ import annotations
@@ -51,13 +54,11 @@ from sdfastgn.kernels.group_norm.channels import channel_affine, update_average
 
 @triton.jit
 def _moments(c, in_range, mean_ptr, var_ptr):
-    """(mean, variance) of channels ``c``."""
+    """Loads (mean, variance) of channels ``c`` in fp32."""
     mean = tl.load(mean_ptr + c, mask=in_range, other=0.0).to(tl.float32)
     return mean, tl.load(var_ptr + c, mask=in_range, other=1.0).to(tl.float32)
 
 
-# One program: ``BLOCK_C`` columns at ``BLOCK_HW`` positions. The first ones: the running averages of
-# ``BLOCK_C`` channels, for which a tile leaves no registers.
 @triton.jit(do_not_specialize=["HW", "positions", "eps", "momentum"])
 def batch_apply_kernel(
     x_ptr, residual_ptr, y_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr,
@@ -67,7 +68,22 @@ def batch_apply_kernel(
     HW_FACTOR: tl.constexpr, AVERAGE_PROGRAMS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """x -> y; mean and var into the running averages."""
+    """A program computes y for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
+
+    The first ``AVERAGE_PROGRAMS`` programs instead update the running averages of ``BLOCK_C`` channels each.
+    A program that has a tile has no registers left for this.
+
+    Numbers:
+        HW: number of rows of a sample.
+        positions: number of values of a channel.
+        momentum: weight of this batch in the running averages.
+
+    Constants:
+        WIDTH: number of columns.
+        EVEN: True if no element is masked.
+        AHEAD: True if x and the residual are read before the wait.
+        HW_FACTOR: divisor of HW (``multiple_of``).
+    """
     if tl.program_id(0) < AVERAGE_PROGRAMS:
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_range = c < C
@@ -78,7 +94,7 @@ def batch_apply_kernel(
         unbiased = var * (positions.to(tl.float32) / (positions - 1).to(tl.float32))
         update_average(running_var_ptr, c, in_range, unbiased, momentum)
     else:
-        # Last rows first: they are what the statistics pass left in L2.
+        # The first of these programs take the last rows, which the statistics kernel has left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         if not CHANNELS_LAST:
             HW = multiple_of(HW, HW_FACTOR)
@@ -110,7 +126,10 @@ def batch_merge_sums_kernel(
     partials,
     C: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums of each chunk -> sums of each channel; one of the two a program."""
+    """A program adds up the chunks' sums of dz, or of dz * xhat, for ``BLOCK_C`` channels.
+
+    ``partials``: P, the number of chunks.
+    """
     c = tl.program_id(0) // 2 * BLOCK_C + tl.arange(0, BLOCK_C)
     if PDL:
         gdc_launch_dependents()
@@ -121,7 +140,6 @@ def batch_merge_sums_kernel(
         sum_columns(sums_ptr + partials.to(tl.int64) * C, dweight_ptr, partials, C, c, BLOCK_P)
 
 
-# One program: ``BLOCK_C`` columns at ``BLOCK_HW`` positions.
 @triton.jit(do_not_specialize=["HW", "positions", "eps"])
 def batch_apply_grad_kernel(
     x_ptr, dy_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
@@ -131,8 +149,12 @@ def batch_apply_grad_kernel(
     HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz without sums."""
-    # Last rows first: they are what the sums kernel left in L2.
+    """A program computes dx for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
+
+    dx is scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz if ``dweight`` is None.
+    Numbers and constants are as in ``batch_apply_kernel``.
+    """
+    # The first programs take the last rows, which the sums kernel has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if not CHANNELS_LAST:
         HW = multiple_of(HW, HW_FACTOR)

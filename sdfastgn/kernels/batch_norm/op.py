@@ -1,12 +1,12 @@
 """BatchNorm with a fused residual add and activation: the op ``sdfastgn::batch_norm``.
 
-Formula, with x of shape (N, C, *spatial), mean and var over all but C, or given:
+Formula, with x of shape (N, C, *spatial). mean and var are given, or are computed over all dimensions but C:
 
     z = (x - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]          (var divided by the count)
     y = activation(z + residual)
 
-On a GPU the kernels of ``batch_norm/kernels.py`` run; everywhere else ``reference_batch_norm``.
-Layout and numerics contract: there.
+On a GPU the kernels of ``batch_norm/kernels.py`` run; that file explains layouts and numerics. Everywhere
+else ``reference_batch_norm`` runs.
 
 Source: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing
 Internal Covariate Shift", 2015. The interface follows torch.nn.functional.batch_norm.
@@ -29,15 +29,15 @@ from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
-# Updated in place, and so never copied.
+# A tensor that is updated in place, and so is never copied.
 _Running = Annotated[Tensor | None, Operand("(C,)", whole=None)]
 
 
 class BatchNormCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::batch_norm``, in its schema's order, and what the kernels
-    update on the way.
+    """The arguments of the op ``sdfastgn::batch_norm``, in its schema's order.
 
-    Without mean and var those of the batch are taken. ``momentum``: of the update.
+    If mean and var are None, they are computed from the batch. The kernels then also update ``running_mean``
+    and ``running_var`` in place, unless these are None. ``momentum``: weight of the batch in this update.
     """
 
     x: Annotated[Tensor, Operand("(N, C, *spatial)", whole=dense)]
@@ -54,7 +54,10 @@ class BatchNormCall(NamedTuple):
 
 
 def reference_batch_norm(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, var) in plain PyTorch; mean and var (C,) of the batch, or empty where they are given."""
+    """Computes (y, mean, var) in plain PyTorch. It does not update the running averages.
+
+    mean and var are of the batch, (C,), or of size 0 if ``call`` gives them.
+    """
     x, residual = call.x, call.residual
     if x.numel() == 0:
         d, mean, var = x.to(torch.promote_types(x.dtype, torch.float32)), *empty_moments(x, x.shape[1])
@@ -80,7 +83,7 @@ def _fake(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, call: BatchNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    # Running averages go on after the forward, and the backward wants those of the forward.
+    # Given mean and var may be updated in place before the backward, which needs their values in the forward.
     moments = results[1:] if call.mean is None or call.var is None else (call.mean.clone(), call.var.clone())
     ctx.mark_non_differentiable(*results[1:])
     ctx.set_materialize_grads(False)
@@ -106,7 +109,7 @@ def _check(name: str, call: BatchNormCall) -> None:
         )
 
 
-# For one process's share of a batch, which may have one value of each channel.
+# Checks the call of one process in a group. Its share of the batch may have one value of each channel.
 check_share = checks_of(BatchNormCall, lambda name, call: None)
 
 
@@ -119,7 +122,7 @@ def _plan(call: BatchNormCall) -> Any:
 BATCH_NORM = PlannedOp(
     "batch_norm",
     BatchNormCall,
-    # mean and var of the batch: (C,) in fp32, fp64 for fp64 input; empty where they are given.
+    # mean and var are of the batch: (C,) in fp32, or in fp64 for fp64 input. If they are given, size 0.
     ("y", "mean", "var"),
     plan=_plan,
     reference=reference_batch_norm,
@@ -143,7 +146,7 @@ def batch_norm_call(
     activation: str,
     residual: Tensor | None,
 ) -> BatchNormCall:
-    """The call for the arguments of ``batch_norm``, of which numbers are checked here."""
+    """Makes the call for the arguments of ``batch_norm``. Does not check tensors and activation."""
     if type(eps) is not float or type(momentum) is not float or type(training) is not bool:
         check_input(name, "x", x)
         eps, momentum = as_eps(name, eps), as_float(name, "momentum", momentum)
@@ -163,7 +166,10 @@ def batch_norm_call(
 
 
 def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
-    """y of ``call``. The kernels update its running averages if ``fused``, and where they can."""
+    """Returns y of ``call``, and updates its running averages.
+
+    The kernels update them if ``fused`` is True and the kernels can. Otherwise PyTorch does.
+    """
     running = call.running_mean, call.running_var
     if call.running_mean is None:
         return BATCH_NORM(call, name)[0]
@@ -172,10 +178,11 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         y, mean, var = BATCH_NORM(call, name)
     else:
         BATCH_NORM.check(name, call)
-        # Not ``_replace``, at which torch.compile stops before PyTorch 2.9.
+        # torch.compile cannot trace ``_replace`` before PyTorch 2.9.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
-    if not fused or dispatch.why_off is not None:  # what began with kernels may have ended without
+    # If kernels were turned off during the call, the call ended in plain PyTorch, which updates nothing.
+    if not fused or dispatch.why_off is not None:
         _update_running(call, mean, var)
     return y
 
@@ -189,14 +196,14 @@ def _is_contiguous(t: Any) -> bool:
 
 def _update_running(call: BatchNormCall, mean: Tensor, var: Tensor) -> None:
     count = call.x.numel() // call.x.shape[1] if call.x.shape[1] else 0
-    if count:  # no values change nothing
+    if count:
         update_average(call.running_mean, mean, call.momentum)
         update_average(call.running_var, var * (count / (count - 1)), call.momentum)
 
 
 @torch.no_grad()
 def update_average(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    """``value`` into the running average, in place."""
+    """Updates the running average in place with ``value``, unless ``running`` is None."""
     if running is not None:
         running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value.detach())
 
@@ -220,28 +227,29 @@ def batch_norm(
     """BatchNorm, a residual add and an activation, fused into Triton kernels on NVIDIA GPUs.
 
     Args:
-        x: (N, C, *spatial), N from 0 up, any number of spatial dimensions.
-        running_mean, running_var: (C,), both or neither. In training they are updated in place,
-            the variance without bias. Else they are what x is normalized with, and must be given.
+        x: (N, C, *spatial), with any number of spatial dimensions. N may be 0.
+        running_mean, running_var: (C,), or None for both. In training they are updated in place. The
+            variance for this update is unbiased. Otherwise x is normalized with them, and they must be given.
         weight, bias: (C,) or None, independently of each other.
-        training: normalize with mean and variance of this batch.
-        momentum: how far the running averages go, from 0 to 1. Each value of it makes plans of its own.
-        eps: added to the variance: a number of Python or NumPy, or a tensor without dimensions.
-        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
-        residual: of the shape of x, added before the activation.
+        training: True if x is normalized with mean and variance of this batch.
+        momentum: weight of this batch in the running averages, from 0 to 1. For each new value a new plan is
+            made.
+        eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
+        activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        residual: a tensor of the shape of x that is added before the activation, or None.
 
     Shapes: the output has the shape of x.
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any of these. The
-        output has the dtype of x, under autocast too, as torch.nn.functional.batch_norm has.
-    Layout: the output has the strides of x if x is without gaps, channels-last or channels-first;
-        else C stays innermost if it was.
-    Grad: with respect to x, weight, bias and residual. Between forward and backward x is kept, two
-        fp32 values a channel, and the residual if there is an activation. A second derivative, the
-        transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each other tensor may have any of these
+        dtypes. The output has the dtype of x, also under autocast, as from torch.nn.functional.batch_norm.
+    Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if the
+        channels of x have stride 1.
+    Grad: of x, weight, bias and residual. For the backward, x, two fp32 values for each channel and, if there
+        is an activation, the residual are kept. Second derivatives, the transforms of torch.func and
+        forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
-        ValueError: a shape, a device or the activation's name does not fit; one of running_mean and
-            running_var is missing; there is one value of each channel in training, as in PyTorch.
+        TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
+        ValueError: a shape, a device or the activation's name does not fit; only one of running_mean and
+            running_var is given; in training there is only one value of each channel, as in PyTorch.
 
     Source: torch.nn.functional.batch_norm for the interface; Ioffe and Szegedy, 2015, for the formula.
     """

@@ -1,6 +1,7 @@
-"""What BatchNorm and its gradients in plain PyTorch share, computed in fp32 (fp64 for fp64 input).
+"""Functions that BatchNorm and its gradients in plain PyTorch share.
 
-Every step is a differentiable op, so that derivatives of any order are right.
+They compute in fp32, or in fp64 for fp64 input. Every step can be differentiated, so derivatives of
+any order are right.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from sdfastgn.kernels.common.layout import (
 
 
 def per_channel(t: Tensor, x: Tensor) -> Tensor:
-    """(C,) as (1, C, 1, ...), in the dtype to compute in."""
+    """(C,) -> (1, C, 1, ...), which broadcasts to the shape of ``x``, in fp32 or fp64."""
     return t.to(torch.promote_types(x.dtype, torch.float32)).reshape(1, -1, *[1] * (x.dim() - 2))
 
 
 def centered(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(x less the mean, mean, variance), the latter of the batch where None is given."""
+    """Computes (x - mean, mean, variance). If mean or var is None, both are computed from the batch.
+
+    ``mean``, ``var``: (C,) or None. The results mean and variance are (1, C, 1, ...).
+    """
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     if mean is not None and var is not None:
         return u - per_channel(mean, x), per_channel(mean, x), per_channel(var, x)
@@ -32,7 +36,8 @@ def centered(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor
     pivot = u.detach()
     for dim in dims:
         pivot = pivot.narrow(dim, 0, 1)
-    # Not var_mean: its gradient is NaN where there is no spread. The first mean leaves its rounding.
+    # ``torch.var_mean`` is not used, because its gradient is NaN if all values are equal. A second mean is
+    # subtracted to remove the rounding error of the first.
     d = u - pivot
     first = d.mean(dims, keepdim=True)
     d = d - first
@@ -42,13 +47,13 @@ def centered(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor
 
 
 def empty_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for mean and variance of the batch: (size,) in fp32, fp64 for fp64 input."""
+    """Uninitialized memory for mean and variance: (size,) in fp32, or in fp64 for fp64 input."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(size, dtype=dtype), x.new_empty(size, dtype=dtype)
 
 
 def like_x(t: Tensor, call: Any) -> Tensor:
-    """``t``, in shape as ``call.x``, in the layout of ``dense(call.x)``; copies only if needed."""
+    """``t`` if it has the layout of ``dense(call.x)``, else a copy in this layout. It has the shape of x."""
     is_last = dense_is_channels_last(call.x)
     if is_channels_last(t) if is_last else is_channels_first(t):
         return t

@@ -1,4 +1,4 @@
-"""How ``batch_norm`` is launched: which kernels of BatchNorm and GroupNorm run, and in what memory."""
+"""The launches of ``batch_norm``, with kernels of BatchNorm and GroupNorm, and memory for the results."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NO_OPERANDS = (None, None, None)
 
 
 def rows_of(x: Tensor) -> Rows:
-    """Of ``dense(x)``."""
+    """The rows of ``dense(x)``."""
     return as_rows(x.shape[0], x.shape[1], math.prod(x.shape[2:]), dense_is_channels_last(x))
 
 
 def _one_sample(x: Tensor, eps: float, activation: str) -> GroupNormCall:
-    """The batch as one sample of GroupNorm, each channel a group: what launches are planned from."""
+    """A GroupNorm call from which launches are planned: the batch is one sample, each channel a group."""
     C = x.shape[1]
     like_batch = x.new_empty(()).expand(1, C, x.numel() // C)
     return GroupNormCall(like_batch, C, None, None, eps, activation, *NO_MORE)
 
 
 class Moments:
-    """Mean and variance of each channel of x, on its way through two launches."""
+    """The two launches that compute mean and variance of each channel of x: statistics and merge."""
 
     __slots__ = ("C", "_merge", "_statistics")
 
@@ -49,13 +49,13 @@ class Moments:
         like_rows = x.new_empty(()).expand(rows.shape)
         self._statistics = StatisticsLaunch(like_rows, rows.channels_last, config=config)
         partials = math.prod(self._statistics.shape[1:]) // self.C
-        # Without a table nothing is normalized: eps has no effect.
+        # Without a table the merge only stores mean and variance, so eps has no effect.
         sample, no_table = _one_sample(x, 1.0, "identity"), {"table_offset": 0, "table_plane": 0}
         tile = merge_config(partials, self.C)
         self._merge = merge_launch(sample, sample.x.shape[2], partials, tile, no_table)
 
     def on_stream(self, stream: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean, var) of ``x``, which has no gaps, on ``stream`` of the current device."""
+        """Computes (mean, var) of ``x`` on ``stream`` of the current device. ``x`` must have no gaps."""
         statistics = torch.empty(self._statistics.shape, dtype=torch.float32, device=x.device)
         mean, var = empty_moments(x, self.C)
         self._statistics.on_stream(stream, x, statistics)
@@ -67,7 +67,7 @@ _moments: PlanCache[Moments] = PlanCache()
 
 
 def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, var) of each channel of ``x``, which is not empty, by Triton kernels."""
+    """Computes (mean, var) of each channel of ``x`` by Triton kernels. ``x`` must not be empty."""
     key = plan_key((x,))
     found = _moments.get(key)
     if found is None:
@@ -79,8 +79,8 @@ def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 class BatchNormPlan:
     """The launches of one kind of call: ``small``, or ``moments`` and ``apply``, or ``apply`` alone.
 
-    The last one updates the running averages. So they are as they were if one cannot be compiled, and the
-    call is made again in plain PyTorch.
+    The last launch of a call updates the running averages. If a kernel cannot be compiled, the averages are
+    unchanged, and the call can run again in plain PyTorch.
     """
 
     __slots__ = ("apply", "moments", "small")
@@ -100,7 +100,10 @@ class BatchNormPlan:
         self.apply = _apply(call, rows)
 
     def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(y, and the batch's mean and var where they are taken)."""
+        """Launch, and return (y, mean, var) with mean and var of the batch.
+
+        If the call gives mean and var, the results mean and var are None.
+        """
         stream = gpu.stream_on(call.x.device)
         if stream is None:
             with torch.cuda.device(call.x.device):
@@ -134,7 +137,7 @@ def _apply(call: BatchNormCall, rows: Rows) -> Launch:
 
 
 def tiles_of(call: Any, rows: Rows, blocks: ApplyConfig) -> tuple[int, dict[str, Any]]:
-    """(programs, arguments) of a kernel that goes through x in tiles."""
+    """Computes (programs, arguments) of an apply kernel, which has one program for each tile of x."""
     programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
     return programs, {
         "pdl": gpu.has_programmatic_launch(call.x.device),

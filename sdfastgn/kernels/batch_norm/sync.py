@@ -1,9 +1,9 @@
 """BatchNorm in training, with the statistics of the batch of all processes of a group.
 
-Each process takes mean and variance of what it has; one all-gather tells all processes those of
-all, and Chan's formula merges them. In the backward one all-reduce adds up the two sums that dx
-depends on. The gradients of weight and bias are those of a process's own samples, as in
-``torch.nn.SyncBatchNorm``: DistributedDataParallel averages them.
+Each process computes mean and variance of its own samples. One all-gather sends them to all processes, and
+Chan's formula merges them. In the backward one all-reduce adds up the two sums that dx depends on. The
+gradients of weight and bias are sums over a process's own samples only, as in ``torch.nn.SyncBatchNorm``:
+DistributedDataParallel averages them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from sdfastgn.kernels.batch_norm.plain import centered
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.declaration import Gradients
 
-# What stands for all processes, also before there are any.
+# Name of the group of all processes. It may be used before torch.distributed is initialized.
 WORLD = "world"
 
 
 def check_group(name: str, process_group: Any) -> None:
-    """``process_group`` is None, ``WORLD``, or what ``torch.distributed.new_group`` returns."""
+    """Raises ValueError unless ``process_group`` is None, ``WORLD`` or a result of ``dist.new_group``."""
     if process_group is None or (isinstance(process_group, str) and process_group == WORLD):
         return
     if dist.is_available():
-        outside = dist.GroupMember.NON_GROUP_MEMBER  # for processes that are not in the new group
+        outside = dist.GroupMember.NON_GROUP_MEMBER  # result of ``new_group`` outside the group
         if process_group == outside or isinstance(process_group, dist.ProcessGroup):
             return
     raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')
 
 
 def group_of(process_group: Any) -> Any:
-    """The group to share statistics with; None where this process is alone."""
+    """The group whose processes share statistics. None if it has no other process than this one."""
     if process_group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group == WORLD else process_group
@@ -47,7 +47,7 @@ def group_of(process_group: Any) -> Any:
 
 @dispatch.retried
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, var) of what this process has."""
+    """Computes (mean, var) (C,) of the samples of this process. They are 0 if it has none."""
     if x.numel() == 0:
         return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
     if dispatch.runs_in_triton(x):
@@ -59,10 +59,10 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moments_of_all(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
-    """(mean, var, values of a channel) of all processes, the same bits in each of them."""
+    """Computes (mean, var, number of values of a channel) over all processes. All get the same bits."""
     C = x.shape[1]
     mean, var = _moments(x)
-    # In fp64: it holds every count, and the merge then rounds nothing.
+    # fp64 holds every count exactly, and its rounding in the merge is negligible.
     own = torch.cat((mean.double(), var.double(), mean.new_full((1,), x.numel() // C).double()))
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
@@ -107,7 +107,7 @@ class _InGroup(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         _, weight, bias, residual, *_ = ctx.needs_input_grad
         passes_on = ctx.settings[1] == "identity"
-        # Every process takes part in the sum, whether it wants dx or not.
+        # dx is always computed, because every process must take part in the all-reduce.
         wanted = [True, weight, bias, residual and not passes_on]
         shared = Shared(ctx.count, functools.partial(_total, ctx.group))
         grads = _grads(BatchNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted), shared)
@@ -118,7 +118,7 @@ class _InGroup(torch.autograd.Function):
 
 @torch.compiler.disable
 def normalize_in_group(name: str, call: BatchNormCall, group: Any) -> Tensor:
-    """``normalize`` of ``batch_norm/op.py``, with mean and variance over all processes of ``group``."""
+    """As ``normalize`` of ``batch_norm/op.py``, with mean and variance over all processes of ``group``."""
     check_share(name, call)
     y, mean, var, count = _InGroup.apply(call.x, call.weight, call.bias, call.residual, call, group)
     if count > 1:

@@ -1,9 +1,9 @@
-"""Gradients of ``channel_norm`` in plain PyTorch, for the op ``sdfastgn::channel_norm_backward``.
+"""Gradients of ``channel_norm`` in plain PyTorch: the reference of ``sdfastgn::channel_norm_backward``.
 
 With z as in ``channel_norm/op.py``, n = max(||x||, eps), xhat = x / n, dz the gradient of z and
 g = dz * weight * scale:
 
-    dx = (g - xhat * sum_C(g * xhat)) / n        or g / n, where ||x|| < eps
+    dx = (g - xhat * sum_C(g * xhat)) / n        or g / n if ||x|| < eps
     dweight = sum_n,hw dz * xhat * scale         dbias = sum_n,hw dz
 
 On a GPU the kernels of ``channel_norm/backward_kernels.py`` run. They compute ||x|| from x again, because the

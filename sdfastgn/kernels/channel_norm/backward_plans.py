@@ -20,8 +20,11 @@ from sdfastgn.kernels.layer_norm.backward_kernels import _column_sum_kernel
 class ChannelNormGradPlan:
     """The launches for one combination of shapes, dtypes, device, other arguments and wanted gradients.
 
-    ``grad``: the launch that writes dx, and partial sums of the gradients of weight and bias. ``columns``:
-    the launch that adds up these partial sums. ``partials``: number of partial sums, which are fp32.
+    Attributes:
+        grad: the launch that writes dx, and partial sums of the gradients of weight and bias.
+        columns: the launch that adds up these partial sums.
+        partials: number of partial sums, which are fp32.
+        wanted: names of the operands whose gradients are wanted.
     """
 
     __slots__ = ("columns", "grad", "partials", "wanted")

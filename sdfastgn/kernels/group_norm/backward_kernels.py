@@ -23,8 +23,8 @@ Pointers, in addition to those of ``group_norm/kernels.py``:
 - ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: the gradients in the shapes of their
   operands, or None;
 - ``scratch``: fp32 memory with three parts:
-  ``sums`` are planes of (N, P, C), the sums of chunks. ``totals``, at ``totals_offset``, are planes of
-  (N, C): the sums of dz and of dz * xhat, and the gradient of the shift. The table, at ``table_offset``, are
+  ``sums`` has planes of (N, P, C) with the sums of P chunks. ``totals``, at ``totals_offset``, has planes of
+  (N, C): the sums of dz and of dz * xhat, and the gradient of the shift. The table, at ``table_offset``, has
   planes of (N, C): scale, offset, slope, level and centre (``merge_sums_kernel``).
 
 BatchNorm launches ``small_grad_kernel`` and ``sums_kernel`` too (``batch_norm/backward_plans.py``). A channel
@@ -354,8 +354,12 @@ def merge_sums_kernel(
         z = (x - centre) * scale + offset, the activation's argument, from which follows dz
         dx = dz * scale - (x - centre) * slope - level
 
-    ``plane``: elements from one kind of sums to the next. ``table_plane``: the same for totals and table.
-    ``LOOP``: True if there are more than ``BLOCK_P`` chunks.
+    Numbers:
+        plane: elements from one kind of sums to the next.
+        table_plane: elements from one kind of value to the next, in the totals and in the table.
+
+    Constants:
+        LOOP: True if there are more than ``BLOCK_P`` chunks.
     """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -431,8 +435,12 @@ def apply_grad_kernel(
     The first ``PARAMETER_PROGRAMS`` programs instead compute the gradients of the other operands, for
     ``BLOCK_PARAMETERS`` channels each (``parameter_grads``).
 
-    ``plane``: elements from one kind of value to the next, in the totals and in the table. ``EVEN``: True if
-    no element is masked. ``AHEAD``: True if x and dy are read before the wait.
+    Numbers:
+        plane: elements from one kind of value to the next, in the totals and in the table.
+
+    Constants:
+        EVEN: True if no element is masked.
+        AHEAD: True if x and dy are read before the wait.
     """
     if tl.program_id(0) < PARAMETER_PROGRAMS:
         if PDL:

@@ -47,8 +47,11 @@ _PARAMETER_WARPS = 4
 class Sizes(NamedTuple):
     """Sizes and layouts of a call.
 
-    ``CG``: channels of a group. ``pdl``: use programmatic dependent launch. ``shift_grad``: the gradient of
-    the shift is wanted.
+    Attributes:
+        CG: channels of a group.
+        channels_last, dy_last: True if x, or dy, is channels-last.
+        pdl: True if kernels use programmatic dependent launch.
+        shift_grad: True if the gradient of the shift is wanted.
     """
 
     N: int
@@ -250,10 +253,11 @@ def small_grad_launch(
     eps: float | None = None,
     in_eval: bool = False,
 ) -> Launch:
-    """The launch of the small way: one program for each group, or for several one-channel groups.
+    """The launch of the small way. It has one program for each group, or for several groups of one channel.
 
-    ``plane``: elements of each plane of the totals. ``image``, ``eps``, ``in_eval``: BatchNorm's constants
-    ``IMAGE``, ``EPS`` and ``IN_EVAL`` of ``small_grad_kernel``.
+    Args:
+        plane: number of elements of each plane of the totals.
+        image, eps, in_eval: BatchNorm's constants ``IMAGE``, ``EPS`` and ``IN_EVAL`` of the kernel.
     """
     return Launch(
         kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
@@ -271,13 +275,14 @@ def sums_launch(
     channels: int | None = None,
     eps: float | None = None,
 ) -> Launch:
-    """The launch of ``sums_kernel``: one warp for each chunk of a block of channels.
+    """The launch of ``sums_kernel``.
 
-    Channels-first a warp has a chunk of one channel.
+    It has one warp for each chunk of a block of channels or, in channels-first, of one channel.
 
-    ``chunks``: how many sums each channel of a sample gets. If ``config`` has more chunks, the warps of a
-    program add up theirs. ``channels``, ``eps``: BatchNorm's constants ``CHANNELS`` and ``EPS`` of
-    ``sums_kernel``.
+    Args:
+        chunks: number of sums that each channel of a sample gets. If ``config`` has more chunks, the warps of
+            a program add up their sums.
+        channels, eps: BatchNorm's constants ``CHANNELS`` and ``EPS`` of ``sums_kernel``.
     """
     N, C, HW = sizes.N, sizes.C, sizes.HW
     return Launch(
@@ -296,7 +301,7 @@ def _aligned(values: int) -> int:
 
 
 def _reading(call: Any, sizes: Sizes) -> dict[str, Any]:
-    """The numbers and constants of every kernel that reads x and dy."""
+    """Numbers and constants that all kernels that read x and dy share, except ``apply_grad_kernel``."""
     return {
         **sizes.strides,
         "HW": sizes.HW,

@@ -70,7 +70,7 @@ _FAR = tl.constexpr(64.0)
 
 @triton.jit
 def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
-    """Stores mean and 1 / deviation (or variance) of ``groups``. Does nothing if their pointers are None."""
+    """Stores mean and 1 / deviation (or variance) of ``groups``. Does nothing if both pointers are None."""
     if mean_ptr is not None:
         tl.store(mean_ptr + groups, mean, mask=mask)
         tl.store(rstd_ptr + groups, rstd, mask=mask)

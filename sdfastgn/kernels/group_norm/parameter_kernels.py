@@ -55,9 +55,10 @@ def parameter_grads(
 
     ``totals_ptr``: fp32 planes (N, C) of the sums of dz, of dz * xhat, and the shift's gradient.
 
-    ``SHIFT_ROWS``, ``SCALE_ROWS``, ``OFFSET_ROWS``: True if shift, ada_scale or ada_shift has a row for each
-    sample. Its gradient is then stored for each sample, in (N, C). Gradients of other operands are summed
-    over the samples of the part, and stored in row ``part`` of (parts, C).
+    Constants:
+        SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS: True if shift, ada_scale or ada_shift has a row for each sample.
+            Its gradient is then stored for each sample, in (N, C). Gradients of other operands are summed
+            over the samples of the part, and stored in row ``part`` of (parts, C).
     """
     c = program * BLOCK_C + tl.arange(0, BLOCK_C)
     in_range = c < C

@@ -32,10 +32,11 @@ ALIGNED = 64
 
 
 class TablePlan:
-    """The launches that write what the channels of each sample are scaled and moved by.
+    """The launches that write the table of ``group_norm/kernels.py``: statistics and merge.
 
-    ``scratch``: fp32 values of the memory that ``run`` returns. ``memory``: where the table is in it, by the
-    names that ``apply_kernel`` has for that.
+    Attributes:
+        scratch: number of fp32 values in the memory that ``run`` returns.
+        memory: where the table is in this memory: ``table_offset`` and ``table_plane`` of the kernels.
     """
 
     __slots__ = ("memory", "merge", "scratch", "statistics")
@@ -60,22 +61,25 @@ class TablePlan:
     def run(
         self, stream: int, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor:
-        """The memory with the table. Also fills ``mean`` and ``rstd``, both or none of them."""
+        """Launch, and return the memory with the table. Also fills ``mean`` and ``rstd`` if given."""
         x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, _ = call
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
-        # Without a shift any memory: norms with and without one share a kernel.
+        # Without a shift, weight is a placeholder that is not read (``shifted`` is 0). So norms with and
+        # without a shift share one compiled kernel.
         shift = weight if shift is None else shift
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         return scratch
 
 
 class GroupNormPlan:
-    """The launches of one kind of call: ``small``, or those of ``table`` and ``apply``.
+    """The launches of one kind of call: ``small``, or ``table`` and ``apply``.
 
-    ``of_batches``: a None for each pointer of ``small`` that only BatchNorm passes.
+    Attributes:
+        of_batches: a None for each pointer of ``small`` that only BatchNorm passes.
+        tokens: the shape of y if it is tokens, else None.
     """
 
     __slots__ = ("apply", "of_batches", "small", "table", "tokens")
@@ -129,7 +133,7 @@ def small_launch(
     image: int | None = None,
     momentum: float | None = None,
 ) -> Launch:
-    """The launch of the small way: one program for each group or, if a channel is a group, for several.
+    """The launch of the small way. It has one program for each group, or for several groups of one channel.
 
     ``image``, ``momentum``: BatchNorm's constants ``IMAGE`` and ``MOMENTUM`` of ``channels_kernel``.
     """
@@ -152,7 +156,7 @@ def small_launch(
 def merge_launch(
     call: GroupNormCall, HW: int, chunks: int, tile: MergeConfig, memory: dict[str, int]
 ) -> Launch:
-    """The merge launch: one program for each group or, if a channel is a group, for several.
+    """The launch of ``merge_kernel``. It has one program for each group or several groups of one channel.
 
     ``memory``: the numbers ``table_offset`` and ``table_plane`` of ``merge_kernel``.
     """
@@ -170,7 +174,7 @@ def merge_launch(
 
 
 def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, int]) -> Launch:
-    """The apply launch: one program for each tile of positions and channels."""
+    """The launch of ``apply_kernel``. It has one program for each tile of positions and channels."""
     N, C = call.x.shape[:2]
     blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(call.x.device))
     folds = call.x.dtype != torch.float32

@@ -7,7 +7,7 @@ Formula, for row i of x (rows, D), with g = i // period % groups:
 
 ``period`` consecutive rows are a group: they use the same row of ``added`` and of ``position``. For example,
 ``added`` is the embedding of a frame, or the result of attention to a single token, and ``position`` is the
-positional embedding of a frame. Stock adds each of the two in a separate pass.
+positional embedding of a frame. diffusers adds ``added`` and ``position`` in a separate pass each.
 
 This is for inference only: there is no registered op and no backward. On a GPU ``_rows_kernel`` of
 ``layer_norm/kernels.py`` runs. Everywhere else, and for rows that do not fit into registers, plain PyTorch

@@ -1,20 +1,24 @@
-"""Triton kernel of ``add_low_rank``. Op and launches: ``low_rank/op.py``.
+"""The Triton kernel of ``add_low_rank``. Op and launch: ``low_rank/op.py``.
 
-A program computes one tile of one matrix: it loads the tile of the weight, adds the product of each pair of
-factors, and stores the sum. One launch serves many matrices, so it reads addresses and sizes from tables:
+A program computes one tile of one matrix: it loads the tile of the weight, adds the scaled product of each
+pair of factors, and stores the sum. One launch serves many matrices, so it reads addresses and sizes from
+tables:
 
-- ``tiles``: int32 (programs, 2), the matrix of each program and the number of the tile in it;
-- ``matrices``: int64 (matrices, 7), see the loads below;
-- ``factors``: int64 (pairs, 7), the pairs of one matrix one after the other;
+- ``tiles``: int32 (programs, 2), for each program the number of its matrix and of the tile in this matrix;
+- ``matrices``: int64 (matrices, 7), for each matrix: addresses of out and weight, rows, columns, ``inner``,
+  number of the first pair, number of pairs;
+- ``factors``: int64 (pairs, 7), for each pair: addresses of a and b, rank, strides of a along rank and along
+  the inner and outer index of a column, row stride of b. The pairs of a matrix are consecutive;
 - ``scales``: fp32 (pairs,).
 
-Columns of a matrix are counted in the order of the weight's memory. For a 3 x 3 convolution whose weight is
-channels-last, a column is (place in the window, input channel). The factor a may have another order, so its
-address is found from both numbers.
+Columns of a matrix are in the order of the weight's memory. For a convolution, a column has two indices: its
+input channel and its place in the window. The inner index is column % inner, and the outer index is
+column // inner. If the weight is channels-last, the input channel is the inner index, else the place is. The
+factor a may have another order of columns, so it has a stride for each index.
 
 Offsets are int32, so a matrix has less than 2^31 elements.
 
-Numerics: products and sums in fp32, one rounding at the store.
+Numerics: products and sums are fp32, rounded once at the store.
 """
 
 from __future__ import annotations
@@ -29,9 +33,14 @@ def add_low_rank_kernel(
     WEIGHT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """out = weight + sum of scale * b @ a, for one tile. ``DEPTH``: how many ranks a product takes at once.
+    """A program computes out = weight + sum of scale * b @ a for one tile.
 
-    ``ALIGNED``: all weights and sums are at multiples of 16 bytes, and their columns multiples of 8.
+    Constants:
+        WEIGHT, A, B: dtypes of weight and out, of a and of b.
+        DEPTH: number of ranks that one ``tl.dot`` multiplies.
+        ROWS, COLUMNS: size of a tile.
+        ALIGNED: True if all addresses of weight and out are multiples of 16 bytes, and all numbers of columns
+            are multiples of 8.
     """
     program = tl.program_id(0)
     matrix = matrices_ptr + tl.load(tiles_ptr + 2 * program) * 7
@@ -43,7 +52,9 @@ def add_low_rank_kernel(
     inner = tl.load(matrix + 4).to(tl.int32)
     first = tl.load(matrix + 5).to(tl.int32)
     pairs = tl.load(matrix + 6).to(tl.int32)
-    if ALIGNED:  # addresses from a table have no known alignment, and would be read 2 bytes at a time
+    if (
+        ALIGNED
+    ):  # Triton does not know the alignment of addresses from a table, and would load single elements
         out = tl.multiple_of(out, 16)
         weight = tl.multiple_of(weight, 16)
         columns = tl.multiple_of(columns, 8)

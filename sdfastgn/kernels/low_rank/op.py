@@ -1,16 +1,16 @@
-"""Weights with the products of adapters added: ``add_low_rank``.
+"""Adds the products of LoRA adapters to weights: ``add_low_rank``.
 
-A LoRA layer computes ``weight @ x + scale * b @ (a @ x)``. The same numbers come from one product with
-``weight + scale * b @ a``. This op computes that sum for many layers in one launch:
+A LoRA layer computes ``weight @ x + scale * b @ (a @ x)``. One product of x with the sum
+``weight + scale * b @ a`` gives the same result. This op computes this sum for many layers in one launch:
 
     out = weight + sum over pairs of scale * b @ a
 
 For a convolution, a (rank, C_in, height, width) and b (C_out, rank, 1, 1) are flattened to matrices.
 
-On a GPU the kernel of ``low_rank/kernels.py`` runs. Matrices that it cannot take, and everything on a device
-without kernels, are computed by ``reference_add_low_rank``.
+On a GPU the kernel of ``low_rank/kernels.py`` runs. Everywhere else, and for layers whose dtypes or strides
+the kernel does not support, ``reference_add_low_rank`` runs.
 
-Numerics: in fp32, or fp64 for fp64 weights; one rounding at the end.
+Numerics: fp32, or fp64 for fp64 weights, rounded once at the end.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import ceil_div
 
-# Rows and columns of a program's tile.
+# (rows, columns) of a program's tile.
 _TILE = (64, 128)
-# Smallest depth of ``tl.dot``, and the depth for larger ranks.
+# (depth of ``tl.dot`` for ranks up to this depth, depth for larger ranks). 16 is the minimum.
 _DEPTHS = (16, 32)
 _WARPS = 8
-# Offsets in the kernel are int32.
+# Maximum number of elements of a matrix: offsets in the kernel are int32.
 _MOST_ELEMENTS = 2**31 - 1
 # Number of sets of tables that are kept on the GPU.
 _KEPT_TABLES = 16
 
 
 class Factors(NamedTuple):
-    """One adapter of one layer: a (rank, ...), b (rows, rank, ...), and the factor of their product."""
+    """One adapter of one layer: a (rank, ...), b (rows, rank, ...). ``scale`` multiplies their product."""
 
     a: Tensor
     b: Tensor
@@ -47,7 +47,10 @@ class Factors(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """``out`` = ``weight`` + the products of ``pairs``. ``out``: memory like that of ``weight``."""
+    """The operands for one layer. ``out`` gets ``weight`` plus the scaled products of ``pairs``.
+
+    ``out`` must have the shape, dtype, strides and device of ``weight``.
+    """
 
     out: Tensor
     weight: Tensor
@@ -55,7 +58,7 @@ class Sum(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Layers that one launch can compute together. ``is_aligned``: as ``ALIGNED`` of the kernel."""
+    """The properties that layers of the same launch share. ``is_aligned``: the kernel's ``ALIGNED``."""
 
     device: torch.device
     weight: torch.dtype
@@ -65,7 +68,7 @@ class _Kind(NamedTuple):
 
 
 def reference_add_low_rank(total: Sum) -> None:
-    """``add_low_rank`` of one layer in plain PyTorch."""
+    """Computes ``add_low_rank`` for one layer in plain PyTorch."""
     dtype = torch.promote_types(total.weight.dtype, torch.float32)
     y = total.weight.to(dtype)
     for a, b, scale in total.pairs:
@@ -75,13 +78,14 @@ def reference_add_low_rank(total: Sum) -> None:
 
 
 def add_low_rank(sums: Sequence[Sum]) -> None:
-    """Compute all ``sums``, in one launch for each combination of dtypes.
+    """Computes all ``sums``, with one launch for each combination of device, dtypes and alignment.
 
     Args:
-        sums: for each layer its ``out``, its ``weight`` and its ``Factors``. All are on one device.
+        sums: one for each layer. The tensors of a layer are on one device.
 
-    Dtypes: fp16, bf16, fp32 or fp64. ``out`` has the dtype, shape and strides of ``weight``; the factors may
-    have other dtypes.
+    The arguments are not checked.
+
+    Dtypes: fp16, bf16, fp32 or fp64. The factors may have other dtypes than ``weight``.
     Grad: none. The caller must not want gradients.
     """
     kinds: dict[_Kind, list[tuple[Sum, tuple[int, ...], list[tuple[int, ...]]]]] = {}
@@ -107,10 +111,10 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
         scales = [pair.scale for total, _, _ in found for pair in total.pairs]
         tables = _tables(kind, matrices, factors)
         on_gpu = torch.tensor(scales or [0.0], dtype=torch.float32).to(kind.device, non_blocking=True)
-        if kind.device.type == "cuda":  # the tables may be freed while the kernel waits in this stream
+        if kind.device.type == "cuda":  # the cache may free the tables before the kernel has read them
             for table in tables[1:]:
                 table.record_stream(torch.cuda.current_stream(kind.device))
-        # In a rehearsal launches are only noted. But the caller takes the sums as written.
+        # A rehearsal only records launches. But the caller uses the sums, so this launch must run.
         token = rehearsal.set(None)
         try:
             tables.launch.run(tables.tiles, tables.matrices, tables.factors, on_gpu)
@@ -119,7 +123,7 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
 
 
 class _Tables(NamedTuple):
-    """``launch`` and the tables of ``low_rank/kernels.py`` that do not depend on the scales."""
+    """A launch, and all tables of ``low_rank/kernels.py`` but ``scales``."""
 
     launch: Launch
     tiles: Tensor
@@ -133,7 +137,14 @@ def _tables(
     matrices: tuple[tuple[int, ...], ...],
     factors: tuple[tuple[tuple[int, ...], ...], ...],
 ) -> _Tables:
-    """The tables of addresses and sizes on the GPU. They hold numbers only, and keep no memory alive."""
+    """Makes the launch and copies the tables to the GPU.
+
+    The tables have addresses, but no references to tensors, so they keep no weights alive.
+
+    Args:
+        matrices: for each matrix the first five numbers of its row in the table of matrices.
+        factors: for each matrix the rows of its pairs in the table of factors.
+    """
     from sdfastgn.kernels.low_rank.kernels import add_low_rank_kernel
 
     rows, first = [], 0
@@ -165,9 +176,9 @@ def _triton_dtype(dtype: torch.dtype) -> object:
 
 
 def _numbers(total: Sum) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None:
-    """(row of the table of matrices without its last two numbers, rows of the table of factors).
+    """Computes the first five numbers of the layer's row in ``matrices``, and its rows in ``factors``.
 
-    None if the kernel cannot take this layer.
+    Returns None if the kernel does not support the layer.
     """
     out, weight, pairs = total
     if not dispatch.runs_in_triton(weight) or (out.dtype, out.stride()) != (weight.dtype, weight.stride()):
@@ -198,7 +209,10 @@ def _numbers(total: Sum) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None
 
 
 def _strides(a: Tensor) -> tuple[int, int, int] | None:
-    """Strides of a (rank, C_in, ...) along rank, input channel and place in the window; None if uneven."""
+    """Strides of ``a`` (rank, C_in, *window) along rank, input channel and place in the window.
+
+    None if places in the window have no common stride.
+    """
     window = a[0, 0].numel() if a.dim() > 2 else 1
     if window == 1:
         return a.stride(0), a.stride(1), 0

@@ -1,27 +1,29 @@
-"""Triton kernel of ``pad_frames``. Op: ``pad_frames/op.py``, launches: ``pad_frames/plans.py``.
+"""The Triton kernel of ``pad_frames``. Op: ``pad_frames/op.py``, launch: ``pad_frames/plans.py``.
 
-A program has a tile of rows, which are the channels of one position each, of one sample. They are the rows
-of y for a ``WINDOW`` of 1. It holds them in registers: one read, ``WINDOW`` writes, one launch.
+A *row* has the channels of one position of the y for a ``WINDOW`` of 1. A program computes a tile of rows of
+one sample in registers. It then stores each row in every window of y that has the row's frame. So one launch
+reads x and writes y.
 
-Pointers; each but x and y may be None:
+Pointers (all but x and y may be None):
 
-- ``x``: (N, T, H, W, C);
-- ``y``: (N, front + frames - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C), where frames,
-  height and width are those of x after upsampling;
-- ``shift``, ``weight``, ``bias``: (C,), before and after the norm of each position's channels;
-- ``table``: fp32, what ``merge_kernel`` of ``group_norm/kernels.py`` writes for a GroupNorm. From
-  ``table_offset`` on it has planes of ``table_plane`` values, one for each sample, or each frame of it if
-  ``FRAMEWISE``, and channel: scale, offset and, without ``FOLD``, mean. The shift is in it;
-- ``modulation``: (N, t, h, w, 2 C), factors and then offsets of the channels after a GroupNorm. Each of its
-  positions holds for several of x;
+- ``x``: (N, T, H, W, C), fp16, bf16 or fp32;
+- ``y``: (N, front + frames - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C) in the dtype of x.
+  ``frames``, ``height`` and ``width`` are the sizes of x after upsampling;
+- ``shift``: (C,), added before the norm of each position's channels;
+- ``weight``, ``bias``: (C,), the parameters of that norm;
+- ``table``: fp32, written by ``merge_kernel`` of ``group_norm/kernels.py`` for a GroupNorm, whose shift it
+  includes. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a value for each channel
+  of each sample, or of each frame if ``FRAMEWISE``: the scale, the offset and, without ``FOLD``, the mean;
+- ``modulation``: (N, t, h, w, 2 C), for a GroupNorm. The first C channels multiply the norm's result. The
+  last C channels are then added. Each position of the modulation serves several positions of x;
 - ``cache``: (N, cached, height, width, C), the frames before x;
-- ``kept``: (N, keep, height, width, C), the last frames of y without its borders.
+- ``kept``: (N, keep, height, width, C), gets the last frames without borders.
 
-From sm_90 on the kernel starts while the one before it still runs (``PDL``), and waits before it touches
-memory.
+With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
+runs, and waits for its end before it accesses memory.
 
-Numerics: fp32 throughout, one rounding at the store. Norms: as in the kernels of ``channel_norm`` and
-``group_norm``. Offsets that can pass 2^31 are int64; numbers of rows are int32.
+Numerics: all arithmetic is fp32, and the result is rounded once. Norms are computed as in the kernels of
+``channel_norm`` and ``group_norm``. Offsets that can be 2^31 or more are int64; numbers of rows are int32.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
 
 @triton.jit
 def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, REPLICATE: tl.constexpr):
-    """(frame, position in the frame, its row, its column, True outside of borders) of rows of a sample of y.
+    """Computes where the rows ``row`` of a sample of y lie in x: (t, at, h, w, is_centre).
 
-    All are counted from the first element of x, and are the nearest ones within a frame if ``REPLICATE``.
+    t, h and w are the frame, line and column, counted from the first element of the upsampled x. at is
+    h * width + w. is_centre is True outside the borders. If ``REPLICATE``, rows in borders get the line and
+    column of the nearest position outside the borders.
     """
     if BORDER:
         w = row % (width + 2 * pad_w) - pad_w
@@ -65,10 +69,14 @@ def _row_before(
     n, t, h, w, frames, height, width,
     APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
 ):  # fmt: skip
-    """The row, before upsampling, of the element at frame ``t``, row ``h`` and column ``w`` after it.
+    """Computes which row is upsampled to sample ``n``, frame ``t``, line ``h`` and column ``w``.
 
-    ``frames``, ``height``, ``width``: sizes after upsampling. ``APART``: the first frame is there once, not
-    ``TIMES_T`` times.
+    Numbers:
+        frames, height, width: sizes after upsampling.
+
+    Constants:
+        APART: True if the first frame is not repeated. All others are repeated ``TIMES_T`` times.
+        TIMES_T, TIMES_H, TIMES_W: number of copies of each element along T, H and W.
     """
     before: tl.constexpr = TIMES_T - 1 if APART else 0
     line = n * ((frames + before) // TIMES_T) + (t + before) // TIMES_T
@@ -77,7 +85,7 @@ def _row_before(
 
 @triton.jit
 def _group_norm(y, table, table_plane, in_row, FOLD: tl.constexpr):
-    """GroupNorm(y) of the channels that ``table`` points to."""
+    """Computes GroupNorm(y). ``table`` points to the scales of the channels of ``y``."""
     if not FOLD:
         y -= tl.load(table + 2 * table_plane, mask=in_row, other=0.0)
     scale = tl.load(table, mask=in_row, other=0.0)
@@ -87,16 +95,17 @@ def _group_norm(y, table, table_plane, in_row, FOLD: tl.constexpr):
 
 @triton.jit
 def _modulated(y, modulation, mask, C: tl.constexpr):
-    """y times its factors plus its offsets. ``modulation`` points to the factors."""
+    """Computes y * factor + offset. ``modulation`` points to the factors. Offsets are C elements later."""
     factor = tl.load(modulation, mask=mask, other=0.0).to(tl.float32)
     return y * factor + tl.load(modulation + C, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.constexpr, WINDOW: tl.constexpr):
-    """Stores rows ``row`` of sample n, each in every window that has its frame.
+    """Stores the rows ``row`` of sample ``n`` in y, each in every window that contains its frame.
 
-    Frame f is part k of frame f - k of y. ``rows``, ``frame_rows``: rows of a sample and of a frame.
+    Frame f is part k of window f - k, for k from 0 to ``WINDOW`` - 1. ``rows``: number of rows of a sample.
+    ``frame_rows``: number of rows of a frame.
     """
     y_rows = rows - (WINDOW - 1) * frame_rows
     for k in tl.static_range(WINDOW):
@@ -106,7 +115,7 @@ def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.con
         tl.store(y_ptr + at_y * C, y, mask=is_in_y & in_row)
 
 
-# One program: a tile of whole rows of y.
+# A program computes a tile of whole rows of y.
 @triton.jit(
     do_not_specialize=[
         "rows",
@@ -134,16 +143,25 @@ def _frames_kernel(
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x, or act(norm(x + shift)), upsampled, behind the frames of ``cache`` and within borders of ``pad_h``
-    and ``pad_w``.
+    """Computes y and kept, by the formula of ``pad_frames/op.py``.
 
-    ``rows``: those of a sample, frames and borders included. ``BORDER``: ``pad_h`` or ``pad_w`` is not 0.
-    ``NORM``: "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x, or with a
-    modulation of each position of it. ``APART``: the first frame is there once. ``WINDOW``: frames that lie
-    side by side in each frame of y.
+    Frames are numbered from the first frame of x, so frames of the cache have negative numbers.
 
-    Positions of y are counted from the first element of x, so that those of the cache have negative
-    frames. What x and cache do not have is 0, or if ``REPLICATE`` the nearest element that they have.
+    Numbers:
+        rows: number of rows of a sample, with the frames before x and with borders.
+        front, cached, keep: numbers of frames before x, of the cache and of kept.
+        pad_h, pad_w: width of the borders along H and W.
+
+    Constants:
+        NORM: "channel", "group", or "" for none.
+        FRAMEWISE: True if the table has values for each frame, not for each sample.
+        FOLD: True if the table has no mean (``merge_kernel``).
+        BORDER: True if ``pad_h`` or ``pad_w`` is not 0.
+        REPLICATE: True if padding repeats the nearest element of cache and x. Otherwise padding is 0.
+        TIMES_T, TIMES_H, TIMES_W: number of copies of each element of x along T, H and W. If there is a
+            modulation, number of copies of each element of the modulation.
+        APART: True if the first frame is not repeated.
+        WINDOW: number of frames that lie side by side, as channels, in each frame of y.
     """
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     tiles = tl.cdiv(rows, ROWS)
@@ -168,8 +186,8 @@ def _frames_kernel(
     if PDL:
         gdc_wait()
     y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
-    # The tile's full shape: each thread then loads the parameters of its own elements. Parameters that are
-    # broadcast to the tile would send it through shared memory.
+    # ``own`` has the shape of the tile, so that each thread loads the parameters of its own elements.
+    # If parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
     own = c + r * 0
     if shift_ptr is not None:
         y += per_channel(shift_ptr, own, in_row, 0.0)

@@ -1,22 +1,24 @@
-"""What a causal convolution of a video reads, written in one pass: ``pad_frames``.
+"""Computes the padded input of a causal convolution of a video in one pass: ``pad_frames``.
 
-A causal convolution sees the frames before a frame, and none after it. A video that is computed in chunks
-keeps the last frames of each chunk for the next one (the cache). So before each convolution stands a
-concatenation with the cache, then padding, and before these a norm and an activation, or upsampling. Here
-one kernel does all of it, for x (N, C, T, H, W):
+A causal convolution reads a frame and the frames before it, but no later frames. A video that is computed in
+chunks keeps the last frames of each chunk for the next chunk (the cache). Before each convolution, diffusers
+runs a norm and an activation, or upsampling; then a concatenation with the cache; then padding. Here one
+kernel does all of these. For x (N, C, T, H, W):
 
     u = act(norm(x + shift))        or act(norm(x + shift) * factor + offset), or x + shift
-    v = u with each element ``upsample`` times along (T, H, W), the first frame once along T
-    y = (zeros, cache, v), ``front`` frames before those of v, within ``border`` zeros around each frame
-    kept = the last ``keep`` frames of y, without borders
+    v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), the first frame once along T
+    w = v after ``front`` frames, which end with the cache. The frames before the cache are 0
+    y = w with ``border`` zeros around each frame
+    kept = the last ``keep`` frames of w
 
-With a ``window`` of more than one frame, frame t of y has frames t, t + 1, ... of this y side by side, as
-channels. A 2-D convolution then computes what a 3-D one would.
+With a ``window`` of more than one frame, frame t of the result has the channels of the frames t, t + 1, ...
+of this y side by side. A 2-D convolution of the result then computes the same as a 3-D convolution of y.
 
-In mode "replicate" the nearest element stands for each zero, as in torch.nn.functional.pad.
+In mode "replicate" each zero is replaced by the nearest element, as in torch.nn.functional.pad.
 
-On a GPU the kernel of ``pad_frames/kernels.py`` runs, for a GroupNorm after those of its statistics;
-everywhere else, and with gradients, ``reference_pad_frames``. Layout and numerics contract: there.
+On a GPU the kernel of ``pad_frames/kernels.py`` runs; that file explains layouts and numerics. For a
+GroupNorm, the kernels of its statistics run first. Everywhere else, and if gradients are wanted,
+``reference_pad_frames`` runs.
 
 Source: the convolutions of Wan's and HunyuanVideo's autoencoders in diffusers (``WanCausalConv3d``,
 ``HunyuanVideoCausalConv3d``, ``HunyuanVideoUpsampleCausal3D``).
@@ -42,13 +44,13 @@ from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_group_norm
 
-# Rows are counted in int32.
+# Maximum number of rows, which the kernel numbers by int32.
 _MAX_ROWS = 2**31 - 1
 _MODES = ("zeros", "replicate")
 
 
 class Norm(NamedTuple):
-    """The norm of each position's channels: the operands of ``channel_norm`` after x."""
+    """A norm of the channels of each position: the arguments of ``channel_norm`` after x."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -58,16 +60,17 @@ class Norm(NamedTuple):
 
 
 class GroupNorm(NamedTuple):
-    """The norm of groups of channels: operands of ``group_norm``.
+    """A norm of groups of channels. Attributes that are not listed are arguments of ``group_norm``.
 
-    ``statistics``: those of x without the shift, as ``group_norm`` takes them; None: they are computed.
-
-    ``modulation``: (N, 2 C, t, h, w), with the dtype and on the device of x, or None. Its first C channels
-    multiply the result of the norm, its other C channels are added to that, and then the activation is
-    applied. Each of its elements stands for several of x: H must be a multiple of h, W of w and T of t. If T
-    is odd, the first frame stands for one frame, and T - 1 must be a multiple of t - 1.
-
-    ``framewise``: each frame is normalized by itself. ``statistics`` are then (2, N T, P, C).
+    Attributes:
+        statistics: (2, N, P, C) fp32, the statistics of x without the shift, as ``group_norm`` takes them. If
+            ``framewise``, (2, N T, P, C). None: they are computed.
+        modulation: (N, 2 C, t, h, w), in the dtype and on the device of x, or None. The first C channels
+            multiply the norm's result. The last C channels are then added, before the activation. The
+            modulation is upsampled to the size of x: H must be a multiple of h, W of w and T of t. If T is
+            odd, the first frame of the modulation serves one frame of x, and T - 1 must be a multiple of
+            t - 1.
+        framewise: True if each frame is normalized by itself.
     """
 
     num_groups: int
@@ -133,8 +136,10 @@ class PadFramesCall(NamedTuple):
 
 
 def modulation_times(x: Sequence[int], modulation: Sequence[int]) -> tuple[tuple[int, int, int], bool] | None:
-    """How a modulation is upsampled to the size of x, by their shapes: copies of each of its positions along
-    (T, H, W), and True if its first frame stands once. None if the sizes do not fit.
+    """Computes from the shapes of x and of a modulation how the modulation is upsampled to the size of x.
+
+    Returns (number of copies of each element along (T, H, W), True if the first frame is not repeated). None
+    if the sizes do not fit.
     """
     (T, H, W), (t, h, w) = x[2:], modulation[2:]
     if min(t, h, w) < 1 or H % h or W % w:
@@ -205,7 +210,7 @@ def reference_pad_frames(
     upsample: tuple[int, int, int] = (1, 1, 1),
     window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
+    """``pad_frames`` in plain PyTorch, for calls that the kernel cannot run. Computes in fp32 or fp64."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
     if isinstance(norm, GroupNorm):
@@ -275,37 +280,39 @@ def pad_frames(
     upsample: tuple[int, int, int] = (1, 1, 1),
     window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """``norm(x + shift)``, upsampled, behind the frames of ``cache`` and within borders, in one pass: what a
-    causal convolution with padding 0 reads.
+    """Computes the input of a causal convolution with padding 0, in one pass.
+
+    This is ``norm(x + shift)``, upsampled, after the frames of ``cache``, and with borders.
 
     Args:
         x: (N, C, T, H, W).
-        cache: (N, C, T', H'', W'') with T' up to ``front``, with the dtype and on the device of x: the frames
-            before x, as they are to be read. None: there are none.
-        front: frames before those of x.
-        border: rows above and below each frame, and columns left and right of it.
-        mode: what stands in the frames before the cache and in borders: "zeros", or "replicate", the
-            nearest element that there is.
-        keep: frames of ``kept``, up to ``front`` + T'', the number of frames after upsampling.
-        shift: (C,) or None, added to x first: the bias of the convolution that made x.
-        norm: the norm of x + shift, with its activation. None: x + shift as it is.
-        upsample: (t, h, w), how many times each element stands along an axis. The first frame stands once
-            along T, whatever t is.
-        window: frames that each frame of y has side by side, as channels: frame t has the channels of frames
-            t, t + 1, ... t + ``window`` - 1 of the y of a window of 1. A 2-D convolution of it can so
-            compute a 3-D one. Up to ``front`` + T''.
+        cache: (N, C, T', H'', W'') in the dtype and on the device of x, or None: the frames before x, already
+            normalized and upsampled. T' is at most ``front``.
+        front: number of frames before the frames of x, including the frames of the cache.
+        border: (rows above and below each frame, columns left and right of each frame).
+        mode: the values of borders and of the frames before the cache. "zeros", or "replicate" for the
+            nearest element.
+        keep: number of frames of ``kept``, at most ``front`` + T''.
+        shift: (C,) or None, added to x first. For example the bias of the convolution that made x.
+        norm: the norm of x + shift, with an activation. None: x + shift is not normalized.
+        upsample: (t, h, w), the number of copies of each element along T, H and W. The first frame is not
+            repeated along T.
+        window: number of frames that each frame of y has side by side, as channels. Frame t of y has the
+            frames t, t + 1, ... t + ``window`` - 1 of the y for a window of 1. Then a 2-D convolution of y
+            can compute a 3-D one. At most ``front`` + T''.
 
     Returns:
-        (y, kept). With T'', H'' and W'' the sizes after upsampling, y is (N, window C,
-        front + T'' - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''), the
-        last frames without borders and windows, in memory of its own; None if ``keep`` is 0.
+        (y, kept). T'', H'' and W'' are the sizes after upsampling. y is (N, window C,
+        front + T'' - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''): a
+        copy of the last frames, without borders and windows. It is None if ``keep`` is 0.
 
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); shift and the operands of norm any of
-        these. Both results have the dtype of x.
-    Layout: both results are channels-last. An x or cache that is not is copied first.
-    Grad: in plain PyTorch, as are the transforms of torch.func and forward-mode AD.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. shift and the tensors of norm may have
+        any of these dtypes, but a modulation must have the dtype of x. Both results have the dtype of x.
+    Layout: any. x and cache are copied first if they are not channels-last. Both results are channels-last.
+    Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes of x and cache differ.
+        TypeError: a tensor is not strided or has another dtype, or cache or modulation has another dtype
+            than x.
         ValueError: a shape, a device, a size or a name does not fit.
 
     Source: torch.nn.functional.pad and interpolate.
@@ -313,7 +320,7 @@ def pad_frames(
     call = _call_of(x, cache, shift, norm, front, border, mode, keep, upsample, window)
     if dispatch.is_plain_inference(x, call):
         try:
-            # Invalid arguments never have a plan, so only calls of a new kind are checked.
+            # Calls with invalid arguments never have a plan, so only calls without a plan are checked.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
                 _check(_NAME, call)
@@ -323,7 +330,7 @@ def pad_frames(
                 return plan.run(call)
         except dispatch.KernelError:
             pass
-        # A number for a tensor; a tensor without strides or memory.
+        # An argument is a number instead of a tensor, or a tensor without strides or memory.
         except (AttributeError, RuntimeError):
             _check(_NAME, call)
             raise

@@ -1,4 +1,4 @@
-"""How ``pad_frames`` is launched, and in what memory."""
+"""The launches of ``pad_frames``, and the memory for its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from sdfastgn.kernels.pad_frames.op import PadFramesCall, group_norm_call, modul
 
 
 class PadFramesPlan:
-    """The launches for one combination of shapes, dtypes, device and other arguments."""
+    """The launches for one combination of shapes, dtypes, device and other arguments.
+
+    Attributes:
+        launch: the launch of ``_frames_kernel``.
+        table: the launches that write a GroupNorm's table; None for other norms.
+        shape, kept_shape: the shapes of y and kept.
+    """
 
     __slots__ = ("kept_shape", "launch", "shape", "table")
 

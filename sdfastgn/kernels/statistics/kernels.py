@@ -12,8 +12,8 @@ Pointers:
 - ``x``: (N, HW, C) or (N, C, HW), fp16, bf16 or fp32; in a concatenation the first tensor, (N, HW, HEAD);
 - ``residual``: the second tensor of a sum, in shape, layout and dtype as x, or None;
 - ``bias``: (C,) or (N, C), added to the sum, or None;
-- ``factors``: (2, N) fp32, or None. With them x + bias and the residual have factors of their own for each
-  sample: the sum is ``factors[0] * residual + factors[1] * (x + bias)``;
+- ``factors``: (2, N) fp32, two factors for each sample, or None. With factors the sum is
+  ``factors[0] * residual + factors[1] * (x + bias)``;
 - ``tail``: the second tensor of a concatenation, (N, HW, C - HEAD) in the dtype of x, or None;
 - ``y``: the sum or concatenation, in the layout and dtype of x, or None;
 - ``statistics``: (2, N, P, C) fp32, or None if they are not wanted.
@@ -86,10 +86,10 @@ def _tile(
     x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr,
     bias, scale, kept, x_offsets, tail_offsets, y_offsets, c, HEAD, mask,
 ):  # fmt: skip
-    """A tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
+    """Computes a tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
 
-    With ``factors`` it is residual * kept + (x + bias) * scale, and kept and scale are the sample's factors.
-    If ``y_ptr`` is not None, the tile is stored in y, and the result has the rounded values.
+    With ``factors`` it computes residual * kept + (x + bias) * scale. ``kept`` and ``scale`` are then the
+    sample's factors. If ``y_ptr`` is not None, the tile is stored in y, and its rounded values are returned.
     """
     if tail_ptr is not None:
         x = tl.load(x_ptr + x_offsets, mask=mask & (c < HEAD), other=0.0).to(tl.float32)
@@ -135,9 +135,9 @@ def positions_of_channels(
     HW, rows, chunks,
     C, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What ``rows_of_channels`` returns, for a channels-first tensor.
+    """Indices of the elements of this program's first tiles, one tile for each warp: channels-first.
 
-    But ``first`` is the offset of the chunk's first element.
+    Returns the same as ``rows_of_channels``, but ``first`` is the offset of the chunk's first element.
     """
     columns = tl.cdiv(C, WARPS)
     n = (tl.program_id(0) // columns // chunks).to(tl.int64)

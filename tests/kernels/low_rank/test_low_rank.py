@@ -1,4 +1,4 @@
-"""``add_low_rank`` beside fp64: interpreted, and on a GPU where there is one."""
+"""``add_low_rank`` against fp64: in the interpreter, or on a GPU if there is one."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def in_fp64(total):
 
 def check(total):
     true = in_fp64(total)
-    # Rounding of the sum, and of the products in fp32.
+    # The bound allows for the rounding of the result to its dtype, and of products and sums in fp32.
     eps = torch.finfo(total.weight.dtype).eps
     size = total.weight.double().abs() + sum(
         abs(s) * (b.double().abs().flatten(1) @ a.double().abs().flatten(1)).view(true.shape)

@@ -33,7 +33,7 @@ run = kernels(direct=True)(pad_frames)
 def truth(
     x, cache=None, *, front=0, border=(0, 0), mode="zeros", keep=0, shift=None, norm=None, upsample=(1, 1, 1)
 ):
-    """(y, kept) in fp64."""
+    """Computes (y, kept) in fp64."""
     u = x.double() if shift is None else x.double() + shift.double().view(-1, 1, 1, 1)
     if norm is not None:
         weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
@@ -57,7 +57,10 @@ def truth(
 
 
 def true_modulation(z, size):
-    """As CogVideoX does it: the first of an odd number of frames apart."""
+    """Upsamples ``z`` to ``size`` as CogVideoX does.
+
+    If the number of frames in ``size`` is odd and not 1, the first frame is upsampled by itself.
+    """
     if size[0] == 1 or size[0] % 2 == 0:
         return F.interpolate(z, size=size)
     first = F.interpolate(z[:, :, :1], size=(1, *size[1:]))
@@ -65,7 +68,7 @@ def true_modulation(z, size):
 
 
 def true_upsampling(u, times):
-    """As HunyuanVideo does it: the first frame apart."""
+    """Upsamples ``u`` as HunyuanVideo does: the first frame is not repeated along T."""
     if 0 in u.shape:
         return u.new_empty(
             (*u.shape[:2], *(size * count for size, count in zip(u.shape[2:], times, strict=True)))
@@ -84,7 +87,7 @@ def check(x, cache=None, *, bound=None, **options):
     assert y.shape == wanted.shape
     assert is_channels_last(y)
     assert error(y, wanted) < (bound or BOUNDS[x.dtype])
-    # Borders and frames of the cache are exact.
+    # Values that do not depend on x (borders and frames of the cache) are exact.
     exact = truth(torch.full_like(x, float("nan")), cache, **options)[0].isfinite()
     assert torch.equal(y[exact], wanted[exact].to(y.dtype))
     if not options.get("keep"):
@@ -99,14 +102,14 @@ def check(x, cache=None, *, bound=None, **options):
 
 
 def video(shape, dtype=torch.float32, device="cpu", layout="channels_last"):
-    """(x, its cache's frames of the same size, norm, shift)"""
+    """Makes (x, cache, norm, shift). The cache has two frames of the size of x."""
     x, weight, bias = make(shape, dtype, device, layout, mean=0.5)
     cache = make((*shape[:2], 2, *shape[3:]), dtype, device, layout, seed=3)[0]
     return x, cache, Norm(weight, bias, shape[1] ** 0.5, 1e-12, "silu"), make(shape, dtype, device, seed=5)[1]
 
 
 def groups(norm, num_groups=3, **options):
-    """``norm`` as a norm of groups."""
+    """A ``GroupNorm`` with the parameters and the activation of ``norm``."""
     return GroupNorm(num_groups, norm.weight, norm.bias, 1e-5, norm.activation, **options)
 
 
@@ -212,12 +215,12 @@ def test_modulation(frames, of, dtype, device):
 
 
 def test_statistics_that_are_given(device):
-    """They are read, and x is not read for them."""
+    """Given statistics are used, and are not computed from x."""
     x, _, norm, shift = video((2, 6, 3, 5, 7), device=device)
     statistics = run_statistics(x)
     options = {"front": 2, "border": (1, 1), "mode": "replicate"}
     check(x, norm=groups(norm, statistics=statistics), shift=shift, **options)
-    # Those of 2 x, as only a reader of them can know.
+    # With the statistics of 2 x the result is wrong in a known way.
     statistics *= torch.tensor([2.0, 4.0], device=device).view(2, 1, 1, 1)
     plain = GroupNorm(3, eps=0.0)
     y, _ = run(x, norm=plain._replace(statistics=statistics), **options)
@@ -245,7 +248,7 @@ def test_every_place_in_memory(place, device):
 
 
 def test_a_chunk_after_a_chunk_is_the_whole(device):
-    """What is kept of one chunk is the next one's cache."""
+    """``kept`` of one chunk is the cache of the next chunk."""
     x, _, norm, _ = video((1, 6, 6, 3, 4), device=device)
     whole, _ = run(x, front=2, norm=norm)
     at, cache = 0, None
