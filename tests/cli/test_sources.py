@@ -132,11 +132,18 @@ _LAYERS = ("Conv2d", "Linear", "GroupNorm", "LayerNorm")
 # A checkout of ComfyUI with the classes that fusions replace, and no code in them. File -> text.
 COMFYUI = {
     "comfyui_version.py": "__version__ = '9.9.9'",
+    "comfy/cli_args.py": "",
+    "comfy/model_management.py": "",
     "comfy/options.py": "def enable_args_parsing(): ...",
     "comfy/sample.py": "",
     "comfy/sd.py": "",
-    "comfy/ops.py": "\n    ".join(
-        ["class disable_weight_init:", *(f"class {name}(nn.{name}): ..." for name in _LAYERS)]
+    "comfy/ops.py": "\n".join(
+        [
+            "class disable_weight_init:",
+            *(f"    class {name}(nn.{name}): ..." for name in _LAYERS),
+            "class manual_cast:",
+            *(f"    class {name}(disable_weight_init.{name}): ..." for name in _LAYERS),
+        ]
     ),
 } | {
     f"comfy/ldm/modules/{file}.py": "\n".join(f"class {name}(nn.Module): ..." for name in names)
