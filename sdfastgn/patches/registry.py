@@ -36,6 +36,7 @@ _OF_DIFFUSERS = (
     ("fusions.decoder_slices", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
     ("fusions.wan", "FUSIONS"),
+    ("fusions.wan_residual", "FUSIONS"),
     ("fusions.hunyuan_video", "FUSIONS"),
 )
 _OF_PIPELINES = (

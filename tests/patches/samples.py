@@ -21,6 +21,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
+from sdfastgn.patches.fusions import wan_residual
 from sdfastgn.patches.fusions.wan import qwen_image
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -186,6 +187,22 @@ def _of_wan(family, module, prefix):
         ),
     ]
     return [(f"{family}_{name}", build, call) for name, build, call in found]
+
+
+def _of_wan_residual():
+    """Samples of the blocks that only Wan 2.2's autoencoder has."""
+    Down, Up = autoencoder_kl_wan.WanResidualDownBlock, autoencoder_kl_wan.WanResidualUpBlock
+    x = video(1, 12, 5, 4, 6)
+    return [
+        (
+            "wan_residual_down_block",
+            lambda: Down(12, 24, 0.0, 1, True, True),
+            lambda m: in_chunks(m, x, 1, 4),
+        ),
+        ("wan_residual_down_block-last", lambda: Down(12, 12, 0.0, 1), lambda m: m(x)),
+        ("wan_residual_up_block", lambda: Up(12, 6, 1, 0.0, False, True), lambda m: m(x)),
+        ("wan_residual_up_block-last", lambda: Up(12, 12, 1), lambda m: m(x)),
+    ]
 
 
 def _of_hunyuan_video():
@@ -387,6 +404,8 @@ SAMPLES = [
     *_of_wan("wan", autoencoder_kl_wan, "Wan"),
     *_of_hunyuan_video(),
 ]
+if wan_residual.FUSIONS:
+    SAMPLES += _of_wan_residual()
 if qwen_image is not None:
     SAMPLES += _of_wan("qwen_image", qwen_image, "QwenImage")
 

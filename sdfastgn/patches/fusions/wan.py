@@ -30,19 +30,24 @@ from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.wide_heads import attend
-from sdfastgn.kernels.channel_norm.op import channel_norm
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.fusions.video import (
+    NORMS,
+    FusedRMSNorm,
+    add_up,
+    images_of,
+    is_plain_inference,
+    norm_of,
+    video_of,
+)
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_qwenimage as qwen_image
@@ -53,10 +58,7 @@ __all__ = ["FUSIONS"]
 
 # Frames of an entry of ``feat_cache``, upstream's CACHE_T.
 _CACHE_T = 2
-# Least norm that upstream divides by: the default of F.normalize.
-_EPS = 1e-12
 # Stock and fused classes of both autoencoders; the end of this file adds them.
-_NORMS: set[type[nn.Module]] = set()
 _CONVS: set[type[nn.Module]] = set()
 _UPSAMPLES: set[type[nn.Module]] = set()
 
@@ -73,19 +75,6 @@ def _is_plain_conv(conv: Any, x: Tensor) -> bool:
         and conv.padding_mode == "zeros"
         and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
     )
-
-
-def _norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
-    """``act(norm(u))`` as operands of a kernel, for u of the rank and dtype of x; None if it is not plain."""
-    activation = "identity" if act is None else activation_of(act)
-    if activation is None or (act is not None and not is_unhooked(act)):
-        return None
-    if not (type(norm) in _NORMS and is_unhooked(norm) and norm.channel_first):
-        return None
-    has_bias = isinstance(norm.bias, Tensor)
-    if norm.gamma.dim() != x.dim() - 1 or norm.gamma.dtype != x.dtype or not (has_bias or norm.bias == 0):
-        return None
-    return Norm(norm.gamma.flatten(), norm.bias.flatten() if has_bias else None, norm.scale, _EPS, activation)
 
 
 def _fits(cache: Any, x: Tensor, C: int) -> bool:
@@ -160,31 +149,6 @@ def _step(conv: Any, x: Tensor, feat_cache: Any, feat_idx: Any, **options: Any) 
     return y
 
 
-def _add(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
-    """y + bias + residual for y (N, C, T, H, W), which is written to."""
-    if (
-        dispatch.is_plain_inference(y, (residual, bias))
-        and is_channels_last(y)
-        and is_channels_last(residual)
-    ):
-        try:
-            # Axes of one element may have other strides.
-            return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
-        except dispatch.KernelError:
-            pass
-    return (y if bias is None else y + bias.view(-1, 1, 1, 1)) + residual
-
-
-def _images(x: Tensor) -> Tensor:
-    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
-    return x.movedim(2, 1).flatten(0, 1)
-
-
-def _video(images: Tensor, N: int) -> Tensor:
-    """(N T, C, H, W) -> (N, C, T, H, W), a view."""
-    return images.unflatten(0, (N, -1)).movedim(2, 1)
-
-
 def _given(feat_idx: Any) -> tuple[Any, ...]:
     """``feat_idx`` as an argument of stock's forward; nothing if it was not given."""
     return () if feat_idx is None else (feat_idx,)
@@ -193,16 +157,6 @@ def _given(feat_idx: Any) -> tuple[Any, ...]:
 # --- fused classes ----------------------------------------------------------------------------------
 
 # Each of these stands before a stock class among the bases of a fused class.
-
-
-class _FusedNorm(nn.Module):
-    """``WanRMS_norm``. x (N, C, *spatial) -> the same, channels-last."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        norm = None
-        if not torch.compiler.is_compiling() and dispatch.has_kernels(x):
-            norm = _norm_of(self, None, x)
-        return super().forward(x) if norm is None else channel_norm(x, *norm)
 
 
 class _FusedConv(nn.Module):
@@ -232,7 +186,7 @@ class _FusedResidualBlock(nn.Module):
             residual, _ = _convolve(self.conv_shortcut, x)
         y = _step(self.conv1, x, feat_cache, feat_idx, norm=norms[0], has_bias=False)
         y = _step(self.conv2, y, feat_cache, feat_idx, norm=norms[1], shift=self.conv1.bias, has_bias=False)
-        return _add(y, residual, self.conv2.bias)
+        return add_up(y, residual, self.conv2.bias)
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
         """The two norms with their activations; None if stock's forward has to run."""
@@ -253,7 +207,7 @@ class _FusedResidualBlock(nn.Module):
             and _fits(feat_cache[feat_idx[0] + 1], x, self.out_dim)
         ):
             return None
-        first, second = (_norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
+        first, second = (norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
         return None if first is None or second is None else (first, second)
 
 
@@ -271,10 +225,10 @@ class _FusedResample(nn.Module):
                 feat_cache[i] = "Rep"  # upstream's mark of a first chunk, whose frame stays one
             else:
                 x = self._twice_the_frames(x, feat_cache, i)
-        images, conv = _images(x), self.resample[1]
+        images, conv = images_of(x), self.resample[1]
         if convolves_at_low_resolution(conv, images):
-            return _video(upsample_conv2d(images, conv.weight, conv.bias), x.shape[0])
-        return _video(conv(upsample_nearest_2x(images)), x.shape[0])
+            return video_of(upsample_conv2d(images, conv.weight, conv.bias), x.shape[0])
+        return video_of(conv(upsample_nearest_2x(images)), x.shape[0])
 
     def _is_plain_upsampling(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> bool:
         if self.mode not in ("upsample2d", "upsample3d") or not is_unhooked(self.resample):
@@ -312,10 +266,10 @@ class _FusedAttentionBlock(nn.Module):
         if not is_plain_inference(x):
             return super().forward(x)
         N, _, _, H, W = x.shape
-        images = self.norm(laid_out(_images(x), channels_last=True))
+        images = self.norm(laid_out(images_of(x), channels_last=True))
         q, k, v = pointwise(self.to_qkv, images).movedim(1, -1).flatten(1, 2)[:, None].chunk(3, -1)
         y = attend(q, k, v)[:, 0].unflatten(1, (H, W)).movedim(-1, 1)
-        return _video(pointwise(self.proj, y), N) + x
+        return video_of(pointwise(self.proj, y), N) + x
 
 
 class _FusedHalf(nn.Module):
@@ -340,7 +294,7 @@ class _FusedHalf(nn.Module):
             return None
         if feat_cache is not None and (feat_idx is None or not _fits(feat_cache[feat_idx[0]], x, x.shape[1])):
             return None
-        return _norm_of(self.norm_out, self.nonlinearity, x)
+        return norm_of(self.norm_out, self.nonlinearity, x)
 
 
 class _FusedEncoder(_FusedHalf):
@@ -360,7 +314,7 @@ class _FusedDecoder(_FusedHalf):
         return x
 
 
-class FusedWanRMSNorm(_FusedNorm, wan.WanRMS_norm):
+class FusedWanRMSNorm(FusedRMSNorm, wan.WanRMS_norm):
     pass
 
 
@@ -390,7 +344,7 @@ class FusedWanDecoder3d(_FusedDecoder, wan.WanDecoder3d):
 
 if qwen_image is not None:
 
-    class FusedQwenImageRMSNorm(_FusedNorm, qwen_image.QwenImageRMS_norm):
+    class FusedQwenImageRMSNorm(FusedRMSNorm, qwen_image.QwenImageRMS_norm):
         pass
 
     class FusedQwenImageCausalConv3d(_FusedConv, qwen_image.QwenImageCausalConv3d):
@@ -442,7 +396,7 @@ def _fusions(
         "attention": ("to_qkv", "proj"),
         **dict.fromkeys(("encoder", "decoder"), ("conv_in", "norm_out", "conv_out")),
     }
-    _NORMS.update((stock["norm"], classes["norm"]))
+    NORMS.update((stock["norm"], classes["norm"]))
     _CONVS.update((stock["conv"], classes["conv"]))
     _UPSAMPLES.add(upsample)
     return tuple(
