@@ -286,6 +286,8 @@ def _channel_norms(shape, dtype):
     pad_frames(x, norm=silu, shift=weight, **padded)
     pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu"), shift=weight, **padded)
     pad_frames(x, upsample=(2, 2, 2), **padded)
+    pad_frames(x, front=1, back=1, mode="replicate", norm=silu._replace(added=1e-6))
+    pad_frames(x, front=2, border=(1, 1), mode="reflect", norm=silu)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 

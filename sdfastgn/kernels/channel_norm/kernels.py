@@ -28,9 +28,12 @@ from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 
 @triton.jit
-def divisor(x, eps, WIDE: tl.constexpr):
-    """(norm of each row, what it is divided by); x is 0 outside of the row."""
-    norm = square_root(row_sum(x * x, WIDE))
+def divisor(x, eps, WIDE: tl.constexpr, added=0.0):
+    """(norm of each row, what it is divided by); x is 0 outside of the row.
+
+    ``added``: a number that the sum of squares has besides.
+    """
+    norm = square_root(row_sum(x * x, WIDE) + added)
     return norm, tl.where(norm < eps, eps, norm)
 
 

@@ -5,8 +5,8 @@ them in registers: one read, one write, one launch.
 
 Pointers; each but x and y may be None:
 
-- ``x``: (N, T, H, W, C); ``y``: (N, front + frames, height + 2 pad_h, width + 2 pad_w, C), where frames,
-  height and width are those of x after upsampling;
+- ``x``: (N, T, H, W, C); ``y``: (N, front + frames + back, height + 2 pad_h, width + 2 pad_w, C), where
+  frames, height and width are those of x after upsampling;
 - ``shift``, ``weight``, ``bias``: (C,), before and after the norm of each position's channels;
 - ``table``: fp32, what ``merge_kernel`` of ``group_norm/kernels.py`` writes for a GroupNorm. From
   ``table_offset`` on it has planes of ``table_plane`` values, one for each sample and channel: scale,
@@ -33,10 +33,11 @@ from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
 
 
 @triton.jit
-def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, REPLICATE: tl.constexpr):
+def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, MODE: tl.constexpr):
     """(frame, position in the frame, its row, its column, True outside of borders) of rows of a sample of y.
 
-    All are counted from the first element of x, and are the nearest ones within a frame if ``REPLICATE``.
+    All are counted from the first element of x. They are those of the element within a frame that stands in
+    the border, in modes that have one.
     """
     if BORDER:
         w = row % (width + 2 * pad_w) - pad_w
@@ -44,9 +45,12 @@ def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, REPLI
         h = line % (height + 2 * pad_h) - pad_h
         t = line // (height + 2 * pad_h) - front
         is_centre = (w >= 0) & (w < width) & (h >= 0) & (h < height)
-        if REPLICATE:
+        if MODE == "replicate":
             w = tl.minimum(tl.maximum(w, 0), width - 1)
             h = tl.minimum(tl.maximum(h, 0), height - 1)
+        if MODE == "reflect":
+            w = width - 1 - tl.abs(width - 1 - tl.abs(w))
+            h = height - 1 - tl.abs(height - 1 - tl.abs(h))
         at = h * width + w
     else:
         t = row // (height * width) - front
@@ -88,6 +92,7 @@ def _group_norm(
         "height",
         "width",
         "front",
+        "back",
         "cached",
         "keep",
         "pad_h",
@@ -96,12 +101,14 @@ def _group_norm(
         "table_plane",
         "scale",
         "eps",
+        "added",
     ]
 )
 def _frames_kernel(
     x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, cache_ptr, y_ptr, kept_ptr,
-    rows, frames, height, width, front, cached, keep, pad_h, pad_w, table_offset, table_plane, scale, eps,
-    C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, REPLICATE: tl.constexpr,
+    rows, frames, height, width, front, back, cached, keep, pad_h, pad_w, table_offset, table_plane,
+    scale, eps, added,
+    C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, MODE: tl.constexpr,
     TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -112,7 +119,7 @@ def _frames_kernel(
     once.
 
     Positions of y are counted from the first element of x, so that those of the cache have negative
-    frames. What x and cache do not have is 0, or if ``REPLICATE`` the nearest element that they have.
+    frames. What x and cache do not have is 0, or in other modes an element that they have.
     """
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     tiles = tl.cdiv(rows, ROWS)
@@ -123,14 +130,15 @@ def _frames_kernel(
     in_row = c < C
     is_row = r < rows - first
     image = height * width
-    t, at, h, w, is_centre = _places(first + r, front, height, width, pad_h, pad_w, BORDER, REPLICATE)
-    is_kept = is_row & is_centre & (t >= frames - keep)
-    kept_row = (n * keep + t - (frames - keep)) * image + at
+    t, at, h, w, is_centre = _places(first + r, front, height, width, pad_h, pad_w, BORDER, MODE)
+    unkept = frames + back - keep
+    is_kept = is_row & is_centre & (t >= unkept)
+    kept_row = (n * keep + t - unkept) * image + at
     is_there = is_row
-    if REPLICATE:
-        t = tl.maximum(t, -cached)
+    if MODE != "zeros":
+        t = tl.minimum(tl.maximum(t, -cached), frames - 1)
     else:
-        is_there = is_row & is_centre & (t >= -cached)
+        is_there = is_row & is_centre & (t >= -cached) & (t < frames)
     is_new = is_there & (t >= 0)
     if TIMES_T * TIMES_H * TIMES_W == 1:
         x_row = (n * frames + t) * image + at
@@ -147,7 +155,7 @@ def _frames_kernel(
     if NORM == "channel":
         weight = per_channel(weight_ptr, own, in_row, 1.0)
         bias = per_channel(bias_ptr, own, in_row, 0.0)
-        _, divided_by = divisor(y, eps, WIDE)
+        _, divided_by = divisor(y, eps, WIDE, added)
         y = activate(y * (scale / divided_by) * weight + bias, ACTIVATION, PAIRS)
     if NORM == "group":
         table = table_ptr + table_offset + n.to(tl.int64) * C + own

@@ -7,10 +7,12 @@ one kernel does all of it, for x (N, C, T, H, W):
 
     u = act(norm(x + shift))        or x + shift
     v = u with each element ``upsample`` times along (T, H, W), the first frame once along T
-    y = (zeros, cache, v), ``front`` frames before those of v, within ``border`` zeros around each frame
+    y = (zeros, cache, v, zeros), ``front`` frames before those of v and ``back`` frames after them, within
+        ``border`` zeros around each frame
     kept = the last ``keep`` frames of y, without borders
 
-In mode "replicate" the nearest element stands for each zero, as in torch.nn.functional.pad.
+In mode "replicate" the nearest element stands for each zero, as in torch.nn.functional.pad. In mode "reflect"
+it does so in frames, and borders mirror the frame without its outermost element.
 
 On a GPU the kernel of ``pad_frames/kernels.py`` runs, for a GroupNorm after those of its statistics;
 everywhere else, and with gradients, ``reference_pad_frames``. Layout and numerics contract: there.
@@ -39,17 +41,27 @@ from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_
 
 # Rows are counted in int32.
 _MAX_ROWS = 2**31 - 1
-_MODES = ("zeros", "replicate")
+# What stands in frames and in borders, as modes of torch.nn.functional.pad.
+_FILLS = {
+    "zeros": ("constant", "constant"),
+    "replicate": ("replicate", "replicate"),
+    "reflect": ("replicate", "reflect"),
+}
 
 
 class Norm(NamedTuple):
-    """The norm of each position's channels: the operands of ``channel_norm`` after x."""
+    """The norm of each position's channels: the operands of ``channel_norm`` after x, and ``added``.
+
+    ``added``: a number that is added to the sum of squares, so that a position is divided by
+    max(sqrt(||x||^2 + added), eps). C times the eps of an RMSNorm makes it that norm.
+    """
 
     weight: Tensor | None = None
     bias: Tensor | None = None
     scale: float = 1.0
     eps: float = 1e-12
     activation: str = "identity"
+    added: float = 0.0
 
 
 class GroupNorm(NamedTuple):
@@ -67,8 +79,8 @@ class GroupNorm(NamedTuple):
 
 
 def _check_mode(name: str, mode: Any) -> None:
-    if mode not in _MODES:
-        raise ValueError(f"{name}: mode must be one of {_MODES}, got {mode!r}")
+    if mode not in _FILLS:
+        raise ValueError(f"{name}: mode must be one of {tuple(_FILLS)}, got {mode!r}")
 
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
@@ -88,7 +100,9 @@ class PadFramesCall(NamedTuple):
     scale: float
     eps: float
     activation: Annotated[str, Value(check_activation)]
+    added: float
     front: int
+    back: int
     pad_h: int
     pad_w: int
     mode: Annotated[str, Value(_check_mode)]
@@ -111,7 +125,7 @@ class PadFramesCall(NamedTuple):
     def padded(self) -> tuple[int, int, int, int, int]:
         """The shape of y."""
         (N, C), (T, H, W) = self.x.shape[:2], self.upsampled
-        return N, C, self.front + T, H + 2 * self.pad_h, W + 2 * self.pad_w
+        return N, C, self.front + T + self.back, H + 2 * self.pad_h, W + 2 * self.pad_w
 
 
 def _call_of(
@@ -120,15 +134,16 @@ def _call_of(
     shift: Tensor | None,
     norm: Norm | GroupNorm | None,
     front: int,
+    back: int,
     border: tuple[int, int],
     mode: str,
     keep: int,
     upsample: tuple[int, int, int],
 ) -> PadFramesCall:
-    where = (front, *border, mode, keep, *upsample)
+    where = (front, back, *border, mode, keep, *upsample)
     if isinstance(norm, GroupNorm):
         groups, weight, bias, eps, activation, statistics = norm
-        operands: Any = (weight, bias, statistics, "group", groups, 1.0, eps, activation)
+        operands: Any = (weight, bias, statistics, "group", groups, 1.0, eps, activation, 0.0)
     else:
         weight, bias, *numbers = norm or Norm()
         operands = (weight, bias, None, "" if norm is None else "channel", 0, *numbers)
@@ -148,6 +163,7 @@ def reference_pad_frames(
     cache: Tensor | None = None,
     *,
     front: int = 0,
+    back: int = 0,
     border: tuple[int, int] = (0, 0),
     mode: str = "zeros",
     keep: int = 0,
@@ -161,14 +177,23 @@ def reference_pad_frames(
     if isinstance(norm, GroupNorm):
         u = reference_group_norm(u, *norm[:5])
     elif norm is not None:
-        u = reference_channel_norm(u, *norm)
+        u = _channel_norm(u, norm)
     u = _upsampled(u.to(x.dtype), upsample)
     known = u if cache is None else torch.cat((cache, u), 2)
-    fill = "constant" if mode == "zeros" else mode
-    frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], 0), fill)
-    y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), fill)
+    of_frames, of_borders = _FILLS[mode]
+    frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], back), of_frames)
+    y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), of_borders)
     kept = laid_out(frames[:, :, -keep:].clone(), channels_last=True) if keep else None
     return laid_out(y, channels_last=True), kept
+
+
+def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
+    if not norm.added:
+        return reference_channel_norm(u, *norm[:5])
+    # One more channel, whose square is ``added``.
+    more = u.new_full((u.shape[0], 1, *u.shape[2:]), math.sqrt(norm.added))
+    weight, bias = (t if t is None else F.pad(t, (0, 1)) for t in norm[:2])
+    return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]
 
 
 def _upsampled(u: Tensor, times: tuple[int, int, int]) -> Tensor:
@@ -205,6 +230,7 @@ def pad_frames(
     cache: Tensor | None = None,
     *,
     front: int = 0,
+    back: int = 0,
     border: tuple[int, int] = (0, 0),
     mode: str = "zeros",
     keep: int = 0,
@@ -220,10 +246,13 @@ def pad_frames(
         cache: (N, C, T', H'', W'') with T' up to ``front``, with the dtype and on the device of x: the frames
             before x, as they are to be read. None: there are none.
         front: frames before those of x.
+        back: frames after those of x.
         border: rows above and below each frame, and columns left and right of it.
-        mode: what stands in the frames before the cache and in borders: "zeros", or "replicate", the
-            nearest element that there is.
-        keep: frames of ``kept``, up to ``front`` + T'', the number of frames after upsampling.
+        mode: what stands in the frames before the cache, in those after x, and in borders: "zeros", or
+            "replicate", the nearest element that there is, or "reflect", which is the same in frames and
+            mirrors borders. These must then be smaller than the frame.
+        keep: frames of ``kept``, up to ``front`` + T'' + ``back``, where T'' is the number of frames after
+            upsampling.
         shift: (C,) or None, added to x first: the bias of the convolution that made x.
         norm: the norm of x + shift, with its activation. None: x + shift as it is.
         upsample: (t, h, w), how many times each element stands along an axis. The first frame stands once
@@ -231,8 +260,8 @@ def pad_frames(
 
     Returns:
         (y, kept). With T'', H'' and W'' the sizes after upsampling, y is
-        (N, C, front + T'', H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''), the last
-        frames of y without borders, in memory of its own; None if ``keep`` is 0.
+        (N, C, front + T'' + back, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''),
+        the last frames of y without borders, in memory of its own; None if ``keep`` is 0.
 
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); shift and the operands of norm any of
         these. Both results have the dtype of x.
@@ -244,7 +273,7 @@ def pad_frames(
 
     Source: torch.nn.functional.pad and interpolate.
     """
-    call = _call_of(x, cache, shift, norm, front, border, mode, keep, upsample)
+    call = _call_of(x, cache, shift, norm, front, back, border, mode, keep, upsample)
     if dispatch.is_plain_inference(x, call):
         try:
             # Invalid arguments never have a plan, so only calls of a new kind are checked.
@@ -262,20 +291,20 @@ def pad_frames(
             _check(_NAME, call)
             raise
     _check(_NAME, call)
-    where: Any = {"front": front, "border": border, "mode": mode, "keep": keep, "upsample": upsample}
-    return reference_pad_frames(x, cache, shift=shift, norm=norm, **where)
+    where: Any = {"border": border, "mode": mode, "keep": keep, "upsample": upsample}
+    return reference_pad_frames(x, cache, front=front, back=back, shift=shift, norm=norm, **where)
 
 
 def _check_sizes(name: str, call: PadFramesCall) -> None:
     x, cache = call.x, call.cache
     if x.dim() != 5:
         raise ValueError(f"{name}: x must be (N, C, T, H, W), got shape {tuple(x.shape)}")
-    for label in ("front", "pad_h", "pad_w", "keep"):
+    for label in ("front", "back", "pad_h", "pad_w", "keep"):
         as_size(name, "border" if label.startswith("pad") else label, getattr(call, label))
     for times in (call.times_t, call.times_h, call.times_w):
         if as_size(name, "upsample", times) == 0:
             raise ValueError(f"{name}: upsample must be positive, got 0")
-    frames, *image = call.upsampled
+    image = call.upsampled[1:]
     if cache is not None:
         check_input(name, "cache", cache)
         wanted = (*x.shape[:2], cache.shape[2] if cache.dim() == 5 else "T'", *image)
@@ -285,10 +314,13 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
                 f"got {tuple(cache.shape)}"
             )
         check_device(name, "cache", cache, x)
-    if call.keep > call.front + frames:
-        raise ValueError(f"{name}: keep={call.keep} must be at most front + T, {call.front + frames}")
-    if call.mode == "replicate" and 0 in x.shape[2:]:
-        raise ValueError(f"{name}: mode 'replicate' needs elements, x has shape {tuple(x.shape)}")
+    if call.keep > call.padded[2]:
+        raise ValueError(f"{name}: keep={call.keep} must be at most front + T + back, {call.padded[2]}")
+    if call.mode != "zeros" and 0 in x.shape[2:]:
+        raise ValueError(f"{name}: mode {call.mode!r} needs elements, x has shape {tuple(x.shape)}")
+    if call.mode == "reflect" and (call.pad_h >= image[0] or call.pad_w >= image[1]):
+        border = (call.pad_h, call.pad_w)
+        raise ValueError(f"{name}: border must be smaller than the frame {tuple(image)}, got {border}")
     if call.norm == "group":
         as_size(name, "num_groups", call.num_groups)
         GROUP_NORM.check(name, group_norm_call(call))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.channel_norm.op import channel_norm
@@ -21,11 +21,10 @@ __all__ = [
     "FusedRMSNorm",
     "add_up",
     "images_of",
-    "is_plain_3d",
     "is_plain_inference",
+    "is_pointwise_3d",
     "norm_of",
     "pointwise_3d",
-    "upstream_file",
     "video_of",
 ]
 
@@ -33,14 +32,6 @@ __all__ = [
 NORMS: set[type[nn.Module]] = set()
 # Least norm that upstream divides by: the default of F.normalize.
 _EPS = 1e-12
-
-
-def upstream_file(name: str) -> Any:
-    """The Python module ``name`` of diffusers' autoencoders; None in a release before it."""
-    try:
-        return importlib.import_module(f"diffusers.models.autoencoders.{name}")
-    except ImportError:
-        return None
 
 
 def is_plain_inference(x: Tensor, rank: int = 5) -> bool:
@@ -82,7 +73,7 @@ class FusedRMSNorm(nn.Module):
         norm = None
         if not torch.compiler.is_compiling() and dispatch.has_kernels(x):
             norm = norm_of(self, None, x)
-        return super().forward(x) if norm is None else channel_norm(x, *norm)
+        return super().forward(x) if norm is None else channel_norm(x, *norm[:5])
 
 
 # --- sums, layouts and products -----------------------------------------------------------------------
@@ -113,27 +104,26 @@ def video_of(images: Tensor, N: int) -> Tensor:
     return images.unflatten(0, (N, -1)).movedim(2, 1)
 
 
-def is_plain_3d(conv: Any, x: Tensor, C: int, *classes: type[nn.Module]) -> bool:
-    """True if a call of ``conv``, an ``nn.Conv3d`` or one of ``classes``, on C channels is PyTorch's
-    convolution, in the dtype and on the device of x.
-    """
+def is_pointwise_3d(conv: Any, x: Tensor) -> bool:
+    """True if a call of ``conv`` on x (N, C, T, H, W) is PyTorch's 1x1x1 convolution, in the dtype of x."""
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups, conv.in_channels
     return (
-        type(conv) in (classes or (nn.Conv3d,))
+        type(conv) is nn.Conv3d
+        and sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1, x.shape[1])
         and is_unhooked(conv)
         and "_conv_forward" not in vars(conv)
-        and (conv.padding_mode, type(conv.padding), conv.in_channels) == ("zeros", tuple, C)
         and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
     )
 
 
 def pointwise_3d(conv: Any, x: Tensor) -> Tensor:
-    """conv(x) for a plain 1x1x1 ``conv`` and x (N, C, T, H, W), channels-last.
+    """conv(x), channels-last, for x (N, C, T, H, W), channels-last, if ``is_pointwise_3d(conv, x)``.
 
     It is a matrix product. In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32,
     and matrix products in fp32, which is slower.
     """
     if x.dtype in (torch.float16, torch.bfloat16):
         return linear(x.movedim(1, -1), conv.weight.flatten(1), conv.bias).movedim(-1, 1)
-    y = conv._conv_forward(x, conv.weight, conv.bias)
+    y = F.conv3d(x, conv.weight, conv.bias)
     # Convolutions of a CPU may return another layout.
     return y if is_channels_last(y) else laid_out(y, channels_last=True)
