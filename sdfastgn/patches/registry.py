@@ -38,6 +38,8 @@ _OF_DIFFUSERS = (
     ("fusions.wan", "FUSIONS"),
     ("fusions.wan_residual", "FUSIONS"),
     ("fusions.hunyuan_video", "FUSIONS"),
+    ("fusions.hunyuan_video_15", "FUSIONS"),
+    ("fusions.hunyuan_image", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),

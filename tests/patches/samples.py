@@ -21,7 +21,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
-from sdfastgn.patches.fusions import wan_residual
+from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15, wan_residual
 from sdfastgn.patches.fusions.wan import qwen_image
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -39,7 +39,7 @@ def randomize(module):
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in module.parameters():
-            if p.dim() == 1 or p.numel() == len(p):  # gammas of Wan's norms are (C, 1, 1, 1)
+            if p.dim() == 1 or (p.dim() and p.numel() == len(p)):  # gammas of Wan's norms are (C, 1, 1, 1)
                 p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
     return module.eval()
 
@@ -228,6 +228,55 @@ def _of_hunyuan_video():
     return [(f"hunyuan_video_{name}", build, call) for name, build, call in found]
 
 
+def _of_hunyuan_video_15(family, module, prefix, resampling=""):
+    """Samples of the blocks that the autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner share."""
+    names = ("RMS_norm", "CausalConv3d", "ResnetBlock", "AttnBlock", "Encoder3D", "Decoder3D")
+    Norm, Conv, Block, Attention, Encoder, Decoder = (getattr(module, prefix + name) for name in names)
+    Upsample, Downsample = (getattr(module, f"{prefix}{name}sample{resampling}") for name in ("Up", "Down"))
+    sizes = {"layers_per_block": 1, "temporal_compression_ratio": 2, "spatial_compression_ratio": 2}
+    x = video(2, 8, 3, 4, 2)
+    found = [
+        ("norm", lambda: Norm(8, images=False), lambda m: m(x)),
+        ("conv", lambda: Conv(8, 12), lambda m: m(x)),
+        ("resnet_block", lambda: Block(8, 12), lambda m: m(x)),
+        ("resnet_block-same", lambda: Block(8), lambda m: m(x.contiguous())),
+        ("attention", lambda: Attention(8), lambda m: m(x[:1])),
+        ("upsample", lambda: Upsample(8, 4), lambda m: m(x)),
+        ("upsample-2d", lambda: Upsample(8, 8, False), lambda m: m(x)),
+        ("downsample", lambda: Downsample(8, 16), lambda m: m(x)),
+        ("downsample-2d", lambda: Downsample(8, 8, False), lambda m: m(x)),
+        (
+            "encoder",
+            lambda: Encoder(3, 8, block_out_channels=(16, 32), **sizes),
+            lambda m: m(video(1, 3, 3, 4, 2)),
+        ),
+        (
+            "decoder",
+            lambda: Decoder(4, 3, block_out_channels=(32, 16), **sizes),
+            lambda m: m(video(1, 4, 2, 2, 1)),
+        ),
+    ]
+    return [(f"{family}_{name}", build, call) for name, build, call in found]
+
+
+def _of_hunyuan_image(module):
+    """Samples of the blocks of HunyuanImage's autoencoder."""
+    Block, Attention = module.HunyuanImageResnetBlock, module.HunyuanImageAttentionBlock
+    Upsample, Downsample = module.HunyuanImageUpsample, module.HunyuanImageDownsample
+    Encoder, Decoder = module.HunyuanImageEncoder2D, module.HunyuanImageDecoder2D
+    sizes = {"num_res_blocks": 1, "spatial_compression_ratio": 2}
+    x = image(2, 32, 4, 6)
+    found = [
+        ("resnet_block", lambda: Block(32, 32), lambda m: m(x)),
+        ("attention", lambda: Attention(32), lambda m: m(x)),
+        ("upsample", lambda: Upsample(32, 16), lambda m: m(x)),
+        ("downsample", lambda: Downsample(32, 64), lambda m: m(x)),
+        ("encoder", lambda: Encoder(3, 4, (32, 64), **sizes), lambda m: m(image(1, 3, 4, 6))),
+        ("decoder", lambda: Decoder(4, 3, (64, 32), **sizes), lambda m: m(image(1, 4, 2, 3))),
+    ]
+    return [(f"hunyuan_image_{name}", build, call) for name, build, call in found]
+
+
 # (id, builder, call); the id starts with the fusion's name.
 SAMPLES = [
     ("group_norm", lambda: nn.GroupNorm(3, 12), _on_image),
@@ -406,6 +455,13 @@ SAMPLES = [
 ]
 if wan_residual.FUSIONS:
     SAMPLES += _of_wan_residual()
+if hunyuan_video_15._video is not None:
+    SAMPLES += _of_hunyuan_video_15("hunyuan_video_15", hunyuan_video_15._video, "HunyuanVideo15")
+if hunyuan_video_15._refiner is not None:
+    refiner = hunyuan_video_15._refiner
+    SAMPLES += _of_hunyuan_video_15("hunyuan_image_refiner", refiner, "HunyuanImageRefiner", "DCAE")
+if hunyuan_image._image is not None:
+    SAMPLES += _of_hunyuan_image(hunyuan_image._image)
 if qwen_image is not None:
     SAMPLES += _of_wan("qwen_image", qwen_image, "QwenImage")
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.packing import cells_of
 from sdfastgn.patches.fusions.video import is_plain_inference
 
 __all__ = ["FUSIONS"]
@@ -44,14 +45,6 @@ def _owns_result(block: Any, sampler: Any) -> bool:
     return len(block.resnets) > 0 and all(map(is_unhooked, (*block.resnets, *([sampler] if sampler else ()))))
 
 
-def _cells(y: Tensor, factors: tuple[int, ...]) -> Tensor:
-    """y (N, C, T t, H h, W w) -> (N, T, t, H, h, W, w, C), a view. ``factors``: (t, h, w)."""
-    cells = y.movedim(1, -1)
-    for axis in (3, 2, 1):
-        cells = cells.unflatten(axis, (-1, factors[axis - 1]))
-    return cells
-
-
 def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool:
     """Add ``shortcut(x, first_chunk)`` to y, and return True; or change nothing, and return False."""
     N, C, T, H, W = x.shape
@@ -70,7 +63,7 @@ def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> boo
     read = x.movedim(1, -1).unflatten(-1, (-1, *steps)).permute(0, 1, 5, 2, 6, 3, 7, 4)
     if skipped:
         read, factors = read[:, :, -1:], (1, *factors[1:])
-    _cells(y, factors).unflatten(-1, (-1, alike)).add_(read[..., None])
+    cells_of(y, factors).unflatten(-1, (-1, alike)).add_(read[..., None])
     return True
 
 
@@ -87,7 +80,7 @@ def _add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
     steps = _leading(factors, kept)
     if steps is None or alike * shortcut.factor % shortcut.group_size or C % alike:
         return False
-    cells = _cells(x, factors)
+    cells = cells_of(x, factors)
     over = [axis for axis, step, factor in zip((2, 4, 6), steps, factors, strict=True) if step != factor]
     if alike > 1:
         cells = cells.unflatten(-1, (-1, alike))

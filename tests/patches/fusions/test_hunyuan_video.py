@@ -10,6 +10,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import hunyuan_video as fusion
+from sdfastgn.patches.fusions import wrapped_conv
 from tests.kernels.samples import kernels
 from tests.patches import cases, samples
 from tests.patches.samples import randomize, snapshot
@@ -60,10 +61,11 @@ def same(models, call, bound=5e-5):
 def convolutions(monkeypatch):
     """A list of the convolutions that run fused."""
     found = []
-    original = fusion._convolve
-    monkeypatch.setattr(
-        fusion, "_convolve", lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o)
-    )
+    original = fusion.convolve
+    for file in (fusion, wrapped_conv):
+        monkeypatch.setattr(
+            file, "convolve", lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o)
+        )
     return found
 
 
