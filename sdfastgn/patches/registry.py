@@ -40,6 +40,7 @@ _OF_DIFFUSERS = (
     ("fusions.hunyuan_video", "FUSIONS"),
     ("fusions.hunyuan_video_15", "FUSIONS"),
     ("fusions.hunyuan_image", "FUSIONS"),
+    ("fusions.cosmos", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),
