@@ -41,6 +41,7 @@ _OF_DIFFUSERS = (
     ("fusions.hunyuan_video_15", "FUSIONS"),
     ("fusions.hunyuan_image", "FUSIONS"),
     ("fusions.cosmos", "FUSIONS"),
+    ("fusions.ltx", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),

@@ -22,7 +22,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
-from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15, wan_residual
+from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15, ltx, wan_residual
 from sdfastgn.patches.fusions.wan import qwen_image
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -318,6 +318,32 @@ def _of_cosmos():
     return [(f"cosmos_{name}", build, call) for name, build, call in found]
 
 
+def _of_ltx(family, module, prefix, **options):
+    """Samples of the blocks that the autoencoders of LTX-Video and LTX-2 share."""
+    names = ("CausalConv3d", "ResnetBlock3d", "Upsampler3d", "Decoder3d")
+    Conv, Block, Upsampler, Decoder = (getattr(module, prefix + name) for name in names)
+    sizes = {
+        "block_out_channels": (8, 16),
+        "spatio_temporal_scaling": (True,) * 2,
+        "layers_per_block": (1,) * 3,
+    }
+    more = {"inject_noise": (False,) * 3, "upsample_residual": (True,) * 2, "upsample_factor": (2,) * 2}
+    x = video(2, 16, 3, 4, 2)
+    found = [
+        ("conv", lambda: Conv(16, 12), lambda m: m(x)),
+        ("resnet_block", lambda: Block(16, 12), lambda m: m(x)),
+        ("resnet_block-same", lambda: Block(16), lambda m: m(x.contiguous())),
+        ("upsampler", lambda: Upsampler(16, stride=(2, 2, 2)), lambda m: m(x)),
+        (
+            "upsampler-residual",
+            lambda: Upsampler(16, stride=(1, 2, 2), residual=True, upscale_factor=2),
+            lambda m: m(x),
+        ),
+        ("decoder", lambda: Decoder(4, 3, **sizes, **more, **options), lambda m: m(video(1, 4, 2, 2, 3))),
+    ]
+    return [(f"{family}_{name}", build, call) for name, build, call in found]
+
+
 # (id, builder, call); the id starts with the fusion's name.
 SAMPLES = [
     ("group_norm", lambda: nn.GroupNorm(3, 12), _on_image),
@@ -494,6 +520,7 @@ SAMPLES = [
     *_of_wan("wan", autoencoder_kl_wan, "Wan"),
     *_of_hunyuan_video(),
     *_of_cosmos(),
+    *_of_ltx("ltx", ltx.ltx, "LTXVideo"),
 ]
 if wan_residual.FUSIONS:
     SAMPLES += _of_wan_residual()
@@ -502,6 +529,8 @@ if hunyuan_video_15._video is not None:
 if hunyuan_video_15._refiner is not None:
     refiner = hunyuan_video_15._refiner
     SAMPLES += _of_hunyuan_video_15("hunyuan_image_refiner", refiner, "HunyuanImageRefiner", "DCAE")
+if ltx.ltx2 is not None:
+    SAMPLES += _of_ltx("ltx2", ltx.ltx2, "LTX2Video", spatial_padding_mode="reflect")
 if hunyuan_image._image is not None:
     SAMPLES += _of_hunyuan_image(hunyuan_image._image)
 if qwen_image is not None:
