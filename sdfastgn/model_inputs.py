@@ -13,13 +13,24 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the classes of models for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-_VIDEO_AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo")
+# Autoencoder of videos -> frames of the video in its small call: a first one and a chunk. 0: an image.
+_VIDEO_AUTOENCODERS = {
+    "AutoencoderKLWan": 5,
+    "AutoencoderKLQwenImage": 5,
+    "AutoencoderKLHunyuanVideo": 5,
+    "AutoencoderKLHunyuanVideo15": 5,
+    "AutoencoderKLHunyuanImageRefiner": 5,
+    "AutoencoderKLHunyuanImage": 0,
+    "AutoencoderKLCosmos": 9,
+    "AutoencoderKLLTXVideo": 9,
+    "AutoencoderKLLTX2Video": 9,
+}
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
 # Number of latents along a side in the small call of an autoencoder.
 _LATENTS = 8
-# The same of an autoencoder for video, and the frames of its video: a first one and a chunk of four.
-_VIDEO_LATENTS, _FRAMES = 2, 5
+# The same of an autoencoder for video.
+_VIDEO_LATENTS = 2
 
 
 def unet_inputs(
@@ -76,7 +87,11 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
     if kind in _VIDEO_AUTOENCODERS:
         video_model: Any = model
         side = _VIDEO_LATENTS * video_model.spatial_compression_ratio
-        return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))
+        frames = _VIDEO_AUTOENCODERS[kind]
+        sample = draw(1, 3, *([frames] if frames else []), side, side, seed=0)
+        if config.get("timestep_conditioning"):
+            return functools.partial(model, sample, torch.full((1,), 0.05, dtype=dtype, device=device))
+        return functools.partial(model, sample)
     if kind == "AutoencoderTiny":
         return functools.partial(_encode_and_decode, model, config, draw)
     if kind not in _UNETS:

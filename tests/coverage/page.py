@@ -20,7 +20,8 @@ stock's within the dtype's rounding, and the restored one bit by bit, in every r
 from that run: `python -m tests.coverage.page --write docs/coverage.md` renews it.
 
 - **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused. In
-  the autoencoders of Wan and Qwen-Image it is every RMSNorm.
+  the autoencoders of Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner, LTX-Video and LTX-2
+  it is every RMSNorm.
 - **partly**: the last column says which parts keep stock's code or a separate pass, and why.
 - **left alone**: nothing is fused, and the call is stock's.
 
@@ -38,7 +39,8 @@ no line.
 
 A network that would be slower keeps stock's code and layout, and the report says why. That holds
 for the autoencoder of Mochi: before each convolution it repeats the border of a video, and PyTorch
-does that slowly in channels-last. HunyuanVideo's does so too, and a kernel repeats its borders.
+does that slowly in channels-last. Those of HunyuanVideo, HunyuanVideo 1.5 and HunyuanImage's
+refiner do so too, and a kernel repeats their borders.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->

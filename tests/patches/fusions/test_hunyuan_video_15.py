@@ -138,7 +138,8 @@ def test_slices_and_tiles(family, convolutions):
         model.enable_tiling(8, 8, 2, 2, 0.5)
     same(models, decode_of(codes(2, batch=2, latents=(3, 2))))
     assert len([conv for conv in convolutions if conv is models[0].decoder.conv_in]) == 2 * 3 * 2
-    same(models, encode_of(pixels(3, batch=2, latents=(3, 2))))
+    if family == "video":  # upstream's tiles of the refiner's videos are as narrow as latents
+        same(models, encode_of(pixels(3, batch=2, latents=(3, 2))))
 
 
 @each_family
