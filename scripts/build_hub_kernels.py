@@ -2,9 +2,10 @@
 
 python scripts/build_hub_kernels.py --output build/hub-kernels
 
-The sources are ``sdfastgn/kernels`` and ``integrations/hub``. The output folder is a project for
-kernel-builder (``build.toml``, ``torch-ext``) and also has its finished build (``build/torch-cuda``,
-``build/torch-cpu``). ``kernels.get_local_kernel`` loads it, and ``kernel-builder upload`` publishes it.
+The sources are ``sdfastgn/kernels`` and ``integrations/hub``. The output folder is a project for the Hub's
+tool kernel-builder (``build.toml``, ``torch-ext``). It also contains the finished build
+(``build/torch-cuda``, ``build/torch-cpu``). ``kernels.get_local_kernel`` loads the build, and
+``kernel-builder upload`` publishes it.
 
 Source: huggingface.co/docs/kernels, "Kernel requirements", for the layout and metadata.json.
 """
@@ -30,9 +31,9 @@ KERNELS = ROOT / "sdfastgn" / "kernels"
 HUB = ROOT / "integrations" / "hub"
 NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
-# Folders of sdfastgn/kernels that the package lacks: only fusions of ``sdfastgn.optimize`` use their ops.
+# Folders of sdfastgn/kernels that the package does not contain: only ``sdfastgn.optimize`` uses their ops.
 LEFT_OUT = ("act_linear", "attention", "product")
-# Number of hexadecimal digits of the hash at the end of a namespace of ops.
+# A namespace of ops ends with a hash. This is its number of hexadecimal digits.
 ID_DIGITS = 12
 
 
@@ -52,7 +53,7 @@ def with_relative_imports(text: str, path: str) -> str:
 
 
 def package() -> dict[str, str]:
-    """Returns {path in the package: text of the file}, the same for all backends."""
+    """Returns {path in the package: text of the file} for the files that are the same for all backends."""
     sources = [path for path in sorted(KERNELS.rglob("*.py")) if path.parent.name not in LEFT_OUT]
     paths = {path.relative_to(KERNELS).as_posix(): path for path in sources}
     paths |= {path.name: path for path in sorted((HUB / "package").glob("*.py"))}
@@ -62,7 +63,7 @@ def package() -> dict[str, str]:
 
 
 def variant(files: dict[str, str], backend: str) -> dict[str, str]:
-    """Returns ``files`` for one backend: with a unique namespace for the ops and with metadata.json."""
+    """Returns ``files`` for one backend, with its own namespace of ops, and a metadata.json in addition."""
     content = json.dumps(sorted(files.items())).encode()
     identifier = f"_{NAME}_{backend}_{hashlib.sha256(content).hexdigest()[:ID_DIGITS]}"
     old = f'_NAMESPACE = "{NAME}"'
@@ -86,7 +87,10 @@ def variant(files: dict[str, str], backend: str) -> dict[str, str]:
 
 
 def hub_version() -> int:
-    """Returns sdfastgn's major version. The Hub has no minor versions. 0: the interface may still change."""
+    """Returns sdfastgn's major version, because the Hub has no minor versions.
+
+    With version 0 the interface may still change.
+    """
     return int(sdfastgn.__version__.partition(".")[0])
 
 
@@ -100,7 +104,7 @@ def project(repo_id: str) -> dict[str, str]:
     files = package()
     card = filled(template("CARD.md"), ROOT / "benchmarks")
     found = {"build.toml": template("build.toml"), "CARD.md": card, "build/CARD.md": card}
-    # ``_ops.py`` is left out, because kernel-builder writes one with its own namespace.
+    # ``_ops.py`` is left out, because kernel-builder writes this file itself, with its own namespace.
     found |= {f"torch-ext/{NAME}/{name}": text for name, text in files.items() if name != "_ops.py"}
     for backend in BACKENDS:
         made = variant(files, backend)

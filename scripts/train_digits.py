@@ -26,16 +26,17 @@ from torch import Tensor
 import sdfastgn
 from sdfastgn.bench import timing
 
-# Width and height of the images in pixels. The digits are enlarged to this size.
+# Width and height of the training images in pixels. The digits are enlarged to this size.
 SIZE = 16
 TIMESTEPS = 1000
 LEARNING_RATE = 5e-4
-# Maximum number of steps whose mean is a smoothed loss. Losses of single steps vary too much to be compared.
+# Maximum number of steps over which losses are averaged before they are compared ("smoothed losses").
+# Losses of single steps vary too much.
 LONGEST_WINDOW = 100
 # Maximum relative error of the first step's gradient.
 GRADIENT_BOUND = 1e-3
-# Maximum relative difference between the smoothed losses of the two runs. It is large because Adam amplifies
-# rounding errors over hundreds of steps.
+# Maximum relative difference between the smoothed losses of the two runs.
+# It is large, because Adam amplifies rounding errors over hundreds of steps.
 CURVE_BOUND = 0.03
 
 
@@ -54,7 +55,7 @@ def build_model(width: int, seed: int) -> Any:
 
 
 def losses_of(model: Any, images: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
-    """Yields the losses of random batches, endlessly. The batches depend only on the seed."""
+    """Yields losses of random batches, without end. The batches depend only on the seed."""
     generator = torch.Generator(images.device).manual_seed(options.seed)
     where: dict[str, Any] = {"generator": generator, "device": images.device}
     while True:

@@ -1,8 +1,8 @@
 """sdfastgn: one line that makes Stable Diffusion in diffusers faster, with an exact undo.
 
 ``sdfastgn.optimize(pipe)`` makes a pipeline channels-last and fuses its GroupNorm and activation
-calls into Triton kernels. ``sdfastgn.restore(pipe)`` makes it exactly what it was before. Importing
-this package imports neither diffusers nor Triton.
+calls into Triton kernels. ``sdfastgn.restore(pipe)`` makes the pipeline exactly what it was before.
+``import sdfastgn`` imports neither diffusers nor Triton.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # "import X as X" tells type checkers that X is public
 
 __version__ = "0.1.0"
 
-# Public name -> the module that holds it, imported at first use (PEP 562).
+# Public name -> the module that defines it. The module is imported when the name is first used (PEP 562).
 _HOMES = {
     "BatchNorm": "sdfastgn.modules",
     "GroupNorm": "sdfastgn.modules",

@@ -1,4 +1,4 @@
-"""The public verbs: ``optimize``, ``restore``, ``optimized`` and ``report``."""
+"""The public functions ``optimize``, ``restore``, ``optimized`` and ``report``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import patcher
-from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core import channels_last, merged_adapters
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
 from sdfastgn.patches.graphs import install as graphs
@@ -28,8 +28,8 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement. With it a
-# warning shows the user's line.
+# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement.
+# It is added to a warning's ``stacklevel``, so that the warning shows the user's line.
 _WITH = 1
 
 
@@ -41,6 +41,7 @@ def optimize(
     missing_ok: bool = False,
     verify: bool = False,
     fold_batch_norm: bool = False,
+    merge_adapters: bool = True,
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
@@ -57,53 +58,64 @@ def optimize(
             one kind. ``"auto"`` captures the second call of a kind, and replays it for later calls of
             this kind. True captures the first call of a kind. False captures none. A change to the model
             drops its graphs. A call that cannot be captured runs eagerly, and ``report`` says why.
-        missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. By
-            default this is an error for a module and a warning for a pipeline.
-        verify: after the change, run each fused part of the UNets, ControlNets and image autoencoders
-            once, with its own weights and small random inputs. Errors are measured against stock's code
-            in fp32, or in fp64 if the weights are in fp32. A part gets stock's code again if its error is
-            larger than four times the error of stock's code plus one unit of rounding. A UserWarning and
-            ``report`` name these parts. The warning also names parts that could not be verified. This
-            takes memory for one part in fp32, and the time to compile the kernels for small images.
-        fold_batch_norm: fold each BatchNorm2d that directly follows a Conv2d in an ``nn.Sequential``
-            into this convolution, in eval mode and without gradients. Parameters stay as they are. A
-            change to a parameter is noticed if the parameter is replaced or written in place. After a
-            write through ``.data``, call ``restore`` and ``optimize`` again. The folded weights take
-            additional memory.
+        missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
+            False there is an error for a module and a warning for a pipeline.
+        verify: True runs each fused part of the UNets, ControlNets and image autoencoders once after the
+            change, with its own weights and small random inputs. The error of a part is its difference
+            from stock's code in fp32, or in fp64 if the weights are in fp32. A part gets stock's code
+            again if its error is larger than four times the error of stock's code plus one unit of
+            rounding. A UserWarning and ``report`` name these parts. The warning also names parts that
+            could not be verified. Verification takes memory for one part in fp32, and the time to compile
+            the kernels for small images.
+        fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
+            ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode and without
+            gradients. Parameters stay as they are. The folded weights take additional memory. They are
+            computed again if a parameter is replaced or written in place. A write through ``.data`` is not
+            noticed: after it, call ``restore`` and ``optimize`` again.
+        merge_adapters: True runs layers with LoRA adapters as plain layers with merged weights. The merged
+            weights are a copy: the parameters of layers and adapters stay as they are. The copy is as large
+            as the weights of the layers that have adapters. If there is no memory for it, these layers run
+            as in stock. The next call notices a change of adapters or scales, merges again, and keeps its
+            graphs. A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs
+            layers with adapters as in stock.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
-        Parameters keep their identity, names and values. A second call changes ``cuda_graphs`` and
-        optimizes what is new.
+        Parameters keep their identity, names and values. A second call sets ``cuda_graphs`` again, and
+        optimizes modules that are new.
 
-    ``restore`` undoes all changes exactly. Where no kernel runs (CPU, fp64, no Triton) the model runs
-    stock's code, and a UserWarning says so once. Every check comes before the first change.
+    ``restore`` undoes all changes exactly. Where no kernel can run (CPU, fp64, no Triton) the model runs
+    stock's code, and a UserWarning says so once. All checks are made before the first change.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: ``cuda_graphs`` is none of the three values, or another option is no bool. Or there is
-            nothing to optimize in a module, or with ``strict`` in a pipeline. Or ``strict`` is True and
+            nothing to optimize, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is True and
             something must be skipped; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: call ``optimize`` before you wrap it.
-        RuntimeError: in another thread a call of the model, or of a model with graphs that shares a part
-            with it, did not end within 30 seconds. Nothing was changed. ``optimize`` waits for shorter
-            calls, and calls that begin meanwhile wait for ``optimize``.
+        RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
+            it, and this call did not end within 30 seconds. Nothing was changed. ``optimize`` waits for
+            shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
-    before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
+    before = _optimize(
+        "optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm, merge_adapters
+    )
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
     return obj
 
 
 def restore(obj: T) -> T:
-    """Undo ``optimize`` in place: the same classes, strides, attributes and outputs. Returns ``obj``.
+    """Undo ``optimize`` in place. ``obj`` gets its former classes, strides, attributes and outputs.
+
+    Returns ``obj``. A stock pipeline or module stays as it is.
 
     If the pipeline's scheduler or image processor was replaced after ``optimize``, the old one is restored
     too. But a model that was taken out of the pipeline stays optimized: call ``restore`` with this model.
 
-    A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have changed
-    the class of a fused module, and only this code can undo its change. Then all other modules are restored,
-    and a UserWarning names the modules that are left: undo the other change, then call ``restore`` again.
+    Other code (tomesd, parametrizations, FSDP) may have changed the class of a fused module. Such a module
+    cannot be restored, because only that code can undo its change. All other modules are restored, and a
+    UserWarning names the modules that are left: undo the other change, then call ``restore`` again.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
@@ -157,10 +169,10 @@ def optimized(
 
 
 def verdicts(obj: Any) -> list[Verdict]:
-    """Compare the output of every fused part of ``obj`` with the stock code's output.
+    """Compare the output of every fused part of ``obj`` with the output of stock's code.
 
-    Parts whose output is wrong get the stock code back.
-    Returns a Verdict for each part. Removes the CUDA graphs of ``obj``.
+    Parts whose output is wrong get stock's code again. The CUDA graphs of ``obj`` are removed. Returns a
+    Verdict for each part.
     """
     found = []
     roots = _roots("verify", obj)
@@ -169,7 +181,7 @@ def verdicts(obj: Any) -> list[Verdict]:
             graphs.remove(root)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        obj.maybe_free_model_hooks()  # the small calls made offloading move models to the GPU
+        obj.maybe_free_model_hooks()  # during the small calls, offloading has moved models to the GPU
     return found
 
 
@@ -210,15 +222,23 @@ def report(obj: Any) -> Report:
         graphs=tuple(state for state, _ in found),
         graph_memory_bytes=sum(pools.values()),
         runs_kernels=bool(fused),
+        merged=tuple(
+            merged for name, root in roots.items() if (merged := merged_adapters.merged_in(root, name)).layers
+        ),
     )
 
 
 @contextmanager
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which no other thread runs ``roots`` or changes any model, and their GPUs are idle."""
+    """A context for changes of ``roots``. Inside it no other thread runs these models or changes any model.
+
+    When it begins, the GPUs of the models are idle.
+    """
     roots = list(roots)
-    # A call of a model with graphs holds the lock of its device, and a change needs that lock, too. So such a
-    # call must not wait at a module of ``roots``: it waits before it takes the lock.
+    # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If such a
+    # call waited at an inner module for the end of the change, the change would wait for the lock forever. So
+    # models with graphs that contain a module of ``roots`` are included here: their calls wait before they
+    # take the lock.
     with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
         graphs.wait_for_gpus(roots)
         yield
@@ -228,8 +248,8 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 class _Before:
     """The state of one component before ``optimize``.
 
-    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module with graphs -> its
-    ``cuda_graphs``. ``findings``, ``laid_out``: as in ``patcher.take_back``.
+    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module with graphs -> the
+    option ``cuda_graphs`` of this module. ``findings``, ``laid_out``: as in ``patcher.take_back``.
     """
 
     name: str
@@ -240,8 +260,8 @@ class _Before:
     laid_out: set[nn.Module]
 
 
-def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
-    findings = patcher.inspect(component, name, asked)
+def _before(name: str, component: Any, asked: tuple[str, ...], merges: bool) -> _Before:
+    findings = patcher.inspect(component, name, asked, merges)
     is_stock = not any(f.status == "fused" for f in findings)
     if not isinstance(component, nn.Module):
         return _Before(name, component, findings, is_stock, {}, set())
@@ -257,7 +277,10 @@ def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
 
 
 def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
-    """Give each component its former state. Returns (path, module or part) of what cannot be undone."""
+    """Give each component its former state.
+
+    Returns (path, module or part) for all that cannot be restored.
+    """
     left = []
     for was in before:
         is_model = isinstance(was.component, nn.Module)
@@ -283,18 +306,15 @@ def _optimize(
     missing_ok: bool,
     verify: bool = False,
     fold_batch_norm: bool = False,
+    merge_adapters: bool = True,
 ) -> list[_Before]:
-    """Do the work of ``optimize`` and ``optimized``. ``call``: the name of the one that was called.
+    """Optimize ``obj``, for ``optimize`` and ``optimized``. ``call``: which of these two was called.
 
-    Returns the former state of each component; empty if there is nothing to optimize.
+    Returns the former state of each component. The list is empty if there is nothing to optimize.
     """
-    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
-    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
-        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
-    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "fold_batch_norm": fold_batch_norm}
-    for name, flag in flags.items():
-        if type(flag) is not bool:
-            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
+    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify}
+    flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}
+    _check_options(call, cuda_graphs, flags)
     asked = ("batch_norm",) if fold_batch_norm else ()
     roots = _roots(call, obj, asked)
     if not roots:
@@ -305,13 +325,17 @@ def _optimize(
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     with one_at_a_time:
         components = {**roots, **patcher.parts_of(obj)}
-        before = [_before(name, component, asked) for name, component in components.items()]
+        before = [_before(name, component, asked, merge_adapters) for name, component in components.items()]
         if strict:
             _refuse_skipped(call, [f for was in before for f in was.findings])
         warn_of_machine(call)
         models = [was for was in before if isinstance(was.component, nn.Module)]
         changing = [
-            was.component for was in models if verify or patcher.needs_change(was.component, was.findings)
+            was.component
+            for was in models
+            if verify
+            or patcher.needs_change(was.component, was.findings)
+            or merged_adapters.must_release(was.component, merge_adapters)
         ]
         with _changing(call, changing):
             try:
@@ -320,11 +344,21 @@ def _optimize(
                 if verify:
                     _tell(call, verdicts(obj), strict)
                 for was in models:
+                    merged_adapters.allow(was.component, merge_adapters)
                     graphs.install(was.component, cuda_graphs)
             except BaseException:
                 _put_back(before)
                 raise
     return before
+
+
+def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
+    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
+        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
 
 
 def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:
@@ -371,7 +405,10 @@ def _nothing_in(obj: Any) -> str:
 
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
-    """The text of the warning about ``left``: (path, module or part) of everything that cannot be undone."""
+    """The text of the warning that some parts could not be restored.
+
+    ``left``: (path, module or part) of each.
+    """
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
     named = "; ".join(f"{name} at {some(paths[name])}" for name in paths)
@@ -387,7 +424,7 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
 
     If ``obj`` is a module, it is the only component, and its name is "". A component that occurs twice is
     listed once. A component that is inside of another one is not listed. ``asked``: names of fusions in
-    ``ASKED_FUSIONS`` to consider too.
+    ``ASKED_FUSIONS`` that the user has asked for.
     """
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
@@ -410,12 +447,12 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
     return {name: root for name, root in roots.items() if id(root) not in inner}
 
 
-# Texts of the warnings about this machine that were already given. Each is given only once per process.
+# Texts of the warnings about this machine that were already given. Each warning is given once per process.
 noted: set[str] = set()
 
 
 def warn_of_machine(call: str) -> None:
-    """Warn if no kernel can run on this machine, and if sdfastgn was never tested with its versions.
+    """Warn if no kernel can run on this machine, or if sdfastgn was never tested with the installed packages.
 
     ``call``: the name of the public function, for the warning.
     """

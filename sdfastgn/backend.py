@@ -18,9 +18,9 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 
 def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
-    """The text for ``Report.backend``, for the models ``roots``.
+    """The text of ``Report.backend`` in a report on the models ``roots``.
 
-    ``why_stock``: for each model the result of ``why_stock_runs``.
+    ``why_stock``: for each of the models, the result of ``why_stock_runs``.
     """
     reasons = [reason for reason in dict.fromkeys(why_stock) if reason is not None]
     if triton is None or None not in why_stock:
@@ -33,14 +33,14 @@ def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
 def why_stock_runs(root: nn.Module) -> str | None:
     """Why the fused calls of ``root`` run stock's code; None if kernels run.
 
-    The result is also None for a model on the meta device if this machine has a GPU to which it can be moved.
+    For a model on the meta device it is also None if this machine has a GPU to which the model can be moved.
     """
     if dispatch.why_off is not None:
         return dispatch.why_off
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
         return None if torch.cuda.is_available() else "no CUDA GPU"
-    # With accelerate's offloading, the weights are on the hook's ``execution_device`` during a call.
+    # accelerate's offloading moves the weights to the hook's ``execution_device`` for the time of a call.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)

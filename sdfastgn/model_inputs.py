@@ -13,7 +13,8 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the classes of models for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-# Autoencoder of videos -> frames of the video in its small call: a first one and a chunk. 0: an image.
+# Autoencoder for video -> number of frames of the video in its small call. Video autoencoders encode the
+# first frame alone, and the further frames in chunks of four or eight. 0: an autoencoder for images.
 _VIDEO_AUTOENCODERS = {
     "AutoencoderKLWan": 5,
     "AutoencoderKLQwenImage": 5,
@@ -21,15 +22,16 @@ _VIDEO_AUTOENCODERS = {
     "AutoencoderKLHunyuanVideo15": 5,
     "AutoencoderKLHunyuanImageRefiner": 5,
     "AutoencoderKLHunyuanImage": 0,
+    "AutoencoderKLCogVideoX": 5,
     "AutoencoderKLCosmos": 9,
     "AutoencoderKLLTXVideo": 9,
     "AutoencoderKLLTX2Video": 9,
 }
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
-# Number of latents along a side in the small call of an autoencoder.
+# Number of latents along a side in the small call of an autoencoder for images.
 _LATENTS = 8
-# The same of an autoencoder for video.
+# Number of latents along a side in the small call of an autoencoder for video.
 _VIDEO_LATENTS = 2
 
 
@@ -77,7 +79,10 @@ def unet_inputs(
 
 
 def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[[], object] | None:
-    """A function without arguments that calls ``model`` with small images; None for an unknown class."""
+    """Returns a function without arguments that calls ``model`` with small random inputs.
+
+    None if the class of the model is unknown.
+    """
     kind, config = type(model).__name__, dict(getattr(model, "config", {}))
     draw = functools.partial(randn, dtype=dtype, device=device)
     if kind == "AutoencoderKL":
@@ -86,7 +91,9 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         return functools.partial(model, sample=image, sample_posterior=False)
     if kind in _VIDEO_AUTOENCODERS:
         video_model: Any = model
-        side = _VIDEO_LATENTS * video_model.spatial_compression_ratio
+        # CogVideoX's autoencoder sets no ratio: each level except the last halves the size.
+        ratio = getattr(video_model, "spatial_compression_ratio", None)
+        side = _VIDEO_LATENTS * (ratio or 2 ** (len(config["block_out_channels"]) - 1))
         frames = _VIDEO_AUTOENCODERS[kind]
         sample = draw(1, 3, *([frames] if frames else []), side, side, seed=0)
         if config.get("timestep_conditioning"):
@@ -106,8 +113,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # AutoencoderTiny's own forward is not used, because it passes fp32 to the decoder even if the model is in
-    # half precision.
+    # AutoencoderTiny's own forward is not called: it passes fp32 to the decoder even in half precision.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))

@@ -1,4 +1,4 @@
-"""The module forms of ``sdfastgn.group_norm``, ``instance_norm``, ``batch_norm`` and ``layer_norm``."""
+"""``nn.Module`` classes for ``sdfastgn.group_norm``, ``instance_norm``, ``batch_norm`` and ``layer_norm``."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class BatchNorm(_NormBase):
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
             ``torch.nn.BatchNorm2d``.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
-        process_group: the processes that share a batch's statistics in training, as in
+        process_group: the processes that compute common statistics of their batches in training, as in
             ``torch.nn.SyncBatchNorm``: a group of torch.distributed, or "world" for all processes.
             None: each process uses its own statistics.
 
@@ -179,11 +179,11 @@ class BatchNorm(_NormBase):
 
     @classmethod
     def from_module(cls, module: nn.Module, activation: str = "identity") -> BatchNorm:
-        """A new norm that shares the settings, parameters and buffers of ``module``, with an activation.
+        """A new norm with the settings, the same parameters and the same buffers as ``module``.
 
         Args:
             module: an ``nn.BatchNorm1d``, ``2d`` or ``3d``, or an ``nn.SyncBatchNorm``, whose process
-                group is kept.
+                group the new norm gets.
             activation: as in the constructor.
         Raises: TypeError if ``module`` is of another class, or has hooks, a ``forward`` in the instance or
             additional parameters, because it may then compute something else.
@@ -223,7 +223,7 @@ class BatchNorm(_NormBase):
         if self.training and not self.track_running_stats:
             running = (None, None)
         momentum = self.momentum
-        if momentum is None:  # running statistics are then averages of all batches, as in PyTorch
+        if momentum is None:  # as in PyTorch, running statistics are then averages of all batches so far
             momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
         trains = self.training or (self.running_mean is None and self.running_var is None)
         call = batch_norm_call(

@@ -1,4 +1,4 @@
-"""What the command line and the benchmarks share: the program's name, user errors, launched processes."""
+"""Functions that the command line and the benchmarks share: program name, user errors, launched processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 __all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program"]
 
-# Value of a command's ``context.obj`` if the process runs only this command. Then the command may change how
-# Python imports modules.
+# Value of a command's ``context.obj`` if the process runs nothing but this command.
+# Then the command may change how Python imports modules.
 OWN_PROCESS = "own process"
 
 
@@ -27,9 +27,9 @@ def program() -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number and a noun in the right form: ``1 image``, ``2 images``.
+    """A text with a number and its noun, singular or plural: ``1 image``, ``2 images``.
 
-    ``plural``: the plural of the noun, if it is not the noun with an s.
+    ``plural``: the plural of the noun; empty if it is the noun with an s.
     """
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
@@ -40,5 +40,5 @@ def launched() -> bool:
 
 
 def is_main() -> bool:
-    """True in only one of the launched processes: the one that prints and writes the results of all."""
+    """True in the main process, which prints and writes the results of all launched processes."""
     return os.environ.get("RANK", "0") == "0"

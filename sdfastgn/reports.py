@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sdfastgn.patches.core.merged_adapters import Merged
     from sdfastgn.patches.graphs.install import Graphs
 
 __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
@@ -18,11 +19,11 @@ __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 WIDTH = 80
 # Number of paths that are printed for each reason to skip. ``details`` prints all paths.
 _SHOWN_PATHS = 3
-# Classes of models that are not faster without CUDA graphs ("sdfastgn without graphs" in docs/benchmarks.md).
-# Without a graph Python launches their kernels one by one, which takes longer than the kernels themselves.
+# Classes of models that ``optimize`` makes faster only together with CUDA graphs: without graphs, launching
+# their kernels from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# The report warns of a UNet that runs without graphs, unless each reason ends with one of these texts. They
-# stand for a first call, for training and for a compiler.
+# Ends of reasons why a call runs without a graph: it is a first call, or in training, or with a compiler.
+# For these reasons the report does not warn of a UNet without graphs. It warns if there is any other reason.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",
@@ -37,8 +38,8 @@ STATUSES = ("fused", "fusable", "skipped")
 class Entry:
     """What one fusion does to one module.
 
-    ``path``: the module's dotted path in the pipeline or model. ``kind``: the name of its class. ``status``:
-    one of ``STATUSES``. ``reason``: why the module is skipped; empty if it is not.
+    ``path``: the module's dotted path in the pipeline or model. ``kind``: the name of the module's class.
+    ``status``: one of ``STATUSES``. ``reason``: why the module is skipped; empty if it is not skipped.
     """
 
     component: str
@@ -53,16 +54,17 @@ class Entry:
 class Report:
     """The state of a pipeline or module. ``print(report)`` prints a summary, ``print(report.details())`` all.
 
-    ``backend``: what runs the fused calls on the present device of the weights. For weights on the meta
-    device it is empty if this machine has a GPU.
+    ``backend``: says whether Triton kernels or stock's code run the fused calls, on the present device of the
+    weights. For weights on the meta device it is empty if this machine has a GPU.
     ``channels_last_weights``: number of convolutions whose weights ``optimize`` has made channels-last.
     ``layout_copies_removed``: number of copies to channels-first that stock makes in each call and this model
     does not make.
-    ``runs_kernels``: False if all components run stock's code on their present device. The parts in ``fused``
-    then run fused only after the model is moved to a device with kernels.
-    ``graphs``: the state of each module whose calls can be CUDA graphs.
-    ``graph_memory_bytes``: size of the memory pools of these graphs. Graphs of other models in the process
-    may be in the same pools.
+    ``runs_kernels``: False if all components run stock's code on their present device. Then the parts in
+    ``fused`` run fused only after the model is moved to a device with kernels.
+    ``graphs``: the state of each module whose calls can run as CUDA graphs.
+    ``graph_memory_bytes``: size of the memory pools of these graphs. The pools may also contain graphs of
+    other models in the process.
+    ``merged``: the models with layers whose LoRA adapters are merged into weights.
     """
 
     entries: tuple[Entry, ...]
@@ -72,6 +74,7 @@ class Report:
     graphs: tuple[Graphs, ...] = ()
     graph_memory_bytes: int = 0
     runs_kernels: bool = True
+    merged: tuple[Merged, ...] = ()
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -79,7 +82,7 @@ class Report:
 
     @property
     def fusable(self) -> tuple[Entry, ...]:
-        """The parts that ``optimize`` would fuse and that are not fused yet."""
+        """The parts that are not fused, but which ``optimize`` would fuse."""
         return tuple(e for e in self.entries if e.status == "fusable")
 
     @property
@@ -134,7 +137,10 @@ class Report:
         return "fused" if self.runs_kernels else "fused where kernels run"
 
     def _graphable(self) -> list[str]:
-        """Paths of a stock model's modules whose calls would become CUDA graphs after ``optimize``."""
+        """Paths of modules whose calls would run as CUDA graphs after ``optimize``.
+
+        Empty if ``optimize`` was called, that is, if any part is fused.
+        """
         stock = () if self.fused else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
@@ -155,7 +161,10 @@ class Report:
         ]
 
     def _counts(self) -> list[tuple[str, ...]]:
-        """The titles and rows of a table: for each component and fusion, the number of parts by status."""
+        """A table as a list of its titles and its rows.
+
+        It has a row for each component and fusion, with the number of parts for each status.
+        """
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
         pairs = dict.fromkeys(pair for pair, _ in counts)
         shown = [status for status in STATUSES if any(e.status == status for e in self.entries)]
@@ -171,7 +180,7 @@ class Report:
         return lines
 
     def _paragraphs(self, max_paths: int) -> list[tuple[str, list[str]]]:
-        """The report's lines after the summary: [(line, lines that are indented under this line)]."""
+        """The report's lines after the summary, as (line, further lines, indented below this line)."""
         found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
@@ -187,6 +196,10 @@ class Report:
         if self.fused:
             weights = f"channels-last weights: {self.channels_last_weights}"
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
+        for m in self.merged:
+            names = ", ".join(m.adapters) or "none active"
+            memory = f"{m.layers} layers, {m.bytes / 2**20:.0f} MiB"
+            found.append((f"merged LoRA in {m.path}: {memory}, adapters: {names}", []))
         for g in self.graphs:
             if g.replays or g.eager:
                 # A count of 0 means that the module's state makes graphs impossible for all calls.

@@ -1,8 +1,9 @@
 """Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
 
 In one small call of the whole model the arguments of each part are recorded. Then each part is called with
-its arguments, fused and as stock. The error of either result is its relative difference from the result of
-stock's code in a wider dtype. Large images may take other paths through a kernel. Only the tests check these.
+these arguments, once fused and once as stock. The error of each of these two results is its relative
+difference from the result of stock's code in a wider dtype. For large images a kernel may run other code than
+for small ones. Only the tests check this code.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,11 @@ from sdfastgn.patches.core import channels_last
 __all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
 
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
-# The error of a part may be this many times the error of stock's code. A part rounds less often, but in
-# another order. So its error may be larger by chance if there are only a few hundred elements. The error of a
-# broken part is far larger.
+# Maximum ratio of a part's error to the error of stock's code. A fused part rounds less often than stock's
+# code, but in another order. So its error may be larger by chance, if the result has only a few hundred
+# elements. The error of a broken part is far larger.
 _FACTOR = 4.0
-# Number of units of rounding that are added to the bound, because the error of stock's code may be zero by
-# chance.
+# Number of units of rounding that are added to the maximum error: stock's error may be zero by chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,10 +58,10 @@ class Verdict:
 
 
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
-    """Compare the outputs of the fused parts of ``root``, inner parts first.
+    """Compare the fused parts of ``root`` with stock's code, inner parts first. Returns a Verdict for each.
 
-    Wrong parts get stock's code back. A part is right if error <= 4 * (stock's error) + (one unit of
-    rounding). The caller must have removed all CUDA graphs. ``prefix``: the path of ``root``.
+    A part is right if its error <= 4 * (error of stock's code) + (one unit of rounding). Wrong parts get
+    stock's code again. The caller must have removed all CUDA graphs. ``prefix``: the path of ``root``.
     """
     fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
     for finding in patcher.inspect(root, prefix):
@@ -85,7 +85,10 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
 
 
 def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module, Inputs], str]:
-    """({module: its arguments in a small call of ``root`` as stock}, ""), or ({}, why this call failed)."""
+    """Makes a small call of ``root`` as stock, and records the arguments of each of ``modules``.
+
+    Returns ({module: its arguments}, ""), or ({}, why the call cannot be made).
+    """
     weight = next((p for p in root.parameters() if p.is_floating_point()), None)
     if weight is None or weight.is_meta or not (dispatch.has_kernels(weight) or hasattr(root, "_hf_hook")):
         return {}, f"no kernel runs: {dispatch.why_off or 'its weights are on no GPU, or of another dtype'}"
@@ -101,7 +104,7 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
 
 
 def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Inputs]:
-    """The arguments of the first call of each of ``modules`` while ``call`` runs stock's code."""
+    """Runs ``call`` with stock's code. Returns {module: the arguments of its first call} for ``modules``."""
     found: dict[nn.Module, Inputs] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,7 +122,10 @@ def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Modu
 
 
 def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
-    """(status, reason, error, stock's error) of a fused part; (status, reason) if it was not compared."""
+    """Compares a fused part with stock's code. Returns (status, reason, error, error of stock's code).
+
+    Returns only (status, reason) if the part could not be compared.
+    """
     if any(map(is_compiled, module.modules())):
         return UNVERIFIED, "it is compiled by torch.compile"
     images = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -146,9 +152,13 @@ class _FusedError(Exception):
 
 
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
-    """(error, stock's error, bound) of the module's output whose error exceeds its bound by most.
+    """Compares each output of ``module`` with stock's. Returns (error, error of stock's code, maximum error).
 
-    Raises ``_FusedError`` if the fused part raises an exception. Exceptions of stock's code are not caught.
+    Entries of a dict that the fused part leaves out are not compared. A cache of stock's may have entries
+    that nothing reads.
+
+    The result is for the worst output: the one whose error exceeds its maximum by most. Raises
+    ``_FusedError`` if the fused part raises an exception. Exceptions of stock's code are not caught.
     """
     try:
         fused = _outputs(module, _copied(inputs, channels_last=True))
@@ -156,11 +166,13 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
         raise _FusedError from error
     with dispatch.stock_code():
         stock = _outputs(module, _copied(inputs))
-        wide = torch.float64 if stock[0].dtype is torch.float32 else torch.float32
+        first = next(iter(stock))
+        wide = torch.float64 if stock[first].dtype is torch.float32 else torch.float32
         with tf32(convolutions=False, products=False):
             truth = _outputs(copy.deepcopy(module).to(wide), _copied(inputs, dtype=wide))
     found = []
-    for y, expected, true in zip(fused, stock, truth, strict=True):
+    for path in {first: None, **fused}:
+        y, expected, true = fused[path], stock[path], truth[path]
         stock_error = _relative_error(expected, true)
         bound = _FACTOR * stock_error + _UNITS * torch.finfo(expected.dtype).eps
         found.append((_relative_error(y, true), stock_error, bound))
@@ -168,10 +180,18 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     return max(found, key=lambda each: (not each[0] <= each[2], each[0] - each[2]))
 
 
-def _outputs(module: nn.Module, inputs: Inputs) -> list[Tensor]:
+def _outputs(module: nn.Module, inputs: Inputs) -> dict[tuple[Any, ...], Tensor]:
+    """The floating-point tensors in the module's result, by the indices and keys that lead to them."""
     args, kwargs = inputs
-    found = tree_leaves(module(*args, **kwargs))
-    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+    return dict(_tensors(module(*args, **kwargs)))
+
+
+def _tensors(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    if isinstance(result, Tensor) and result.is_floating_point():
+        yield path, result
+    elif isinstance(result, (Mapping, tuple, list)):
+        for key, each in result.items() if isinstance(result, Mapping) else enumerate(result):
+            yield from _tensors(each, (*path, key))
 
 
 def _relative_error(y: Tensor, truth: Tensor) -> float:
@@ -180,7 +200,10 @@ def _relative_error(y: Tensor, truth: Tensor) -> float:
 
 
 def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
-    """A copy of ``inputs``: float tensors in ``dtype`` if it is given, images channels-last if asked for."""
+    """A copy of ``inputs``.
+
+    ``dtype``: new dtype of float tensors. ``channels_last``: new layout of images.
+    """
 
     def copied(t: Tensor) -> Tensor:
         t = t.to(dtype) if dtype is not None and t.is_floating_point() else t
@@ -192,7 +215,7 @@ def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: 
 
 @contextlib.contextmanager
 def _evaluating(root: nn.Module) -> Iterator[None]:
-    """A context in which all modules are in eval mode, because dropout would differ from call to call."""
+    """A context in which all modules are in eval mode. With dropout, calls with equal inputs would differ."""
     training = [module for module in root.modules() if module.training]
     for module in training:
         module.training = False

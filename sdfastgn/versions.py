@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stab
 
 
 def never_run(package: str, version: str) -> str | None:
-    """A note that the tests never ran with this version of ``package``; None if they did.
+    """A note for the user if the tests never ran with this version of ``package``; None if they ran with it.
 
     The package must be in ``RUN``.
     """

@@ -2,10 +2,10 @@
 
 python scripts/digits/train.py --output /tmp/digits
 
-The script first trains an autoencoder, then a UNet and a text encoder together, as Stable Diffusion was
-trained, with stock diffusers. It also trains a classifier on the same digits. At the end the pipeline draws
-100 images, and the classifier reads the digit in each. The exit code is 1 if it reads the prompt's digit in
-fewer than 90. Training takes minutes on a GPU. On a CPU try --steps 50.
+The script uses stock diffusers. It first trains an autoencoder, then a UNet and a text encoder together, as
+Stable Diffusion was trained. It also trains a classifier on the same digits. At the end the pipeline draws
+100 images, and the classifier reads the digit in each image. The exit code is 1 if the classifier reads the
+digit of the prompt in fewer than 90 images. Training takes minutes on a GPU. On a CPU try --steps 50.
 
 Data: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998, doi:10.24432/C50P49, CC BY 4.0. Only its test set is used, which scikit-learn contains.
@@ -43,15 +43,15 @@ from sdfastgn.program import OptionError
 LEARNING_RATE = 1e-3
 # Number of steps over which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
 WARM_UP = 100
-# Weight of the KL divergence in the autoencoder's loss. The mean error of a pixel has the weight 1. Stable
-# Diffusion used the same value.
+# Weight of the KL divergence in the autoencoder's loss, as for Stable Diffusion.
+# The other term of the loss, the mean error of a pixel, has the weight 1.
 KL_WEIGHT = 1e-6
-# Fraction of the images that the UNet is trained on with an empty prompt, so that guidance works.
+# Fraction of the training images that the UNet gets with an empty prompt, which guidance uses.
 EMPTY_PROMPTS = 0.1
 # Number of digits that the classifier is tested with and not trained on.
 HELD_OUT = 297
-# IMAGES: number of images that the classifier reads at the end. LEAST_READ: minimum number of images whose
-# digit must be the prompt's.
+# IMAGES: number of images that the classifier reads at the end.
+# LEAST_READ: minimum number of these images in which it must read the digit of the prompt.
 IMAGES, LEAST_READ = 100, 90
 VAE = {
     "block_out_channels": (16, 32, 32, 64),
@@ -97,7 +97,7 @@ class Digits:
         self.values = torch.as_tensor(loaded.target, dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
-    # Autocast is off, because the grid's positions in bf16 would be wrong by a tenth of a pixel.
+    # Autocast is off: in bf16, rounding would move the grid's positions by a tenth of a pixel.
     @torch.autocast("cuda", enabled=False)
     def draw(self, which: Tensor) -> Tensor:
         """Returns digits as ink (N, 1, SIZE, SIZE) in [0, 1], slightly turned, moved and scaled at random.
@@ -129,7 +129,7 @@ class Digits:
 
 
 def fit(name: str, models: Iterable[nn.Module], steps: int, loss_of: Callable[[], Tensor]) -> None:
-    """Trains ``models`` in place to minimize ``loss_of()``. Prints its mean ten times."""
+    """Trains ``models`` in place to minimize ``loss_of()``. Prints the mean loss ten times."""
     parameters = [parameter for model in models for parameter in model.parameters()]
     device = parameters[0].device.type
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
@@ -172,7 +172,7 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
     vae = AutoencoderKL(**VAE).to(options.device)
 
     def loss_of() -> Tensor:
-        images, _ = digits.sample(options.batch_size // 4)  # a quarter: images need more memory
+        images, _ = digits.sample(options.batch_size // 4)  # images need more memory than latents
         latents = vae.encode(images).latent_dist
         return F.l1_loss(vae.decode(latents.sample()).sample, images) + KL_WEIGHT * latents.kl().mean()
 
@@ -214,7 +214,7 @@ def train_diffusion(
         clean, noise = latents[which], torch.randn_like(latents[which])
         timesteps = torch.randint(scheduler.config.num_train_timesteps, which.shape, device=options.device)
         empty = torch.rand(which.shape, device=options.device) < EMPTY_PROMPTS
-        # There are few different prompts, so a step encodes each prompt once, not each image's prompt.
+        # There are few different prompts. So a step encodes each different prompt once, not once per image.
         context = text_encoder(ids).last_hidden_state[prompts[which].where(~empty, len(texts) - 1)]
         noisy = scheduler.add_noise(clean, noise, timesteps)
         return F.mse_loss(unet(noisy, timesteps, context).sample.float(), noise)

@@ -1,128 +1,264 @@
-"""Time ComfyUI's sampler (iterations per second) and VAE decode (ms): stock, channels-last and sdfastgn.
+"""Time ComfyUI's images with and without sdfastgn, for releases, models and settings.
 
-python -m scripts.publish.comfyui build/ComfyUI --model sdxl --json benchmarks/by_hand/comfyui_sdxl.json
+python -m scripts.publish.comfyui build/ComfyUI build/ComfyUI-0.8.0 --json benchmarks/by_hand/comfyui.json
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from scripts.publish import comfyui_models
+from scripts.publish.comfyui_images import Images
 from scripts.publish.runs import in_a_process
+from sdfastgn.backend import triton_cache
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import document, write_json
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.cli import comfyui_checkout
 from sdfastgn.cli.checks import file_path
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.program import OptionError
 
-# Variant -> the command-line arguments with which ComfyUI runs.
+# Variant -> the command-line arguments with which ComfyUI runs. Stock comes first: it writes the images with
+# which sdfastgn's are compared.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
-WARM_UP_RUNS = 2
-TIMED_RUNS = 5
+SIZES = {"sd15": 512, "sdxl": 1024}
+
+
+class Case(NamedTuple):
+    """One row: all its times are taken in one process.
+
+    ``size``: width and height in pixels. ``rounds``: how often each timed call is repeated. ``files``: folder
+    with the model's files and with the images of stock.
+    """
+
+    folder: Path
+    dynamic_vram: bool
+    model: str
+    variant: str
+    size: int
+    steps: int
+    rounds: int
+    files: Path
+
+    @property
+    def reference(self) -> Path:
+        """The file with stock's images of the same release, model and setting."""
+        setting = "dynamic" if self.dynamic_vram else "static"
+        return self.files / f"{self.folder.name}_{self.model}_{setting}.pt"
+
+    def told(self) -> dict[str, Any]:
+        """What identifies the row in the JSON file."""
+        release = comfyui_checkout.release_of(self.folder)
+        kept = {name: getattr(self, name) for name in ("dynamic_vram", "model", "variant", "size", "steps")}
+        return {"comfyui": release, **kept}
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Checkout of ComfyUI.")],
-    model: Annotated[str, typer.Option(help=f"Model: {', '.join(comfyui_models.MODELS)}.")] = "sd15",
+    folders: Annotated[list[Path], typer.Argument(help="Checkouts of ComfyUI, one for each release.")],
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help=f"Model: {', '.join(SIZES)}. Default: each.")
+    ] = None,
     size: Annotated[
         int, typer.Option(help="Width and height in pixels. 0 stands for 512, or 1024 for SDXL.")
     ] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 30,
+    steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Repetitions of each timed call.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(help="Start no row later than this. Such rows say that the time was over.")
+    ] = 3600.0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write all results to this file.")
     ] = None,
 ) -> None:
-    """Time each variant in a process of its own, with random weights in fp16."""
-    if model not in comfyui_models.MODELS:
-        raise typer.BadParameter(
-            f"{model!r} is none of {', '.join(comfyui_models.MODELS)}", param_hint="--model"
-        )
-    if not (folder / "comfy").is_dir():
-        raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folder")
+    """Time each row in a process of its own, with random weights in fp16."""
+    start = time.perf_counter()
+    models = models or list(SIZES)
+    for model in models:
+        if model not in SIZES:
+            raise typer.BadParameter(f"{model!r} is none of {', '.join(SIZES)}", param_hint="--model")
+    for folder in folders:
+        if not (folder / "comfy").is_dir():
+            raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folders")
     try:
         file_path("--json", json_path)
     except OptionError as error:
         raise typer.BadParameter(str(error)) from None
-    size = size or {"sd15": 512, "sdxl": 1024}[model]
-    config = {"model": model, "size": size, "steps": steps}
-    content = document("comfyui", environment(torch.device("cuda")), config, [])
-    for name in VARIANTS:
-        found = in_a_process(times_of, name, folder, model, size, steps)
-        content["rows"].append({"variant": name, **found})
-        print(f"{name}: {found['it_per_s']:.2f} it/s, VAE decode {found['decode_ms']:.1f} ms")
-        if json_path is not None:
-            write_json(json_path, content)
+    machine = environment(torch.device("cuda"))
+    # ComfyUI's main.py also sets this before it imports PyTorch. The processes below inherit it. In this
+    # process PyTorch has started the GPU with its own allocator and would refuse another one.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    config = {"rounds": rounds, "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"]}
+    content = document("comfyui", machine, config, [])
+    with tempfile.TemporaryDirectory() as files:
+        cases = [
+            Case(folder, is_dynamic, model, variant, size or SIZES[model], steps, rounds, Path(files))
+            for folder in folders
+            for is_dynamic in ([False, True] if comfyui_checkout.has_dynamic_vram(folder) else [False])
+            for model in models
+            for variant in VARIANTS
+        ]
+        for row in rows_of(cases, start + seconds):
+            content["rows"].append(row)
+            print(f"{time.perf_counter() - start:.0f} s", line_of(row), flush=True)
+            if json_path is not None:
+                write_json(json_path, content)
 
 
-def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> dict[str, Any]:
-    """Returns one variant's times, versions and peak memory. Call it in a fresh process.
+def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
+    """Write the models' files and measure each case. Yields a row for each.
 
-    For sdfastgn it also has the differences to stock's latents and image. ``exact_after_ejection`` says
-    whether the stock model gives the same bits as before when sdfastgn has been removed from it.
-    ``stock_repeats_itself`` says whether two stock runs gave the same bits before sdfastgn was applied.
+    Importing ComfyUI takes longer than many of the measurements. So the processes of all cases import it at
+    the same time. After that, only one of them works at a time.
+
+    ``end``: after this time, as ``time.perf_counter`` tells it, no case is measured any more.
     """
-    version = comfyui_checkout.import_comfyui(str(folder), *VARIANTS[variant])
-    import comfy.sample
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in cases]
+        ready = [pool.submit(prepare, case) for pool, case in zip(pools, cases, strict=True)]
+        for model in dict.fromkeys(case.model for case in cases):
+            in_a_process(write_files, cases[0].folder, model, cases[0].files)
+        futures.wait(ready)
+        for pool, case, prepared in zip(pools, cases, ready, strict=True):
+            yield {**case.told(), **_measured(pool, case, prepared, time.perf_counter() > end)}
+            pool.shutdown()  # frees the GPU's memory
 
-    config = comfyui_models.MODELS[name]
-    model = comfyui_models.load_model(config, torch.float16, "cuda")
-    vae = comfyui_models.load_vae(comfyui_models.VAE, "cuda")
-    prompts = [comfyui_models.conditioning(config, seed) for seed in (5, 6)]
-    latent = torch.zeros(1, 4, size // 8, size // 8)
-    noise = comfy.sample.prepare_noise(latent, 3)
 
-    @torch.inference_mode()
-    def sample(patcher: Any) -> torch.Tensor:
-        return comfy.sample.sample(
-            patcher, noise, steps, 4.0, "euler", "normal", *prompts, latent, disable_pbar=True, seed=3
-        )
+def line_of(row: dict[str, Any]) -> str:
+    """The row in one line."""
+    setting = " with DynamicVRAM" if row["dynamic_vram"] else ""
+    what = f"ComfyUI {row['comfyui']}{setting}, {row['model']}, {row['variant']}"
+    if row["status"] != OK:
+        return f"{what}: {row['status']}, {row['reason']}"
+    return f"{what}: {row['it_per_s']:.1f} it/s, VAE decode {row['decode_ms']:.1f} ms"
 
-    @torch.inference_mode()
-    def decode(which: Any, latents: torch.Tensor) -> torch.Tensor:
-        return which.decode(latents)
 
-    found: dict[str, Any] = {"comfyui": version, "torch": torch.__version__}
-    found["gpu"] = torch.cuda.get_device_name()
-    patcher, decoder = model, vae
-    if variant == "sdfastgn":
-        from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae
-        from sdfastgn.patches.comfyui.report import text_of
+def _measured(
+    pool: ProcessPoolExecutor, case: Case, prepared: Future[str | None], is_over: bool
+) -> dict[str, Any]:
+    """The times of ``case`` with its status; without times if it cannot be measured, and why."""
+    if is_over:
+        return {"status": UNAVAILABLE, "reason": "the time was over"}
+    try:
+        reason = prepared.result()
+        if reason is not None:
+            return {"status": UNAVAILABLE, "reason": reason}
+        return {"status": OK, **pool.submit(times_of, case).result()}
+    except Exception as error:
+        return {"status": FAILED, "reason": one_line(error)}
 
-        stock = sample(model)
-        image = decode(vae, stock)
 
-        def repeated() -> dict[str, bool]:
-            return {
-                "sampler": torch.equal(sample(model), stock),
-                "vae": torch.equal(decode(vae, stock), image),
-            }
+def prepare(case: Case) -> str | None:
+    """Import ComfyUI in this process as ``case`` needs it. Returns why this is not possible, or None."""
+    arguments = [*VARIANTS[case.variant]]
+    if not case.dynamic_vram and comfyui_checkout.has_dynamic_vram(case.folder):
+        arguments.append("--disable-dynamic-vram")
+    comfyui_checkout.import_comfyui(
+        str(case.folder), *arguments, modules=["comfy.controlnet", "comfy.sample", "comfy.sd"]
+    )
+    if case.dynamic_vram and not comfyui_checkout.start_dynamic_vram():
+        return "comfy-aimdo does not work on this machine"
+    if case.variant == "sdfastgn":
+        from sdfastgn.patches.comfyui import model_patcher  # noqa: F401
+    return None
 
-        found["stock_repeats_itself"] = repeated()
-        patcher, decoder = optimize_model(model), optimize_vae(vae)
-        found["latent_difference"] = relative_error(sample(patcher), stock)
-        found["image_difference"] = float((decode(decoder, stock) - image).abs().max())
-        found["report"] = text_of(patcher).splitlines()
-        found["exact_after_ejection"] = repeated()
-    latents = sample(patcher)
-    found["it_per_s"] = steps / seconds_of(lambda: sample(patcher))
-    found["decode_ms"] = 1000 * seconds_of(lambda: decode(decoder, latents))
+
+def write_files(folder: Path, model: str, files: Path) -> None:
+    """Write a checkpoint, a LoRA and a ControlNet with random weights in fp16. Call it in a fresh process."""
+    comfyui_checkout.import_comfyui(str(folder), modules=["comfy.cldm.cldm", "comfy.sd"])
+    comfyui_models.write_files(files, model, "cuda")
+
+
+def times_of(case: Case) -> dict[str, Any]:
+    """Returns the times of one row, versions and peak memory. Call it after ``prepare`` in the same process.
+
+    Times: ``first_s`` from reading the checkpoint to the first image, ``changed_strength_s`` from a new
+    strength of the LoRA to the image. ``first_compiled``: number of entries that the first image has added to
+    Triton's cache.
+
+    For sdfastgn it also has the differences to stock's latents and image, and the text on the node.
+    ``exact_after_ejection`` says whether the model gives stock's bits when sdfastgn has been removed from it.
+    ``stock_repeats_itself`` says whether two runs of stock gave the same bits.
+    """
+    device = torch.device("cuda")
+    images = Images(case.model, case.size, case.steps, case.files, case.variant == "sdfastgn")
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "allocator": torch.cuda.get_allocator_backend(),
+    }
+    before = _compiled()
+    found["first_s"], (latents, pixels) = timing.time_once(images.first, device)
+    found["first_compiled"] = _compiled() - before
+
+    def seconds(call: Any) -> float:
+        return statistics.median(timing.time_once(call, device)[0] for _ in range(case.rounds))
+
+    found["it_per_s"] = case.steps / seconds(lambda: images.sample(images.model))
+    found["decode_ms"] = 1e3 * seconds(lambda: images.decode(latents))
     found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    made: dict[str, Any] = {"latents": latents, "pixels": pixels}
+    if case.variant == "sdfastgn":
+        found["report"] = images.text().splitlines()
+    elif case.variant == "stock":
+        made["repeats_itself"] = {
+            "sampler": torch.equal(images.sample(images.model), latents),
+            "vae": torch.equal(images.decode(latents), pixels),
+        }
+    images.with_control()
+    made["control"] = images.sample(images.model, images.controlled)
+    found["control_it_per_s"] = case.steps / seconds(lambda: images.sample(images.model, images.controlled))
+    if case.variant == "sdfastgn":
+        found["control_report"] = images.text().splitlines()
+    images.with_lora(0.8)
+    made["lora"] = images.sample(images.patched)
+    found["lora_it_per_s"] = case.steps / seconds(lambda: images.sample(images.patched))
+    strengths = itertools.cycle((0.6, 0.8))
+    found["changed_strength_s"] = seconds(lambda: images.with_lora_changed(next(strengths)))
+    if case.variant == "stock":
+        torch.save(made, case.reference)
+    elif case.variant == "sdfastgn" and case.reference.exists():
+        found |= _compared(images, made, torch.load(case.reference))
     return found
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
-    """Returns the median time of ``TIMED_RUNS`` calls, including ComfyUI's own work around the model."""
-    device = torch.device("cuda")
-    times = [timing.time_once(call, device)[0] for _ in range(WARM_UP_RUNS + TIMED_RUNS)]
-    return statistics.median(times[WARM_UP_RUNS:])
+def _compiled() -> int:
+    """Number of entries in Triton's cache."""
+    cache = triton_cache()
+    return sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0
+
+
+def _compared(images: Images, made: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+    """Differences of ``made`` to stock's, and whether ejection gives stock's bits again."""
+    found: dict[str, Any] = {
+        "latent_difference": relative_error(made["latents"], stock["latents"]),
+        "lora_difference": relative_error(made["lora"], stock["lora"]),
+        "control_difference": relative_error(made["control"], stock["control"]),
+        "image_difference": float((images.decode(stock["latents"]) - stock["pixels"]).abs().max()),
+    }
+    images.eject()
+    found["stock_repeats_itself"] = stock["repeats_itself"]
+    found["exact_after_ejection"] = {
+        "sampler": torch.equal(images.sample(images.model), stock["latents"]),
+        "vae": torch.equal(images.decode(stock["latents"]), stock["pixels"]),
+    }
+    return found
 
 
 if __name__ == "__main__":

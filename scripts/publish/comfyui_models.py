@@ -1,10 +1,12 @@
-"""ComfyUI's models SD1.5 and SDXL and their VAE, with random weights, made without checkpoint files."""
+"""ComfyUI's models SD1.5 and SDXL and their VAE, with random weights: in memory, or as files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 _UNET = {
@@ -29,6 +31,9 @@ VAE: dict[str, Any] = {
     "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
 }  # fmt: skip
+# The files of one model, each called ``{model}_{name}.safetensors``.
+FILES = ("checkpoint", "control", "lora")
+_LORA_RANK = 16
 
 
 def random_weights(module: nn.Module, dtype: torch.dtype, device: str, prefix: str = "") -> dict[str, Tensor]:
@@ -52,6 +57,53 @@ def unet(config: dict[str, Any]) -> nn.Module:
 
     with torch.device("meta"):
         return UNetModel(**_UNET, **config)
+
+
+def control_net(config: dict[str, Any]) -> nn.Module:
+    """Returns ComfyUI's ControlNet for ``unet(config)``, on the device ``meta``."""
+    from comfy.cldm.cldm import ControlNet
+
+    with torch.device("meta"):
+        return ControlNet(**_UNET, **config, hint_channels=3)
+
+
+def write_files(folder: Path, model: str, device: str) -> None:
+    """Write the files of ``FILES`` in fp16: a checkpoint without text encoder, a ControlNet and a LoRA.
+
+    model: a key of ``MODELS``. device: where the random numbers are drawn.
+    """
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    main = unet(MODELS[model])
+    with torch.device("meta"):
+        vae = AutoencoderKL(ddconfig=VAE, embed_dim=VAE["z_channels"])
+    weights = {
+        "checkpoint": {
+            **random_weights(main, torch.float16, device, "model.diffusion_model."),
+            **random_weights(vae, torch.float16, device, "first_stage_model."),
+        },
+        "control": random_weights(control_net(MODELS[model]), torch.float16, device, "control_model."),
+        "lora": _lora(main, device),
+    }
+    for name in FILES:
+        save_file(weights.pop(name), folder / f"{model}_{name}.safetensors")
+
+
+def _lora(module: nn.Module, device: str) -> dict[str, Tensor]:
+    """A LoRA for every linear layer of the transformer blocks of ``module``."""
+    g = torch.Generator(device).manual_seed(1)
+    found = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and ".transformer_blocks." in name:
+            key = f"lora_unet_{name.replace('.', '_')}"
+            for part, shape in {
+                "lora_down": (_LORA_RANK, layer.in_features),
+                "lora_up": (layer.out_features, _LORA_RANK),
+            }.items():
+                drawn = torch.randn(shape, generator=g, device=device) * 0.3 * shape[1] ** -0.5
+                found[f"{key}.{part}.weight"] = drawn.half()
+            found[f"{key}.alpha"] = torch.tensor(float(_LORA_RANK))
+    return found
 
 
 def load_model(

@@ -45,11 +45,11 @@ WARM_UP = 3
 
 
 def profiled(fn: Callable[[], object], calls_of: Any, *, repeats: int) -> tuple[float, dict[str, float]]:
-    """Profiles ``calls_of``, a Python function that ``fn`` calls, over ``repeats`` calls of ``fn``.
+    """Calls ``fn`` ``repeats`` times, and measures ``calls_of``, a Python function that ``fn`` calls.
 
-    Returns (total, parts), both in milliseconds per call of ``fn``: the time of ``calls_of``, and the time
-    of each function that ``calls_of`` calls directly, by name, longest first. A method's name is
-    ``Class.method``. Functions with the same name are added up.
+    Returns (total, parts), in milliseconds per call of ``fn``. ``total`` is the time of ``calls_of``.
+    ``parts`` has the time of each function that ``calls_of`` calls directly: name -> time, longest first. A
+    method's name is ``Class.method``. Times of functions with the same name are added up.
     """
     code = inspect.unwrap(calls_of).__code__
     found: dict[str, float] = {}
@@ -64,7 +64,7 @@ def profiled(fn: Callable[[], object], calls_of: Any, *, repeats: int) -> tuple[
         if caller is not None and caller.f_code is code:
             if event in ("call", "c_call"):
                 begun.append(time.perf_counter())
-            elif len(begun) == 1:  # false if a function in C called it back
+            elif len(begun) == 1:  # false for a function that was called back by a function in C
                 name = _name_of(frame) if is_python else called.__name__
                 found[name] = found.get(name, 0.0) + time.perf_counter() - begun.pop()
             else:

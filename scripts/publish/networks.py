@@ -1,7 +1,7 @@
 """The networks that docs/coverage.md lists with times, and for each network the call that is timed.
 
-They have the architectures of published models. The call is one step of a UNet or transformer (mostly with
-guidance, so a batch of 2), or one decode of an autoencoder, at a usual image size.
+The networks have the architectures of published models. The call is one step of a UNet or transformer, or one
+decode of an autoencoder, at a usual image size. Most steps are with guidance, so their batch is 2.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.models.video import Draw
 
-# (model, draw) -> a function without arguments that calls the model on random inputs.
+# A function ``(model, draw) -> call``. ``call`` has no arguments, and calls the model on random inputs.
 Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model: ``build`` makes it, and ``prepare`` makes the call that is timed."""
+    """One model. ``build`` makes the model, and ``prepare`` makes the call of the model that is timed."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -55,7 +55,7 @@ def case(
 
 
 BF16 = torch.bfloat16
-BATCH = 2  # of a step with guidance
+BATCH = 2  # the batch size of a step with guidance
 
 
 def tokens(draw: Draw, width: int, length: int = 77) -> Tensor:
@@ -63,9 +63,9 @@ def tokens(draw: Draw, width: int, length: int = 77) -> Tensor:
 
 
 def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
-    """Prepares a step of the UNet ``name`` (a key of ``UNETS``), or of a ControlNet for it.
+    """Returns a ``Prepare`` for a step of the UNet ``name`` (a key of ``UNETS``), or of its ControlNet.
 
-    ``more``: further arguments of the call, each made by a function of ``draw``.
+    ``more``: name of a further argument of the call -> function that makes it from ``draw``.
     """
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
@@ -78,7 +78,10 @@ def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
 
 
 def decode_of(*latents: int, **options: Any) -> Prepare:
-    """Prepares a decode of random latents of the shape ``latents``. ``options``: arguments of ``decode``."""
+    """Returns a ``Prepare`` for a decode of random latents. ``latents``: their shape.
+
+    ``options``: further arguments of ``decode``.
+    """
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         z = draw(*latents)
@@ -89,7 +92,7 @@ def decode_of(*latents: int, **options: Any) -> Prepare:
 
 
 def video_case(name: str, model: str, part: str) -> None:
-    """Registers the call of ``VIDEO_NETWORKS[model][part]``."""
+    """Adds a ``Case`` for the network ``VIDEO_NETWORKS[model][part]`` to ``CASES``."""
     network = VIDEO_NETWORKS[model][part]
     size = {"frames": network.frames, "height": network.height, "width": network.width}
 

@@ -1,6 +1,6 @@
 """Writes the tables and pictures of the published pages from the committed JSON files.
 
-``python -m scripts.publish.pages`` renews all of them. On a page, a table's place is between the lines
+``python -m scripts.publish.pages`` renews all tables and pictures. On a page, a table is between the lines
 ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``.
 """
 
@@ -68,10 +68,10 @@ def slots(text: str) -> list[str]:
 
 
 def check_one_commit(results: Path) -> None:
-    """Raises ValueError if a renewal lacks a result, or if a result has another commit or GPU.
+    """Raises ValueError if a renewal lacks a result, or if a result has another commit or GPU than it.
 
-    A renewal is a folder with ``renewal.json`` (see ``scripts.publish.renew``), which names the commit and
-    the GPU. The message names the files. Results in folders without ``renewal.json`` are not checked.
+    A renewal is a folder with ``renewal.json`` (see ``scripts.publish.renew``), which names the renewal's
+    commit and GPU. The error names the wrong files. Results in other folders are not checked.
     """
     for summary in results.rglob(SUMMARY):
         content, folder = read_json(summary), summary.parent
@@ -87,10 +87,10 @@ def check_one_commit(results: Path) -> None:
 
 
 def filled(text: str, results: Path) -> str:
-    """Returns ``text`` with every table written anew from the JSON files under ``results``.
+    """Returns ``text`` with all its tables replaced by new ones, from the JSON files in ``results``.
 
-    Raises ValueError if a mark names an unknown table, if a table's closing mark is missing, or if
-    ``check_one_commit`` finds a fault.
+    Raises ValueError if a mark names an unknown table, if the closing mark of a table is missing, or if
+    ``check_one_commit`` raises it.
     """
     check_one_commit(results)
     opened = slots(text)
@@ -104,7 +104,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def _renewed(page: Path, results: Path) -> str:
-    """Returns the text of ``page`` with its tables written anew. A ValueError's message names the page."""
+    """Returns the text of ``page`` with new tables. If it raises ValueError, the error names the page."""
     try:
         return filled(page.read_text(encoding="utf-8"), results)
     except (OSError, ValueError) as error:
@@ -113,12 +113,15 @@ def _renewed(page: Path, results: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 if a page cannot be filled or a picture cannot be drawn."""
+    """Runs the command.
+
+    Returns the exit code: 2 if a page cannot be filled or a picture not drawn, else 0.
+    """
     parser = argparse.ArgumentParser("python -m scripts.publish.pages", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE alone")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks", help="folder of the JSON files")
     options = parser.parse_args(arguments)
-    # An empty folder is valid: it has no results yet. A folder that does not exist is a mistyped path.
+    # An empty folder may have no results yet. A folder that does not exist is probably a mistyped path.
     if not options.results.is_dir():
         print(f"pages: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """Draws pictures of committed results: times of whole models, a roofline of kernels, a profile's breakdown.
 
-``PICTURES`` maps the name of a file in docs/images to the function that draws it. Needs matplotlib (the
-extra ``plot``).
+``PICTURES`` maps the name of a file in docs/images to the function that draws this picture. The functions
+need matplotlib (the extra ``plot``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdfastgn.bench.tables.plots import COLORS, breakdown, roofline, save
 
 
 def headline(results: Path, picture: Path) -> None:
-    """Draws the milliseconds of eager, sdfastgn and its peers: one panel per entry of ``headline_times``."""
+    """Draws the times of eager, sdfastgn and its competitors, with a panel for each part that was timed."""
     from matplotlib.figure import Figure
 
     panels = headline_times(results)
@@ -49,7 +49,7 @@ def kernels(results: Path, picture: Path) -> None:
 
 
 def profile(results: Path, picture: Path) -> None:
-    """Draws where the time goes in the committed run with ``--profile``."""
+    """Draws the breakdown of a call's time, from the committed run of ``bench`` with ``--profile``."""
     (content,) = documents(results, "profile")
     breakdown([Row(**values) for values in content["rows"]], picture, source_line(content))
 

@@ -2,10 +2,11 @@
 
 python -m scripts.publish.real_sizes --json real_sizes.json
 
-The architectures are published ones, and the weights are random (see ``scripts.publish.networks``). A row
-is one call of one model, such as a step of a UNet or a decode of an autoencoder. Stock is timed twice,
-before ``optimize`` and after ``restore``, and the faster time counts. ``optimize`` has its default
-arguments, so it uses CUDA graphs for models that support them.
+The networks have the architectures of published models and random weights (see
+``scripts.publish.networks``). Each row has the times of one call of one model, such as a step of a UNet or a
+decode of an autoencoder. The stock model is timed twice, before ``optimize`` and after ``restore``, and the
+shorter time is taken. ``optimize`` is called with its default arguments, so it uses CUDA graphs for models
+that support them.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models.architectures import with_random_weights
 
-# Seconds that the timed calls of one model should take together.
+# Number of seconds that all timed calls of one model together should take.
 ROUND_SECONDS = 0.4
 # Maximum number of timed calls of one model.
 MAX_CALLS = 20
 # Number of runs into which the networks are divided.
 THIRDS = 3
-# Calls before the timed calls: the first compiles kernels, the second captures a graph, the third replays it.
+# Number of calls before the timed calls: one compiles kernels, one captures a graph, and one replays it.
 WARM_UP = 3
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
@@ -68,7 +69,7 @@ def built(case: Case, device: torch.device) -> tuple[nn.Module, Callable[[], Ten
 
 
 def milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Returns the median time of a call after a warm-up. A call ends when the GPU has finished its work."""
+    """Returns the median time of a call in milliseconds, after a warm-up. It includes the GPU's work."""
     for _ in range(WARM_UP):
         took, _ = timing.time_once(call, device)
     count = min(MAX_CALLS, max(3, int(ROUND_SECONDS / took)))
@@ -116,7 +117,10 @@ def chosen(only: str, third: int | None) -> list[Case]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if an output was wrong or if every network failed, else 0."""
+    """Runs the command.
+
+    Returns the exit code: 1 if an output was wrong or if every network failed, else 0.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with timing.global_switches() as switches:
         where = environment(device, switches)
         timing.spin_up(device)
-        # Written now and after each network, so that an interrupted run keeps its results so far.
+        # The rows are written now and after each network, so that an interrupted run keeps its results.
         write = functools.partial(_write, options.json, where)
         write(rows)
         for each in chosen(options.only, options.third):

@@ -2,8 +2,8 @@
 
 python -m scripts.publish.renew --out build/renewal
 
-The measurements are the ``STEPS`` of ``scripts.publish.steps``. ``--resume`` keeps the steps that an
-earlier call finished at this commit, so several short calls do the same as one long call. ``--archive``
+The measurements are the ``STEPS`` of ``scripts.publish.steps``. With ``--resume``, steps that an earlier call
+finished at this commit do not run again, so several short calls do the same as one long call. ``--archive``
 also packs the results into one file. ``--unpack`` extracts such a file into ``benchmarks/h200`` and
 ``docs/images``. Afterwards ``python -m scripts.publish.pages`` writes the pages.
 """
@@ -30,7 +30,7 @@ from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
-# A step is stopped after its budget times this factor, so that a step that hangs does not block the rest.
+# A step that takes this number of times its budget is stopped, so that it does not block the other steps.
 PATIENCE = 3
 
 
@@ -61,11 +61,18 @@ def renew(
     resume: bool = False,
     budget: float = float("inf"),
 ) -> list[StepRow]:
-    """Runs ``steps`` one after another and returns a row for each. Their files go into the folder ``out``.
+    """Runs ``steps`` one after another, and returns a row for each step.
 
-    The steps after a failed step still run. A step is not started if its own budget exceeds the rest of the
-    ``budget`` seconds of this call. ``out / "renewal.json"`` is written anew after each step, with all rows.
-    ``tiny``: a dry run of tiny models on the CPU. ``resume``: keep the steps that an earlier call finished.
+    If a step fails, the following steps still run. After each step, all rows are written to
+    ``out / "renewal.json"``.
+
+    Args:
+        steps: the measurements.
+        out: the folder for the files that the steps make.
+        tiny: True for a dry run of tiny models on the CPU.
+        resume: True if steps that an earlier call has finished are not run again.
+        budget: number of seconds for all steps. A step is not started if the time that is left is shorter
+            than the step's own budget.
     """
     until = time.monotonic() + budget
     where = environment(torch.device("cpu" if tiny else "cuda"))
@@ -88,9 +95,9 @@ def renew(
 
 
 def _kept(out: Path, where: dict[str, Any], tiny: bool) -> dict[str, StepRow]:
-    """Returns {file: row} of the steps that an earlier call into ``out`` finished.
+    """Returns {file: row} for the steps that an earlier call with the folder ``out`` has finished.
 
-    It is empty if that call had another commit, another GPU or another value of ``tiny``.
+    It is empty if the earlier call had another commit, another GPU or another value of ``tiny``.
     """
     if not (out / SUMMARY).exists():
         return {}
@@ -104,8 +111,8 @@ def _kept(out: Path, where: dict[str, Any], tiny: bool) -> dict[str, StepRow]:
 def _run(step: Step, out: Path, tiny: bool, timeout: float) -> StepRow:
     """Runs one step and returns its row.
 
-    The step writes its file into the folder ``unfinished``; the file is moved to its place after the step
-    has succeeded. What the step prints goes to a file in the folder ``logs``.
+    The step writes its file into the folder ``unfinished``. If the step succeeds, the file is moved to its
+    final place. The output of the step is written to a file in the folder ``logs``.
     """
     path, unfinished = out / step.writes, out / "unfinished" / step.writes
     log = out / "logs" / f"{step.name}.log"
@@ -127,7 +134,7 @@ def _run(step: Step, out: Path, tiny: bool, timeout: float) -> StepRow:
 def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
     """Runs a program and returns its exit code, or None if it was stopped after ``timeout`` seconds.
 
-    ``arguments``: the program and its arguments. What it prints goes to the file ``log``.
+    ``arguments``: the program and its arguments. ``log``: the file for the program's output.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -136,7 +143,7 @@ def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
         try:
             return process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # also ends processes that the program has started
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return None
@@ -162,8 +169,8 @@ def pack(out: Path, archive: Path) -> None:
 def unpack(archive: Path, results: Path, pictures: Path) -> None:
     """Extracts a renewal's JSON files into ``results`` and its pictures into ``pictures``.
 
-    Raises ValueError, before anything is written, if the archive is no complete renewal, if it is a dry
-    run, or if it was measured on another GPU than ``scripts.publish.steps.GPU``.
+    Raises ValueError, before anything is written, if the archive is not a complete renewal, if it is a dry
+    run, or if its GPU was not ``scripts.publish.steps.GPU``.
     """
     with tarfile.open(archive, "r:gz") as packed:
         files = {name: packed.extractfile(name) for name in packed.getnames()}
@@ -190,7 +197,7 @@ def unpack(archive: Path, results: Path, pictures: Path) -> None:
 
 
 def _reason_not_to(options: argparse.Namespace) -> str | None:
-    """Returns why a renewal would be worthless here, in one line; None if it can run."""
+    """Returns why a renewal must not run here, in one line; None if it may run."""
     git = environment(torch.device("cpu"))["git"]
     if git["commit"] is None:
         return "no commit can be told: outside of a git checkout, set SDFASTGN_COMMIT to that of the source"
@@ -204,7 +211,10 @@ def _reason_not_to(options: argparse.Namespace) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 if a step failed, or 2 if the renewal or the unpacking is refused."""
+    """Runs the command. Returns the exit code.
+
+    It is 1 if a step failed, 2 if the renewal or the unpacking is refused, else 0.
+    """
     parser = argparse.ArgumentParser(
         "python -m scripts.publish.renew", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Functions that the measurements of this folder share: one starts a fresh process, one writes the JSON."""
+"""Functions that several measurements use: one calls a function in a fresh process, one writes the JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Calls ``fn`` in a fresh process. Returns what it returns, and raises here what it raises."""
+    """Calls ``fn`` in a fresh process, and returns its result. An error of ``fn`` is raised here too."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(fn, *arguments, **options).result()
 
@@ -28,10 +28,11 @@ def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
 def write_rows(
     json: Path | None, kind: str, config: BenchConfig, rows: Sequence[object], **more: object
 ) -> None:
-    """Writes measured ``rows`` and their ``config`` to the file ``json``. Without a file does nothing.
+    """Writes measured ``rows`` and their ``config`` to the file ``json``. If it is None, nothing is written.
 
-    ``more`` is added to the config. For measurements that, unlike ``sdfastgn bench``, do not change
-    PyTorch's global switches: the current value of ``cudnn.benchmark`` is recorded.
+    ``more`` is added to the config. The present value of ``cudnn.benchmark`` is recorded as the value during
+    the measurement. So this function is not for measurements that change the switch, as ``sdfastgn bench``
+    does.
     """
     if json is None:
         return

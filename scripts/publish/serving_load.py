@@ -2,9 +2,9 @@
 
 python -m scripts.publish.serving_load --model sd15 --json benchmarks/h200/serving_sd15.json
 
-The server is docs/examples/serve.py in a process of its own, with random weights. It needs uvicorn: ``pip
-install ".[serve]"``. Each client sends its next request as soon as it has an answer. ``--url`` measures a
-server that runs already instead, such as docs/examples/ray_serve.py.
+The server is docs/examples/serve.py with random weights. It runs in a separate process, and needs uvicorn:
+``pip install ".[serve]"``. Each client sends its next request as soon as it has an answer. With ``--url``, a
+server that runs already is measured instead, such as docs/examples/ray_serve.py.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ PATIENCE_S = 600.0
 
 @dataclass
 class LoadRow:
-    """The figures of one server with a number of clients; None if its image was wrong.
+    """The measurement of one server with one number of clients. Its numbers are None if an image was wrong.
 
     Attributes:
-        requests_s: answers per second, of all clients together.
+        requests_s: answers per second that all clients together got.
         p50_s, p99_s: median and 99th percentile of the seconds from a request to its complete image.
     """
 
@@ -66,7 +66,7 @@ class LoadRow:
 
 
 def serve(config: BenchConfig, optimize: bool, port: int) -> None:
-    """Runs the server. Called in a process of its own; does not return."""
+    """Runs the server. This function does not return, so it is called in a separate process."""
     import uvicorn
 
     sys.path.insert(0, str(EXAMPLES))
@@ -86,7 +86,7 @@ def serve(config: BenchConfig, optimize: bool, port: int) -> None:
 
 @contextlib.contextmanager
 def served(config: BenchConfig, optimize: bool) -> Iterator[str]:
-    """Starts a server, yields its address when it is ready, and ends the server afterwards."""
+    """A context that starts a server, yields its address when it is ready, and ends it afterwards."""
     if importlib.util.find_spec("uvicorn") is None:
         raise OptionError('serving_load: uvicorn is not installed; pip install ".[serve]", or give --url')
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -123,7 +123,7 @@ async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> t
         left, taken = iter(range(requests)), []
 
         async def ask() -> None:
-            for seed in left:  # one iterator for all clients
+            for seed in left:  # all clients take their seeds from this one iterator
                 start = time.perf_counter()
                 answer = await client.post("/images", json={**body, "seed": seed})
                 answer.raise_for_status()
@@ -150,7 +150,7 @@ def rows_of(variant: str, url: str, body: dict[str, Any], requests: int) -> list
 
 
 def run(config: BenchConfig, requests: int, url: str | None = None) -> list[LoadRow]:
-    """Measures a stock server, then an optimized one. With ``url``, measures only the server there."""
+    """Measures a stock server, then an optimized one. If ``url`` is given, measures only the server at it."""
     size = {"width": config.size, "height": config.size}
     body = {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
     if url is not None:

@@ -1,7 +1,7 @@
-"""The measurements that the published pages are made from: one entry of ``STEPS`` each.
+"""The measurements from which the published pages are made. Each is a step: an entry of ``STEPS``.
 
-``scripts.publish.renew`` runs them. All steps together take at most ``MOST_SECONDS`` on one H200. A new
-table needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
+``scripts.publish.renew`` runs the steps. All together take at most ``MOST_SECONDS`` on one H200. A new table
+needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = "NVIDIA H200"
 # Maximum number of seconds that all steps may take together on one H200.
 MOST_SECONDS = 25 * 60
-# Name of the file that a renewal writes beside its results: their commit and GPU, and each step's outcome.
+# Name of the file that a renewal writes beside its results. It has the commit, the GPU, and each step's row.
 SUMMARY = "renewal.json"
 
 
@@ -28,10 +28,11 @@ class Step:
     Attributes:
         writes: the file that the step makes, relative to the folder of the results.
         command: the module that ``python -m`` runs, and its options except ``option``.
-        tiny: options that are appended for a dry run on a CPU. They override equal options of ``command``.
-        feeds: the tables and pictures that are made from the file.
-        budget: seconds that the step may take on an H200, including the start of its process.
-        option: the option that gets the path of the file. ``--output`` gets the path of the file's folder.
+        tiny: options that are appended for a dry run on a CPU. They replace the same options in ``command``.
+        feeds: names of the tables and pictures that are made from the file.
+        budget: number of seconds that the step may take on an H200, including the start of its process.
+        option: the option of the command whose value is the path of the file. If it is ``--output``, its
+            value is the path of the file's folder.
     """
 
     writes: str
@@ -53,7 +54,7 @@ class Step:
 
 
 def origin(content: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Returns (commit, GPU) from a run's JSON. All results of a renewal have the same."""
+    """Returns (commit, GPU) from a run's JSON. They are the same for all results of a renewal."""
     where = content["environment"]
     return (where.get("git") or {}).get("commit"), where.get("gpu")
 
@@ -63,8 +64,8 @@ _BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
 _KERNELS = "--device cpu --repeats 1"
 _FEW_STEPS = "--size 512 --scheduler EulerAncestralDiscreteScheduler --guidance 0"
 
-# In the order in which they run. The steps with torch.compile come first: they take the longest, and their
-# time until ready is right only if no earlier step has filled the caches of torch.compile.
+# All steps, in the order in which they run. Steps with torch.compile come first, because an earlier step
+# could fill the caches of torch.compile, and their time until the first call is done would be too short.
 STEPS = (
     # ---- steps, decodes and pipelines
     Step(

@@ -2,10 +2,10 @@
 
 python -m scripts.publish.warm_up --model sdxl --json warm_up.json
 
-The clock starts when the pipeline is in memory and stops when an image is on the host. The first image's
-time includes ``optimize``. PyTorch's switches keep their defaults, as for a user, so cuDNN does not try
-several algorithms (``cudnn.benchmark``). Stock runs first, then sdfastgn with an empty Triton cache, then
-sdfastgn with the cache that the run before it has filled.
+The clock starts when the pipeline is in memory, and stops when an image is on the host. The time of the first
+image includes ``optimize``. PyTorch's switches keep their defaults, so cuDNN does not try several algorithms
+(``cudnn.benchmark``). There are three runs: stock, sdfastgn with an empty Triton cache, and sdfastgn with the
+Triton cache that the second run has filled.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from sdfastgn.program import counted
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
-# (name of the row, whether it is optimized), in the order of the runs. All share one Triton cache, which is
-# empty at the start.
+# (name of the row, True if the pipeline is optimized), in the order of the runs.
+# All runs use the same Triton cache, which is empty at the start.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
 
 
 def measure(
     config: BenchConfig, new_size: int, *, optimize: bool, triton_cache: str
 ) -> tuple[WaitRow, np.ndarray]:
-    """Times the pipeline in this process, which must be fresh.
+    """Times the pipeline in this process, which must be a new one.
 
-    Returns the row, with no name yet, and the images (N, H, W, 3) of the last call.
+    Returns (the row without its name, the images (N, H, W, 3) of the last call).
     """
     os.environ["TRITON_CACHE_DIR"] = triton_cache
     device = config.torch_device
@@ -86,9 +86,9 @@ def measure(
 
 
 def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
-    """Times all ``WAYS``, each in a process of its own.
+    """Makes all runs of ``WAYS``, each in a new process. Returns a row for each.
 
-    A row has no times if its image is wrong: not finite, or too different from stock's.
+    A row has no times if its image is wrong: not finite, or too different from stock's image.
     """
     rows: list[WaitRow] = []
     stock = None

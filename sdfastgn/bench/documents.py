@@ -1,4 +1,4 @@
-"""The JSON file of a run: the format that all results share, reading and writing."""
+"""Reads and writes the JSON file of a run. The files of all kinds of runs have the same format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdfastgn.program import OptionError
 
 # Version of the JSON format. A new version only adds fields, so the same code reads all versions.
 # Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
-# Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, the kind "sweep".
+# Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
 # Version 4 added the frames and the width of a video.
 SCHEMA = 4
 # Name -> type of the fields that a run has in every version of the format.
@@ -28,7 +28,7 @@ def document(
     """Return a run as a dict that JSON can hold.
 
     Args:
-        kind: what the rows are, such as ``"end_to_end"``. The kind decides which tables show them.
+        kind: the kind of the rows, such as ``"end_to_end"``. It decides which tables show the rows.
         environment: what ``environment.environment`` returned for the run.
         config: the settings of the run.
         rows: instances of a dataclass, one for each measurement.
@@ -90,7 +90,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _block(value: Any) -> str:
-    """JSON text of ``value``: a list or dict with one entry per line, anything else in one line."""
+    """Returns ``value`` as JSON text. A list or dict has one entry per line, any other value is one line."""
     encode = functools.partial(json.dumps, allow_nan=False)
     if isinstance(value, dict) and value:
         entries = [f"{encode(key)}: {encode(entry)}" for key, entry in value.items()]

@@ -1,4 +1,4 @@
-"""Records where and with which versions a measurement was made, so that it can be judged and repeated."""
+"""Records on which machine and with which versions a measurement was made."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ def _output_of(*command: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    # If the code was copied over an older checkout, git names the wrong commit. Whoever copied the code can
-    # give the right commit in SDFASTGN_COMMIT.
+    # SDFASTGN_COMMIT is for code that was copied over an older checkout, where git names the wrong commit.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
-    # Git refuses a checkout that belongs to another user, as is common in containers, unless safe.directory
-    # names the checkout.
+    # In a container, git may refuse a checkout of another user, unless safe.directory names the checkout.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
     # The folder ``scripts`` also has code that measures.
@@ -78,10 +76,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def check_kernels_ran(device: torch.device) -> None:
-    """Raise RuntimeError if plain PyTorch ran on a GPU instead of sdfastgn's kernels.
-
-    Times would then say nothing about the kernels.
-    """
+    """Raise RuntimeError if kernels were turned off on a GPU, so that plain PyTorch was timed instead."""
     if device.type == "cuda" and dispatch.why_off is not None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
 
@@ -89,8 +84,8 @@ def check_kernels_ran(device: torch.device) -> None:
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
     """GPU, driver, versions, source, date and the given global switches, as a dict for JSON.
 
-    Call it before measuring: it records how many entries Triton's cache has, and the time of a first call
-    depends on them.
+    It also records the number of entries in Triton's cache. The time of a first call depends on this number,
+    so call this function before measuring.
     """
     cache = triton_cache()
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0

@@ -21,12 +21,12 @@ from sdfastgn.bench.workload import BenchConfig
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
 # Maximum relative error for fp32 on a GPU. Convolutions run in TF32 there, which has 10 bits of mantissa.
 TF32_BOUND = 1e-2
-# Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype. These bounds are low
-# because denoising steps with guidance amplify rounding errors.
+# Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype.
+# These bounds are low because denoising steps with guidance amplify rounding errors.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# The gradients of a variant and of stock eager are both compared with fp32 gradients. This factor
-# times stock eager's error is the maximum error of the variant. Their gradients are not compared with each
-# other, because they differ by as much as stock eager's own error.
+# The gradients of a variant and of stock eager are both compared with fp32 gradients.
+# The error of the variant may be at most this factor times the error of stock eager.
+# The two are not compared with each other, because they differ by as much as the error of stock eager.
 GRADIENT_FACTOR = 1.05
 
 
@@ -40,8 +40,8 @@ class Reference:
         fp32: the output in fp32 without TF32. None unless the user wants it or the gate needs it.
         fp32_error: the relative error of ``output`` against ``fp32``; NaN without ``fp32``.
         status: ``"ok"`` if outputs can be compared with ``output``. Otherwise ``reason`` says why not.
-        images: name of a variant, or ``"fp32"`` -> the first image of a pipeline. Variants that run add
-            theirs.
+        images: name of a variant, or ``"fp32"`` -> the first image that the pipeline makes with it. Each
+            variant that runs adds its image.
     """
 
     output: Any = None
@@ -55,10 +55,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A variant's errors. ``reason`` is empty if the gate accepts them, and else says what is wrong.
+    """A variant's errors. ``reason``: why the gate rejects the variant; empty if it accepts it.
 
-    ``error`` and ``psnr_db`` are against stock eager's output. The fields ``fp32_...`` are against the output
-    in fp32. They are NaN or None if there is no such output.
+    ``error`` and ``psnr_db`` compare with stock eager's output. The fields ``fp32_...`` compare with the
+    output in fp32. They are NaN or None if the output in fp32 was not computed.
     """
 
     error: float
@@ -70,7 +70,7 @@ class Judgement:
 
 
 def gate_text(config: BenchConfig) -> str:
-    """The bound of the correctness gate in words, for tables and JSON."""
+    """Describes the bound of the correctness gate in words, for tables and JSON."""
     if config.part == "pipeline":
         return f"PSNR against eager's image at least {PSNR_BOUNDS[config.dtype]:g} dB"
     if config.part == "train":
@@ -86,7 +86,7 @@ def _error_bound(config: BenchConfig) -> float:
 
 
 def tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return name -> tensor. Gradients have their parameter's name; any other output has the empty name."""
+    """Return ``output`` as a dict: name -> tensor. For gradients the name is the parameter's, else empty."""
     return output if isinstance(output, dict) else {"": torch.as_tensor(output)}
 
 
@@ -98,7 +98,7 @@ def kept(output: Any) -> Any:
 
 
 def problem(config: BenchConfig, output: Any) -> str:
-    """Why outputs cannot be compared with stock eager's ``output``; empty if they can."""
+    """Why stock eager's ``output`` cannot be used for comparisons; empty if it can be used."""
     ends = [torch.stack(tensor.float().aminmax()) for tensor in tensors(output).values()]
     lowest, highest = min(float(each[0]) for each in ends), max(float(each[1]) for each in ends)
     whose = "gradients are" if config.part == "train" else f"output in {config.dtype} is"

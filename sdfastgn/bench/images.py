@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-# The window of SSIM, as its authors chose it: pixels along a side, and the standard deviation of the Gaussian
-# weights.
+# The window of SSIM, from its paper: pixels along a side, and standard deviation of the Gaussian weights.
 WINDOW, SIGMA = 11, 1.5
-# SSIM's constants for values in [0, 1]. They keep its denominators away from zero where an image has one
-# color.
+# SSIM's constants for values in [0, 1]. Without them its denominators would be zero in areas of one color.
 C1, C2 = 0.01**2, 0.03**2
 
 
 def psnr(a: ArrayLike, b: ArrayLike) -> float:
-    """PSNR in dB of two float images or batches in [0, 1]. Inf if equal, NaN if a value is not finite.
+    """PSNR in dB between two float images or batches in [0, 1]. Inf if equal, NaN if a value is not finite.
 
     Raises ValueError if the shapes differ.
     """
@@ -61,13 +59,13 @@ def ssim(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:
-    """‖a - b‖ / ‖b‖ in fp64. Each norm of a dict is over all its tensors together. NaN if a value is NaN.
+    """‖a - b‖ / ‖b‖ in fp64. The norm of a dict is the norm of all its values together. NaN if one is NaN.
 
     Raises ValueError if the shapes differ.
     """
     ours, theirs = ({"": each} if isinstance(each, Tensor) else each for each in (a, b))
     difference = norm = 0.0
-    for name, expected in theirs.items():  # one by one: SDXL's gradients have 2.6 billion values
+    for name, expected in theirs.items():  # one tensor at a time: SDXL's gradients have 2.6 billion values
         found = ours[name]
         if found.shape != expected.shape:
             raise ValueError(

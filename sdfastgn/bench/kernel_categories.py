@@ -16,11 +16,11 @@ CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # "pointwise" includes reductions and concatenations, "layout copies" includes changes of dtype.
 NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
-# The categories whose work remains even if all norms, copies and launches could be fused away.
+# The categories whose kernels would remain if all norms, pointwise kernels and copies were fused into others.
 FLOOR = (CONVOLUTION, GEMM, ATTENTION)
 CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 
-# For the package's own kernels: (text in the name of a kernel's module, category of the kernel).
+# For this package's kernels: (text in the name of a Python module, category of the kernels in the module).
 _OWN_FILES = (
     ("norm", NORMALIZATION),
     ("pad_frames", NORMALIZATION),
@@ -39,9 +39,9 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
-# The name of an Inductor kernel lists the operators that it fuses. Only kernels from a template ("tem")
-# compute a convolution or a matrix product. Another kernel whose name contains "convolution" only adds a
-# convolution's bias.
+# The name of an Inductor kernel lists the operators that the kernel fuses.
+# Only kernels from a template ("tem") compute a convolution or a matrix product.
+# Any other kernel whose name contains "convolution" only adds the bias of a convolution.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),
@@ -56,8 +56,7 @@ _INDUCTOR = _rules(
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
-# Tried before the rules for operators: kernels that change layouts are copies, even if a convolution launches
-# them.
+# Kernels that change layouts count as copies, even if a convolution launches them. So these rules come first.
 _MOVES = _rules(
     (
         COPIES,
@@ -67,14 +66,14 @@ _MOVES = _rules(
 )
 
 _NAMES = _rules(
-    # Before CONVOLUTION, because its "fprop" would also match flash_fprop, the kernel of cuDNN's attention.
+    # This rule is before CONVOLUTION, whose "fprop" would also match flash_fprop, cuDNN's attention kernel.
     (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
     (
         NORMALIZATION,
         r"""(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)|RowwiseMoments|ComputeFusedParams
         |ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta""",
     ),
-    # Before GEMM, because the name of a cuDNN convolution may contain "gemm", and "cudnn" at its end.
+    # This rule is before GEMM, because the name of a cuDNN convolution may also contain "gemm".
     (
         CONVOLUTION,
         r"""[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd|im2col|col2im
@@ -112,7 +111,7 @@ def _first_match(rules: _Rules, name: str) -> str | None:
 
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
-    """Return the name of each Triton kernel of this package -> its category, or None if no rule fits.
+    """Return {name of a Triton kernel of this package: its category, or None if no rule fits}.
 
     Empty if Triton is not installed.
     """
@@ -138,9 +137,10 @@ def operator_category(op_name: str) -> str | None:
 def category(kernel_name: str, op_name: str = "") -> str:
     """The category of one kernel, one of ``CATEGORIES``.
 
-    The name decides for kernels of this package, for Inductor's kernels and for copies. For any other kernel
-    the operator that launched it decides, because that is more certain than the kernel's name. If no rule
-    fits the operator, or no operator is known, as in the replay of a CUDA graph, the name decides.
+    The kernel's name decides the category of kernels of this package, of Inductor's kernels and of copies.
+    For any other kernel the operator that launched it decides, because this is more certain. If no rule fits
+    the operator, or if the operator is not known, as in the replay of a CUDA graph, the kernel's name
+    decides.
 
     Args:
         kernel_name: as in the profiler; empty for an operator on the CPU.

@@ -15,9 +15,9 @@ from sdfastgn.program import launched
 class Meeting:
     """One measurement that all processes make at the same time.
 
-    Each process calls ``seconds``. A process that cannot measure calls ``leave`` with the reason instead, and
-    ``seconds`` then raises an error with this reason in all other processes. Both methods do nothing in a
-    process that no launcher started.
+    Each process calls ``seconds``. A process that cannot measure calls ``leave`` with the reason instead.
+    Then ``seconds`` raises an error with this reason in all other processes. If no launcher started the
+    process, both methods do nothing.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Meeting:
         PartialState().wait_for_everyone()
         try:
             seconds, _ = time_once(calls, device)
-        except Exception as error:  # the others are waiting, so they get the reason
+        except Exception as error:  # the other processes are waiting, so they must get the reason
             return _gathered(reason=one_line(error))
         return _gathered(seconds)
 

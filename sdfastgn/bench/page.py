@@ -1,4 +1,4 @@
-"""Writes results as one HTML page. This file collects the data, and the template ``report.html`` shows it."""
+"""Writes results as one HTML page. This file collects the data for the template ``report.html``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sdfastgn.bench.tables.speed_up import eager_of, speed_up
 from sdfastgn.bench.variants import label
 
 # Maximum number of pixels along a side of an image on the page. Larger images are shrunk, because a PNG of
-# 1024x1024 has several MB. PSNR and SSIM are computed before that.
+# 1024x1024 has several MB. PSNR and SSIM are computed from the original images.
 SHOWN = 512
 # The variants with sdfastgn. The page shows the image of the first variant here that has an image.
 _OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
@@ -101,9 +101,9 @@ def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar
 def _stacks(
     part: Sequence[tuple[int, Row]], names: Sequence[str]
 ) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
-    """Stacked bars of the breakdowns: (name, total, [(category, milliseconds, length in percent)]).
+    """Yields a stacked bar for each breakdown: (name, total, [(category, milliseconds, length)]).
 
-    A length is in percent of the longest bar.
+    The length is in percent of the longest bar.
     """
     found = [
         (label(row.variant) + names[i], one) for i, row in part if (one := breakdown_of(row)) is not None
@@ -117,8 +117,8 @@ def _stacks(
 def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     """(caption, note, data URI) for the images of stock, sdfastgn and fp32, and for their differences.
 
-    Differences are against fp32, or against stock if there is no fp32. All differences are multiplied
-    by the same factor, so that they can be seen.
+    The other images are compared with the fp32 image, or with stock's if there is none. All differences are
+    multiplied by the same factor, so that they can be seen.
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}

@@ -1,6 +1,6 @@
-"""Benchmarks that others publish: their settings and their numbers. Importable without torch.
+"""Benchmarks that other projects publish: their settings and their numbers. This file does not import torch.
 
-All numbers are from the preset's source. A case has no numbers if the source has none for it.
+All numbers are from the preset's source. A case has no numbers if the source has none for this case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Case:
 
     Attributes:
         settings: fields of BenchConfig.
-        published: what ran, and on which machine -> the published number.
+        published: description of software and machine -> the number that was published for them.
     """
 
     settings: dict[str, Any]
@@ -25,10 +25,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Preset:
-    """A benchmark that others publish.
+    """A benchmark that another project publishes.
 
     Attributes:
-        unit: the unit of its numbers: it/s, images/s, s or ms.
+        unit: the unit of the published numbers: it/s, images/s, s or ms.
         source: URL of the numbers.
         date: the date of the page at ``source``.
         differs: how our run differs from the published one.
@@ -42,7 +42,7 @@ class Preset:
     cases: tuple[Case, ...]
 
     def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
-        """A call's time in the preset's unit. None if the unit is images/s and the part makes no image."""
+        """Converts a call's time to the preset's unit. None if it is images/s and the part makes no image."""
         s, part = median_ms / 1e3, config["part"]
         iterations = config["steps"] if part == "pipeline" else 1
         images = config["batch"] / s if part in ("pipeline", "vae") else None

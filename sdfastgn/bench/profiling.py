@@ -2,14 +2,18 @@
 
 A breakdown takes two recordings.
 
-1. The plain call, with its operators. It tells which operator launches the kernels of each name.
-2. The device alone: the replay of the CUDA graph if the call could be captured, else the plain call. The
-   times are from this recording. It has no operators, because recording them would slow the CPU, and a
-   replay runs none. A kernel that is not in the first recording is sorted by its name alone.
+1. The plain call, with operators and kernels. From it follows which operator launches a kernel of a given
+   name.
+2. Only the kernels, of the CUDA graph's replay if the call could be captured, else of the plain call. The
+   times are from this recording. Operators are not recorded, because this would slow the CPU, and a replay
+   runs none.
 
-Categories and launch gaps add up to the time from the start of the first kernel to the end of the last. If
-two kernels run at once (two streams, programmatic dependent launch), the time that they share counts for the
-one that started first.
+The operator of a kernel decides its category. A kernel that is not in the first recording is sorted by its
+name alone.
+
+Categories and launch gaps add up to the time from the start of the first kernel to the end of the last
+kernel. If two kernels run at once (on two streams, or by programmatic dependent launch), their common time
+counts for the kernel that started first.
 
 On the CPU the breakdown has operators instead of kernels. The time of an operator does not include the
 operators that it calls, and the gaps are Python's time.
@@ -39,31 +43,31 @@ from sdfastgn.bench.kernel_categories import (
     operator_category,
 )
 
-# What a breakdown was recorded from.
+# Values of ``Breakdown.source``: what was recorded.
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
-# A breakdown lists this number of kernels, which are the ones that took longest.
+# Number of kernels that a breakdown lists: those that took longest.
 TOP = 10
-# Number of times that the second recording is made. The recording of median length counts.
+# The second recording is made this number of times. The one of median length is used.
 RECORDINGS = 3
 
-# Name of a kernel -> category -> share of the kernel's time that counts for the category. The shares of a
-# kernel add up to 1.
+# Name of a kernel -> category -> share of the kernel's time in this category. A kernel's shares add up to 1.
 Shares = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One call by category, in milliseconds.
+    """How the time of one call is divided among the categories of kernels, in milliseconds.
 
     Attributes:
         source: ``REPLAY``, ``CALL`` or ``CPU``.
-        categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
-        total_ms: from the first kernel's start to the last one's end, in the recording.
+        categories: name of a category -> its time. The names are ``CATEGORIES`` and ``"launch gaps"``. The
+            times add up to ``total_ms``.
+        total_ms: time from the start of the first kernel to the end of the last kernel, in the recording.
         timed_ms: time of the same call or replay without a profiler.
-        floor_ms: time of convolution, GEMM and attention. A call that spent no time on anything else would
-            take this long.
-        call_gaps_ms: time of the plain call without a profiler, minus the time of its kernels. None on the
-            CPU.
+        floor_ms: time of convolution, GEMM and attention. The call would take this long if all other kernels
+            and the gaps took no time.
+        call_gaps_ms: time of the plain call, measured without a profiler, minus the time of its kernels. None
+            on the CPU.
         kernels: number of launches in the recording, including memory copies and fills. On the CPU, number of
             operators.
         top: the ten kernels that took longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
@@ -104,17 +108,17 @@ def _uncovered_us(events: Iterable[Any]) -> list[float]:
 
 
 def _launches(events: Iterable[Any]) -> list[Any]:
-    """Kernels, copies and fills on the device, sorted by their start."""
+    """The ``events`` that are kernels, copies or fills on the device, sorted by their start."""
     # The profiler also shows the ranges of record_function on the device. These are no launches.
     found = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))
 
 
 def _operator(event: Any) -> str:
-    """The operator that decides the category of ``event``, or of the kernels that it launches.
+    """The operator that decides the category of ``event``, or of the kernels that ``event`` launches.
 
-    This is ``event`` itself, unless it is a part of an attention or norm operator, as ``aten::bmm`` may be.
-    Then it is that outer operator. A copy decides its own category even inside of another operator: stock
+    This is usually ``event`` itself. If ``event`` runs inside an attention or norm operator, as ``aten::bmm``
+    may do, it is the attention or norm operator. But a copy stays a copy, even inside another operator: stock
     GroupNorm copies its channels-last input, and this counts as a copy.
     """
     outer = None if operator_category(event.name) == COPIES else event
@@ -139,9 +143,9 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
 
 
 def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
-    """Add up ``parts``, which are shares of ``events``, to a breakdown.
+    """Make a breakdown from ``parts``, which are shares of the ``events``.
 
-    ``values``: the fields of Breakdown that cannot be computed from these.
+    ``values``: the fields of Breakdown that cannot be computed from parts and events.
     """
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3
@@ -231,11 +235,11 @@ def measure(
     replay_ms: float | None,
     recordings: int = RECORDINGS,
 ) -> Breakdown:
-    """Record ``call`` or its ``replay`` several times. Returns the breakdown of median length.
+    """Record ``call`` or its ``replay`` several times. Returns the breakdown whose length is the median.
 
-    ``call`` must have run before. On a GPU it is recorded once with its operators. Then the ``replay``, or
-    ``call`` if ``replay`` is None, is recorded without operators. ``call_ms`` and ``replay_ms`` are the times
-    of the two without a profiler. Raises RuntimeError if the profiler recorded nothing.
+    ``call`` must have run before. On a GPU, ``call`` is recorded once with its operators. Then ``replay``, or
+    ``call`` if ``replay`` is None, is recorded without operators. ``call_ms`` and ``replay_ms``: the times of
+    ``call`` and ``replay`` without a profiler. Raises RuntimeError if the profiler recorded nothing.
     """
     with timing.device_scope(device):
         if device.type != "cuda":

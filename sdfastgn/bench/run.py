@@ -1,6 +1,6 @@
-"""Measures variants on a workload: first whether the output is right, then times and memory.
+"""Measures variants on a workload: first checks that the output is right, then measures times and memory.
 
-A variant that cannot run, raises an error or is wrong gets a row with a reason and without times.
+A variant that cannot run, raises an error or has a wrong output gets a row with a reason and without times.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BenchConfig, Workload, build_workload
 from sdfastgn.kernels.common.failures import one_line
 
-# Number of timed replays of each graph of a pipeline. Few are enough, because all replays of a graph take
-# equally long.
+# Number of timed replays of each graph of a pipeline. Few are enough, because replays take equally long.
 GRAPH_REPEATS = 20
 
 
@@ -35,17 +34,17 @@ class Row:
 
     Attributes:
         note: what the variant did to the model.
-        ready_s: seconds from the start of the preparation to the end of the first call. For eager this
-            includes cuDNN's tuning.
-        graph_ms: time of a replay, if the call was captured as one CUDA graph. If not, ``graph_reason`` says
-            why.
-        its: iterations per second: UNet steps (also in a pipeline), or decodes of a VAE.
-        images_s: images per second of all processes together, if a launcher started several. The slowest
-            process decides.
+        ready_s: seconds from the start of the preparation to the end of the first call. For eager they
+            include cuDNN's tuning.
+        graph_ms: time of a replay, if the call was captured as one CUDA graph. If it was not captured,
+            ``graph_reason`` says why.
+        its: iterations per second. An iteration is a UNet step (also in a pipeline), or a decode of a VAE.
+        images_s: images per second of all processes together, if a launcher started several processes. It is
+            computed from the time of the slowest process.
         process_images_s: images per second of each process.
         p99_ms: the 99th percentile of the calls' times. With few calls it is almost the slowest time.
-        graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays, each timed alone.
-            Only for variants whose graphs can be replayed alone.
+        graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays. Each graph is timed
+            separately, so this is None for variants whose graphs cannot be replayed separately.
         steps: denoising steps of a pipeline.
         frames, width: frames of a video, and pixels along a line of a frame, whose height is ``size``. None
             for other models.
@@ -56,8 +55,8 @@ class Row:
         error_fp32: relative error against the output in fp32 without TF32, if this was computed.
         psnr_db: PSNR of a pipeline's images against eager's.
         psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against the fp32 pipeline's images.
-        step_mib: maximum memory of a training step beyond model and inputs: activations that are kept for the
-            backward, temporaries and gradients.
+        step_mib: maximum memory of a training step, without model and inputs. It consists of activations that
+            are kept for the backward, temporary tensors and gradients.
         saved_mib: memory of the tensors that autograd keeps for the backward of a training step.
         profile: a ``profiling.Breakdown`` as a dict. If there is none, ``profile_reason`` says why.
     """
@@ -107,8 +106,7 @@ def _free(device: torch.device) -> None:
     """Free unused memory on the GPU. Does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
-        # If a variant accessed invalid memory, every later CUDA call fails. The variant's row already says
-        # so.
+        # After an invalid memory access every CUDA call fails. The variant's row has this error already.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
 
@@ -138,9 +136,9 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
 def _stock(
     config: BenchConfig, workload: Workload | None, images: dict[str, Any]
 ) -> tuple[Workload, Reference]:
-    """Return the workload, and stock's output. Builds the workload if it is None.
+    """Return (workload, stock's output). Builds the workload if ``workload`` is None.
 
-    If there is too little memory to build the workload, the reference has the status FAILED.
+    If there is too little memory to build it, stock's output has the status FAILED.
     """
     try:
         workload = workload or build_workload(config)
@@ -211,7 +209,7 @@ def _measure(
     stock: Reference,
     meeting: Meeting,
 ) -> None:
-    """Fill in the row's errors and, if these are within their bounds, its times."""
+    """Compute the row's errors. If the gate accepts them, measure its times too."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
         context = prepared(variant, workload.target, config.part)
@@ -233,7 +231,7 @@ def _measure(
             images = config.batch * config.repeats
             row.process_images_s = [images / each for each in seconds]
             row.images_s = len(seconds) * images / max(seconds)
-        # Described after all calls, because some variants do part of their work at the second call.
+        # The note is made after all calls, because some variants do a part of their work at the second call.
         row.note = variant.describe(workload.target)
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
         row.median_ms, row.p10_ms, row.p90_ms = timed.median_ms, timed.p10_ms, timed.p90_ms
@@ -285,12 +283,12 @@ def run(
 
     Args:
         config: the part of the model, its size and so on.
-        variants: ways to run it.
+        variants: the variants to measure.
         workload: the workload. If it is None, it is built from ``config``.
         on_variant: called before each variant, with the names of the part and the variant.
         on_row: called with each row as soon as it is measured.
-        images: a dict that is filled with a pipeline's first images: variant -> image, for each variant whose
-            output is right. ``"fp32"`` is one more key, if the fp32 reference is computed.
+        images: a dict to which a pipeline's first images are added: variant -> image, for each variant whose
+            output is right. If the fp32 reference is computed, its image has the key ``"fp32"``.
     """
     device = config.torch_device
     with (
@@ -313,15 +311,16 @@ def run(
 
 
 def tries_algorithms(config: BenchConfig) -> bool:
-    """Whether cuDNN tries several algorithms and keeps the fastest. This is False in training.
+    """True if cuDNN should try several algorithms and keep the fastest. False in training.
 
-    Each algorithm that cuDNN tries has a workspace, and these would be the peak memory of training.
+    Each algorithm that cuDNN tries needs a workspace. In training, these workspaces would decide the peak
+    memory that is measured.
     """
     return config.part != "train"
 
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
-    """The configs as a dict for JSON, each with its correctness gate in words."""
+    """Returns the configs as a dict for JSON. Each has a description of its correctness gate."""
     return {
         "parts": [
             {**asdict(each), "gate": gate.gate_text(each), "cudnn_benchmark": tries_algorithms(each)}
@@ -331,7 +330,7 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """:func:`environment`, with the global switches that :func:`run` sets for the first config."""
+    """Returns ``environment`` with the global switches that ``run`` sets for the first of ``configs``."""
     tries = not configs or tries_algorithms(configs[0])
     with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

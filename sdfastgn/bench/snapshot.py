@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# The dicts among a module's attributes. They are copied as well: a copy of ``vars(module)`` alone would
-# contain the same dicts.
+# Attributes of a module that are dicts, which variants change. So these dicts are copied too.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
@@ -22,8 +21,8 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
 class Snapshot:
     """Remembers the classes, attributes, hooks and tensor strides of a model or pipeline.
 
-    It copies no tensor, so variants must not change the values of weights. They may change the memory format,
-    which :meth:`restore` puts back.
+    It copies no tensor, so variants must not change the values of weights. Variants may change the memory
+    format of weights: ``restore`` restores it.
     """
 
     def __init__(self, target: object) -> None:

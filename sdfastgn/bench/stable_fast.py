@@ -1,4 +1,4 @@
-"""Runs stable-fast, a competitor, without its side effects on other variants."""
+"""Runs stable-fast, a competitor, and prevents its side effects on other variants."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
 def reason(device: torch.device) -> str | None:
     """Why stable-fast cannot run on ``device``; None if it can."""
-    # Imported here and not at the top, because it imports torch. Help texts list the variants without torch.
+    # ``environment`` imports torch. Help texts list the variants, and must not wait for torch.
     from sdfastgn.bench.environment import cuda_package_reason
 
-    spec = importlib.util.find_spec("sfast")  # not imported: that fails if its extension is missing
+    # sfast itself is not imported: the import fails if its C++ extension is missing.
+    spec = importlib.util.find_spec("sfast")
     for folder in map(Path, spec.submodule_search_locations or () if spec else ()):
         if not any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*")):
             return f"sfast is at {folder}, but its C++ extension sfast._C is not built"
     return cuda_package_reason("sfast", device, "stable-fast")
 
 
-# A class of Triton -> the launch method that sfast gives this class when it is imported. With sfast's method
-# all launches are slower.
+# Class of Triton -> the launch method that sfast gives this class. sfast replaces Triton's own launch methods
+# when it is imported, which makes all launches slower.
 _wrapped: dict[type, Any] = {}
 
 
@@ -39,7 +40,7 @@ def _runners() -> dict[type, Any]:
 
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
-    """Inside, Triton's classes have the launch methods of sfast. Outside they have Triton's own."""
+    """A context in which Triton's classes have sfast's launch methods. Its end restores Triton's own."""
     stock = _runners()
     try:
         if not _wrapped:
@@ -65,7 +66,7 @@ def compile_target(target: Any, part: str) -> None:
 
 
 def group_norm_silu() -> Callable[..., torch.Tensor]:
-    """Return stable-fast's Triton GroupNorm+SiLU: ``(x, num_groups, weight, bias, eps) -> y``."""
+    """Returns stable-fast's Triton GroupNorm+SiLU, a function ``(x, num_groups, weight, bias, eps) -> y``."""
     with launch_functions():
         forward = importlib.import_module("sfast.triton.ops.group_norm").group_norm_silu_forward
 

@@ -1,7 +1,7 @@
 """Times one call, many calls, a captured CUDA graph, or a kernel with a hot or a cold L2.
 
-Times on CUDA come from events, on the CPU from ``time.perf_counter``. A time is the median of many. Nothing
-here depends on a model or a variant.
+Times on CUDA are measured with events, times on the CPU with ``time.perf_counter``. The result is the median
+of many times. Nothing in this file depends on a model or a variant.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sdfastgn.kernels.common.private import tf32
 
 T = TypeVar("T")
 
-# Number of bytes that a cold measurement reads and writes before it uses an input again. This is several
-# times the L2 cache of an H200, which has 60 MB.
+# Number of bytes that a cold measurement reads and writes before it uses an input again.
+# This is several times the L2 cache of an H200, which has 60 MB.
 COLD_BYTES = 256 * 2**20
 # Maximum number of input sets in a cold measurement. Small inputs would need thousands of sets.
 MAX_COLD_SETS = 512
@@ -56,7 +56,7 @@ class Timing:
 def global_switches(
     *, cudnn_benchmark: bool = True, cudnn_tf32: bool = True, matmul_tf32: bool = False
 ) -> Iterator[dict[str, bool]]:
-    """Inside, PyTorch's process-wide switches for speed have these values. Yields name -> value.
+    """A context in which PyTorch's process-wide switches for speed have these values. Yields name -> value.
 
     The defaults of the two TF32 switches are PyTorch's own defaults.
     """
@@ -74,7 +74,7 @@ def global_switches(
 
 
 def device_scope(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, ``device`` is the current CUDA device. Does nothing on the CPU."""
+    """A context in which ``device`` is the current CUDA device. It does nothing on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -119,8 +119,7 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        # There is no synchronization between calls, as in a denoising loop. If the GPU has to wait for the
-        # CPU, the time includes the waiting.
+        # Calls are not synchronized, as in a denoising loop. So a time includes waits of the GPU for the CPU.
         for start, end in pairs:
             start.record()
             fn()
@@ -132,9 +131,10 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
 
 
 def time_graphs(fn: Callable[[], object], device: torch.device, *, repeats: int) -> float | None:
-    """Sum of the milliseconds of all CUDA graphs that one call of ``fn`` replays, each timed alone.
+    """Sum of the times of all CUDA graphs that one call of ``fn`` replays, in milliseconds.
 
-    A graph that the call replays n times counts n times. None if ``fn`` replays no graph.
+    Each graph is timed separately. A graph that the call replays n times is counted n times. None if ``fn``
+    replays no graph.
     """
     replay, found = torch.cuda.CUDAGraph.replay, []
 
@@ -192,8 +192,8 @@ def time_kernel(
         fn: the kernel.
         inputs: input sets; :func:`cold_sets` says how many are needed.
         device: where the calls run.
-        cold: if False, every call gets ``inputs[0]`` and writes to the same memory, which stays in L2. If
-            True, calls rotate among all ``inputs``, and each input has an output of its own.
+        cold: if False, every call gets ``inputs[0]`` and writes to the same memory, which stays in the L2
+            cache. If True, calls rotate among all ``inputs``, and each input set has its own output.
         calls: minimum number of calls in a round. A cold round has at least one call for each input set.
         repeats: number of rounds.
     """
@@ -201,8 +201,7 @@ def time_kernel(
     calls = max(calls, len(chosen))
 
     def many() -> list[object]:
-        # The last output for each input set is kept. Otherwise all calls would write to the same memory,
-        # which would be in L2.
+        # Outputs are kept alive. Otherwise all calls would write to the same memory, in the L2 cache.
         outputs: list[object] = [None] * len(chosen)
         for call in range(calls):
             slot = call % len(chosen)
@@ -215,8 +214,7 @@ def time_kernel(
     with device_scope(device):
         for one in chosen[:2]:
             fn(one)
-        # The calls above have compiled the kernel. One more round on the stream of the capture is enough to
-        # warm up.
+        # The kernel is compiled already, so one round on the stream of the capture is enough to warm up.
         replay, outputs = capture_graph(many, warmup=1)
         timing = time_callable(replay, device, repeats=repeats, warmup=3)
         del outputs
@@ -224,9 +222,9 @@ def time_kernel(
 
 
 def time_host(fn: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 9) -> float:
-    """Microseconds that the CPU needs for one call of ``fn``, without waiting for the GPU.
+    """Returns the microseconds that the CPU needs for one call of ``fn``, without waiting for the GPU.
 
-    This is the median over ``repeats`` rounds of ``calls`` calls.
+    The result is the median over ``repeats`` rounds of ``calls`` calls.
     """
     with device_scope(device):
         samples = []

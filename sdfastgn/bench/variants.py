@@ -38,11 +38,12 @@ class Variant:
         label: its name in tables.
         available: returns None if the variant can run on the given device, else the reason in one line.
         apply: changes a target (an nn.Module or a pipeline) so that it runs in this way. Called with the
-            target, the part, and a stack for functions that undo what a :class:`Snapshot` does not restore.
+            target, the part, and an ExitStack. To this stack ``apply`` adds functions that undo what a
+            ``Snapshot`` cannot restore.
         describe: returns what the variant did to a target, for the table's note.
         replays_graph: True if the variant replays CUDA graphs itself, so its calls cannot be captured.
-        graphs_stand_alone: True if each of its graphs may be replayed without the others. If not, a graph may
-            read memory that another graph has overwritten, for example an index that is now out of range.
+        graphs_stand_alone: True if each of its graphs may be replayed without the others. If False, a graph
+            may read memory that another graph has overwritten, for example an index that is now out of range.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Variant:
 
 @contextlib.contextmanager
 def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
-    """Inside, ``target`` runs as ``variant`` says. Afterwards it is stock again, even after an error."""
+    """A context in which ``target`` runs as ``variant`` says. After it ``target`` is stock again."""
     from sdfastgn.bench.snapshot import Snapshot
 
     with contextlib.ExitStack() as undo:
@@ -76,7 +77,7 @@ def _timed_modules(target: Any) -> list[nn.Module]:
 
 
 def _eager(target: Any, part: str, undo: contextlib.ExitStack) -> None:
-    """Change nothing."""
+    """Applies the variant "eager": changes nothing."""
 
 
 def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
@@ -95,7 +96,7 @@ def _sdfastgn(
     import sdfastgn
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
-    # The stack calls these in reverse order: first ``restore``, then the check.
+    # At its end the stack calls these two functions in reverse order: first ``restore``, then the check.
     undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
 
@@ -138,8 +139,7 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
     dynamo.reset()
     undo.callback(dynamo.reset)
     for module in _timed_modules(target):
-        # ``module.compile()`` compiles only ``forward``. A VAE is called through ``decode``, so
-        # its decoder is compiled instead.
+        # A VAE is called through ``decode``, and ``compile`` compiles only ``forward``: the decoder's.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 
@@ -190,12 +190,15 @@ _EVERY = (
     Variant(
         "sdfastgn_compile", "sdfastgn + torch.compile", compile_reason, _sdfastgn_compiled, _describe_sdfastgn
     ),
-    # Last, because importing stable-fast changes the whole process.
+    # stable-fast is the last variant, because importing it changes the whole process.
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 
 
 def label(name: str) -> str:
-    """A variant's name in tables. A variant of an old file that no longer exists keeps its plain name."""
+    """A variant's name in tables.
+
+    For a variant of an old file that does not exist any more, its plain name.
+    """
     return VARIANTS[name].label if name in VARIANTS else name

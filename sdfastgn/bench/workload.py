@@ -1,4 +1,4 @@
-"""What is timed: a UNet step, a VAE decode, a pipeline or a training step, each as a model and a call."""
+"""Builds what is timed (a UNet step, a VAE decode, a pipeline or a training step) as a model and a call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from sdfastgn.program import OptionError
 T = TypeVar("T")
 
 GUIDANCE = 7.5
-# Maximum number of pixels that a VAE decodes in one call. With more pixels, activations have over 2**31
-# elements.
+# Maximum number of pixels that a VAE decodes in one call, so that activations have fewer than 2**31 elements.
 MOST_DECODED_PIXELS = 4 * 1024**2
 
 
@@ -98,8 +97,7 @@ class Workload:
 
 def load(config: BenchConfig) -> Any:
     """Build or load the pipeline with the config's weights."""
-    # Imported here and not at the top: it imports transformers, which one network with random weights does
-    # not need.
+    # This imports transformers, which is not needed to time one network with random weights.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
@@ -126,7 +124,7 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of one UNet step. ``changes`` replace the config's ``size`` or ``batch``."""
-    # The sizes of the inputs come from the UNet's own configuration: loaded weights may differ from --model.
+    # Sizes are from the configuration of ``unet``, because loaded weights may differ from ``config.model``.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
     return model_inputs.unet_inputs(unet.config, **_random_options(config), **where)
 
@@ -180,9 +178,8 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a pipeline that set its start: noise, or an image of noise for image-to-image."""
-    # The noise is drawn in fp32 and then cast. The pipeline would draw in its own dtype, and a generator
-    # gives other numbers in fp16 than in fp32. The fp32 reference would then be another image.
+    """The arguments that say what a pipeline starts from: noise, or for image-to-image an image of noise."""
+    # The noise is drawn in fp32 and then cast. In fp16 a generator would give other numbers than in fp32.
     where = {**_random_options(config), "dtype": dtype}
     if "strength" in inspect.signature(pipe.__call__).parameters:
         images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
@@ -205,7 +202,7 @@ def build_pipeline(config: BenchConfig) -> Workload:
             raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
     if config.batch * config.size**2 > MOST_DECODED_PIXELS:
         pipe.vae.enable_slicing()
-    # A distilled UNet takes guidance as an embedding, and the default guidance of its pipeline fits it.
+    # A distilled UNet takes guidance as an embedding. It gets the default guidance of its pipeline.
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
@@ -224,8 +221,8 @@ def build_pipeline(config: BenchConfig) -> Workload:
         ).images
 
     def fp32_output() -> Any:
-        # The pipeline itself is cast, because two copies of SDXL need much memory. Weights in fp16 and bf16
-        # survive the cast to fp32 and back exactly.
+        # The pipeline itself is cast to fp32 and not a copy of it, because two copies of SDXL need much
+        # memory. After the cast back, weights in fp16 and bf16 have exactly their old values.
         try:
             with global_switches(cudnn_tf32=False, matmul_tf32=False):
                 pipe.to(torch.float32)
@@ -248,12 +245,12 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-        # Detached from the graph, because a node that saves its own output would never be freed.
+        # Without ``detach``, a node of the autograd graph that saves its own output would never be freed.
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # ``output`` keeps the autograd graph alive. If the graph were freed, a new tensor could get the
-        # address of a tensor that was counted before.
+        # ``output`` keeps the autograd graph alive.
+        # If the graph were freed, a new tensor could get the address of a tensor that was counted before.
         output = forward()
     del output
     return sum(found.values())
@@ -262,17 +259,15 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 def build_training(config: BenchConfig) -> Workload:
     """A training step of the UNet with fixed latents, timestep, text and noise.
 
-    A step drops old gradients and runs forward, mean squared error against the noise, and backward.
-    ``call`` returns the gradients. Weights are in the config's dtype, and there is no gradient
-    checkpointing. There is no optimizer either, because its time and memory would be the same for every
-    variant.
+    A step drops old gradients, and computes forward, mean squared error against the noise, and backward.
+    ``call`` returns the gradients. Weights are in the config's dtype. There is no gradient checkpointing. A
+    step does not include an optimizer, whose time and memory would be the same for every variant.
     """
     unet, scale = component(config, "unet")
     unet.train()
     kwargs = step_inputs(config, unet, scale)
     generator = torch.Generator().manual_seed(config.seed + 3)
-    # The noise has the shape of the UNet's output, because the loss compares the two. An inpainting UNet has
-    # more input channels than output channels.
+    # The noise has the shape of the UNet's output. (An inpainting UNet's input has more channels.)
     shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
     noise = torch.randn(shape, generator=generator).to(config.torch_device)
 

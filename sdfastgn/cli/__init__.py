@@ -30,12 +30,14 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
     Ctrl-C.
 
     Args:
-        doc: what ``--help`` shows instead of the command's own description. For scripts.
-        command: the command to run: a name, or a function that is no command of ``sdfastgn``. For scripts.
-            If it is empty, the first argument names the command.
-        defaults: option -> default, which replaces the command's own default of this option.
+        doc: the description that ``--help`` shows; empty for the command's own description.
+        command: the command that runs: its name, or a function that is no command of ``sdfastgn``. If it is
+            empty, the first argument of the command line names the command.
+        defaults: option -> default. It replaces the command's own default of this option.
+
+    Only scripts pass these arguments.
     """
-    # The terminal may be unable to show a character, and a path may contain bytes that are no text.
+    # Output must not fail if the terminal cannot show a character, or if a path has bytes that are no text.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -45,15 +47,14 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         asked.append(True)
         raise KeyboardInterrupt
 
-    # Only Python's own handler is replaced. The parent process may have set another, for example to ignore
-    # Ctrl-C.
+    # Another handler of Ctrl-C than Python's own is kept: the parent process may ignore Ctrl-C.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(_run(doc, command, defaults))
     except BaseException as end:
-        # If Ctrl-C comes during an import, the imported module may turn it into another exception.
+        # If Ctrl-C is pressed during an import, the imported module may turn it into another exception.
         if not asked and not isinstance(end, KeyboardInterrupt):
             raise
         print(f"{program()}: interrupted", file=sys.stderr)
@@ -80,7 +81,7 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         sys.exit(f"sdfastgn: the command line needs {error.name}: pip install 'sdfastgn[bench]'")
     from sdfastgn.cli.app import HELP_OPTIONS, app, click_command
 
-    # Otherwise transformers prints advice on optional packages when it is imported.
+    # Without this setting, transformers prints advice on optional packages when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     chosen: Any
@@ -91,8 +92,7 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         chosen = typer.main.get_command(app)
         chosen = chosen.commands[command] if command else chosen
     chosen.help = doc or chosen.help
-    # This is click's UsageError. Some versions of typer contain their own copy of click, so the class is
-    # found through typer.
+    # ``usage_error`` is UsageError of the click that typer uses. Some versions of typer have their own copy.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
         return chosen.main(

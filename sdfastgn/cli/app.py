@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Placeholder in help texts, such as "{variants}" -> function that returns the names for it. It is only called
-# when the help is shown, because some functions import torch. Each command adds its own
-# placeholders.
+# Name of a placeholder in help texts -> function that returns the words that replace it. For example,
+# "variants" is the name of the placeholder "{variants}". The functions are called only when the help is
+# shown, because some of them import torch. Each command adds its own placeholders.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
 
 def _complete_help(parameter: Any, context: Any) -> None:
-    """Replace placeholders in the help of ``parameter``, and append its default, if there is one.
+    """Replace placeholders in the help of ``parameter``, and append its default, if it has one.
 
-    For a default that is computed, ``show_default`` is a text that describes it.
+    If the default is computed, ``parameter.show_default`` describes it in words.
     """
     if getattr(parameter, "is_flag", False):
         parameter.metavar = ""  # a flag takes no value

@@ -1,4 +1,4 @@
-"""``sdfastgn bench``: how fast a model is in stock PyTorch, with sdfastgn, and with its competitors."""
+"""``sdfastgn bench``: times a model in stock PyTorch, with sdfastgn, and with competitors of sdfastgn."""
 
 from __future__ import annotations
 

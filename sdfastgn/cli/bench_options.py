@@ -31,8 +31,8 @@ from sdfastgn.program import OptionError
 
 # Values of --model.
 EVERY_MODEL = (*MODELS, *VIDEO_NETWORKS)
-# Defaults of options: ``--repeats`` for each part on a GPU and on a CPU, ``--batch`` of a UNet step with
-# guidance, and ``--steps`` of a pipeline.
+# Defaults of options. ``GPU_REPEATS`` and ``CPU_REPEATS``: ``--repeats`` for each part.
+# ``GUIDED_BATCH``: ``--batch`` of a UNet step with guidance. ``STEPS``: ``--steps`` of a pipeline.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
@@ -40,18 +40,17 @@ STEPS = 30
 
 
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
-    """(name, native size, pixels along a side of one latent, default batch of a UNet step) of a model.
+    """Returns (name, native size, pixels along a side of a latent, default batch of a UNet step) of a model.
 
-    ``model`` is the name that the user gave. If it is None, the configuration of ``weights`` tells the name.
-    Raises OptionError if ``weights`` belong to another model, or if ``parts`` cannot be timed with them.
+    ``model``: the name that the user gave. If it is None, the name follows from the configuration of
+    ``weights``. Raises OptionError if ``weights`` are of another model, or lack one of ``parts``.
     """
     if weights == "random":
         name = model or "tiny"
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = unet_config("--weights", weights)
-    # SD-Turbo has the same UNet as SD2. Weights with this UNet count as SD-Turbo's only if the user gave this
-    # name.
+    # SD-Turbo has the same UNet as SD2. So its weights are recognized only if the user has named this model.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
@@ -63,15 +62,17 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     if "pipeline" in parts and (reason := pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
     native, scale = native_size(weights, config, without_vae=8 if same else 1)
-    # With guidance a UNet gets each image twice. A UNet without text, or with embedded guidance, gets it
-    # once.
+    # With guidance a UNet gets each image twice. UNets without text or with embedded guidance get it once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return name, native, scale, GUIDED_BATCH if is_guided else 1
 
 
 def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
-    """``parts``, if the benchmark has them of ``model``. None means the first part of the model."""
+    """Returns ``parts`` if the benchmark can time them for ``model``. None: the first part of the model.
+
+    Raises OptionError if it cannot time one of them.
+    """
     networks = VIDEO_NETWORKS.get(model or "", {})
     if parts is None:
         return [next(iter(networks or PARTS))]
@@ -85,10 +86,10 @@ def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
 def _sizes(
     model: str | None, weights: str, parts: Sequence[str], size: int | None
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """(the model's name, part -> the fields of BenchConfig that say how large a call is).
+    """Returns (the model's name, {part: the fields of BenchConfig for the size of a call}).
 
-    ``size``: the option. Raises OptionError as ``_model_facts`` does, for a wrong size, and for weights of a
-    video model that are not random.
+    ``size``: the value of ``--size``. Raises OptionError like ``_model_facts``, for a wrong size, and for
+    weights of a video model that are not random.
     """
     if model not in VIDEO_NETWORKS:
         name, native, scale, unet_batch = _model_facts(model, weights, parts)
@@ -116,9 +117,9 @@ def scheduler_name(option: str, value: str) -> str:
 
 
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
-    """Return ``value`` if a picture can be written there as a PNG.
+    """Return ``value`` if it is None, or a path where a picture can be written as a PNG.
 
-    ``unless``: the reason if this command draws no picture, else empty. "{}" in it is replaced by the path.
+    ``unless``: why this command draws no picture; empty if it draws one. "{}" in it is replaced by the path.
     """
     if value is None:
         return None
@@ -146,7 +147,7 @@ def bench_configs(
     profile: bool = False,
     **others: Any,
 ) -> list[BenchConfig]:
-    """A checked config for each part and batch, and for each number of steps of a pipeline.
+    """Check the options, and make a config for each part, batch and (of a pipeline) number of steps.
 
     Args:
         batch, steps: a number, or a comma-separated list.
@@ -187,11 +188,11 @@ def bench_configs(
 
 
 def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
-    """The configs of the preset ``name``, or of the options alone if ``name`` is None.
+    """The configs of the preset ``name``. If ``name`` is None, the configs that the options ask for.
 
-    ``given`` are options of the user (not None), which replace the preset's settings. If the user gives a
-    model, only the preset's cases of this model are used. If there are none, the first case is used with this
-    model.
+    ``given``: the options of the user; None for an option that was not given. They replace the preset's
+    settings. If the user gives a model, only the preset's cases of this model are used. If the preset has no
+    case of this model, its first case is used with this model.
     """
     given = {option: value for option, value in given.items() if value is not None}
     if name is None:

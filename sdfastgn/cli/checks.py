@@ -1,7 +1,7 @@
 """Checks of options that need neither torch nor diffusers, so that a bad option is reported at once.
 
-Each check returns the value if it is good, and raises OptionError if not. ``option`` is the name of the
-option in the error's text.
+Each check returns the value if it is valid, and raises OptionError if it is not. ``option``: the name of the
+option, for the error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from sdfastgn.program import OptionError
 
-# Matches a whole number of at most 18 digits. Sizes in PyTorch have no more digits, and Python refuses to
-# read thousands of digits.
+# Matches a whole number of at most 18 digits. No size in PyTorch has more digits.
+# The limit is needed because Python refuses to read numbers of thousands of digits.
 DIGITS = r"\d{1,18}"
 _NUMBER = re.compile(rf"-?{DIGITS}")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -28,7 +28,7 @@ def one_of(option: str, value: str, allowed: Collection[str]) -> str:
 
 
 def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
-    """Return ``values``, or the entries of a comma-separated list, without repetitions.
+    """Return ``values`` as a list without repetitions. A text is read as a comma-separated list.
 
     Raises OptionError if a value is not in ``allowed``.
     """
@@ -49,7 +49,7 @@ def positive(option: str, value: int) -> int:
 
 
 def whole_numbers(option: str, value: int | str) -> list[int]:
-    """Read one positive whole number, or a comma-separated list of them. Returns them without repetitions."""
+    """Return the positive whole numbers in ``value``, a number or a comma-separated list, each once."""
     entries = split(str(value))
     if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
         raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")

@@ -10,10 +10,12 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-# Packages that ComfyUI imports for models and nodes that are not used here. They must be built for the
-# installed version of torch, so they are often missing.
-_NOT_NEEDED = ("kornia", "spandrel", "torchaudio", "torchvision")
+# Packages that ComfyUI imports only for models and nodes that are not used here. They are often missing,
+# because most of them must be built for the installed version of torch. ``av`` reads and writes videos.
+_NOT_NEEDED = ("av", "kornia", "spandrel", "torchaudio", "torchvision")
 
 
 class _Empty(types.ModuleType):
@@ -59,6 +61,8 @@ def import_comfyui(
         import comfy.options
 
         comfy.options.enable_args_parsing()
+        if has_dynamic_vram(Path(folder)):
+            _load_aimdo()
         with stand_ins():
             for name in modules:
                 importlib.import_module(name)
@@ -67,13 +71,56 @@ def import_comfyui(
     return str(importlib.import_module("comfyui_version").__version__)
 
 
+def _load_aimdo() -> None:
+    """Load the library of comfy-aimdo if ComfyUI's arguments want DynamicVRAM.
+
+    Its modules, which ComfyUI's modules import, look for the library when they are imported.
+    """
+    from comfy.cli_args import enables_dynamic_vram
+
+    if enables_dynamic_vram():
+        importlib.import_module("comfy_aimdo.control").init(nvml_pressure=True)
+
+
+def release_of(folder: Path) -> str:
+    """The release of the checkout ``folder``, without importing it."""
+    text = (folder / "comfyui_version.py").read_text(encoding="utf-8")
+    return text.partition('__version__ = "')[2].partition('"')[0]
+
+
+def has_dynamic_vram(folder: Path) -> bool:
+    """True if the checkout ``folder`` has DynamicVRAM."""
+    return "enables_dynamic_vram" in (folder / "comfy" / "cli_args.py").read_text(encoding="utf-8")
+
+
+def start_dynamic_vram() -> bool:
+    """Turn DynamicVRAM on for models that are loaded later, as ComfyUI's ``main.py`` does when it starts.
+
+    ComfyUI must be imported. Returns False if its package comfy-aimdo does not work on this machine.
+    """
+    names = (
+        "comfy.memory_management",
+        "comfy.model_management",
+        "comfy.model_patcher",
+        "comfy_aimdo.control",
+    )
+    modules: list[Any] = [importlib.import_module(name) for name in names]
+    memory, management, patcher, control = modules
+    devices = [device.index for device in management.get_all_torch_devices()]
+    if not control.init_devices(devices):
+        return False
+    patcher.CoreModelPatcher = patcher.ModelPatcherDynamic
+    memory.aimdo_enabled = True
+    return True
+
+
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """A context in which empty modules replace the packages of ``_NOT_NEEDED`` that are not installed."""
     import transformers.utils
 
-    # transformers asks only once whether torchvision is installed. It has to ask before the empty module
-    # exists.
+    # transformers checks whether torchvision is installed, and remembers the result. It must check before the
+    # empty module replaces torchvision.
     transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
     finder = _StandIns(missing)

@@ -1,4 +1,4 @@
-"""The demo: load a small pipeline, draw digits, optimize it, draw again, compare, and restore it."""
+"""The demo: it loads a small pipeline, draws digits, optimizes it, draws again, compares, and restores it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sdfastgn.models.pipelines import load_pipeline
 
 PICTURE = "demo.png"
 STEPS = digits_pipeline.STEPS
-# Each ink is used for two digits. "orange" is left out: the pipeline was trained on prompts such as "a orange
-# ...", which is bad English.
+# Inks of the demo's images; each is used for two digits.
+# "orange" is left out, because the pipeline was trained with the article "a" before it, which is bad English.
 INK_WORDS = tuple(ink for ink in INKS if ink != "orange")
 DIGITS = tuple(range(len(NUMERALS)))
-# Minimum PSNR in dB of the optimized images against stock's images. All are drawn in fp32. On a CPU only the
-# order of additions differs. On a GPU convolutions run in TF32, with different algorithms for the two
-# memory layouts.
+# Minimum PSNR in dB of the optimized images against stock's images. Both are drawn in fp32. On a CPU they
+# differ only by the order of additions. On a GPU convolutions run in TF32, and use another algorithm for
+# channels-last images than for channels-first images.
 LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
 # Sizes in the picture, in pixels. A cell shows an image at twice the image's size.
 CELL, LABEL_WIDTH, LABEL_HEIGHT, FONT_SIZE = 2 * SIZE, 120, 44, 12
@@ -38,9 +38,10 @@ CELL, LABEL_WIDTH, LABEL_HEIGHT, FONT_SIZE = 2 * SIZE, 120, 44, 12
 def run_demo(output_dir: Path, console: Console) -> int:
     """Show on a small trained Stable Diffusion pipeline what sdfastgn does, and check it.
 
-    Writes ``demo.png`` into ``output_dir``: stock's images, the optimized pipeline's, and their difference.
-    Returns 0 if two checks succeed, else 1: the optimized images reach ``LEAST_PSNR`` against the stock
-    images, and the restored pipeline has nothing fused and draws the stock images bit for bit.
+    Writes ``demo.png`` into ``output_dir``, with stock's images, the optimized pipeline's images, and their
+    difference. Two things are checked: the optimized images reach ``LEAST_PSNR`` against stock's images; and
+    the restored pipeline has nothing fused, and draws stock's images bit for bit. Returns 0 if both hold,
+    else 1.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.print("1. A small StableDiffusionPipeline, trained on handwritten digits, is loaded from")
@@ -61,8 +62,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     console.print("\n4. sdfastgn.restore(pipe), and the results beside each other:\n")
 
     agrees = psnr(optimized, stock) >= LEAST_PSNR[device]
-    # On a CPU even the optimized pipeline runs stock's code. There, equal images alone would not prove that
-    # the pipeline was restored.
+    # On a CPU the optimized pipeline runs stock's code too.
+    # So equal images would not prove that the pipeline was restored, and the report is checked as well.
     same = bool(np.array_equal(restored, stock)) and not sdfastgn.report(pipe).fused
     body = [["stock", f"{stock_seconds:.2f}", _read(stock)]]
     for name, images, seconds, verdict in (
@@ -91,9 +92,10 @@ def run_demo(output_dir: Path, console: Console) -> int:
 
 
 def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
-    """A picture of two rows of images, with their prompts and labels, and of a third row: their difference.
+    """A picture with three rows: the two rows of images in ``rows``, and their difference.
 
-    The difference is multiplied by the largest power of ten with which it is at most one.
+    The prompts are above the columns, and labels before the rows. The difference is multiplied by a power of
+    ten: the largest one with which it is at most one.
     """
     first, second = rows.values()
     difference = np.abs(second - first)
@@ -125,8 +127,7 @@ def _read(images: np.ndarray) -> str:
 
 
 def _timed(pipe: Any, prompts: list[str]) -> tuple[np.ndarray, float]:
-    # Two calls run before the timed call. The first pays for lazy imports and allocations, and the second
-    # captures a CUDA graph.
+    # Before the timed call, a first call imports lazily and allocates, and a second captures a CUDA graph.
     for _ in range(2):
         digits_pipeline.generate(pipe, prompts, num_inference_steps=1)
     start = time.perf_counter()

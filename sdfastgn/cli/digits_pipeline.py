@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from sdfastgn.program import OptionError
 
-# The folder of the saved pipeline and of the classifier's weights. It is only in a checkout, because it would
-# make the wheel nine times as large.
+# The folder of the pipeline and the classifier. It is only in a checkout: it would make the wheel too large.
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "digits"
 CLASSIFIER = "classifier.safetensors"
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -53,7 +52,7 @@ def prompt_of(digit: int, ink: str = "") -> str:
 
 
 def generate(pipe: Any, prompts: list[str], **options: Any) -> np.ndarray:
-    """One image (H, W, 3) in [0, 1] for each prompt. All calls start from the same noise."""
+    """Draws one image (H, W, 3) in [0, 1] for each prompt. All calls start from the same noise."""
     settings = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "np", **options}
     # A CPU generator gives the same noise on every device.
     return pipe(prompts, generator=torch.Generator("cpu").manual_seed(0), **settings).images
@@ -67,10 +66,10 @@ def build_classifier() -> nn.Module:
 
 
 def ink_of(images: Tensor) -> Tensor:
-    """The amount of ink, (N, 1, H, W), in images (N, 3, H, W) in [0, 1].
+    """The amount of ink at each pixel, (N, 1, H, W) in [0, 1], of images (N, 3, H, W) in [0, 1].
 
-    It is one minus the smallest of red, green and blue. Every ink is dark in at least one color, and white
-    paper is bright in all three.
+    It is 1 - min(red, green, blue): every ink is dark in at least one of these colors, and white paper is
+    bright in all three.
     """
     return 1 - images.amin(dim=1, keepdim=True)
 

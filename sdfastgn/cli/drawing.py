@@ -1,7 +1,7 @@
 """``sdfastgn generate``: draws an image for each line of a file, in one process or in several.
 
-An image depends only on its settings and its seed. The number of processes and the batch size only change
-rounding.
+An image depends only on its settings and its seed. With another number of processes or another batch size,
+images differ only by rounding.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.program import OptionError, counted, is_main, program
 from sdfastgn.versions import installed_versions
 
-# Key of a text in a PNG file's metadata. The text is JSON: the image's settings, the packages' versions.
+# Key in the PNG files' metadata. Its value is JSON: the image's settings and the packages' versions.
 METADATA = "sdfastgn"
-# Part of the names of this process's unfinished files. The process id would not do, because it is only unique
-# on one machine.
+# Part of the names of this process's unfinished files. The process id cannot be used, because processes on
+# other machines, which may write to the same folder, can have the same id.
 OWN = secrets.token_hex(4)
 
 
 def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether the file ``path`` exists and is the complete image with these ``settings``.
+    """True if the file ``path`` exists and is the complete image with these ``settings``.
 
-    Raises OptionError if it is an image with other settings, or is no image that sdfastgn wrote.
+    Raises OptionError if the file is an image with other settings, or was not written by sdfastgn.
     """
     if not path.exists() or not path.stat().st_size:  # a crash of the machine may leave an empty file
         return False
@@ -89,9 +89,9 @@ def run(job: Job, device: str | None = None) -> int:
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
-        # All processes have looked for images before the first image is written. An image counts as finished
-        # if one process has found it: machines may see a shared folder at different times, or each may have
-        # its own folder.
+        # Each process has looked for finished images before the first image is written. An image that any
+        # process has found counts as finished. The processes may find different images: machines may see
+        # changes in a shared folder at different times, or each machine may have its own folder.
         finished = sorted(set(gather_object(finished)))
         todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
@@ -127,7 +127,7 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"wrote {job.path(line)}")
-            except Exception as error:  # one size may need too much memory, so other batches go on
+            except Exception as error:  # perhaps only this size needs too much memory: try the other batches
                 failed += len(left)
                 for line in left:
                     _print_problem(job, line, one_line(error))
@@ -141,8 +141,7 @@ def _pictures(job: Job, pipe: Any, lines: Sequence[int]) -> list[Image.Image]:
     images: list[Image.Image] = pipe(
         prompt=[one.prompt for one in each],
         negative_prompt=negative,
-        # Each image has its own generator, on the CPU. So its noise is the same in every batch and on every
-        # device.
+        # Each image has its own CPU generator, so its noise is the same in every batch and on every device.
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in each],
         **each[0].shared(),
     ).images

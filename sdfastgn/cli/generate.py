@@ -1,4 +1,4 @@
-"""``sdfastgn generate``: an image for each line of a file."""
+"""``sdfastgn generate``: draws an image for each line of a file."""
 
 from __future__ import annotations
 

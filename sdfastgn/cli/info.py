@@ -1,4 +1,4 @@
-"""``sdfastgn info``: versions, the GPU, and what can run."""
+"""``sdfastgn info``: shows versions, the GPU, and what can run on this machine."""
 
 from __future__ import annotations
 

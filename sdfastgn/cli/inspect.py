@@ -14,7 +14,10 @@ from sdfastgn.program import OWN_PROCESS
 
 
 def _inspected(model: str) -> dict[str, Any]:
-    """Name -> model. A known model is built on the meta device, which needs no memory. Others are loaded."""
+    """Loads or builds what ``inspect`` reports on. Returns name -> model.
+
+    A model of ``MODELS`` is built on the meta device, which needs no memory. Any other model is loaded.
+    """
     import torch
 
     from sdfastgn.models.architectures import build_unet, build_vae

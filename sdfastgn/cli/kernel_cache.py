@@ -1,7 +1,8 @@
 """``sdfastgn warm-up``: fills Triton's cache with a model's kernels, so that later runs need not compile.
 
-The pipeline is first called in a rehearsal, which computes nothing and compiles all kernels in parallel. Then
-it is called again to draw images. If a kernel cannot be compiled, this second call raises the error.
+The pipeline is called twice. The first call is a rehearsal: it compiles all kernels in parallel, and its
+result is meaningless. The second call draws images. If a kernel cannot be compiled, this call raises the
+error.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a rehearsal computes nothing, so values may be NaN
+        warnings.simplefilter("ignore")  # the results of a rehearsal are meaningless, and may be NaN
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()
     return count

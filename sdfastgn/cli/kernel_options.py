@@ -14,7 +14,7 @@ from sdfastgn.cli.loading import device_name
 from sdfastgn.models.configurations import DTYPES
 from sdfastgn.program import OptionError
 
-# The default of ``--dtype``. Models run in this dtype too.
+# The default of ``--dtype``.
 DTYPE = "fp16"
 _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
 
@@ -47,7 +47,7 @@ def kernel_configs(
     repeats: int | None = None,
     seed: int = 0,
 ) -> list[KernelConfig]:
-    """A checked config for each dtype in the comma-separated list ``dtypes``.
+    """Check the options, and make a config for each dtype in the comma-separated list ``dtypes``.
 
     The other arguments are options of the command ``kernels``. None means the option's default.
     """
@@ -74,9 +74,9 @@ def kernel_configs(
 def output_paths(
     configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
 ) -> list[tuple[Path | None, Path | None]]:
-    """(path of the JSON, path of the picture) for each config.
+    """Returns (path of the JSON, path of the picture) for each config.
 
-    If the configs have several dtypes, each path contains its config's dtype.
+    If there are several dtypes, each path contains the dtype of its config.
     """
     suite = configs[0].suite
     unless = "" if suite == INFERENCE else f"only the suite {INFERENCE} has a picture, got {{}} for {suite}"

@@ -1,4 +1,4 @@
-"""``sdfastgn kernels``: how fast single operations are, beside other implementations of them."""
+"""``sdfastgn kernels``: times single operations of sdfastgn, and other implementations of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sdfastgn sources``: upstream methods whose code was never tested, and what has changed in this code."""
+"""``sdfastgn sources``: lists upstream methods whose installed code was never tested, and its changes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def print_sources(
 
     Args:
         out: where to print.
-        against: the files of an earlier release. Each unknown method is shown with what changed since then.
+        against: the files of an earlier release. For each unknown method, its changes since this release are
+            printed.
         comfyui: a checkout of ComfyUI, whose methods are listed as well.
         accept: if True, write the hashes of the unknown methods into ``tested_sources.json``.
     """
@@ -91,7 +92,7 @@ def print_sources(
 
 
 def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
-    """Upstream method -> names of the fusions that rely on the method."""
+    """Returns upstream method -> names of the fusions that replace or rely on this method."""
     users: dict[_Method, list[str]] = {}
     for fusion in fusions:
         for source in fusion.sources:
@@ -130,7 +131,7 @@ def _print(out: Console, line: str) -> None:
 
 
 def _difference(files: Any, method: _Method) -> Iterator[str]:
-    """The lines of a diff between ``method`` in the release in ``files`` and the installed ``method``."""
+    """Yields the lines of a diff from the code of ``method`` in ``files`` to its installed code."""
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function
     new: Any = upstream_definition(function)
@@ -161,8 +162,8 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # ``first_seen`` of a method's last known version is the release that introduced this version. The latest
-    # of these releases contains the last known version of every method.
+    # Each method's last known version was introduced in the release ``first_seen``.
+    # The latest of these releases contains the last known versions of all methods.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"
@@ -195,6 +196,6 @@ def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> l
 
 
 def text_of(versions: dict[str, dict[str, list[dict[str, str]]]]) -> str:
-    """The text of ``tested_sources.json``: sorted by class, with one version per line."""
+    """Returns ``versions`` as the text of ``tested_sources.json``: sorted by class, one version per line."""
     text = json.dumps(dict(sorted(versions.items())), indent=2)
     return re.sub(r"\{\s*([^{}]*?)\s*\}", lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"

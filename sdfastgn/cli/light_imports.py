@@ -1,8 +1,8 @@
 """Imports diffusers' model classes in two seconds instead of nine.
 
 When diffusers imports its first model class, it also imports accelerate, peft, transformers, SciPy and
-torch's compiler. This takes the other seven seconds. A process that leaves these out can neither load an
-adapter nor compile, so this is only for processes that merely inspect models.
+torch's compiler, which takes seven seconds. A process that leaves these out can neither load an adapter nor
+compile. So this is only for processes that do nothing but inspect models.
 """
 
 from __future__ import annotations

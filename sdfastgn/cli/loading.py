@@ -35,9 +35,9 @@ def dtype_name(option: str, value: str | None, device: str, on_gpu: str = "fp16"
 
 
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
-    """``saved.native_size`` of a text-to-image pipeline. The pipeline itself is not loaded.
+    """Check that ``weights`` are a text-to-image pipeline, without loading them.
 
-    Raises OptionError if ``weights`` are no text-to-image pipeline.
+    Returns ``saved.native_size``. Raises OptionError if ``weights`` are no text-to-image pipeline.
     """
     config = unet_config(option, weights)
     if reason := pipeline_reason(weights, config):
@@ -46,9 +46,9 @@ def text_to_image(option: str, weights: str) -> tuple[int, int]:
 
 
 def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
-    """What ``weights`` would have to be but are not, in words. Empty if they are a text-to-image pipeline.
+    """Why ``weights`` are no text-to-image pipeline, as the end of a sentence that begins with "must be".
 
-    ``config``: the UNet's configuration.
+    Empty if they are one, or if loading them will raise a better error. ``config``: the UNet's configuration.
     """
     if (channels := config.get("in_channels", 4)) != config.get("out_channels", 4):
         return f"a text-to-image UNet, but the one of {weights!r} takes {channels} channels"

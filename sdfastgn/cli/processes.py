@@ -16,9 +16,10 @@ PATIENCE = datetime.timedelta(days=2)
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[tuple[Any, str]]:
-    """Join the other processes. Yields accelerate's ``PartialState`` and the device of this process.
+    """A context in which this process works together with the other launched processes.
 
-    If no launcher started this process, it is the only one, and its device is ``device``.
+    Yields accelerate's ``PartialState``, and the device of this process. If no launcher started this process,
+    it is the only one, and its device is ``device``.
     """
     if launched() and device not in ("cuda", "cpu"):
         raise OptionError(f"--device: each process has its own GPU, got {device!r}; give cuda or cpu")
@@ -26,5 +27,5 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # Not in a ``finally``: after an error in this process, the other processes may still wait for this one.
+    # This does not run after an error, because other processes may still wait for this process.
     state.destroy_process_group()

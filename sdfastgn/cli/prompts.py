@@ -1,6 +1,6 @@
 """Checks the options of ``sdfastgn generate`` and the lines of its file of prompts.
 
-Nothing here imports torch, and diffusers is only imported if the model is a Hub id. So a bad option is
+This file does not import torch, and imports diffusers only if the model is a Hub id. So a bad option is
 reported at once.
 """
 
@@ -37,8 +37,8 @@ class Settings:
         return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
 
 
-# Type of a field in ``Settings`` -> allowed classes of its value in JSON. Subclasses are not allowed, because
-# bool is a subclass of int and no number of steps.
+# Type of a field in ``Settings`` -> allowed classes of its value in JSON.
+# Subclasses are not allowed: bool is a subclass of int, but True is not a number of steps.
 _KINDS = {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (int, float)}
 
 
@@ -61,8 +61,7 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     for name, kind in kinds.items():
         if type(values[name]) not in _KINDS[kind]:
             raise ValueError(f"{name}: must be of type {kind}, got {values[name]!r}")
-        # JSON can contain half of a surrogate pair. A tokenizer would refuse a whole batch that contains such
-        # a text.
+        # For half of a surrogate pair, which JSON allows in a text, a tokenizer would refuse the whole batch.
         if any("\ud800" <= each <= "\udfff" for each in str(values[name])):
             raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
     checks.image_size("width", values["width"], scale)
@@ -78,7 +77,7 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
 def read_prompts(
     path: Path, defaults: Mapping[str, Any], scale: int
 ) -> tuple[dict[int, Settings], dict[int, str]]:
-    """Read the lines. Returns ({line number: settings}, {line number: what is wrong with this line}).
+    """Read the file of prompts. Returns ({line number: settings}, {line number: what is wrong with it}).
 
     A line is a prompt, or in a ``.jsonl`` file a JSON object of settings. Empty lines are ignored. The
     default seed of a line is the seed in ``defaults`` plus the line number.
@@ -103,7 +102,7 @@ def read_prompts(
 
 
 def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> Iterator[list[int]]:
-    """Divide ``lines`` into batches of at most ``size`` lines. One call can draw all images of a batch."""
+    """Divide ``lines`` into batches of at most ``size`` lines that one call of the pipeline can draw."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for line in lines:
         each = wanted[line]
@@ -114,9 +113,10 @@ def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> 
 
 
 def shares(wanted: Mapping[int, Settings], lines: Iterable[int], count: int) -> list[int]:
-    """Return ``lines`` in an order that divides well among ``count`` processes.
+    """Return ``lines`` in an order in which ``count`` processes can divide them fairly.
 
-    If the result is cut into ``count`` equal parts, each part has about as many images of each size.
+    If the result is cut into ``count`` equal parts, all parts have about the same number of images of each
+    size.
     """
     ordered = [line for (line,) in batches(wanted, lines, 1)]
     return [line for first in range(count) for line in ordered[first::count]]
@@ -124,7 +124,7 @@ def shares(wanted: Mapping[int, Settings], lines: Iterable[int], count: int) -> 
 
 @dataclass(frozen=True)
 class Job:
-    """The checked options and lines.
+    """The checked options of ``generate``, and the settings in the checked lines of its file.
 
     Attributes:
         out: the folder of the images. The folder or its parent exists.
@@ -147,7 +147,7 @@ class Job:
         return self.out / f"{line:05}.png"
 
     def asked(self, line: int) -> dict[str, Any]:
-        """All that a line's image depends on, except packages' versions. Saved in the image's metadata."""
+        """All settings on which a line's image depends. They are saved in the image's metadata."""
         model = {name: getattr(self, name) for name in ("model", "variant", "dtype", "stock")}
         return {**asdict(self.wanted[line]), **model}
 
@@ -165,8 +165,8 @@ def checked_job(
 ) -> Job:
     """Check the options and read the prompts.
 
-    ``settings``: the settings of lines that do not say otherwise. A width or height of None means the
-    model's own size.
+    ``settings``: the values of settings that a line leaves out. A width or height of None means the model's
+    own size.
     """
     checks.weights_source("--model", model, words=())
     place = checks.folder("--out", out)
@@ -180,5 +180,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # so all spellings of the path give the same metadata
+        model = str(where.resolve())  # so that all spellings of the path give the same metadata
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

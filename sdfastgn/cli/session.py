@@ -65,9 +65,9 @@ def run_bench(
 ) -> int:
     """Measure all configs, print and write the results. Returns ``exit_code`` of the rows.
 
-    JSON and page are written after each row, so the rows of an interrupted run are kept. If a launcher
-    started several processes, all processes time pipelines at the same time, and only the main process
-    prints. Pass the paths of files only in the main process.
+    The JSON file and the page are written after each row, so the rows of an interrupted run are kept. If a
+    launcher started several processes, they all time pipelines at the same time, and only the main process
+    prints. Only the main process may pass paths of files.
     """
     if not launched():
         return _run_bench(configs, variants, json, plot, html)
@@ -144,8 +144,8 @@ def _write(result: Result, json: Path | None, html: Path | None) -> None:
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
     """Print results, and write a page if ``html`` is given.
 
-    Results that timed the same thing are printed as one comparison. All tables of the other results are
-    printed.
+    Results that have timed the same calls or kernels are printed as one comparison. All other results are
+    printed with all their tables.
     """
     out = console()
     same_names = len({path.name for path in paths}) < len(paths)
@@ -203,7 +203,7 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
             plots.roofline(rows, plot, f"{title}, {where['gpu'] or where['machine']}")
             print_lines(out, [f"wrote {plot}"])
     else:
-        # If the copy could not be timed, nothing could, so the copy's reason holds for all rows.
+        # If the copy could not be timed, no other row could be timed, for the same reason.
         reason = next(row.reason for row in rows if row.provider == COPY)
         out.print(f"nothing was timed: {reason}", markup=False)
     if json is not None:

@@ -1,4 +1,4 @@
-"""``sdfastgn sources``: which upstream methods have code that the fusions were not tested with."""
+"""``sdfastgn sources``: lists upstream methods whose code is not a version that fusions were tested with."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
-# Characters per line if the output is a file or a pipe, which have no width. Enough for a table with many
-# columns.
+# Characters per line if the output is a file or a pipe: enough for a table with many columns.
 PIPE_WIDTH = 160
 
 

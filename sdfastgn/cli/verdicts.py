@@ -15,7 +15,7 @@ _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
 def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
     """A table with a row for each fusion.
 
-    A row has the largest error of the fusion's parts, and stock's error in the same part.
+    A row has the largest error among the parts with this fusion, and the error of stock's code in that part.
     """
     parts: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
@@ -35,7 +35,7 @@ def _cells(found: list[Verdict]) -> tuple[str, ...]:
 
 
 def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """A line for each reason why parts are not right, with the number and some paths of these parts."""
+    """Yields a line for each reason why parts are wrong or not verified, with their number and some paths."""
     wrong = ((f"{v.status}: {v.reason}", v.path) for v in verdicts if v.status != RIGHT)
     for reason, paths in grouped(wrong).items():
         yield f"{reason} ({len(paths)}: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})"

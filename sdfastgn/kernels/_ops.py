@@ -1,7 +1,7 @@
 """The namespace of this package's ops: ``torch.ops.sdfastgn``.
 
-``scripts/build_hub_kernels.py`` gives each build for the Kernel Hub another namespace, because one process
-may load several builds. The Hub's tools expect the names ``ops`` and ``add_op_namespace_prefix``.
+``scripts/build_hub_kernels.py`` gives each build for Hugging Face's Kernel Hub its own namespace, because one
+process may load several builds. The Hub's tools expect the names ``ops`` and ``add_op_namespace_prefix``.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
 
 # Value of --dtype -> dtype of the weights.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
-# Settings of a UNet that are either a list with a value for each block, or one value for all blocks.
+# Settings of a UNet whose value is either a list with an entry for each block, or one value for all blocks.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
-# Setting with which a UNet may need further inputs -> the values for which ``unet_inputs`` can make them.
+# Setting of a UNet that may require further inputs -> the values for which ``unet_inputs`` can make them.
 _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
@@ -38,7 +38,7 @@ _KNOWN_EMBEDDINGS = {
 
 
 def unet_reason(config: Mapping[str, Any]) -> str:
-    """Why :func:`unet_inputs` cannot make inputs for a UNet of ``config``; empty if it can."""
+    """Why ``unet_inputs`` cannot make inputs for a UNet with this configuration; empty if it can."""
     kind = config.get("_class_name", "UNet2DConditionModel")
     if kind not in ("UNet2DConditionModel", "UNet2DModel"):
         return f"a {kind} takes inputs that the benchmark does not make"
@@ -51,7 +51,8 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
     """The first setting in which ``config`` differs from the UNet of ``model``; empty if there is none.
 
-    The image size is not compared, and neither is the number of input channels, which inpainting changes.
+    The image size is not compared. The number of input channels is not compared either, because UNets for
+    inpainting have more.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
         expected, found = _setting(UNETS[model], key), _setting(config, key)
@@ -110,7 +111,7 @@ def build_video_network(
 
 
 def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
-    """Keyword arguments of one step of the UNet of ``model``: :func:`sdfastgn.model_inputs.unet_inputs`."""
+    """Keyword arguments for one step of the UNet of ``model``, from ``sdfastgn.model_inputs.unet_inputs``."""
     return model_inputs.unet_inputs(UNETS[model], **options)
 
 
@@ -130,21 +131,20 @@ def with_random_weights(
 ) -> Any:
     """The module that ``build`` makes, in eval mode, with random weights unless ``device`` is meta.
 
-    Buffers, such as embeddings of positions, have their own values.
+    Buffers, such as embeddings of positions, keep the values that ``build`` gives them.
     """
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     # Parameters are made on the meta device, because initializing 2.6 billion of them on the CPU would take
-    # minutes. mypy: torch's stubs say that a hook returns None.
+    # minutes. (The type is ignored, because torch's stubs say that such a hook returns None.)
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         model = build()
     finally:
         hook.remove()
-    # diffusers' own ``to`` is not called, because it warns of modules that must stay fp32. These models have
-    # none.
+    # diffusers' own ``to`` would warn of modules that must stay fp32, although these models have none.
     nn.Module.to(model, dtype)
     buffers = dict(model.named_buffers())
     model.to_empty(device=device).eval()

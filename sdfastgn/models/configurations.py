@@ -30,8 +30,7 @@ from typing import Any
 PROMPT = "a photograph of an astronaut riding a horse"
 # Value of --dtype -> torch's name of the dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# The allowed seeds: whole numbers of 64 bits. Some inputs are drawn from ``seed + 1``, which is always valid,
-# because PyTorch also takes larger seeds.
+# The allowed seeds: signed 64-bit integers. (PyTorch also accepts ``seed + 1``, which some inputs need.)
 SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -105,7 +104,7 @@ VAES: dict[str, dict[str, Any]] = {
 }
 # Models whose autoencoder is diffusers' AutoencoderTiny with its default settings.
 TINY_AUTOENCODERS = ("sd_turbo",)
-# Models whose pipeline makes an image from another image and a prompt, instead of from a prompt only.
+# Models whose pipeline makes an image from a prompt and another image. All other models need only a prompt.
 IMAGE_TO_IMAGE = ("sd_turbo",)
 
 
@@ -117,8 +116,7 @@ def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
 _TINY_CLIP = _clip(32, 2, 4, intermediate_size=64, vocab_size=514)
 _CLIP_L = _clip(768, 12, 12, intermediate_size=3072)
 _CLIP_BIG_G = _clip(1280, 32, 20, intermediate_size=5120, hidden_act="gelu")
-# The text encoders of each model. SDXL's pooled embedding is the output of the projection in its second text
-# encoder.
+# The text encoders of each model. SDXL's second one has a projection, whose output is the pooled embedding.
 TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny": (_TINY_CLIP,),
     "tiny_xl": (_TINY_CLIP, _TINY_CLIP),
@@ -143,14 +141,14 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class VideoNetwork:
-    """A UNet or an autoencoder of video, and the size of its call that is timed.
+    """A UNet or an autoencoder of video, and the size of the call that is timed.
 
     Attributes:
-        cls: its class in diffusers.
-        dtype: the dtype in which it is used, a key of ``DTYPES``.
+        cls: name of the network's class in diffusers.
+        dtype: the dtype in which the network is used, a key of ``DTYPES``.
         frames: number of frames of the video; 1 for an image.
-        height, width: of a frame in pixels.
-        batch: videos in one call. It is 2 for a UNet step with guidance.
+        height, width: size of a frame in pixels.
+        batch: number of videos in one call. It is 2 for a UNet step with guidance.
         config: settings of the class that differ from diffusers' defaults.
     """
 
@@ -163,7 +161,7 @@ class VideoNetwork:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-# Model -> part ("unet" or "vae") -> network. The first part of a model is its default.
+# Model -> part ("unet" or "vae") -> network. The first part of a model is the default of ``--part``.
 VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
     "wan": {"vae": VideoNetwork("AutoencoderKLWan", "bf16", 17, 480, 832)},
     "qwen_image": {"vae": VideoNetwork("AutoencoderKLQwenImage", "bf16", 1, 1024, 1024)},

@@ -23,8 +23,8 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models import architectures, configurations
 from sdfastgn.program import OptionError
 
-# Name of the argument for the dtype in ``from_pretrained``. diffusers 0.40 has renamed it. Older releases
-# ignore the new name, and newer releases warn of the old name.
+# Name of the argument of ``from_pretrained`` for the dtype. diffusers 0.40 has renamed this argument: older
+# releases ignore the new name, and newer releases warn of the old name.
 _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
 
 
@@ -86,8 +86,8 @@ def load_pipeline(
 
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
-    """The CLIP tokenizer whose files :func:`write_tokenizer` writes."""
-    # It is loaded from files, because its constructors in transformers 4 and 5 have no arguments in common.
+    """Returns the CLIP tokenizer whose files ``write_tokenizer`` writes."""
+    # It is loaded from files, because its constructors in transformers 4 and 5 take different arguments.
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
@@ -96,13 +96,13 @@ def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
 def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
     """Write the files of a CLIP tokenizer into ``folder``.
 
-    The tokens are the 256 bytes, each in one form for the inside of a word and one for its end; the start and
-    end of the text; and each of ``words`` with all its beginnings of at least two letters.
+    Its vocabulary has two tokens for each of the 256 bytes (inside of a word, at the end of a word), a token
+    for the start and one for the end of the text, and tokens for each of ``words`` and for all beginnings of
+    these words that have at least two letters.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    # CLIP writes each byte as one character. A byte that is not printable is written as a character with a
-    # code of 256 or more.
+    # CLIP's vocabulary has a character for each byte. For bytes that are not printable, its code is over 255.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     merges = {}
     for word in words:
@@ -121,7 +121,7 @@ def _text_encoder(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> CLIPTextModel:
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    # It is not made on the meta device first, because its buffers would then stay empty.
+    # The encoder is made on its device and not on the meta device, where its buffers would get no values.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
     return architectures.randomize(encoder.to(dtype), seed).eval()

@@ -30,9 +30,9 @@ def load_config(weights: str, component: str) -> dict[str, Any]:
 
 
 def unet_config(option: str, weights: str) -> dict[str, Any]:
-    """The UNet's configuration in the saved pipeline ``weights``, which the user gave as ``option``.
+    """The UNet's configuration in the saved pipeline ``weights``. ``option``: the option that named it.
 
-    Raises OptionError if there is none.
+    Raises OptionError if the pipeline has no configuration of a UNet.
     """
     lacks = f"{option}: no configuration of a UNet in {weights!r}"
     if Path(weights).is_dir() and not (Path(weights) / "unet" / _CONFIG).exists():
@@ -51,12 +51,14 @@ def latent_scale(vae: Mapping[str, Any] | None) -> int:
 
 
 def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tuple[int, int]:
-    """(pixels along a side of the images for which a pipeline was made, pixels along a side of one latent).
+    """Returns (native image size, pixels along a side of one latent) of a saved pipeline.
+
+    The native image size is the number of pixels along a side of the images for which the pipeline was made.
 
     Args:
         weights: the pipeline's folder or Hub id.
         unet: the UNet's configuration.
-        without_vae: the second number if the pipeline has no configuration of a VAE.
+        without_vae: the second result if the pipeline has no configuration of a VAE.
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A latent covers 8 x 8 pixels. In the autoencoders that compress time, a latent frame covers four frames,
-# except for the first one, which covers one frame.
+# A latent covers 8 x 8 pixels. In the autoencoders that compress time, the first latent frame covers one
+# frame of the video, and each further latent frame covers four.
 PIXELS, FRAMES = 8, 4
 # Number of tokens of a text that CLIP has encoded.
 _TOKENS = 77
@@ -26,7 +26,7 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
         draw: makes the tensors.
         batch: number of videos; for a UNet step with guidance twice this number.
         frames: number of frames of a video.
-        height, width: of a frame in pixels.
+        height, width: size of a frame in pixels.
     """
     kind, config = type(model).__name__, model.config
     size = height // PIXELS, width // PIXELS
@@ -53,6 +53,6 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
 
 
 def run(model: Any, inputs: dict[str, Any]) -> Any:
-    """The output of one step of a UNet, or of one decode by an autoencoder, as a tensor."""
+    """Makes one step of a UNet, or one decode by an autoencoder. Returns its output as a tensor."""
     call = model.decode if hasattr(model, "decode") else model
     return call(**inputs, return_dict=False)[0]

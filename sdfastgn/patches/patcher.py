@@ -1,7 +1,7 @@
 """Finds what can be fused in a component of a pipeline, applies the fusions, and undoes them exactly.
 
 A *component* is a model (a module tree) or a part of a pipeline that is no module, such as a scheduler.
-``inspect`` changes nothing. Fusions come from the registry; nothing here knows a particular model.
+``inspect`` changes nothing. The fusions come from ``registry.py``; this file does not know particular models.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core import channels_last, merged_adapters
 from sdfastgn.patches.core.adapters import adapter_reason
 from sdfastgn.patches.core.fusion import ClassSwap, Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.merged_adapters import is_allowed
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -36,11 +37,11 @@ __all__ = [
     "undo",
 ]
 
-# Module that ``put_back`` has restored -> the reason. The reason is not kept in the module's ``__dict__``,
-# because sdfastgn leaves nothing in a stock module.
+# Module that ``put_back`` has restored -> the reason.
+# The reason is not kept in the module's ``__dict__``, because sdfastgn leaves nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# Part of a pipeline that ``apply`` changed -> (its path, the pipeline). A part that the pipeline has replaced
-# since then is found here and can still be restored.
+# Part of a pipeline that ``apply`` changed -> (its path, the pipeline).
+# If the pipeline has replaced the part since then, the old part is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -62,9 +63,9 @@ class Finding:
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
-    """Attribute name -> part of the pipeline ``obj``, for all parts that are no modules, each part once.
+    """The parts of the pipeline ``obj`` that are no modules: attribute name -> part. Each part occurs once.
 
-    The name ``"pipeline"`` stands for ``obj`` itself. Empty if ``obj`` is a module.
+    ``obj`` itself is included with the name ``"pipeline"``. Empty if ``obj`` is a module.
     """
     if isinstance(obj, nn.Module):
         return {}
@@ -75,7 +76,7 @@ def parts_of(obj: Any) -> dict[str, Any]:
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) of ``parts_of(obj)``, then of parts that ``apply`` changed and ``obj`` no longer has."""
+    """(path, part) for all parts of ``obj``, and for former parts that ``apply`` has changed."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
     # ``keyrefs`` copies the keys in one step, so other threads may add keys meanwhile.
@@ -95,17 +96,20 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
     )
 
 
-def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
+def inspect(
+    component: Any, prefix: str = "", asked: Collection[str] = (), merges: bool | None = None
+) -> list[Finding]:
     """What each fusion says about ``component`` and each module in it. Changes nothing.
 
-    If a fused or fusable module has layers with an adapter, its finding is followed by one finding for each
-    of these layers. They are skipped: the fusion calls them as stock does.
+    If a fused or fusable module has layers with an adapter, its finding is followed by a skipped finding for
+    each of these layers, because the fusion calls them as stock does.
 
     Args:
         component: a model, or a part of a pipeline.
         prefix: the path of ``component``.
         asked: names of fusions in ``ASKED_FUSIONS`` to consider. A fusion that is already applied in
             ``component`` is always considered.
+        merges: whether LoRAs run with merged weights; None: as ``component`` was optimized.
     """
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
@@ -122,7 +126,8 @@ def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> li
                 finding = _finding(path, module, fusion, reason)
                 findings.append(finding)
                 if finding.status != "skipped" and isinstance(fusion, ClassSwap):
-                    findings += _adapted(path, module, fusion)
+                    is_merging = is_allowed(module) if merges is None else merges
+                    findings += _adapted(path, module, fusion, is_merging)
     return findings
 
 
@@ -140,13 +145,13 @@ def _finding(
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
 
 
-def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
-    """A skipped finding for each layer of ``module`` that has an adapter, so that ``fusion`` leaves it."""
+def _adapted(path: str, module: nn.Module, fusion: ClassSwap, merges: bool) -> Iterator[Finding]:
+    """Yields a skipped finding for each layer of ``module`` that ``fusion`` must not fuse (an adapter)."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
             layer = getattr(layer, part, None)
-        reason = adapter_reason(layer)
+        reason = adapter_reason(layer, merges)
         if reason is not None:
             yield Finding(f"{path}.{name}" if path else name, layer, fusion, "skipped", reason)
 
@@ -187,7 +192,7 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
 
 
 def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
-    """Undo what ``apply`` did for ``findings``, and nothing that was there before.
+    """Undo what ``apply`` did for ``findings``. What was fused before ``apply`` stays fused.
 
     Args:
         component: a model, or a part of a pipeline.
@@ -206,9 +211,9 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
 
 
 def put_back(findings: list[Finding], reason: str) -> None:
-    """Give the module of ``findings`` stock's code again.
+    """Give a module stock's code again. ``findings``: all findings about this module.
 
-    All ``findings`` are about this one module. Until ``undo``, ``inspect`` skips it with ``reason``.
+    Until ``undo`` is called, ``inspect`` lists the module as skipped, with ``reason``.
     """
     for finding in findings:
         finding.fusion.undo(finding.module)
@@ -218,8 +223,9 @@ def put_back(findings: list[Finding], reason: str) -> None:
 def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Restore all of ``component`` as it was before ``apply``. A stock component stays as it is.
 
-    Returns (path, module or part) for everything that could not be undone, because other code has changed
-    its class to a subclass of the fused one. After that code has undone its change, call ``undo`` again.
+    Returns (path, module or part) for all modules and parts that could not be restored, because other code
+    has changed their class to a subclass of the fused class. After that code has undone its change, call
+    ``undo`` again.
     """
     if not isinstance(component, nn.Module):
         for rule in OBJECT_FUSIONS:
@@ -231,15 +237,16 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in component.modules():
-        restore_class(module)  # no fusion finds the module if other code has changed the modules around it
+        restore_class(module)  # fusions may miss the module if other code has changed the modules around it
         channels_last.restore(module)
         _forget(module)
     return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 
 def _forget(module: Any) -> None:
-    """Drop what is kept outside of ``module`` while it is fused: reasons, packed and folded weights."""
+    """Drop all data about ``module`` that are stored elsewhere: reason, packed, folded and merged weights."""
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)
         batch_norm.forget(module)
+        merged_adapters.leave(module)

@@ -1,6 +1,6 @@
 """All fusions, in the order in which they are applied. They are undone in reverse.
 
-``patcher.py`` takes every fusion from here and knows no model itself.
+``patcher.py`` takes every fusion from here, and has no code for particular models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 
-# Each entry: a module in ``sdfastgn.patches``, then the names of the fusions, or tuples of fusions, in it.
+# Each entry has the name of a Python module in ``sdfastgn.patches``, and then names of variables in this
+# module. The value of each variable is a fusion or a tuple of fusions.
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),
     ("fusions.group_norm_subclass", "FUSION"),
@@ -24,11 +25,14 @@ _FUSIONS = (
 _ASKED = (("fusions.sequential", "FOLD_BATCH_NORM"),)
 _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
-    ("fusions.temporal_resnet_block", "FUSION"),
+    ("fusions.temporal_resnet_block", "FUSION", "SPATIO_TEMPORAL"),
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),
+    ("fusions.temporal_transformer", "FUSION", "MOTION"),
+    ("fusions.spatio_temporal_transformer", "FUSION"),
     ("fusions.attention", "FUSION"),
     ("fusions.up_block", "FUSION", "CROSS_ATTENTION"),
+    ("fusions.video_up_block", "FUSIONS"),
     ("fusions.upsample_2d", "FUSION"),
     ("fusions.ada_group_norm", "FUSION"),
     ("fusions.geglu", "FUSION"),
@@ -42,6 +46,8 @@ _OF_DIFFUSERS = (
     ("fusions.hunyuan_image", "FUSIONS"),
     ("fusions.cosmos", "FUSIONS"),
     ("fusions.ltx", "FUSIONS"),
+    ("fusions.cogvideox", "FUSIONS"),
+    ("fusions.mochi", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),
@@ -49,8 +55,8 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# Python module in ``sdfastgn.patches`` -> the message of the ImportError that it raised. Its fusions are left
-# out: the installed diffusers lacks a class that they replace, or has the class in another Python module.
+# Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the ImportError.
+# Their fusions are left out. The installed diffusers lacks a class that they replace, or has moved it.
 MISSING: dict[str, str] = {}
 
 

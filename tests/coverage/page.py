@@ -37,10 +37,10 @@ of a CUDA graph. The UNets and VAEs of SD1.5 and SDXL are among the
 [benchmarks](benchmarks.md#end-to-end). Single layers and networks in which nothing is fused have
 no line.
 
-A network that would be slower keeps stock's code and layout, and the report says why. That holds
-for the autoencoder of Mochi: before each convolution it repeats the border of a video, and PyTorch
-does that slowly in channels-last. Those of HunyuanVideo, HunyuanVideo 1.5 and HunyuanImage's
-refiner do so too, and a kernel repeats their borders.
+A network that would be slower keeps stock's code and layout, and the report says why. The
+autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's refiner and Mochi repeat the border of
+a video before each convolution, and PyTorch does that slowly in channels-last. A kernel repeats
+their borders. If one of these convolutions cannot be fused, the whole autoencoder stays as it is.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->

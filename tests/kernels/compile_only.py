@@ -100,10 +100,10 @@ def resources(kernel):
 def operation(launch, tensors):
     """The kernel's name, and for one of several uses which it is."""
     pointers = dict(zip(launch.kernel.arg_names, tensors, strict=False))
-    found = [use for use in ("residual", "tail", "bias") if pointers.get(f"{use}_ptr") is not None]
+    found = [use for use in ("factors", "residual", "tail", "bias") if pointers.get(f"{use}_ptr") is not None]
     if launch.kernel.__name__ != "_statistics_kernel":
         found = [use for use in found if use == "residual"]
-    use = {"residual": "add", "tail": "cat", "bias": "bias"}[found[0]] if found else ""
+    use = {"factors": "blend", "residual": "add", "tail": "cat", "bias": "bias"}[found[0]] if found else ""
     if use and "statistics_ptr" in pointers and pointers["statistics_ptr"] is None:
         use += " alone"
     return launch.kernel.__name__ + (f"[{use}]" if use else "")

@@ -10,10 +10,12 @@ import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
+from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -61,6 +63,8 @@ MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), 
 PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
 # Heads that need products from shared memory.
 MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
+# (frames, pixels, channels of a head): SVD's and AnimateDiff's attention over frames.
+FRAMES = [(14, 9216, 64), (16, 4096, 40), (16, 256, 160), (25, 144, 64)]
 # Chunks of Wan's VAE, from the middle to the last level.
 VIDEOS = [(1, 384, 1, 60, 104), (1, 192, 4, 240, 416), (1, 96, 4, 480, 832)]
 # Of Wan 2.2's, and channels that no vector divides.
@@ -82,8 +86,10 @@ def cases(generation):
         found += [(shape, torch.bfloat16, kind) for shape, kind in _shapes(every=False)]
     else:
         found += [(shape, HALF, "attention") for shape in PROMPTS]
+        found += [(shape, HALF, "over_frames") for shape in FRAMES if shape[2] <= 128]
     if generation in ("sm_90", "sm_100"):
         found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
+        found += [(shape, torch.bfloat16, "over_frames") for shape in FRAMES]
     return found + (_only_on_the_h200() if generation == "sm_90" else [])
 
 
@@ -154,6 +160,10 @@ def _layer_norms(shape, dtype):
     weight = x.new_empty(shape[1])
     sdfastgn.layer_norm(x.detach().requires_grad_(), weight, weight)
     sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight)
+    if shape[1] <= 16384:
+        for groups in (Groups(64, added=x[:2]), Groups(64, position=x[:2])):
+            for residual in (None, x):
+                grouped_layer_norm(x, weight, weight, 1e-5, groups, residual=residual, total_bias=weight)
 
     def add(x, residual, weight, bias, add_bias):
         return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
@@ -166,6 +176,12 @@ def _few_keys(shape, dtype):
     L, S, D = shape
     q, k = (torch.empty((2, rows, 8, D), dtype=dtype).transpose(1, 2) for rows in (L, S))
     assert attend_to_few(q, k, k) is not None
+
+
+def _over_frames(shape, dtype):
+    T, P, D = shape
+    qkv = torch.empty((2, T * P, 3 * 8, D), dtype=dtype).transpose(1, 2)
+    attend_over_frames(*qkv.chunk(3, 1), T)
 
 
 def _gated(shape, dtype):
@@ -205,6 +221,8 @@ def _group_norms(shape, dtype, memory_format):
         sdfastgn.cat_with_statistics(head, tail)
         add_kernel(x, None, weight, 1.0, out=x)
     add_kernel(x, x, weight, 1.0, emits=False)
+    add_kernel(x, x, weight, 1.0, factors=torch.empty((2, len(x))))
+    add_kernel(x, None, x.new_empty(x.shape[:2]), 1.0, out=x)
     if memory_format is torch.channels_last:
         cat_kernel(head, tail, emits=False)
         _around_an_upsampled_convolution(x)
@@ -283,11 +301,16 @@ def _channel_norms(shape, dtype):
     pad_frames(x, front=2, keep=1)
     pad_frames(x, x[:, :, :1].contiguous(memory_format=torch.channels_last_3d), front=2, norm=silu, keep=2)
     padded = {"front": 2, "border": (1, 1), "mode": "replicate"}
+    groups = 5 if shape[1] % 32 else 32
     pad_frames(x, norm=silu, shift=weight, **padded)
-    pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu"), shift=weight, **padded)
+    pad_frames(x, front=2, window=3, norm=silu, keep=2, shift=weight)
+    pad_frames(x, norm=GroupNorm(groups, weight, weight, activation="silu"), shift=weight, **padded)
     pad_frames(x, upsample=(2, 2, 2), **padded)
     pad_frames(x, front=1, back=1, mode="replicate", norm=silu._replace(added=1e-6))
     pad_frames(x, front=2, border=(1, 1), mode="reflect", norm=silu)
+    modulation = torch.cat((x, x), 1)
+    pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu", modulation=modulation), **padded)
+    pad_frames(x, norm=GroupNorm(2, weight, weight, framewise=True), **padded)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 
@@ -307,5 +330,6 @@ KINDS = {
     "gated": _gated,
     "few_rows": _few_rows,
     "attention": _few_keys,
+    "over_frames": _over_frames,
     "wide": _wide_heads,
 }

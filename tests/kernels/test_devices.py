@@ -29,7 +29,6 @@ STREAMING = {
     "_frames_kernel",
     "_geglu_kernel",
     "batch_apply_kernel",
-    "batch_sums_kernel",
     "batch_apply_grad_kernel",
 }
 TILE = ("LANES", "WARPS", "STEPS", "BLOCK")

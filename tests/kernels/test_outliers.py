@@ -88,7 +88,7 @@ ROWS, CHUNKS = (
     {"_chunk_kernel", "_normalise_kernel", "_chunk_grad_kernel"},
 )
 SPLIT = {"merge_kernel", "apply_kernel", "sums_kernel", "apply_grad_kernel"}
-BATCH_SPLIT = {"batch_merge_kernel", "batch_apply_kernel", "batch_apply_grad_kernel"}
+BATCH_SPLIT = {"merge_kernel", "batch_apply_kernel", "batch_apply_grad_kernel"}
 NORMS = {
     "layer_norm-a-row-a-warp": Norm((66, 320), by_row, layer_norm, ROWS),
     "layer_norm-warps-share-a-row": Norm((3, 8192), by_row, layer_norm, ROWS),
@@ -101,7 +101,7 @@ NORMS = {
     "instance_norm-small": Norm((2, 6, 17, 19), by_group, instance_norm, {"small_grad_kernel"}),
     "instance_norm-split": Norm((1, 6, 150, 150), by_group, instance_norm, SPLIT),
     "batch_norm-small": Norm(
-        (2, 7, 11, 13), by_channel, batch_norm, {"batch_small_kernel", "batch_small_grad_kernel"}
+        (2, 7, 11, 13), by_channel, batch_norm, {"channels_kernel", "small_grad_kernel"}
     ),
     "batch_norm-split": Norm((3, 18, 39, 43), by_channel, batch_norm, BATCH_SPLIT),
 }

@@ -10,15 +10,28 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
+from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
 from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan_video
+from diffusers.models.autoencoders import autoencoder_kl_mochi as mochi
 from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.normalization import AdaGroupNorm
-from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
+from diffusers.models.resnet import ResnetBlock2D, SpatioTemporalResBlock, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.transformers.transformer_temporal import (
+    TransformerSpatioTemporalModel,
+    TransformerTemporalModel,
+)
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
-from diffusers.models.upsampling import Upsample2D
+from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal, UpBlockSpatioTemporal
+from diffusers.models.unets.unet_motion_model import (
+    AnimateDiffTransformer3D,
+    CrossAttnUpBlockMotion,
+    UpBlockMotion,
+)
+from diffusers.models.upsampling import CogVideoXUpsample3D, Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
@@ -145,6 +158,26 @@ def video(*shape, seed=0):
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
+# Two videos of three frames: which of the frames are images of their own.
+_FRAMES = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+_TEMB_OF_FRAMES = image(6, 16, 1, 1, seed=1)[:, :, 0, 0]
+
+
+def _spatio_temporal(**options):
+    return TransformerSpatioTemporalModel(2, 16, in_channels=32, cross_attention_dim=12, **options)
+
+
+def _over_frames(cls, **options):
+    return cls(2, 10, in_channels=20, norm_num_groups=5, **options)
+
+
+def _on_frames(module):
+    found = module(image(6, 20, 3, 2), num_frames=3)
+    return getattr(found, "sample", found)
+
+
 def in_chunks(module, x, *sizes):
     """The result of a causal module for the frames of x in chunks of these sizes."""
     cache = [None] * 32
@@ -227,6 +260,44 @@ def _of_hunyuan_video():
         ("decoder", lambda: Decoder(4, 3, up, **sizes), lambda m: m(video(1, 4, 2, 2, 1))),
     ]
     return [(f"hunyuan_video_{name}", build, call) for name, build, call in found]
+
+
+def _of_cogvideox():
+    """Samples of the blocks of CogVideoX's autoencoder."""
+    Conv, Norm = cogvideox.CogVideoXCausalConv3d, cogvideox.CogVideoXSpatialNorm3D
+    Block = cogvideox.CogVideoXResnetBlock3D
+    Encoder, Decoder = cogvideox.CogVideoXEncoder3D, cogvideox.CogVideoXDecoder3D
+    sizes = {"block_out_channels": (8,) * 2, "layers_per_block": 1, "norm_num_groups": 4}
+    down, up = (("CogVideoX" + name,) * 2 for name in ("DownBlock3D", "UpBlock3D"))
+    options = {"groups": 4, "temb_channels": 0}
+    x, zq = video(2, 12, 3, 4, 2).requires_grad_(), video(2, 4, 3, 2, 1, seed=1)
+    found = [
+        ("conv", lambda: Conv(12, 20, 3, pad_mode="first"), lambda m: m(x, video(2, 12, 2, 4, 2, seed=1))[0]),
+        ("conv-no-cache", lambda: Conv(12, 20, 3), lambda m: m(x.contiguous())[0]),
+        ("conv-1x1", lambda: Conv(12, 20, 1), lambda m: m(x)[0]),
+        ("spatial_norm", lambda: Norm(12, 4, 4), lambda m: m(x, zq)[0]),
+        ("resnet_block", lambda: Block(12, 20, spatial_norm_dim=4, **options), lambda m: m(x, None, zq)[0]),
+        ("resnet_block-group-norm", lambda: Block(12, **options), lambda m: m(x)[0]),
+        ("upsample", lambda: CogVideoXUpsample3D(12, 20, compress_time=True), lambda m: m(x)),
+        ("upsample-even", lambda: CogVideoXUpsample3D(12, 20, compress_time=True), lambda m: m(x[:, :, :2])),
+        ("upsample-2d", lambda: CogVideoXUpsample3D(12, 20), lambda m: m(x)),
+        ("downsample", lambda: CogVideoXDownsample3D(12, 20, compress_time=True), lambda m: m(x)),
+        ("downsample-2d", lambda: CogVideoXDownsample3D(12, 20), lambda m: m(x)),
+        ("encoder", lambda: Encoder(3, 4, down, **sizes), lambda m: m(video(1, 3, 5, 4, 2))[0]),
+        ("decoder", lambda: Decoder(4, 3, up, **sizes), lambda m: m(video(1, 4, 3, 2, 1))[0]),
+    ]
+    return [(f"cogvideox_{name}", build, call) for name, build, call in found]
+
+
+def _of_mochi():
+    """Samples of the blocks of Mochi's autoencoder."""
+    x = video(2, 32, 2, 3, 2).requires_grad_()
+    Norm, Block = mochi.MochiChunkedGroupNorm3D, mochi.MochiResnetBlock3D
+    return [
+        ("mochi_norm", lambda: Norm(32), lambda m: m(x)),
+        ("mochi_resnet_block", lambda: Block(32), lambda m: m(x)[0]),
+        ("mochi_up_block", lambda: mochi.MochiUpBlock3D(32, 5), lambda m: m(x)[0]),
+    ]
 
 
 def _of_hunyuan_video_15(family, module, prefix, resampling=""):
@@ -386,6 +457,41 @@ SAMPLES = [
         lambda m: m(image(2, 32, 12, 5).reshape(2, 32, 3, 4, 5), image(2, 3, 16, 1)[..., 0]),
     ),
     (
+        "spatio_temporal_res_block",
+        lambda: SpatioTemporalResBlock(32, 64, temb_channels=16),
+        lambda m: m(image(6, 32, 3, 2), image(6, 16, 1, 1, seed=1)[:, :, 0, 0], _FRAMES),
+    ),
+    (
+        "spatio_temporal_res_block-of-a-vae",
+        lambda: SpatioTemporalResBlock(
+            32, None, None, merge_strategy="learned", switch_spatial_to_temporal_mix=True
+        ),
+        lambda m: m(image(6, 32, 3, 2), image_only_indicator=_FRAMES),
+    ),
+    (
+        "transformer_spatio_temporal",
+        _spatio_temporal,
+        lambda m: m(image(6, 32, 3, 2), image(6, 1, 12, 1, seed=1)[..., 0], _FRAMES).sample,
+    ),
+    (
+        "transformer_spatio_temporal-with-text",
+        lambda: _spatio_temporal(num_layers=2),
+        lambda m: m(image(6, 32, 3, 2), image(6, 5, 12, 1, seed=1)[..., 0], _FRAMES, False)[0],
+    ),
+    ("transformer_temporal", lambda: _over_frames(TransformerTemporalModel), _on_frames),
+    (
+        "transformer_temporal-self-only",
+        lambda: _over_frames(TransformerTemporalModel, double_self_attention=False, num_layers=2),
+        _on_frames,
+    ),
+    (
+        "motion_module",
+        lambda: _over_frames(
+            AnimateDiffTransformer3D, positional_embeddings="sinusoidal", num_positional_embeddings=4
+        ),
+        _on_frames,
+    ),
+    (
         "transformer_2d-linear",
         lambda: Transformer2DModel(2, 10, in_channels=20, norm_num_groups=5, use_linear_projection=True),
         lambda m: m(image(2, 20, 4, 6)).sample,
@@ -492,6 +598,49 @@ SAMPLES = [
             encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
         ),
     ),
+    (
+        "up_block_spatio_temporal",
+        lambda: UpBlockSpatioTemporal(24, 40, 32, 16),
+        lambda m: m(image(6, 40, 2, 3), (image(6, 24, 2, 3, seed=2),), _TEMB_OF_FRAMES, _FRAMES),
+    ),
+    (
+        "cross_attn_up_block_spatio_temporal",
+        lambda: CrossAttnUpBlockSpatioTemporal(24, 32, 40, 16, num_attention_heads=2, cross_attention_dim=12),
+        lambda m: m(
+            hidden_states=image(6, 40, 2, 3),
+            res_hidden_states_tuple=(image(6, 24, 2, 3, seed=2),),
+            temb=_TEMB_OF_FRAMES,
+            encoder_hidden_states=image(6, 1, 12, 1, seed=1)[..., 0],
+            image_only_indicator=_FRAMES,
+            upsample_size=(3, 5),
+        ),
+    ),
+    (
+        "up_block_motion",
+        lambda: UpBlockMotion(8, 12, 20, 16, resnet_groups=5, temporal_num_attention_heads=2),
+        lambda m: m(image(6, 12, 2, 3), (image(6, 8, 2, 3, seed=2),), _TEMB_OF_FRAMES, num_frames=3),
+    ),
+    (
+        "cross_attn_up_block_motion",
+        lambda: CrossAttnUpBlockMotion(
+            8,
+            20,
+            12,
+            16,
+            resnet_groups=5,
+            num_attention_heads=2,
+            cross_attention_dim=12,
+            temporal_num_attention_heads=2,
+            add_upsample=False,
+        ),
+        lambda m: m(
+            image(6, 12, 2, 3),
+            (image(6, 8, 2, 3, seed=2),),
+            _TEMB_OF_FRAMES,
+            image(6, 3, 12, 1)[..., 0],
+            num_frames=3,
+        ),
+    ),
     ("upsample_2d", lambda: Upsample2D(12, use_conv=True), _on_image),
     ("upsample_2d-no-conv", lambda: Upsample2D(12), _on_image),
     (
@@ -514,11 +663,18 @@ SAMPLES = [
         lambda: _block(double_self_attention=True),
         lambda m: m(tokens(2, 7, 20)),
     ),
+    (
+        "transformer_block-one-token",
+        _block,
+        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 1, 12)),
+    ),
     ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
     *_of_wan("wan", autoencoder_kl_wan, "Wan"),
     *_of_hunyuan_video(),
+    *_of_cogvideox(),
+    *_of_mochi(),
     *_of_cosmos(),
     *_of_ltx("ltx", ltx.ltx, "LTXVideo"),
 ]

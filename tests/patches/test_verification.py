@@ -6,6 +6,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
+    AutoencoderKLCogVideoX,
     AutoencoderKLCosmos,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLLTXVideo,
@@ -125,6 +126,11 @@ def hunyuan_video_vae():
     return randomize(AutoencoderKLHunyuanVideo(**sizes, norm_num_groups=4))
 
 
+def cogvideox_vae():
+    sizes = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
+    return randomize(AutoencoderKLCogVideoX(**sizes, norm_num_groups=4))
+
+
 def hunyuan_video_15_vae(refiner=False):
     name = "AutoencoderKLHunyuanImageRefiner" if refiner else "AutoencoderKLHunyuanVideo15"
     sizes = {"block_out_channels": (16, 32), "latent_channels": 4, "layers_per_block": 1}
@@ -158,12 +164,13 @@ def ltx2_vae():
 
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    video_vae, hunyuan_video_vae, cosmos_vae, ltx_vae, lambda: ltx_vae(timestep_conditioning=True),
+    video_vae, hunyuan_video_vae, cogvideox_vae, cosmos_vae, ltx_vae,
+    lambda: ltx_vae(timestep_conditioning=True),
 ]  # fmt: skip
 
 
 NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "hunyuan-video-vae",
-         "cosmos-vae", "ltx-vae", "ltx-vae-conditioned"]  # fmt: skip
+         "cogvideox-vae", "cosmos-vae", "ltx-vae", "ltx-vae-conditioned"]  # fmt: skip
 # Of later releases of diffusers.
 LATER = {
     "HunyuanVideo15": hunyuan_video_15_vae,

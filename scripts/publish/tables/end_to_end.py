@@ -1,8 +1,9 @@
 """Markdown tables of the times of whole models and pipelines, from committed results.
 
 The results are the JSON files of ``sdfastgn bench``: runs (kind ``end_to_end`` or ``stable_fast``) and
-sweeps over several batches or numbers of steps (kind ``sweep``). The harness is ``sdfastgn.bench``. It can
-capture a variant's call in a CUDA graph of its own and time the replay (``Row.graph_ms``).
+sweeps over several batches or numbers of steps (kind ``sweep``). A variant can have two times: the time of
+its call, and the time of the same call as a CUDA graph that ``sdfastgn bench`` has captured
+(``Row.graph_ms``).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import PARTS, VARIANTS, label
 from sdfastgn.program import counted
 
-# Variants that have a second column, with their time in the harness's CUDA graph.
+# Variants that have a second column, with their time as a CUDA graph.
 GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
-# Columns of the front page's table: (title, choices). A choice is (variant, whether its time in the harness's
-# graph is meant). The first choice that has a time is shown.
+# Columns of the front page's table: (title, choices). A choice is (variant, True for its time as a CUDA
+# graph). A column shows the first of its choices that has a time.
 HEADLINE = (
     ("eager", (("eager", False),)),
     ("eager + graph", (("eager", True),)),
@@ -34,7 +35,7 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
-# Kind of the results with stable-fast. They are separate, because stable-fast must be built by hand.
+# Kind of the results with stable-fast. These are separate runs, because stable-fast must be built by hand.
 STABLE_FAST = "stable_fast"
 # Title of the first column in tables of times.
 TIMES = "milliseconds (speed-up over eager)"
@@ -52,18 +53,21 @@ COMPARED: dict[str, Callable[[Row], str]] = {
 
 
 def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
-    """Returns (row, source) for every row of all results of this kind. A source is a line naming the run."""
+    """Returns (row, source) for each row of all results of this kind.
+
+    The source is a line that names the run.
+    """
     found = documents(results, kind)
     return [(Row(**values), source_line(content)) for content in found for values in content["rows"]]
 
 
 @dataclass
 class _Line:
-    """What one line of a table is made from.
+    """The data for one line of a table.
 
     Attributes:
         rows: variant -> its row.
-        sources: for each row, the line that names its run.
+        sources: for each row, a text that names its run.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -77,7 +81,7 @@ class _Line:
 def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
     """Returns the lines of a table of all results of this kind, sorted by part, model, size, batch and dtype.
 
-    In sweeps, different numbers of steps make different lines too.
+    If the kind is ``sweep``, there is also a line for each number of steps.
     """
     found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
     for row, source in rows_of_runs(results, kind):
@@ -95,7 +99,10 @@ def _markdown(
 
 
 def milliseconds(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> float | None:
-    """Returns the time of the first of ``choices`` that has one, else None. Choices: as in ``HEADLINE``."""
+    """Returns the time of the first of ``choices`` that has a time; None if none has.
+
+    ``choices``: as in ``HEADLINE``.
+    """
     found = [(rows[name], graph) for name, graph in choices if name in rows]
     times = (row.graph_ms if graph else row.median_ms for row, graph in found)
     return next((time for time in times if time is not None), None)
@@ -134,9 +141,10 @@ def _headline(results: Path) -> list[_Line]:
 
 
 def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
-    """Returns {title of a column of ``HEADLINE``: rows from which its time and its speed-up are taken}.
+    """Returns {title of a column of ``HEADLINE``: the rows with the column's time and with eager's time}.
 
-    The column stable-fast takes them from the separate run with stable-fast, the other columns from ``line``.
+    For the column stable-fast these are the rows of the separate run with stable-fast. For all other columns
+    they are the rows of ``line``.
     """
     apart = {row_title(one.first): one.rows for one in _lines(results, STABLE_FAST)}
     return {
@@ -146,7 +154,7 @@ def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
 
 
 def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
-    """Returns {what is timed: [(column, milliseconds)]}, without the columns that have no time."""
+    """Returns {what was timed: [(title of a column, milliseconds)]}, without columns that have no time."""
     found = {}
     for line in _headline(results):
         rows = _headline_rows(results, line)
@@ -156,9 +164,9 @@ def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
 
 
 def headline_markdown(results: Path) -> str:
-    """Returns the front page's table of eager, sdfastgn and its peers.
+    """Returns the front page's table of eager, sdfastgn and its competitors.
 
-    Each speed-up is over eager in the same run.
+    Each speed-up compares with eager in the same run.
     """
     lines, body = _headline(results), []
     for line in lines:
@@ -170,7 +178,7 @@ def headline_markdown(results: Path) -> str:
 
 
 def compared_markdown(results: Path) -> str:
-    """Returns a table of eager, torch.compile and sdfastgn, with all of ``COMPARED`` except the time."""
+    """Returns a table that compares eager, torch.compile and sdfastgn, with all of ``COMPARED`` but time."""
     return _peer_table(_lines(results), ("compile", "compile_graphs"), [*COMPARED][1:])
 
 
@@ -180,10 +188,10 @@ def stable_fast_markdown(results: Path) -> str:
 
 
 def _peer_table(every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str]) -> str:
-    """Returns a table of eager, one peer and sdfastgn, whose cells have the three values side by side.
+    """Returns a table that compares eager, one competitor and sdfastgn. Each cell has three values.
 
-    ``every``: the lines. A line shows the first of ``peers`` that its run tried, and is left out if none was.
-    ``shown``: titles of columns in ``COMPARED``.
+    ``every``: the lines. A line shows the first of ``peers`` that was tried in its run. A line for which no
+    peer was tried is left out. ``shown``: titles of the columns, keys of ``COMPARED``.
     """
     body, notes, lines = [], [], []
     for line in every:
@@ -207,7 +215,10 @@ def _side_by_side(cells: Iterable[str]) -> str:
 
 
 def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
-    """Returns lines of sweeps: those measured at several batches if ``over_batches``, else those at one."""
+    """Returns the lines of sweeps. ``over_batches``: True for measurements at several batch sizes.
+
+    False for measurements that were made at only one batch size.
+    """
     lines = _lines(results, "sweep")
     kinds = [(r.part, r.model, r.size, r.dtype, r.steps) for r in (line.first for line in lines)]
     several = [kinds.count(kind) > 1 for kind in kinds]
@@ -219,7 +230,7 @@ def _sweep_title(row: Row) -> str:
 
 
 def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
-    """Returns the table of ``cells``. Lines below it say why times are missing, and name the runs."""
+    """Returns a table of ``cells``. Texts below the table say why times are missing, and name the runs."""
     missing = [
         f"{_sweep_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
         for line in lines
@@ -248,9 +259,9 @@ def _rate(ms: float | None, batch: int) -> str:
 
 
 def latency_markdown(results: Path) -> str:
-    """Returns a table of sweeps at one batch: a pipeline's median and 90th percentile of the time.
+    """Returns a table of sweeps at one batch size: median and 90th percentile of a pipeline's time.
 
-    The time of the pipeline's CUDA graphs, replayed without the pipeline, is shown beside them.
+    A further column has the time of the pipeline's CUDA graphs, replayed without the pipeline.
     """
     lines = [line for line in _sweeps(results, over_batches=False) if line.first.part == "pipeline"]
     cells = [

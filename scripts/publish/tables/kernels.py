@@ -1,7 +1,7 @@
 """Markdown tables of kernel suites: the times of single operations from ``sdfastgn kernels``.
 
-A shape is a tensor's shape. A task is what is timed for it, such as the backward pass. A provider is an
-implementation: sdfastgn's (``OURS``), a peer's or a plain copy.
+For each *shape* of a tensor several *tasks* are timed, such as the forward and the backward. A *provider* is
+an implementation: sdfastgn's (``OURS``), a competitor's (also called a peer) or a plain copy.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ from sdfastgn.bench.tables.kernels import (
     times_table,
 )
 
-# Kind of separate results of the suite ``inference``: they have the peers that must be built by hand.
+# Kind of the separate results of the suite ``inference`` with peers that must be built by hand.
 PEERS = "kernel_peers"
 
-# Shapes of the table of CPU times. They are small, so the CPU never waits for the GPU. GroupNorm takes one
-# launch for some of them and three launches for others.
+# Shapes in the table of CPU times. They are small, so that the CPU never waits for the GPU.
+# For some of them GroupNorm takes one launch, for others three.
 _HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
 
 
 def with_peers(results: Path, content: dict[str, Any]) -> list[KernelRow]:
-    """Returns the rows of ``content``, a run of the suite ``inference``, and those of peers built by hand."""
+    """Returns the rows of ``content``, a run of the suite ``inference``, and the rows of hand-built peers."""
     suite = SUITES[INFERENCE]
     rows = [row for each in documents(results, PEERS) for row in rows_of(suite, each)]
     return [*rows_of(suite, content), *rows]
 
 
 def inference_markdown(results: Path) -> str:
-    """Returns a table for each committed run of the suite ``inference``, with shapes x providers."""
+    """Returns a table for each committed run of the suite ``inference``.
+
+    It has a line for each shape and a column for each provider.
+    """
     suite, blocks = SUITES[INFERENCE], []
     for content in documents(results, suite.kind):
         rows = with_peers(results, content)
@@ -71,9 +74,9 @@ def inference_markdown(results: Path) -> str:
 
 
 def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
-    """Returns (header, body) of ``table`` without the column of tasks and the ratios to copy and baseline.
+    """Returns (header, body) of ``table``, without columns of tasks and of ratios to copy and baseline.
 
-    ``table``: ``times_table`` of a suite with one task and one provider of ours.
+    ``table``: a result of ``times_table``, for a suite with one task and one provider of sdfastgn.
     """
     axes, *names = table.header
     rows = [
@@ -86,9 +89,9 @@ def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
 
 
 def suite_markdown(suite: Suite, results: Path) -> str:
-    """Returns a table for each committed run of ``suite``, with shapes x tasks.
+    """Returns a table for each committed run of ``suite``: a line for each shape, a column for each task.
 
-    A cell has our time and its ratio to the best peer's time.
+    A cell has sdfastgn's time and its ratio to the time of the fastest peer.
     """
     blocks = []
     for content in documents(results, suite.kind):
@@ -119,7 +122,7 @@ def suite_markdown(suite: Suite, results: Path) -> str:
 
 
 def _column(task: str, name: str) -> str:
-    """Returns a column's title: the task, and the layout if the name of our provider has one."""
+    """Returns a column's title: the task, and the layout if the provider's name contains a layout."""
     return f"{task}{name.removeprefix(OURS).replace('_', ', ')}"
 
 
@@ -140,9 +143,9 @@ def _mean_over_best(found: dict[tuple[Shape, str], Line], task: str, name: str) 
 
 
 def producers_markdown(results: Path) -> str:
-    """Returns tables of ops that also compute a norm's statistics, and of a norm that is given them.
+    """Returns tables of ops that also compute statistics for a norm, and of the norm that gets them.
 
-    For each committed run they have the times and the ratios to the plain ops.
+    There are tables for each committed run. They have times, and the ratios to the times of the plain ops.
     """
     suite = SUITES[INFERENCE]
     blocks = [
@@ -154,7 +157,10 @@ def producers_markdown(results: Path) -> str:
 
 
 def host_markdown(results: Path) -> str:
-    """Returns a table of the CPU time of a call, with providers x ``_HOST_SHAPES``, from the run in fp16."""
+    """Returns a table of the CPU time of a call: a line per provider, a column for each of ``_HOST_SHAPES``.
+
+    The times are from the run in fp16.
+    """
     suite = SUITES[INFERENCE]
     for content in documents(results, suite.kind):
         rows = [row for row in rows_of(suite, content) if row.cpu_us is not None]

@@ -1,4 +1,4 @@
-"""Functions that all Markdown tables use: they find the committed JSON and write a table's text."""
+"""Functions that all Markdown tables use: they find the committed JSON files and make a table's text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def markdown(header: Sequence[str], body: Sequence[Sequence[str]], lines: Iterable[str]) -> str:
-    """Returns a table and below it ``lines`` without duplicates, or ``NO_RESULTS`` if ``body`` is empty."""
+    """Returns a table and below it ``lines``, each once. Returns ``NO_RESULTS`` if ``body`` is empty."""
     if not body:
         return NO_RESULTS
     return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in dict.fromkeys(lines))])
@@ -26,7 +26,7 @@ def markdown(header: Sequence[str], body: Sequence[Sequence[str]], lines: Iterab
 def documents(results: Path, kind: str) -> list[dict[str, Any]]:
     """Returns the content of every JSON file of this kind below ``results``, sorted by path.
 
-    Raises OptionError if a file is damaged; the message names it.
+    Raises OptionError, which names the file, if a file is damaged.
     """
     found = [(path, load(path)) for path in sorted(results.rglob("*.json"))]
     return [
@@ -35,9 +35,9 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run_apart(what: str, content: dict[str, Any]) -> str:
-    """Returns a line to put below a table if ``what``, a part of the table, was measured in another run.
+    """Returns a text to put below a table if ``what``, a part of the table, was measured in another run.
 
-    The line names the GPU and the date. It names no commit, because ``what`` is not this project's code.
+    The text names the GPU and the date of this run. It names no commit, because ``what`` is other software.
     """
     where = content["environment"]
     return f"{what}: built by hand and measured in another run, {where['gpu']}, {str(where['date'])[:10]}"

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown
-from sdfastgn.bench.tables.cells import NOTHING, number, source_line
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
 from sdfastgn.bench.tables.pipelines import pipeline_table
 from sdfastgn.bench.tables.profile import MODEL_LABELS
 from sdfastgn.program import counted
 
 _COMFYUI_LABELS = {"stock": "stock", "channels_last": "--force-channels-last", "sdfastgn": "**sdfastgn**"}
-_COMFYUI_HEADER = (
-    "ComfyUI", "it/s", "over stock", "VAE decode, ms", "latents' difference", "pixels' difference",
-    "same bits after ejection",
-)  # fmt: skip
 
 
 def pipelines_markdown(results: Path, kind: str) -> str:
@@ -35,29 +32,64 @@ def pipelines_markdown(results: Path, kind: str) -> str:
 
 
 def comfyui_markdown(results: Path) -> str:
-    """Returns a table of ComfyUI's times, with a line for each model and variant.
+    """Returns a table of ComfyUI's times, with a line for each model, release, setting and variant.
 
-    Differences are to stock. The latents' difference is relative to the norm of stock's latents. The pixels'
-    difference is the maximum over all pixels, whose values are in [0, 1].
+    Latents and pixels are compared with stock's. The difference of latents is relative to the norm of stock's
+    latents. The difference of pixels is the maximum over all pixels, whose values are in [0, 1].
     """
-    body, sources = [], []
+    lines, sources = [], []
     for content in documents(results, "comfyui"):
-        config, rows = content["config"], content["rows"]
-        model = f"{MODEL_LABELS[config['model']]} {config['size']}², {counted(config['steps'], 'step')}"
-        body += [
-            [f"{model}, {_COMFYUI_LABELS[row['variant']]}", *_comfyui_cells(row, rows[0])] for row in rows
-        ]
-        sources.append(f"ComfyUI {rows[0]['comfyui']}, {source_line(content)}")
-    return markdown(_COMFYUI_HEADER, body, sources)
+        # In older files the model, the size and the steps are in the config, because all rows share them.
+        rows = [{"status": OK, "dynamic_vram": False, **content["config"], **row} for row in content["rows"]]
+        stock = {
+            _comfyui_setting(row): row for row in rows if (row["variant"], row["status"]) == ("stock", OK)
+        }
+        lines += [_comfyui_cells(row, stock.get(_comfyui_setting(row))) for row in rows]
+        releases = ", ".join(dict.fromkeys(row["comfyui"] for row in rows))
+        sources.append(f"ComfyUI {releases}, {source_line(content)}")
+    return markdown(*without_empty_columns(lines), sources)
 
 
-def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any]) -> list[str]:
-    rate = row["it_per_s"]
-    times = [f"{rate:.1f}", f"{rate / stock['it_per_s']:.2f}x", number(row["decode_ms"])]
+def _comfyui_setting(row: dict[str, Any]) -> tuple[Any, ...]:
+    """The settings of a row. It is compared with the row of stock that has the same settings."""
+    return tuple(row[name] for name in ("comfyui", "dynamic_vram", "model", "size", "steps"))
+
+
+def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any] | None) -> dict[str, str]:
+    dynamic = " with DynamicVRAM" if row["dynamic_vram"] else ""
+    model = f"{MODEL_LABELS[row['model']]} {row['size']}², {counted(row['steps'], 'step')}"
+    what = f"{model}, {row['comfyui']}{dynamic}, {_COMFYUI_LABELS[row['variant']]}"
+    if row["status"] != OK:
+        row = {**row, "it_per_s": None}
+        what += f": {row['reason']}"
+    compile_text = " (compiles)" if row.get("first_compiled") else ""
+    return {
+        "ComfyUI": what,
+        "it/s": _rate(row, stock, "it_per_s"),
+        "it/s with a LoRA": _rate(row, stock, "lora_it_per_s"),
+        "it/s with a ControlNet": _rate(row, stock, "control_it_per_s"),
+        "VAE decode, ms": number(row.get("decode_ms")),
+        "first image, s": number(row.get("first_s"), 2) + compile_text,
+        "new LoRA strength, s": number(row.get("changed_strength_s"), 2),
+        "latents' difference": error_text(row.get("latent_difference")),
+        "pixels' difference": error_text(row.get("image_difference")),
+        "same bits after ejection": _after_ejection(row),
+    }
+
+
+def _rate(row: dict[str, Any], stock: dict[str, Any] | None, name: str) -> str:
+    """The text of a cell: iterations per second, and the speed-up over stock."""
+    rate = row.get(name)
+    if rate is None:
+        return NOTHING
+    return f"{rate:.1f}" if stock is None or stock is row else f"{rate:.1f} ({rate / stock[name]:.2f}x)"
+
+
+def _after_ejection(row: dict[str, Any]) -> str:
     if "exact_after_ejection" not in row:
-        return [*times, NOTHING, NOTHING, NOTHING]
-    differences = [f"{row[name]:.1e}" for name in ("latent_difference", "image_difference")]
-    # If stock's own second run differs in this part, a difference after ejection proves nothing.
+        return NOTHING
+    # After ComfyUI has ejected (removed) sdfastgn, the outputs should be stock's again.
+    # If two runs of stock differ from each other, a difference here is no error.
     wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
     told = any(row["stock_repeats_itself"][part] for part in wrong)
-    return [*times, *differences, "**no**" if told else "stock's own differ" if wrong else "yes"]
+    return "**no**" if told else "stock's own differ" if wrong else "yes"

@@ -1,4 +1,4 @@
-"""The suite of BatchNorm. Its competitors are cuDNN, and ATen's kernels, which PyTorch uses without cuDNN."""
+"""The benchmark suite of BatchNorm. Its competitors are cuDNN, and ATen's kernels (PyTorch without cuDNN)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-# The first values of the running mean and variance. They are close to the inputs' mean of 0.5 and standard
-# deviation of 1.5.
+# Initial running mean and variance, close to the inputs' mean of 0.5 and variance of 2.25.
 _MEAN, _VAR = 0.5, 2.0
 
 
@@ -44,9 +43,9 @@ def _stock(
     training: bool,
 ) -> Tensor:
     y = F.batch_norm(x, *averages, weight, bias, training)
-    # The activation is SiLU and not ReLU, because the gradient of ReLU jumps from zero to one at zero. Stock
-    # rounds the sum y + residual. If rounding moves a sum across zero, an element of the gradient is wrong.
-    # In fp16 such elements make a relative error of 1 %, which is as much as the gate allows.
+    # The activation is SiLU and not ReLU. The gradient of ReLU jumps from zero to one at zero, and stock
+    # rounds the sum y + residual. If this rounding moves a sum across zero, an element of the gradient is
+    # wrong. In fp16 such elements would make a relative error of 1 %, the maximum that the gate accepts.
     return y if residual is None else F.silu(y + residual)
 
 
@@ -59,10 +58,9 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """``_stock`` in ATen, without cuDNN. The backward is in ATen too, because the forward decides that."""
+    """``_stock`` in ATen, without cuDNN. Then the backward runs in ATen too."""
     before = torch.backends.cudnn.enabled
-    # ``torch.backends.cudnn.flags`` cannot be used here: it also reads the TF32 switches, and reading them
-    # may raise an error.
+    # ``torch.backends.cudnn.flags`` is not used: it reads the TF32 switches, which may raise an error.
     torch.backends.cudnn.enabled = False
     try:
         return _stock(*operands, **options)
@@ -105,8 +103,7 @@ _RESNET: tuple[Shape, ...] = (
     *((32, C, 14, 14) for C in (256, 512, 1024)),
     *((32, C, 7, 7) for C in (512, 2048)),
 )
-# Shapes with few and with many samples (N), channels (C) and pixels. Larger shapes are left out, because
-# their fp64 copies do not fit into memory.
+# Shapes with few and many samples (N), channels (C) and pixels. Larger fp64 copies do not fit into memory.
 _GRID: tuple[Shape, ...] = (
     *((N, C, 4, 4) for N in (8, 128) for C in (2, 64, 1024)),
     *((N, C, 32, 32) for N in (8, 128) for C in (2, 64, 1024)),

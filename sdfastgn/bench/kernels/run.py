@@ -1,4 +1,4 @@
-"""Times the operations of a suite with a hot and a cold L2 cache. Outputs are compared with fp64 first."""
+"""Times the operations of a suite with a hot and a cold L2 cache. First it compares outputs with fp64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tensors = tuple[Tensor, ...]
 
 # Maximum number of elements of a shape that is timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
-# A round of calls should move at most this number of bytes, so that rounds of large shapes stay short.
+# Number of bytes that a round of calls should move at most. It keeps rounds of large shapes short.
 ROUND_BYTES = 2**31
 # On a CPU, the number of calls in a round is ``CPU_CALLS``, and the maximum number of rounds is
 # ``CPU_REPEATS``. Both are small, because times on a CPU only show that the code runs.
@@ -73,9 +73,9 @@ def _tuple(outputs: Any) -> Tensors:
 def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
     """Run a forward that autograd records. Returns (leaves, outputs).
 
-    The leaves are new tensors in each call. Autograd remembers on which stream a leaf was first used. The
-    warm-up uses another stream than the capture of a CUDA graph, so the leaves of the warm-up would break the
-    capture.
+    The leaves are new tensors in each call, because autograd remembers on which stream a leaf was first used.
+    The warm-up runs on another stream than the capture of a CUDA graph. So leaves of the warm-up would break
+    the capture.
     """
     leaves = tuple(t.detach().requires_grad_() for t in operands)
     with torch.enable_grad():
@@ -86,8 +86,7 @@ def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
     """Run one pass. Returns its outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
     if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
-    # Autograd runs a backward on the stream of its forward. So the capture of a CUDA graph needs a forward
-    # that ran on the stream of the capture.
+    # Autograd runs a backward on the stream of its forward, so a capture needs a forward on its own stream.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
     is_backward_alone = pass_name == BACKWARD
     recorded = inputs.recorded.get(stream) if is_backward_alone else None
@@ -131,13 +130,13 @@ class _Case:
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # All passes of a provider share one built call, because torch.compile takes seconds to build one.
+        # A provider's call is built once for all passes, because torch.compile takes seconds to build it.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]
 
     def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """Run a pass. Returns name -> tensor to be compared with fp64: the outputs, and gradients if any."""
+        """Run a pass. Returns its outputs and gradients, to compare them with fp64: name -> tensor."""
         timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
         if pass_name not in DIFFERENTIATED:
@@ -146,7 +145,7 @@ class _Case:
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
-        """Fill in the row's errors. If an error exceeds its bound, also set the row's status and reason."""
+        """Fill in the row's errors. If an error is too large, also set the row's status and reason."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
@@ -159,7 +158,7 @@ class _Case:
                 row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
     def measure(self, row: KernelRow, provider: Provider, pass_name: str, suite: Suite) -> None:
-        """Fill in the row's errors and, if all of them are within their bounds, its times."""
+        """Compute the row's errors. If all errors are small enough, measure its times too."""
         device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
         call = self._built(provider, operands)
@@ -192,7 +191,8 @@ class _Case:
 def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
     """Return the number of calls in a round.
 
-    One call moves ``moved`` bytes and takes ``seconds``. A round should take ``round_seconds`` at most.
+    ``moved``: bytes that one call moves. ``seconds``: time of one call. ``round_seconds``: maximum time of a
+    round.
     """
     by_traffic = max(5, min(100, ROUND_BYTES // moved))
     return min(by_traffic, max(2, int(round_seconds / seconds)))
@@ -215,8 +215,8 @@ def _measuring(device: torch.device) -> Iterator[None]:
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
         if device.type == "cuda":
-            # The capture of a CUDA graph collects garbage. Freezing all present objects excludes them from
-            # the collection, which saves a third of a second.
+            # The capture of a CUDA graph collects garbage.
+            # Freezing all present objects excludes them from the collection, which saves a third of a second.
             gc.collect()
             gc.freeze()
         try:
@@ -235,7 +235,8 @@ def run(
 ) -> list[KernelRow]:
     """Time every provider of the config in every task of the suite, on every shape of the config.
 
-    The copy is always measured, and before the others: each row has the ratio of its time to the copy's.
+    The copy is always measured, and it is the first, because each row has the ratio of its time to the
+    copy's.
 
     Args:
         on_cell: called with shape and provider before each measurement.
@@ -271,7 +272,7 @@ def run(
 
 
 def _add_ratios(rows: Sequence[KernelRow]) -> None:
-    """Fill in the ratios of the rows' times to the copy's. All rows are of one shape."""
+    """Fill in the ratio of each row's times to the times of the copy. All rows must have the same shape."""
     copy = next((row for row in rows if row.provider == COPY and row.status == OK), None)
     for row in rows:
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:

@@ -1,8 +1,8 @@
-"""What a suite of kernel benchmarks consists of: providers, operations, shapes, rows.
+"""The classes of which a suite of kernel benchmarks consists: providers, operations, configs, rows.
 
 The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy are computed from the number
-of tensors that a pass has to read or write. Only tensors of the input's size count. A forward has two (x and
-y), a backward three (x, dy and dx), and a forward with its backward five.
+of tensors that a pass has to read or write. Only tensors of the input's size are counted. They are two for a
+forward (x and y), three for a backward (x, dy and dx), and five for a forward with its backward.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ Call = Callable[..., Any]
 
 # The name of the provider that all times are compared with. Its task has the same name.
 COPY = "copy"
-# Names of sdfastgn's providers begin with this. All other providers except the copy are competitors, which
-# are also called peers.
+# Names of sdfastgn's providers begin with this word. Other providers (except the copy) are called peers.
 OURS = "sdfastgn"
 # The default suite.
 INFERENCE = "inference"
 
-# The passes that can be timed. "forward in training" is a forward that autograd records. It may also save
-# tensors for the backward, which takes time.
+# The passes that can be timed. "forward in training" is a forward that autograd records.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
 DIFFERENTIATED = (BACKWARD, BOTH)
 
 # Maximum relative error of an output against fp64, by dtype. Rounding once makes an error of 3e-4 in fp16 and
 # 2e-3 in bf16. stable-fast computes statistics in fp16, which adds an error of the same size.
 ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
-# Maximum relative error of a gradient against fp64, by dtype. These bounds are higher, because eager rounds
-# twice more: it keeps mean and rstd, and the argument of the activation, in the input's dtype. In fp32, the
-# gradients of weight and bias are sums of up to 10^7 terms.
+# Maximum relative error of a gradient against fp64, by dtype. These bounds are higher than those of outputs,
+# because eager rounds two more tensors to the input's dtype: mean and rstd, and the argument of the
+# activation. In fp32 they are higher because the gradients of weight and bias are sums of up to 10^7 terms.
 GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
 
 
@@ -46,7 +44,7 @@ class Provider:
     """One implementation of an operation.
 
     Attributes:
-        build: called with operands. Returns the function that is timed with operands of the same sizes.
+        build: called with operands. Returns the function that is timed, for operands of the same sizes.
         reason: returns None if the provider can run on the given device, else the reason in one line.
         channels_last: True if the provider gets channels-last operands.
         by_default: True if the provider runs when the user names no providers.
@@ -76,11 +74,10 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
 
-        # Each shape is compiled anew. Without a reset torch.compile would give up at the tenth shape, and run
-        # it eagerly.
+        # Without a reset for each shape, torch.compile would run the tenth shape eagerly.
         torch.compiler.reset()
-        # A backward that is timed without its forward uses the same saved tensors in many calls, so it must
-        # not overwrite these tensors.
+        # A backward that is timed without its forward gets the same saved tensors in all calls.
+        # So it must not overwrite them, as compiled backwards do by default.
         return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
 
     return Provider(name, build, compile_reason, channels_last, by_default=False)
@@ -92,9 +89,9 @@ def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
 
 
 def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:
-    """Two providers that run ``call``: with the standard layout, and with channels-last operands.
+    """Two providers that run ``call``: one with channels-first operands, one with channels-last operands.
 
-    ``suffixes``: what is appended to ``name`` in the two names; by default ``nchw`` and ``nhwc``.
+    ``suffixes``: the ends of their names, after ``name`` and "_"; by default ``nchw`` and ``nhwc``.
     """
     standard, channels_last = suffixes or ("nchw", "nhwc")
     return fixed(f"{name}_{standard}", call, channels_last=False), fixed(f"{name}_{channels_last}", call)
@@ -110,9 +107,9 @@ def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provid
 
 
 def per_channel(shape: Shape, *more: str, axis: int = 1) -> dict[str, Shape]:
-    """Name -> size of the operands: x, and weight, bias and ``more``, which have one value per channel.
+    """Returns name -> size for the operands x, weight, bias and ``more``.
 
-    ``axis``: the axis of the channels.
+    All operands except x have one value per channel. ``axis``: the axis of the channels.
     """
     return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (shape[axis],))}
 
@@ -130,13 +127,14 @@ class Operation:
         reference: the computation in plain PyTorch, for operands of any dtype.
         providers: its implementations.
         passes: the passes that are timed.
-        task: what a row's task begins with. Empty if a row's task is the name of the pass alone.
+        task: the beginning of a row's task, before the name of the pass. Empty if a row's task is only the
+            name of the pass.
         outputs: names of the outputs.
         tensors: number of tensors of the input's size that a forward has to read or write.
         bounds: dtype -> maximum relative error of an output against fp64.
-        full: names of operands that are fp32 for every dtype of the config.
-        baseline: name of the provider that the last of ``providers`` is compared with. Only set for a suite's
-            ``extras``.
+        full: names of operands that are always fp32, whatever the config's dtype is.
+        baseline: name of the provider with which the last of ``providers`` is compared. It is only set for
+            operations in a suite's ``extras``.
     """
 
     sizes: Callable[[Shape], dict[str, Shape]]
@@ -151,7 +149,7 @@ class Operation:
     baseline: str = ""
 
     def label(self, pass_name: str) -> str:
-        """The task of a row: ``task`` and the name of the pass. The task of the copy is only "copy"."""
+        """The task of a row: ``self.task`` and the name of the pass. For the copy it is only "copy"."""
         return self.task if self.task == COPY else ", ".join(filter(None, (self.task, pass_name)))
 
     def moved_tensors(self, pass_name: str) -> int:
@@ -165,11 +163,11 @@ class Suite:
     Attributes:
         axes: names of a shape's axes, such as "NxCxHxW".
         shape_sets: name -> shapes, for ``--shapes``. Every suite has a set named ``all``.
-        operations: what is measured. The copy of the first operand is measured as well.
-        baseline: name of the provider that speed-ups are relative to.
-        extras: operations without competitors. A table of their own compares them with their ``baseline``.
+        operations: what is measured. A copy of the first operand is measured as well.
+        baseline: name of the provider with which speed-ups compare.
+        extras: operations without competitors. A second table compares them with their ``baseline``.
         dtype: the default of ``--dtype``.
-        divisor: the second axis of a shape must be divisible by this.
+        divisor: number by which the second axis of a shape must be divisible.
         repeats: the default of ``--repeats``, the number of timed rounds of each measurement.
         round_seconds: maximum duration of a round.
     """
@@ -187,7 +185,7 @@ class Suite:
 
     @property
     def is_inference(self) -> bool:
-        """Whether this is the suite ``inference``.
+        """True if this is the suite ``inference``.
 
         Only this suite also measures CPU time, and only its results have a picture and a brief page.
         """
@@ -200,7 +198,10 @@ class Suite:
 
     @property
     def every(self) -> tuple[Operation, ...]:
-        """All operations. The first is the copy, which reads and writes the suite's first operand once."""
+        """All operations of the suite.
+
+        The first is the copy, which reads and writes the first operand once.
+        """
         sizes = self.operations[0].sizes
         provider = Provider(COPY, lambda x: lambda x: torch.empty_like(x).copy_(x))
         copy = Operation(
@@ -214,7 +215,7 @@ class Suite:
 
     @property
     def ideals(self) -> dict[str, float]:
-        """Task -> lowest possible ratio of its time to the copy's, if memory traffic is the limit."""
+        """Task -> lowest possible ratio of its time to the time of the copy, if memory limits the speed."""
         return {
             operation.label(pass_name): operation.moved_tensors(pass_name) / 2
             for operation in self.operations
@@ -222,7 +223,7 @@ class Suite:
         }
 
     def gate(self, dtype: str) -> str:
-        """The maximum relative errors in words, for tables."""
+        """Describes the maximum relative errors in words, for tables."""
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
         if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):
             own.append(f"of gradients {GRADIENT_BOUNDS[dtype]:g}")
@@ -245,10 +246,10 @@ class Suite:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What to time.
+    """The settings of a run of a suite: what is timed, in which dtype, and on which device.
 
-    ``wall_clock``: True if a CPU is allowed. Times on a CPU include the cost of launches, and are
-    not measured with cold caches.
+    ``wall_clock``: True if the device may be a CPU. Times on a CPU include the cost of launches, and are not
+    measured with cold caches.
     """
 
     suite: str
@@ -272,8 +273,9 @@ class KernelRow:
     Attributes:
         hot_us: microseconds of a call whose operands are in the L2 cache.
         cold_us: microseconds of a call whose operands are not in the L2 cache.
-        hot_gbps, cold_gbps: minimum number of bytes that a call must move, divided by these times, in GB/s.
-        hot_ratio, cold_ratio: these times divided by the times of the provider "copy".
+        hot_gbps, cold_gbps: number of bytes that a call must move at least, divided by ``hot_us`` and by
+            ``cold_us``, in GB/s.
+        hot_ratio, cold_ratio: ``hot_us`` and ``cold_us`` divided by the same times of the provider "copy".
         error: the largest relative error of all outputs and gradients; None if an error is not finite.
         cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only the suite "inference"
             measures it.

@@ -42,17 +42,14 @@ GROUPS = 32
 EPS = 1e-5
 # The number that selects SiLU in the arguments of gnNHWC.
 _GNNHWC_SILU = 2
-# apex's layer uses its one-pass kernel for images of at most this number of pixels, on sm_80 and later.
+# Maximum number of pixels of an image for which apex's layer uses its one-pass kernel, on sm_80 and later.
 _APEX_ONE_PASS = 1024
 
 
 def _with_statistics(
     task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
 ) -> Operation:
-    """An operation with two providers: the op ``plain``, and ``ours``.
-
-    ``ours`` also returns the statistics of its result.
-    """
+    """An operation with two providers. ``ours`` also returns statistics of its result, ``plain`` does not."""
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
     tensors = 3 if task == "add" else 2
     return Operation(sizes, plain, (fixed(task, plain), others), task=task, tensors=tensors, baseline=task)
@@ -87,13 +84,16 @@ def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
 
 
 def _gnnhwc(*operands: Tensor) -> Call:
-    # The package of the project channels-last-groupnorm. It compiles its kernels at its first import.
+    # gnnhwc is the package of the project channels-last-groupnorm. Its first import compiles its kernels.
     apply = importlib.import_module("gnnhwc").GN_NHWC_Func.apply
     return lambda x, weight, bias: apply(x, weight, bias, GROUPS, EPS, _GNNHWC_SILU)
 
 
 def _apex(x: Tensor, *others: Tensor) -> Call:
-    """The one of apex's two kernels that apex's own layer uses for the shape of ``x``."""
+    """Returns a call of one of apex's two kernels.
+
+    For an ``x`` of this shape, apex's own layer uses it too.
+    """
     module = importlib.import_module("apex.contrib.group_norm.group_norm")
     one_pass = x.shape[2] * x.shape[3] <= _APEX_ONE_PASS
     kernel = module.cuda_group_norm_nhwc_one_pass if one_pass else module.cuda_group_norm_nhwc_two_pass
@@ -104,8 +104,8 @@ def _built_by_hand(name: str, build: Callable[..., Call]) -> Provider:
     return Provider(name, build, functools.partial(cuda_package_reason, name), by_default=False)
 
 
-# Inputs of norms in the UNets of SD1.5 at 512 x 512 and SDXL at 1024 x 1024 pixels, with guidance. The last
-# three are inputs of norms at low resolution in the VAE.
+# Shapes of the inputs of norms in the UNets of SD1.5 at 512 x 512 and SDXL at 1024 x 1024 pixels, with
+# guidance. The last three are shapes of inputs in the VAE, at low resolution.
 _UNET: tuple[Shape, ...] = (
     *((2, C, 8, 8) for C in (1280, 2560)),
     *((2, C, 16, 16) for C in (1280, 1920, 2560)),
@@ -114,7 +114,7 @@ _UNET: tuple[Shape, ...] = (
     *((2, C, 128, 128) for C in (320, 640, 960)),
     *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
 )
-# Inputs of norms near the VAE's output, and one input with a large batch.
+# Shapes of the inputs of norms near the VAE's output, and one shape with a large batch.
 _LARGE: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
 
 _TRAINING = Suite(
@@ -218,8 +218,7 @@ def _add_layer_norm(
     return _layer_norm(total, weight, bias), total
 
 
-# Shapes are (rows, D). ``_ROWS`` goes from few long rows to many short ones. ``_TOKENS`` are the tokens in
-# the UNets of SD1.5 and SDXL.
+# Shapes (rows, D). ``_ROWS``: from few long rows to many short ones. ``_TOKENS``: in UNets of SD1.5 and SDXL.
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
 _TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
 
@@ -265,8 +264,8 @@ def _upsample_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.conv2d(_upsample(x), weight, bias, padding=1)
 
 
-# ``_DECODER`` are the images that the VAE's decoder upsamples for an output of 512 x 512 or 1024 x 1024
-# pixels. ``_DOUBLED`` are the images that the UNets of SD1.5 and SDXL upsample.
+# ``_DECODER``: shapes of the images that the VAE's decoder upsamples, for an output of 512 x 512 or 1024 x
+# 1024 pixels. ``_DOUBLED``: shapes of the images that the UNets of SD1.5 and SDXL upsample.
 _DECODER: tuple[Shape, ...] = (
     *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
     *((1, 256, pixels, pixels) for pixels in (256, 512)),

@@ -56,7 +56,7 @@ class Blocks:
     def _widths(self, room: int) -> list[int]:
         """Widths of the columns, if ``room`` characters are available.
 
-        Texts may be folded between words. Numbers are only folded if they are wider than ``room``.
+        Lines of text may be broken between words. A number is only broken if it is wider than ``room``.
         """
         rows = [self.header, *self.body]
         columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]

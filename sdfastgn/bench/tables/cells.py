@@ -1,18 +1,17 @@
-"""What tables of results share: how numbers are written, marks, and a line on where a run was made."""
+"""Parts that all tables of results use: texts of numbers, marks, and a line on machine and versions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# ``NOTHING`` is the text of a cell without a value. ``LOSS`` follows a time of sdfastgn if a competitor was
-# faster.
+# ``NOTHING``: the text of a cell without a value. ``LOSS``: a mark after a time that a competitor beats.
 NOTHING = "-"
 LOSS = "†"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` with ``digits`` significant digits and no exponent."""
+    """``value`` as a text with ``digits`` significant digits and no exponent."""
     if value is None:
         return NOTHING
     if value == 0 or abs(value) >= 10**digits:
@@ -40,7 +39,7 @@ def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], li
 
 
 def source_line(content: dict[str, Any]) -> str:
-    """One line: the machine, the versions, the commit and the date of a run."""
+    """A line of text with the machine, the versions, the commit and the date of a run."""
     env = content["environment"]
     packages = env.get("packages", {})
     names = ("torch", "triton", "diffusers")

@@ -51,7 +51,7 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """Notes on rows: what the variant did, images/s of each process, why a time or breakdown is missing."""
+    """Lines of text about rows: what the variant did, images/s of each process, reasons for missing times."""
     texts = []
     for row in rows:
         texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
@@ -62,12 +62,12 @@ def row_notes(rows: Iterable[Row]) -> list[str]:
 
 
 def row_line(row: Row) -> str:
-    """A row in one line, shown as soon as it is measured."""
+    """A line of text about a row. It is shown as soon as the row is measured."""
     found = f"{number(row.median_ms, 4)} ms" if row.status == OK else f"{row.status}: {row.reason}"
     return f"{row.part}: {row.variant}: {found}"
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """A line for each reason why there is no graph time, with the variants that it applies to."""
+    """A line of text for each reason why variants have no graph time, with the names of these variants."""
     variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
     return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

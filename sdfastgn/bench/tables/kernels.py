@@ -15,8 +15,7 @@ from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_col
 
 # The rows of one shape and task: provider -> row. The copy is one of the providers.
 Line = dict[str, KernelRow]
-# ``Overs`` are the names of two providers, and ``Pair`` is two ratios. The first is for a hot L2, the second
-# for a cold L2.
+# ``Overs``: two names of providers. ``Pair``: two ratios. In both, (for a hot L2 cache, for a cold L2 cache).
 Overs = tuple[str | None, str | None]
 Pair = tuple[float | None, float | None]
 
@@ -43,10 +42,10 @@ def timed_names(rows: Iterable[KernelRow]) -> list[str]:
 
 
 def ratio(line: Line, name: str, over: str | Overs) -> Pair:
-    """The time of the provider ``name`` divided by the time of ``over``, (hot, cold).
+    """Returns two ratios, for a hot and a cold L2: the time of ``name`` divided by the time of ``over``.
 
-    ``over``: one provider, or one for hot and one for cold times. A ratio is None if one of its two times is
-    missing.
+    ``name``: a provider. ``over``: a provider, or a pair: one for the hot ratio and one for the cold ratio. A
+    ratio is None if one of its two times is missing.
     """
     found: list[float | None] = []
     for index, other in enumerate((over, over) if isinstance(over, str) else over):
@@ -71,7 +70,7 @@ def best_peers(line: Line) -> Overs:
 
 
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Geometric means of the times' ratios to ``over``: set of shapes -> task -> provider -> the means."""
+    """Geometric means of the ratios of times to those of ``over``: shape set -> task -> provider -> means."""
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for set_name, shapes in suite.shape_sets.items():
@@ -89,7 +88,7 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """Geometric means of the times' ratios to the copy and to the suite's baseline, as a dict for JSON."""
+    """Geometric means of the ratios of times to the copy's and to the baseline's, as a dict for JSON."""
     rows = list(rows)
     return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
 
@@ -98,7 +97,7 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 
 
 def cell_line(row: KernelRow) -> str:
-    """A measurement in one line, shown as soon as it is made; empty if the provider is unavailable."""
+    """A line of text about a measurement, shown as soon as it is made. Empty if it was not possible."""
     if row.status == UNAVAILABLE:
         return ""
     found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"
@@ -107,7 +106,7 @@ def cell_line(row: KernelRow) -> str:
 
 def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     """Lines that say why cells of a table are empty: one line for each provider and reason."""
-    # The shapes are keys of a dict, so a shape with several rows, one for each task, is only named once.
+    # The shapes are keys of a dict, so that a shape with several rows (one for each task) is named only once.
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.status != OK:

@@ -24,8 +24,8 @@ class WaitRow:
     """How long one process waits for its first images. It has no times if the last image is wrong.
 
     Attributes:
-        image_s: seconds of each of the first images. The first includes ``optimize``.
-        new_size_s: seconds of each of the first UNet steps at a size that is new to the process.
+        image_s: seconds that each of the first images takes. The first number includes ``optimize``.
+        new_size_s: seconds that each of the first UNet steps takes at a size that is new to the process.
         peak_mib: maximum memory that tensors occupied; None on the CPU.
         reserved_mib: maximum memory that PyTorch's CUDA allocator took from the GPU; None on the CPU.
         psnr_db: PSNR of the last image against stock's image. None for stock itself, and if the images are
@@ -48,16 +48,20 @@ class WaitRow:
 
     @property
     def new_size_over_s(self) -> float:
-        """Additional seconds that the first steps at a new size took, added up.
+        """Seconds that the first steps at a new size took in total, beyond the usual time of such steps.
 
-        The last step took the usual time.
+        The time of the last step is taken as the usual time.
         """
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 
 @dataclass
 class HostRow:
-    """Milliseconds of an image with one variant: in total, and of each function that the pipeline calls."""
+    """CPU time in milliseconds of one image with one variant.
+
+    ``total_ms``: the whole call of the pipeline. ``functions``: name of a function that the pipeline calls ->
+    its time.
+    """
 
     variant: str
     total_ms: float
@@ -65,7 +69,7 @@ class HostRow:
 
 
 def pipeline_table(content: dict[str, Any]) -> Blocks:
-    """The table of a result. The result's kind must be in ``PIPELINE_TABLES``."""
+    """The table of a result. ``content``: the result's JSON. Its kind must be in ``PIPELINE_TABLES``."""
     title, row, table = PIPELINE_TABLES[content["kind"]]
     (part,) = content["config"]["parts"]
     shown = table([row(**values) for values in content["rows"]])

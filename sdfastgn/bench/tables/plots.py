@@ -36,7 +36,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Write a PNG that shows the GB/s of each provider, over the bytes that a call has to move at least.
+    """Write a PNG of the GB/s of each provider (vertical), by the bytes that a call must move (horizontal).
 
     The roof is the line of the copy, which reads x once and writes y once.
     """
@@ -64,9 +64,9 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
 
 
 def _megabytes(row: KernelRow) -> float:
-    """Megabytes that the call has to move, from its GB/s and its time.
+    """Megabytes that the call must move.
 
-    (GB/s times microseconds gives kilobytes.)
+    GB/s times microseconds gives kilobytes, so they are divided by 1000.
     """
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
 
@@ -74,8 +74,8 @@ def _megabytes(row: KernelRow) -> float:
 def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
     """Write a PNG of where a call's time goes: a panel for each part, with a stacked bar for each variant.
 
-    The floor of a variant is its time in convolutions, GEMMs and attention. A stroke marks each variant's
-    floor, and a dashed line marks the lowest floor in a panel. Rows without a breakdown are left out.
+    The floor of a variant is its time in convolutions, GEMMs and attention. A mark in each bar shows the
+    variant's floor, and a dashed line the lowest floor in a panel. Rows without a breakdown are left out.
     Raises ValueError if no row has a breakdown.
     """
     from matplotlib.figure import Figure

@@ -29,14 +29,13 @@ MODEL_LABELS = {
 }
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 
-# Maximum number of characters of a kernel's name in a table. Names of C++ templates may have a thousand. The
-# JSON has the full names.
+# Maximum number of characters of a kernel's name in a table. (Names of C++ templates may have a thousand.)
 _NAME_LENGTH = 110
 _OTHERS_SHOWN = 5
 
 
 def row_title(row: Row) -> str:
-    """What a row measures: model, part, size, batch and dtype, in words."""
+    """Describes in words what a row measures: model, part, size, batch and dtype."""
     model = MODEL_LABELS.get(row.model, row.model)
     what = f"VAE decode, {model}" if row.part == "vae" else f"{model} {PART_LABELS[row.part]}"
     return f"{what} {extent(row.size, row.width, row.frames)}, batch {row.batch}, {row.dtype}"

@@ -32,11 +32,11 @@ _FREE_SETTINGS = ("repeats",)
 
 @dataclass(frozen=True)
 class Result:
-    """A run.
+    """The results of one run.
 
     Attributes:
-        name: its name in tables.
-        content: its JSON.
+        name: the run's name in tables.
+        content: the content of the run's JSON file.
         figures: ``case_title`` of a pipeline -> the pipeline's images, as ``page.figures`` returns them.
     """
 
@@ -79,7 +79,7 @@ def read_result(path: Path, name: str) -> Result:
 
 
 def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
-    """The config that a row was measured with; empty if the run does not have it."""
+    """The config with which a row was measured; empty if the run's JSON does not contain it."""
     names = ("model", "part", "size", "batch", "dtype")
     parts = content["config"].get("parts", [])
     found = [each for each in parts if all(each[name] == getattr(row, name) for name in names)]
@@ -87,7 +87,7 @@ def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_title(row: Row, content: dict[str, Any]) -> str:
-    """What a row measures, in words. Rows of two results are compared if their titles are equal."""
+    """Describes in words what a row measures. Rows of two results are compared if their titles are equal."""
     part = _config_of(row, content)
     count = len(row.process_images_s or ())
     processes = f", {counted(count, 'process', 'processes')}" if count else ""
@@ -100,9 +100,9 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
 def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
     """Return ``rows`` of a run, without the times that profiling may have made longer.
 
-    After the profiler's first recording every launch costs more CPU time, so later times are too long. These
-    are removed. Times before the first recording are kept, and so is the first row of each part. Variants
-    that replay graphs do not launch kernels one by one, so their times are kept too.
+    Once the profiler has recorded something, every later launch takes more CPU time. So times after the first
+    recording are removed, with two exceptions. The first row of each part is kept. The times of variants that
+    replay graphs are kept, because these do not launch kernels one by one.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}
@@ -116,7 +116,7 @@ def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
 
 
 def cases_of(result: Result) -> dict[str, list[Row]]:
-    """``case_title`` -> rows of a ``bench`` result, without times that a profiler has changed."""
+    """Returns ``case_title`` -> rows of a result of ``bench``, without times that profiling made longer."""
     if result.content["kind"] not in BENCH_KINDS:
         return {}
     rows = _without_slowed_times([Row(**values) for values in result.content["rows"]])
@@ -149,7 +149,7 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """A table for each part that ran as a preset: our numbers beside the published ones, in their unit."""
+    """A table for each part that ran as a preset: our numbers and the published ones, in the same unit."""
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():
@@ -172,9 +172,9 @@ def preset_tables(result: Result) -> list[Blocks]:
 
 
 def times_of(result: Result) -> dict[tuple[str, str], float]:
-    """(what was timed, variant or provider) -> its time.
+    """Returns (what was timed, variant or provider) -> time.
 
-    The time is in milliseconds, or for kernels in microseconds with a hot L2.
+    The time is in milliseconds. For kernels it is in microseconds, with a hot L2 cache.
     """
     if found := _kernels_of(result):
         rows = [row for row in found[1] if row.status == OK]
@@ -190,7 +190,7 @@ def times_of(result: Result) -> dict[tuple[str, str], float]:
 def comparison(results: Sequence[Result]) -> Blocks:
     """A table of the times of all results side by side, and of their ratios to the first result.
 
-    It only shows what at least two results have timed, so it may have no rows.
+    It only has rows for what at least two results have timed, so it may be empty.
     """
     first, *others = results
     times = [times_of(result) for result in results]
@@ -211,6 +211,6 @@ def comparison(results: Sequence[Result]) -> Blocks:
 
 
 def _ratio_text(ratio: float) -> str:
-    """The ratio of two times, and whether it means equal, slower or faster."""
+    """A text with the ratio of two times, and one of the words equal, slower and faster."""
     text = f"{ratio:.2f}"
     return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"

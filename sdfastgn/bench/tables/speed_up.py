@@ -1,4 +1,4 @@
-"""The speed-up of a variant over eager, and whether the times vary too much to state it."""
+"""The speed-up of a variant over eager, and whether it is uncertain because the times vary too much."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SpeedUp:
 
     Attributes:
         value: the ratio of the medians.
-        least, most: the lowest and the highest ratio, if both times vary between their 10th and 90th
-            percentiles.
+        least, most: the lowest and the highest ratio that are possible if each of the two times is between
+            its 10th and its 90th percentile.
     """
 
     value: float
@@ -28,7 +28,7 @@ class SpeedUp:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the range from ``least`` to ``most`` is wider than the ratio itself."""
+        """True if the range from ``least`` to ``most`` is wider than ``value``."""
         return self.most - self.least > self.value
 
     def __str__(self) -> str:
@@ -41,9 +41,10 @@ def eager_of(rows: Iterable[Row]) -> Row | None:
 
 
 def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp | None:
-    """The speed-up over eager of a row's call, or with ``as_graph`` of the call as a CUDA graph.
+    """The speed-up of a row's call over eager. None if the row or eager has no time.
 
-    None if the row or eager has no time. The time of a replay has no percentiles.
+    ``as_graph``: True for the speed-up of the call as a CUDA graph. The time of a graph has no percentiles.
+    Then only eager's percentiles decide the range of the speed-up.
     """
     time = row.graph_ms if as_graph else row.median_ms
     if eager is None or not eager.median_ms or not time:

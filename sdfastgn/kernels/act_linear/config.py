@@ -1,8 +1,9 @@
 """The launch configuration of ``act_linear``: pure functions of sizes and multiprocessors.
 
 x (N, K) has few rows, so nearly all the time goes into reading the weight (C, K) from memory. A program
-reads a few rows of the weight, and as many columns at a time as keep the memory busy. Its warps share the
-columns of each row. So each program applies the activation to x only once, for all its rows of the weight.
+processes a few rows of the weight. It reads as many columns of them at once as are needed to keep the memory
+busy. Its warps divide the columns among them. So the program applies the activation to each element of x only
+once, for all its rows of the weight.
 """
 
 from __future__ import annotations
@@ -11,30 +12,29 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Maximum number of rows of x for which this kernel is at least as fast as PyTorch's activation, matrix
-# product and sum.
+# Maximum number of rows of x for which the kernel is used. With more rows, PyTorch's own ops are faster.
 _FEW_ROWS = 16
-# Maximum number of rows of x of a program.
+# Maximum number of rows of x that a program processes.
 _BLOCK_N = 4
-# Maximum number of rows of the weight of a program.
+# Maximum number of rows of the weight that a program processes.
 _BLOCK_C = 8
 # Maximum number of warps of a program.
 _MAX_WARPS = 4
 # Maximum number of contiguous elements of a row that a thread reads at once.
 _MAX_VECTOR = 4
-# Minimum number of contiguous elements of a row that a thread reads at once, unless K requires fewer.
+# Minimum number of contiguous elements of a row that a thread reads at once, if K is large enough.
 _MIN_VECTOR = 2
 # Maximum number of sums that a thread keeps in registers.
 _MAX_SUMS = 64
-# Bytes of the weight that a thread loads at the same time. This decides the number of steps.
+# Bytes of the weight that a thread should load at the same time. They decide the number of steps.
 _BYTES_UNDER_WAY = 256
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A program computes ``block_n`` rows and ``block_c`` columns of y (N, C).
+    """Sizes of the tile of a program, which computes ``block_n`` rows and ``block_c`` columns of y (N, C).
 
-    It sums along K, in ``steps`` blocks of ``block_k`` elements at a time.
+    The program sums along K. Each iteration of its loop loads ``steps`` blocks of ``block_k`` elements.
     """
 
     block_n: int
@@ -45,7 +45,7 @@ class TileConfig:
 
     @property
     def vector(self) -> int:
-        """Contiguous elements that a thread reads at once."""
+        """Number of contiguous elements that a thread reads at once."""
         return max(1, self.block_k // (WARP * self.num_warps))
 
     def programs(self, N: int, C: int) -> int:
@@ -63,7 +63,7 @@ def has_few_rows(N: int) -> bool:
 
 
 def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int) -> TileConfig:
-    """How to multiply x (N, K) by weight (C, K).
+    """The configuration of the kernel for x (N, K) and weight (C, K).
 
     ``itemsize``: bytes of an element. ``vector``: maximum number of elements that a thread can load at once.
     """
@@ -81,7 +81,7 @@ def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int
 
 
 def _fitting_block(K: int, widest: int, narrowest: int) -> int:
-    """The widest block of K that leaves few lanes idle at the end of a row."""
+    """The largest block of K, of at most ``widest`` elements, with few idle lanes at the end of a row."""
     if narrowest >= K:
         return next_power_of_2(K)
     best = ceil_div(K, narrowest) * narrowest

@@ -1,18 +1,19 @@
 """The Triton kernel of ``act_linear``: an activation, and a linear layer for few rows.
 
-One launch reads the weight once. x is small, so each program reads it and applies the activation again.
+A launch reads the weight once. Each program reads a few rows of x and computes their activation itself. x is
+small, so it does not matter that several programs do this for the same rows.
 
-Pointers, all contiguous:
+Tensors, all contiguous:
 
 - ``x``: (N, K), fp16, bf16 or fp32; ``weight``: (C, K) in the dtype of x;
 - ``bias``, ``extra_bias``: (C,) or None;
 - ``y``: (N, C) in the dtype of x.
 
-With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the one before it still
-runs, and waits before it accesses memory.
+With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
+runs, and waits for its end before it accesses memory.
 
-Numerics: fp32, rounded once at the store. Sums have a fixed order, so every run gives the same bits. Offsets
-that can pass 2^31 are int64.
+Numerics: all arithmetic is fp32, and the result is rounded once. Sums have a fixed order, so every run gives
+the same bits. Offsets that can be 2^31 or more are int64.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ def _act_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows of y.
+    """Computes y. A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows of y.
 
-    ``STEPS``: blocks of ``BLOCK_K`` elements whose loads are in flight together. ``VECTOR``: contiguous
-    elements of a thread. ``EVEN``: True if no element is masked along K.
+    ``STEPS``: number of blocks of ``BLOCK_K`` elements that are loaded at the same time. ``VECTOR``: number
+    of contiguous elements of a thread. ``EVEN``: True if no element is masked along K.
     """
     blocks = tl.cdiv(C, BLOCK_C)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    # Indices after the last row become the last row, so that loads need a mask only along K.
+    # Indices beyond the last row become the index of the last row, so that loads need a mask only along K.
     x_row = x_ptr + (tl.minimum(n, N - 1) * K)[:, None, None]
     in_bounds = tl.minimum(c, C - 1)
     weight_row = weight_ptr + (in_bounds * K)[None, :, None]
@@ -58,9 +59,9 @@ def _act_linear_kernel(
         for step in tl.static_range(STEPS):
             at = start + step * BLOCK_K + k
             mask = None if EVEN else at < K
-            # ``max_contiguous`` makes Triton place all threads along K, for x and for weight. Without it,
-            # threads of a weight's load are in several rows, and each step exchanges values through
-            # shared memory.
+            # ``max_contiguous`` makes Triton place all threads along K, both for x and for the weight.
+            # Without it, Triton spreads the threads that load the weight over several rows, and each step
+            # exchanges values through shared memory.
             x_at = tl.max_contiguous(x_row + at, [1, 1, VECTOR])
             weight_at = tl.max_contiguous(weight_row + at, [1, 1, VECTOR])
             x = tl.load(x_at, mask=mask, other=None if EVEN else 0.0).to(tl.float32)

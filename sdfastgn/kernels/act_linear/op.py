@@ -4,9 +4,10 @@ Formula, with x (N, K), weight (C, K), and biases (C,) or None:
 
     y[n, c] = sum_k act(x[n, k]) * weight[c, k] + bias[c] + extra_bias[c]
 
-A diffusion model does this with its time embedding about twenty times in each step. N is then 1 or 2.
+The ResNet blocks of a diffusion model compute this from the time embedding, about twenty times in each step,
+with N of 1 or 2.
 
-On a GPU the kernel of ``act_linear/kernels.py`` runs, where layouts and numerics are explained. Everywhere
+On a GPU the kernel of ``act_linear/kernels.py`` runs; that file explains layouts and numerics. Everywhere
 else, and with gradients, ``reference_act_linear`` runs.
 
 Source: torch.nn.functional.linear for the interface.
@@ -36,7 +37,7 @@ def reference_act_linear(
     activation: str = "identity",
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """``act_linear`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input: the fallback."""
+    """``act_linear`` in plain PyTorch, for calls that the kernel cannot run. Computes in fp32 or fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias, extra_bias = (None if b is None else b.to(wide) for b in (bias, extra_bias))
     y = F.linear(ACTIVATIONS[activation](x.to(wide)), weight.to(wide), bias)
@@ -58,7 +59,7 @@ class _Call(NamedTuple):
 
 
 class _Plan:
-    """The launch of one kind of call: one program for each tile of y."""
+    """The launch for one kind of call, with one program for each tile of y."""
 
     __slots__ = ("launch", "shape")
 
@@ -79,7 +80,7 @@ class _Plan:
         )  # fmt: skip
 
     def run(self, call: _Call) -> Tensor:
-        """y (N, C)"""
+        """Launch the kernel, and return y (N, C)."""
         x, weight, bias, _, extra_bias = call
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         self.launch.run(x, weight, bias, extra_bias, y)
@@ -108,15 +109,16 @@ def act_linear(
         bias: (C,) or None.
         activation: applied to x before the product. A key of
             ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
-        extra_bias: (C,) or None, also added to every row. For example the bias of a convolution.
+        extra_bias: (C,) or None. It is added to every row too. For example, if the output is added to the
+            result of a convolution next, this can be the bias of the convolution.
 
     Shapes: the output is (N, C).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of these
         dtypes. Activation, products and sums are fp32, without TF32. The output has the dtype of x. Under
         autocast PyTorch's own linear layer runs, in the dtype that autocast chooses.
     Layout: any. Tensors that are not contiguous are copied first. The output is contiguous.
-    Grad: of every tensor, any number of times. Gradients, the transforms of torch.func and forward-mode AD
-        run in plain PyTorch.
+    Grad: every tensor has gradients, of any order. Calls with gradients, in transforms of torch.func or in
+        forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or x and weight have different dtypes.
         ValueError: a shape, a device or the activation's name does not fit.
@@ -137,8 +139,7 @@ def act_linear(
                 return plan.run(call)
         except dispatch.KernelError:
             return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
-        # Looking for a plan can fail if an argument is invalid. ``_check`` then raises an error that names
-        # the argument.
+        # The search for a plan can fail for invalid arguments. ``_check`` then names the argument.
         except (AttributeError, RuntimeError):
             _check(call)
             raise

@@ -1,12 +1,14 @@
 """The configuration of attention with wide heads, in chunks of queries: pure functions of sizes.
 
-The scores of a chunk (queries x keys, fp32) are in memory at once. A matrix product runs in tiles of
-128 x 128 results. A chunk should have at least as many tiles as the GPU has multiprocessors, because with
-fewer tiles some multiprocessors are idle. Larger chunks only take more memory.
+Attention takes two matrix products: scores = queries x keys, and weights x values. The weights are the
+softmax of the scores. All scores of a chunk (queries x keys, fp32) are in memory at once.
 
-The second product, weights times values, has as few columns as a head has channels, and thus few tiles. If
-they are fewer than the multiprocessors, the keys are divided into parts, and the partial products are added
-up later.
+A matrix product runs in tiles of 128 x 128 results. A chunk should have at least as many tiles as the GPU has
+multiprocessors, because with fewer tiles some multiprocessors are idle. Larger chunks only take more memory.
+
+The second product has only as many columns as a head has channels, and thus few tiles. If there are fewer
+tiles than multiprocessors, the keys are divided into parts, and each part gives a partial product. The
+partial products are added up later.
 """
 
 from __future__ import annotations
@@ -16,45 +18,44 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Rows of scores and weights start at multiples of this number of elements: a 16-byte load of 16-bit weights.
+# Rows of scores and weights start at multiples of this number of elements: 16 bytes of 16-bit weights.
 VECTOR = 8
-# Maximum number of bytes of a chunk's scores: this is small compared with a model's memory, and enough to
-# keep a GPU busy.
+# Maximum number of bytes of a chunk's scores: enough to keep a GPU busy, and small compared with a model.
 _MAX_SCORE_BYTES = 64 * 2**20
 # Rows and columns of a tile of cuBLAS's matrix products.
 _TILE = 128
-# Minimum number of keys of a part of the second product. With fewer, adding up the partial products costs too
-# much.
+# Minimum number of keys of a part. With fewer keys, adding up the partial products takes too long.
 _MIN_KEYS_OF_A_PART = 512
-# Longest row of scores, in elements, that a program of the softmax keeps in registers.
+# Maximum length of a row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Elements of a longer row that a program processes at once.
+# Number of elements that a program of the softmax processes at once, if a row is longer than this maximum.
 _LONG_ROW_BLOCK = 8192
 # Maximum number of warps of a program of the softmax.
 _MAX_WARPS = 16
 # Minimum number of scores for each warp of the softmax.
 _PER_WARP = 512
-# Maximum number of elements of a program that divides products by sums.
+# Maximum number of elements for each program of the kernel that divides products by sums.
 _DIVIDE_BLOCK = 1024
-# Elements for each warp that divides products by sums.
+# Number of elements for each warp of the kernel that divides products by sums.
 _DIVIDE_PER_WARP = 256
 # Maximum number of channels of a head for which PyTorch has flash kernels.
 _MAX_FLASH_CHANNELS = 256
-# Minimum number of queries, and of keys, for which chunks are faster, although each chunk takes four
-# launches.
+# Minimum number of queries, and minimum number of keys. With fewer, attention in chunks is not faster than
+# PyTorch's attention, because each chunk takes four launches.
 _MIN_TOKENS = 1024
 
-# (b0, b1, r0, r1): queries r0 to r1 of heads b0 to b1. The heads of all samples are numbered consecutively.
-# The ends are not included.
+# A chunk (b0, b1, r0, r1) has the queries r0 to r1 - 1 of the heads b0 to b1 - 1.
+# The heads of all samples are numbered consecutively.
 Chunk = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class ChunksConfig:
-    """A chunk has ``rows`` queries of each of ``matrices`` heads. If ``matrices`` > 1, it has all queries.
+    """The sizes of chunks.
 
-    ``pitch``: elements between the starts of rows of scores. ``splits``: number of parts of the keys in the
-    second product.
+    ``matrices``: number of heads in a chunk. ``rows``: number of queries of each of these heads in the chunk;
+    if ``matrices`` > 1, these are all queries. ``pitch``: elements between the starts of rows of scores.
+    ``splits``: number of parts into which the keys are divided in the second product.
     """
 
     matrices: int
@@ -69,7 +70,7 @@ class ChunksConfig:
                 yield b, min(b + self.matrices, count), r, min(r + self.rows, L)
 
     def scratch(self, D: int) -> int:
-        """Number of fp32 values in the memory for a chunk's scores, which later holds the second product.
+        """Number of fp32 values in the memory for a chunk's scores, and later for its second product.
 
         ``D``: channels of a head.
         """
@@ -77,9 +78,9 @@ class ChunksConfig:
 
 
 def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> ChunksConfig:
-    """The chunks of attention with ``count`` heads of ``L`` queries, ``keys`` keys and ``D`` channels.
+    """The sizes of chunks for ``count`` heads of ``L`` queries, ``keys`` keys and ``D`` channels.
 
-    ``count``: heads of all samples.
+    ``count``: number of heads of all samples together.
     """
     pitch = ceil_div(keys, VECTOR) * VECTOR
     most = max(_TILE, _MAX_SCORE_BYTES // (4 * pitch) // _TILE * _TILE)
@@ -93,7 +94,11 @@ def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> Chunks
 
 
 def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
-    """Number of parts of the keys, a power of 2, with which there is at most one tile per multiprocessor."""
+    """Number of parts into which the keys are divided for the second product: a power of 2.
+
+    The keys are divided further as long as the parts together have at most one tile per multiprocessor, and
+    each part has at least ``_MIN_KEYS_OF_A_PART`` keys.
+    """
     tiles = ceil_div(rows, _TILE) * ceil_div(D, _TILE)
     splits = 1
     while (
@@ -106,14 +111,14 @@ def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
 
 
 def softmax_config(keys: int) -> tuple[int, int, bool]:
-    """(block, warps, ``WHOLE``) of the softmax kernel. If ``WHOLE``, a block is a whole row of scores."""
+    """(elements of a block, warps, ``WHOLE``) of the softmax kernel. ``WHOLE``: a block is a whole row."""
     whole = next_power_of_2(keys) <= _MAX_IN_REGISTERS
     block = next_power_of_2(keys) if whole else _LONG_ROW_BLOCK
     return block, max(1, min(_MAX_WARPS, block // _PER_WARP)), whole
 
 
 def divide_config(D: int) -> tuple[int, int]:
-    """(block, warps) of the kernel that divides products by sums."""
+    """(elements of a block, warps) of the kernel that divides products by sums."""
     block = min(next_power_of_2(D), _DIVIDE_BLOCK)
     return block, max(1, block // _DIVIDE_PER_WARP)
 
@@ -121,7 +126,8 @@ def divide_config(D: int) -> tuple[int, int]:
 def pays(L: int, keys: int, D: int) -> bool:
     """True if attention in chunks is faster than PyTorch's attention, for heads of ``D`` channels.
 
-    On an H200 PyTorch's attention with 512 channels runs at 130 TFLOP/s, and matrix products at four times
-    that speed. Products are slow if D is not a multiple of 8. With few tokens chunks save no time.
+    It is not faster if D is not a multiple of 8, because then matrix products are slow, or if there are few
+    queries or keys. On an H200 PyTorch's attention with 512 channels runs at 130 TFLOP/s, and matrix products
+    run at four times that speed.
     """
     return D > _MAX_FLASH_CHANNELS and D % VECTOR == 0 and min(L, keys) >= _MIN_TOKENS

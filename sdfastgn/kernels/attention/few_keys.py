@@ -2,19 +2,19 @@
 
 Formula, for each sample, head and query l:
 
-    p[s] = exp(scale * (q[l] . k[s]) - m),  m = max_s of the exponents
+    p[s] = exp(scale * (q[l] . k[s]) - m),  m = max_s scale * (q[l] . k[s])
     y[l] = sum_s p[s] v[s] / sum_s p[s]
 
 PyTorch's kernels process keys in steps, and are made for many keys. With 77 keys they take 10 to 15 us,
 although reading q and writing y takes only 3 us. Here a program reads its queries and all keys of a head at
-once. The keys are one or two tiles, so that little is padding: 77 keys are tiles of 64 and 16. y is (N, L, H,
-D) in memory, which the next linear layer can read without a copy.
+once. The keys are divided into one or two tiles, so that there is little padding: 77 keys become tiles of 64
+and 16 keys. In memory y is (N, L, H, D), which the next linear layer can read without a copy.
 
 Numerics: products are accumulated in fp32, and the softmax is fp32. p is rounded to the dtype of v before
 the second product, as in every flash kernel. y is rounded once.
 
-This is for inference only: there is no op and no backward. Callers use
-``torch.nn.functional.scaled_dot_product_attention`` where ``attend_to_few`` returns None.
+This is for inference only: there is no registered op and no backward. If ``attend_to_few`` returns None,
+callers use ``torch.nn.functional.scaled_dot_product_attention``.
 
 Source: Vaswani et al., 2017; Milakov and Gimelshein, "Online normalizer calculation for softmax",
 2018; Dao et al., "FlashAttention", 2022.
@@ -37,7 +37,7 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 MAX_KEYS = 128
 # Maximum number of channels of a head.
 _MAX_HEAD_DIM = 256
-# Smallest side of a tile in a matrix product.
+# Minimum number of rows, and of columns, of a tile in a matrix product.
 _LEAST = 16
 # Number of 16-bit elements of a 16-byte load.
 _VECTOR = 8
@@ -49,8 +49,8 @@ _VECTOR = 8
 class AttentionConfig:
     """Sizes of tiles, all powers of 2.
 
-    ``block_m``: queries of a program. ``block_d``: padded channels. ``head``, ``tail``: keys of the first
-    and of the second tile of keys; ``tail`` is 0 if there is only one.
+    ``block_m``: number of queries of a program. ``block_d``: number of channels, with padding. ``head``:
+    number of keys in the first tile of keys. ``tail``: number of keys in the second tile; 0 if there is none.
     """
 
     block_m: int
@@ -67,9 +67,9 @@ def attention_config(D: int, S: int) -> AttentionConfig:
     tail = max(_LEAST, next_power_of_2(S - head)) if head < S else 0
     if head == tail:
         head, tail = 2 * head, 0
-    # Four warps multiply 64 queries at once. With 128 queries a thread took 195 registers, and SDXL's 320
-    # programs did not all run at once on an H200. If heads have more than 128 channels, the fp32 results
-    # alone need the registers of eight warps.
+    # A program has 64 queries. With 128 queries a thread took 195 registers, and SDXL's 320 programs did not
+    # all run at once on an H200. Four warps are enough for 64 queries, but for more than 128 channels the
+    # fp32 results alone need the registers of eight warps.
     return AttentionConfig(64, block_d, head, tail, 8 if block_d > 128 else 4)
 
 
@@ -77,15 +77,17 @@ def attention_config(D: int, S: int) -> AttentionConfig:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if the kernel can attend with q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
+    """True if the kernel can run for q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
 
-    - the same dtype for all, fp16 or bf16;
+    It needs:
+
+    - tensors of the same dtype, fp16 or bf16;
     - at most ``MAX_KEYS`` keys, and at most 256 channels;
-    - contiguous channels, and all other strides are multiples of 16 bytes;
-    - an NVIDIA GPU from sm_80 on, or from sm_90 to below sm_120 for more than 128 channels. Under Triton's
-      interpreter any device.
+    - contiguous channels, and all other strides multiples of 16 bytes;
+    - an NVIDIA GPU of sm_80 or newer; for more than 128 channels sm_90 or newer, but older than sm_120. Under
+      Triton's interpreter the device may be any.
 
-    Not checked: that the tensors are on one device.
+    It is not checked that the tensors are on one device.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -98,15 +100,16 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[3] % _VECTOR == 0
         and q.numel() > 0
         and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
-        and (not q.is_cuda or _runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
+        and (not q.is_cuda or runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
     )
 
 
-def _runs_on(capability: tuple[int, int], D: int) -> bool:
-    """True if registers do not spill on a GPU of this capability, with ``D`` channels.
+def runs_on(capability: tuple[int, int], D: int) -> bool:
+    """True if the kernel for ``D`` channels does not spill registers on a GPU of this compute capability.
 
-    Hopper and Blackwell multiply operands in shared memory. On other GPUs both operands are in registers, so
-    the widest heads spill. On AMD's RDNA 3 even heads of 80 channels spill.
+    Matrix products of Hopper and of Blackwell's server GPUs read operands from shared memory. On other GPUs
+    both operands are in registers, so heads of more than 128 channels spill. On AMD's RDNA 3 even heads of 80
+    channels spill.
     """
     if torch.version.hip is not None:
         return False
@@ -136,15 +139,14 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
 
 
 def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor | None:
-    """softmax(q k^T scale) v, or None if ``fits`` is False or the kernel cannot be compiled.
+    """Returns softmax(q k^T scale) v, or None if ``fits`` is False or the kernel cannot be compiled.
 
     Args:
         q: (N, H, L, D).
         k, v: (N, H, S, D), the dtype and device of q.
         scale: by default 1 / sqrt(D).
 
-    Returns:
-        (N, H, L, D) in the dtype of q: a transposed view of contiguous (N, L, H, D).
+    The result is (N, H, L, D) in the dtype of q. It is a transposed view of a contiguous (N, L, H, D) tensor.
     """
     key = (
         q.shape,

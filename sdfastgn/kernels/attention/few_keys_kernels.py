@@ -1,4 +1,4 @@
-"""The Triton kernel of ``attention/few_keys.py``, where its formula and numerics are explained."""
+"""The Triton kernel of attention to few keys. ``attention/few_keys.py`` explains its formula and numerics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdfastgn.kernels.common.activation_kernels import exp2
 def _rows_of(
     ptr, first, ROWS: tl.constexpr, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Loads a (ROWS, BLOCK_D) tile from row ``first`` on, with 0 from row ``count`` and from column D on."""
+    """Loads a (ROWS, BLOCK_D) tile that begins at row ``first`` of a (count, D) matrix. Padding is 0."""
     r = first + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     mask = (r < count)[:, None]
@@ -24,7 +24,10 @@ def _rows_of(
 
 @triton.jit
 def _scores(q, k, first, S: tl.constexpr, COLUMNS: tl.constexpr, scale):
-    """Computes (queries, COLUMNS) scores of the keys from ``first`` on, fp32, with -inf from key ``S`` on."""
+    """Computes (queries, COLUMNS) fp32 scores. ``first``: number of the first key in ``k``.
+
+    There are ``S`` keys. The scores of all further columns, which are padding, are -inf.
+    """
     scores = tl.dot(q, tl.trans(k)) * scale
     s = first + tl.arange(0, COLUMNS)
     return tl.where((s < S)[None, :], scores, float("-inf"))
@@ -40,18 +43,19 @@ def _short_attention_kernel(
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes y for ``BLOCK_M`` queries of one head of one sample.
+    """Computes y. A program computes it for ``BLOCK_M`` queries of one head of one sample.
 
     Pointers: ``q`` (N, H, L, D), ``k`` and ``v`` (N, H, S, D), fp16 or bf16, with contiguous channels;
     ``y`` (N, L, H, D), contiguous.
 
     Numbers:
         q_n, k_n, v_n: strides of samples, in multiples of ``VECTOR`` elements.
-        scale: factor of the scores, for powers of 2: log2(e) times the factor in the formula.
+        scale: factor of the scores: ``scale`` of the formula times log2(e), because the kernel computes
+            powers of 2.
 
     Constants:
-        Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads and of rows.
-        HEAD, TAIL: keys of the two tiles. 0 for no second tile.
+        Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads (H) and of queries or keys (L) in q, k and v.
+        HEAD, TAIL: numbers of keys in the first and in the second tile. ``TAIL`` is 0 without a second tile.
     """
     blocks = tl.cdiv(L, BLOCK_M)
     first = (tl.program_id(0) % blocks) * BLOCK_M

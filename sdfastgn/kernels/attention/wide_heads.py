@@ -2,19 +2,20 @@
 
 ``wide_attention`` is the public function. ``attend`` computes the same, without checks of arguments.
 
-Formula, for each sample and head, with q of shape (L, D), k and v of (keys, D):
+Formula, for each sample and head, with q of shape (L, D), k and v of shape (keys, D):
 
     y = softmax(q k^T * scale) v,  softmax over the keys
 
 Flash kernels keep tiles of queries, keys and values on the chip. Heads with more than 256 channels do not
-fit, and PyTorch's kernel for them is slow. With the 512 channels of a VAE's mid block it reaches 130 TFLOP/s
-on an H200, a fifth of the speed of matrix products. Two matrix products with a softmax between them are
-faster, although all scores go through memory.
+fit there, and PyTorch's kernel for such heads is slow. With the 512 channels of a VAE's mid block it reaches
+130 TFLOP/s on an H200, a fifth of the speed of matrix products. Two matrix products with a softmax between
+them are faster, although all scores are written to memory.
 
-The queries are processed in chunks, which limits this memory: ``_MAX_SCORE_BYTES`` of
-``attention/config.py`` for the scores, and half of that for the weights, which are the softmax of the scores.
+The queries are processed in chunks, in order to limit the memory for scores and for weights (the softmax of
+the scores). Scores take at most ``_MAX_SCORE_BYTES`` of ``attention/config.py``, and weights take half of
+that.
 
-On a GPU the kernels of ``attention/wide_heads_kernels.py`` run, where numerics are explained. If they cannot
+On a GPU the kernels of ``attention/wide_heads_kernels.py`` run; that file explains numerics. If they cannot
 run or are not faster, PyTorch's ``scaled_dot_product_attention`` runs.
 
 Source: Vaswani et al., "Attention is all you need", 2017; Rabe and Staats, "Self-attention does not
@@ -34,12 +35,12 @@ from sdfastgn.kernels.attention.config import pays
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
 
-# Dtypes that run in chunks.
+# Dtypes of calls that run in chunks.
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The fallback, PyTorch's attention. Arguments and result as in ``wide_attention``."""
+    """PyTorch's attention, for calls that do not run in chunks. Arguments are those of ``wide_attention``."""
     y = F.scaled_dot_product_attention(q, k, v, scale=scale)
     # PyTorch 2.11's attention on a GPU returns None for an empty batch.
     return q.clone() if y is None else y
@@ -67,10 +68,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
     """``softmax(q k^T * scale) v`` for wide heads, without a mask.
 
-    It runs in chunks of queries if all of the following holds, and else in PyTorch's attention: dtypes are
-    fp16 or bf16; the GPU is NVIDIA's; D is a multiple of 8 above 256; there are at least 1024 queries and
-    1024 keys; autocast does not change the dtype; no gradients are wanted, and no transform of torch.func
-    and no forward-mode AD is active.
+    It runs in chunks of queries if all these conditions hold: the dtype is fp16 or bf16; the GPU is NVIDIA's;
+    D is a multiple of 8 and larger than 256; there are at least 1024 queries and 1024 keys; autocast does not
+    change the dtype; no gradients are wanted; and no transform of torch.func and no forward-mode AD is
+    active. Otherwise PyTorch's attention runs.
 
     Args:
         q: (N, heads, L, D), queries.
@@ -80,10 +81,11 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
     Shapes: the output is (N, heads, L, D).
     Dtypes: fp16, bf16, fp32 or fp64, the same for all tensors and the output.
-    Layout: any. Tensors whose channels are not contiguous are copied first. The output is contiguous, but
-        under autocast, and if gradients are wanted, it has the layout that PyTorch's attention returns.
-    Grad: of q, k and v, by PyTorch's attention.
-    Memory: 96 MiB besides the output and copies for up to 131072 keys. For more keys it grows in proportion.
+    Layout: any. Tensors whose channels are not contiguous are copied first. The output is contiguous, except
+        under autocast and if gradients are wanted: then it has the layout that PyTorch's attention returns.
+    Grad: q, k and v have gradients, which PyTorch's attention computes.
+    Memory: besides the output and copies, 96 MiB for up to 131072 keys. With more keys the memory grows in
+        proportion to them.
     Raises:
         TypeError: a tensor is not strided or has another dtype, the dtypes differ, or scale is not a number.
         ValueError: a shape, a device or the scale does not fit.
@@ -102,9 +104,9 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if attention in chunks can run and is faster than PyTorch's attention."""
     return (
-        not torch.jit.is_tracing()  # sizes are then not numbers
+        not torch.jit.is_tracing()  # while it traces, sizes are tensors and not numbers
         and torch.version.hip is None  # only cuBLAS has the products of 16-bit matrices with fp32 results
-        # This condition comes early, because it is fast to check and False for all attention of a UNet.
+        # This check comes early, because it is fast, and False for all attention layers of a UNet.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0
@@ -123,7 +125,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _is_cast(q: Tensor) -> bool:
-    """True if autocast is on and its dtype is not the dtype of ``q``. PyTorch's attention then casts."""
+    """True if autocast is on, with another dtype than the one of ``q``. Then PyTorch's attention casts."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 

@@ -1,24 +1,24 @@
-"""The launches of attention with wide heads, for ``attention/wide_heads.py``, and their Triton kernels.
+"""The Triton kernels of attention with wide heads, and their launches, for ``attention/wide_heads.py``.
 
 The queries are processed in chunks, one after the other. Each chunk takes four launches:
 
 1. scores = queries x keys, fp32, by cuBLAS;
-2. weights = exp(scale * (scores - largest score of the row)), 16 bits, and their sums for each row
-   (``_softmax_kernel``);
-3. products = weights x values, fp32, by cuBLAS, in the memory where the scores were;
+2. weights = exp(scale * (scores - largest score of the row)) in 16 bits, and the sum of the weights of each
+   row (``_softmax_kernel``);
+3. products = weights x values, fp32, by cuBLAS. They overwrite the scores;
 4. y = products / sums (``_divide_kernel``).
 
-All chunks use the same memory for scores, weights and sums. The CPU never waits for the GPU, so that a CUDA
-graph can record the launches.
+All chunks use the same memory for scores, weights and sums. The CPU never waits for the GPU, so a CUDA graph
+can capture the launches.
 
-With programmatic dependent launch (``PDL``, from sm_90 on) the Triton kernels start while the product before
-them still runs, and wait before they access memory.
+With programmatic dependent launch (``PDL``, from sm_90 on) a Triton kernel starts while the matrix product
+that precedes it still runs, and waits for its end before it accesses memory.
 
-Numerics: scores, sums and products are fp32. The weights of a row are between 0 and 1, and the largest
-is 1. They are rounded to 16 bits, and the sum of a row adds up its *rounded* weights. Rounding of the weights
-then does not scale the mean of the values. For example, if this mean is five times the deviation of the
-values, the error of y is a fifth of what it would be with sums of exact weights. y is rounded once. NaN and
-inf behave as in softmax.
+Numerics: scores, sums and products are fp32. The weights of a row are between 0 and 1, and the largest weight
+is 1. Weights are rounded to 16 bits, and the sum of a row adds up the *rounded* weights. So the weights that
+multiply the values are divided by exactly their own sum, and a common offset of the values causes no error.
+For example, if the mean of the values is five times their deviation, the error of y is a fifth of what it
+would be with sums of exact weights. y is rounded once. NaN and inf behave as in softmax.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from sdfastgn.kernels.common.sizes import ceil_div
 @triton.jit
 def _read_scores(scores, c, keys, pitch):
     """Loads the scores of a row in columns ``c``, fp32. Scores after the last key are -inf."""
-    # The load is masked by the pitch, which the compiler knows to be a multiple of ``VECTOR``. With a mask
-    # that can end anywhere it would load element by element.
+    # The mask of the load is ``c < pitch``, because the compiler knows that the pitch is a multiple of
+    # ``VECTOR``. With ``c < keys`` it would load element by element.
     return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
 
 
 @triton.jit
 def _write_weights(weights, scores, top, scale, c, pitch):
     """Stores exp2((scores - top) * scale) in the dtype of ``weights``. Returns the rounded values in fp32."""
-    # The difference is taken first and then multiplied by scale. So it is exact for scores close to the
-    # largest one, which have the largest weights.
+    # The difference is computed before the multiplication.
+    # So it is exact for scores close to the largest one, which have the largest weights.
     rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
     tl.store(weights + c, rounded, mask=c < pitch)
     return rounded.to(tl.float32)
@@ -65,12 +65,13 @@ def _softmax_kernel(
     keys, parts, scale,
     PDL: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the weights of one row of scores, and their sum.
+    """Computes weights and their sums. A program computes the weights of one row of scores, and their sum.
 
-    Pointers: ``scores`` fp32 (rows, pitch); ``weights`` fp16 or bf16 (rows, pitch); ``sums`` fp32 (rows,).
+    Tensors: ``scores`` fp32 (rows, pitch); ``weights`` fp16 or bf16 (rows, pitch); ``sums`` fp32 (rows,).
 
-    ``parts``: the pitch in multiples of ``VECTOR``. ``scale``: factor of the scores, for powers of 2.
-    ``WHOLE``: True if a row is one block, which is read once. Else it is read twice.
+    ``parts``: pitch / ``VECTOR``. ``scale``: the factor of the scores times log2(e), because the kernel
+    computes powers of 2. ``WHOLE``: True if a row fits into one block, so that it is read once. False if it
+    is read twice.
     """
     row = tl.program_id(0).to(tl.int64)
     pitch = parts * VECTOR
@@ -100,9 +101,9 @@ def _divide_kernel(
     rows,
     D: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes a block of one row of y: the products of all parts, divided by the row's sum.
+    """Computes y. A program computes a block of one row: the sum of its partial products / the row's sum.
 
-    Pointers: ``products`` fp32 (SPLITS, rows, D); ``sums`` fp32 (rows,); ``y`` (rows, D), contiguous.
+    Tensors: ``products`` fp32 (SPLITS, rows, D); ``sums`` fp32 (rows,); ``y`` (rows, D), contiguous.
     """
     blocks = tl.cdiv(D, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -124,8 +125,9 @@ def _divide_kernel(
 class _Plan:
     """The chunks and launches for one combination of sizes, scale, dtype and device.
 
-    ``launches``: number of rows of a chunk -> its softmax and its division. The last chunk may have fewer
-    rows. ``scratch``: number of fp32 values for a chunk's scores and products.
+    ``launches``: number of rows of a chunk -> (launch of the softmax, launch of the division). The last chunk
+    may have fewer rows than the others. ``scratch``: number of fp32 values in the memory for a chunk's scores
+    and products.
     """
 
     __slots__ = ("chunks", "config", "launches", "scratch")
@@ -162,18 +164,18 @@ _plans: PlanCache[_Plan] = PlanCache()
 
 
 def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v, contiguous (N, heads, L, D) in the dtype of q.
+    """Returns softmax(q k^T * scale) v, contiguous (N, heads, L, D) in the dtype of q.
 
     Args:
         q: (N, heads, L, D).
         k, v: (N, heads, keys, D).
         scale: must be positive.
 
-    The tensors must all be fp16 or all bf16, not empty, and on one GPU, or any device under Triton's
-    interpreter.
+    The tensors must all be fp16 or all bf16, must not be empty, and must be on one GPU. Under Triton's
+    interpreter they may be on any device.
     """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # cuBLAS needs contiguous channels. Copying here avoids one copy in each chunk.
+    # cuBLAS needs contiguous channels. If they are not, one copy is made here instead of one in each chunk.
     q, k, v = (_side_by_side(t).flatten(0, 1) for t in (q, k, v))
     key = (q.shape, k.shape, scale, q.dtype, q.device)
     plan = _plans.get(key)
@@ -206,8 +208,9 @@ def _launch(
     """Launch the four steps of one chunk, which fill its rows of y.
 
     Args:
-        tensors: q (count, L, D), k and v (count, keys, D), where ``count`` are the heads of all samples.
-        workspace: memory for scores and products, for weights, and for sums.
+        tensors: q (count, L, D), k and v (count, keys, D), where ``count`` is the number of heads of all
+            samples.
+        workspace: three tensors, as memory for scores and products, for weights, and for sums.
         y: (count * L, D).
     """
     q, k, v = tensors
@@ -222,7 +225,7 @@ def _launch(
     softmax(stream, scratch, weights, sums)
 
     left, right = weights[: matrices * rows * pitch].view(matrices, rows, pitch)[:, :, :keys], v[b0:b1]
-    if splits > 1:  # the chunk then has one head: each part of its keys becomes a matrix of a batch
+    if splits > 1:  # then the chunk has one head, and each part of its keys becomes a matrix of a batch
         left, right = left[0].unflatten(1, (splits, -1)).transpose(0, 1), right[0].unflatten(0, (splits, -1))
     _multiply(left, right, scratch[: left.shape[0] * rows * D].view(-1, rows, D))
     first = b0 * q.shape[1] + r0
@@ -230,7 +233,7 @@ def _launch(
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b for batches of matrices, with 16-bit a and b and fp32 out."""
+    """Computes out = a @ b for batches of matrices. a and b are 16-bit, out is fp32."""
     if a.is_cuda:
         torch.ops.aten.bmm.dtype_out(a, b, torch.float32, out=out)
     else:  # PyTorch multiplies 16-bit matrices to fp32 only on GPUs

@@ -7,7 +7,7 @@ mean) / sqrt(var + eps), and M the number of values of a channel:
     dx = weight / sqrt(var + eps) * (dz - dbias / M - xhat * dweight / M)
 
 Where mean and var were given, the last two terms fall away. On a GPU the kernels of
-``batch_norm/backward_kernels.py`` run, everywhere else, and for a second derivative,
+``batch_norm/kernels.py`` run, everywhere else, and for a second derivative,
 ``reference_batch_norm_grads``, which takes the moments of the batch again.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, and the chain rule.

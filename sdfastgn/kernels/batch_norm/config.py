@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
-from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
+from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP_LOAD, ceil_div, next_power_of_2
+from sdfastgn.kernels.group_norm.config import MergeConfig, SmallConfig
+from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
 # Columns of a row that are whole 16-byte loads in 16 bits.
 _LOADED = 8
@@ -60,29 +61,46 @@ class Rows(NamedTuple):
         """What the statistics of a tensor (N, C, HW) are launched with."""
         return self.samples, self.width, self.rows
 
+    @property
+    def image(self) -> int | None:
+        """Positions of an image, channels-first."""
+        return None if self.channels_last else self.rows
+
 
 def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
     """(N, C, HW) without gaps as rows."""
     if not channels_last and HW > 1:
         return Rows(N, HW, C, False)
     positions, together = N * HW, 1
-    while together * C % _LOADED and 2 * together * C <= _SIDE_BY_SIDE and positions % (2 * together) == 0:
+    # Offsets are 32-bit in chunks that must be of equal size, and so may be as long as x.
+    while (
+        together * C % _LOADED
+        and 2 * together * C <= _SIDE_BY_SIDE
+        and positions % (2 * together) == 0
+        and positions * C <= MAX_OFFSET
+    ):
         together *= 2
     return Rows(1, positions // together, together * C, True)
 
 
-@dataclass(frozen=True)
-class SmallConfig:
-    """One launch: a program has ``block`` channels at all positions, (lanes, num_warps, steps) of them."""
+def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
+    """How to take statistics that ``merge_kernel`` brings together for each of C channels.
 
-    lanes: int
-    num_warps: int
-    steps: int
-    block: int
+    It takes the chunks of a channel for those of one sample, where only the last one may be shorter. So those
+    of several samples, or of several columns, are of equal size.
+    """
+    config = statistics_config(*rows.shape, rows.channels_last, num_sms)
+    if rows.samples == 1 and rows.width == C:
+        return config
+    chunks = next(n for n in range(config.chunks, 0, -1) if rows.rows % n == 0)
+    return replace(config, rows=rows.rows // chunks, chunks=chunks)
 
 
 def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) -> SmallConfig | None:
-    """How to normalize each of C channels in one launch; None where three are faster."""
+    """How to normalize each of C channels in one launch; None where three are faster.
+
+    A program has ``block`` channels at all positions.
+    """
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
@@ -96,22 +114,14 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
         return None
     lanes = min(outer, WARP_LOAD // block)
     num_warps = min(next_power_of_2(ceil_div(outer * block, _SMALL_PER_WARP)), outer // lanes)
-    return SmallConfig(lanes, num_warps, outer // (lanes * num_warps), block)
+    return SmallConfig(block, True, lanes, num_warps, outer // (lanes * num_warps), block)
 
 
-def position_factor(rows: Rows) -> int:
-    """A divisor of an image's positions, such that loads along them are vectors: channels-first only.
-
-    ``row_factor`` knows 16 or none. Images of few pixels, such as 14 x 14, gain from 4 as well.
-    """
-    return 1 if rows.channels_last else math.gcd(rows.rows, _LOADED)
-
-
-def merge_config(partials: int, C: int) -> tuple[int, int, int]:
-    """(partial results, channels, warps) of the tile in which those of C channels are brought together."""
+def merge_config(partials: int, C: int) -> MergeConfig:
+    """How to bring together so many partial results of each of C channels."""
     channels = min(_MERGE_CHANNELS, next_power_of_2(C))
     # A second tile waits for memory again. Half sectors, which several programs read, take less time.
     while channels > _MERGE_MIN_CHANNELS and partials * channels > _MERGE_TILE:
         channels //= 2
     block = min(next_power_of_2(partials), _MERGE_TILE // channels)
-    return block, channels, max(1, block * channels // _MERGE_PER_WARP)
+    return MergeConfig(channels, True, block, channels, max(1, block * channels // _MERGE_PER_WARP))

@@ -111,9 +111,9 @@ check_share = checks_of(BatchNormCall, lambda name, call: None)
 
 
 def _plan(call: BatchNormCall) -> Any:
-    from sdfastgn.kernels.batch_norm.plans import FirstRun  # needs Triton
+    from sdfastgn.kernels.batch_norm.plans import BatchNormPlan  # needs Triton
 
-    return FirstRun(call)
+    return BatchNormPlan(call)
 
 
 BATCH_NORM = PlannedOp(

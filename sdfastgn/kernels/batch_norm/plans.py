@@ -1,31 +1,29 @@
-"""How ``batch_norm`` is launched: which of ``batch_norm/kernels.py`` run, and in what memory."""
+"""How ``batch_norm`` is launched: which kernels of BatchNorm and GroupNorm run, and in what memory."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.batch_norm import kernels
-from sdfastgn.kernels.batch_norm.config import (
-    Rows,
-    SmallConfig,
-    as_rows,
-    merge_config,
-    position_factor,
-    small_config,
-)
+from sdfastgn.kernels.batch_norm.config import Rows, as_rows, merge_config, moments_config, small_config
 from sdfastgn.kernels.batch_norm.op import BatchNormCall
 from sdfastgn.kernels.batch_norm.plain import empty_moments
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
-from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor
 from sdfastgn.kernels.group_norm.config import ApplyConfig, apply_config
+from sdfastgn.kernels.group_norm.op import NO_MORE, GroupNormCall
+from sdfastgn.kernels.group_norm.plans import merge_launch, pairs_of, small_launch
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
+
+# GroupNorm's shift, ada_scale and ada_shift, which BatchNorm does not have.
+NO_OPERANDS = (None, None, None)
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -33,35 +31,35 @@ def rows_of(x: Tensor) -> Rows:
     return as_rows(x.shape[0], x.shape[1], math.prod(x.shape[2:]), dense_is_channels_last(x))
 
 
+def _one_sample(x: Tensor, eps: float, activation: str) -> GroupNormCall:
+    """The batch as one sample of GroupNorm, each channel a group: what launches are planned from."""
+    C = x.shape[1]
+    like_batch = x.new_empty(()).expand(1, C, x.numel() // C)
+    return GroupNormCall(like_batch, C, None, None, eps, activation, *NO_MORE)
+
+
 class Moments:
     """Mean and variance of each channel of x, on its way through two launches."""
 
     __slots__ = ("C", "_merge", "_statistics")
 
-    def __init__(self, x: Tensor, momentum: float = 0.0) -> None:
-        rows, pdl = rows_of(x), gpu.has_programmatic_launch(x.device)
-        self.C = x.shape[1]
-        self._statistics = StatisticsLaunch(x.new_empty(()).expand(rows.shape), rows.channels_last)
-        chunks, together = self._statistics.chunks, rows.width // self.C
-        partials = rows.samples * chunks * together
-        block_p, block_c, num_warps = merge_config(partials, self.C)
-        positions = x.numel() // self.C
-        self._merge = Launch(
-            kernels.batch_merge_kernel, ceil_div(self.C, block_c), num_warps, pdl=pdl,
-            HW=rows.rows, rows=ceil_div(rows.rows, chunks), chunks=chunks,
-            partials=partials, plane=partials * self.C, positions=positions, momentum=momentum,
-            C=self.C, TOGETHER=together, EXACT=x.dtype == torch.float32, LOOP=partials > block_p,
-            BLOCK_P=block_p, BLOCK_C=block_c,
-        )  # fmt: skip
+    def __init__(self, x: Tensor) -> None:
+        rows, self.C = rows_of(x), x.shape[1]
+        config = moments_config(rows, self.C, gpu.num_sms(x.device))
+        like_rows = x.new_empty(()).expand(rows.shape)
+        self._statistics = StatisticsLaunch(like_rows, rows.channels_last, config=config)
+        partials = math.prod(self._statistics.shape[1:]) // self.C
+        # Without a table nothing is normalized: eps has no effect.
+        sample, no_table = _one_sample(x, 1.0, "identity"), {"table_offset": 0, "table_plane": 0}
+        tile = merge_config(partials, self.C)
+        self._merge = merge_launch(sample, sample.x.shape[2], partials, tile, no_table)
 
-    def on_stream(
-        self, stream: int, x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def on_stream(self, stream: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """(mean, var) of ``x``, which has no gaps, on ``stream`` of the current device."""
         statistics = torch.empty(self._statistics.shape, dtype=torch.float32, device=x.device)
         mean, var = empty_moments(x, self.C)
         self._statistics.on_stream(stream, x, statistics)
-        self._merge(stream, statistics, mean, var, running_mean, running_var)
+        self._merge(stream, statistics, None, mean, var, None, None, *NO_OPERANDS)
         return mean, var
 
 
@@ -79,23 +77,27 @@ def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class BatchNormPlan:
-    """The launches of one kind of call: ``small``, or ``moments`` and ``apply``, or ``apply`` alone."""
+    """The launches of one kind of call: ``small``, or ``moments`` and ``apply``, or ``apply`` alone.
+
+    The last one updates the running averages. So they are as they were if one cannot be compiled, and the
+    call is made again in plain PyTorch.
+    """
 
     __slots__ = ("apply", "moments", "small")
 
     def __init__(self, call: BatchNormCall) -> None:
         x = call.x
-        rows, is_given = rows_of(x), call.mean is not None
+        rows, is_given, sms = rows_of(x), call.mean is not None, gpu.num_sms(x.device)
         self.small: Launch | None = None
         self.moments: Moments | None = None
-        config = small_config(rows, x.shape[1], gpu.num_sms(x.device))
-        if config is not None and not is_given:
-            self.small = _small(call, rows, config)
+        small = small_config(rows, x.shape[1], sms)
+        if small is not None and not is_given:
+            sample = _one_sample(x, call.eps, call.activation)
+            self.small = small_launch(sample, small, sample.x.shape[2], True, rows.image, call.momentum)
             return
         if not is_given:
-            self.moments = Moments(x, call.momentum)
-        blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(x.device))
-        self.apply = _apply(call, rows, blocks)
+            self.moments = Moments(x)
+        self.apply = _apply(call, rows)
 
     def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(y, and the batch's mean and var where they are taken)."""
@@ -104,15 +106,15 @@ class BatchNormPlan:
             with torch.cuda.device(call.x.device):
                 return self.run(call)
         x, weight, bias, residual, mean, var, *_ = call
+        running: Any = call.running_mean, call.running_var
         y = torch.empty_like(x)
-        running = (call.running_mean, call.running_var)
         if self.small is not None:
             mean, var = empty_moments(x, x.shape[1])
-            self.small(stream, x, residual, y, mean, var, weight, bias, *running)
+            self.small(stream, x, y, mean, var, weight, bias, *NO_OPERANDS, residual, *running)
             return y, mean, var
         if self.moments is not None:
-            mean, var = self.moments.on_stream(stream, x, *running)
-        self.apply(stream, x, residual, y, mean, var, weight, bias)
+            mean, var = self.moments.on_stream(stream, x)
+        self.apply(stream, x, residual, y, mean, var, weight, bias, *running)
         return (y, None, None) if self.moments is None else (y, mean, var)
 
     def run_and_save(self, call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,52 +122,30 @@ class BatchNormPlan:
         return (y, *empty_moments(y, 0)) if mean is None or var is None else (y, mean, var)
 
 
-def _small(call: BatchNormCall, rows: Rows, config: SmallConfig) -> Launch:
-    x, C = call.x, call.x.shape[1]
+def _apply(call: BatchNormCall, rows: Rows) -> Launch:
+    blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(call.x.device))
+    averages = 0 if call.running_mean is None else ceil_div(call.x.shape[1], blocks.block_c)
+    tiles, reading = tiles_of(call, rows, blocks)
     return Launch(
-        kernels.batch_small_kernel, ceil_div(C, config.block), config.num_warps,
-        pdl=gpu.has_programmatic_launch(x.device),
-        HW=rows.rows, positions=x.numel() // C, eps=call.eps, momentum=call.momentum, C=C,
-        CHANNELS_LAST=rows.channels_last, ACTIVATION=call.activation, PAIRS=pairs_of(x, config.block),
-        HW_FACTOR=position_factor(rows), **tile_constants(config),
+        kernels.batch_apply_kernel, averages + tiles, blocks.num_warps, **reading,
+        positions=call.x.numel() // call.x.shape[1], momentum=call.momentum, ACTIVATION=call.activation,
+        AHEAD=call.mean is None and gpu.reads_ahead(call.x.device), AVERAGE_PROGRAMS=averages,
     )  # fmt: skip
 
 
-def _apply(call: BatchNormCall, rows: Rows, blocks: ApplyConfig) -> Launch:
-    x = call.x
+def tiles_of(call: Any, rows: Rows, blocks: ApplyConfig) -> tuple[int, dict[str, Any]]:
+    """(programs, arguments) of a kernel that goes through x in tiles."""
     programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
-    return Launch(
-        kernels.batch_apply_kernel, programs, blocks.num_warps, pdl=gpu.has_programmatic_launch(x.device),
-        HW=rows.rows, eps=call.eps, C=x.shape[1], WIDTH=rows.width, CHANNELS_LAST=rows.channels_last,
-        ACTIVATION=call.activation, PAIRS=rows.channels_last and pairs_of(x, blocks.block_c),
-        EVEN=rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
-        AHEAD=call.mean is None and gpu.reads_ahead(x.device),
-        HW_FACTOR=row_factor(rows.channels_last, rows.rows),
-        BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
-    )  # fmt: skip
-
-
-def pairs_of(x: Tensor, block: int) -> bool:
-    """Whether neighbors may share an instruction of their activation."""
-    return x.dtype != torch.float32 and block >= PAIRED
-
-
-class FirstRun(BatchNormPlan):
-    """A plan until it has run once, and all its kernels are compiled.
-
-    Running averages are updated by one kernel, and the next may be one that cannot be compiled. The
-    call is then made again, and would update them again. So the first run updates copies.
-    """
-
-    __slots__ = ()
-
-    def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        mean, var = call.running_mean, call.running_var
-        if mean is None or var is None:
-            return super().run(call)
-        copies = mean.clone(), var.clone()
-        results = super().run(call._replace(running_mean=copies[0], running_var=copies[1]))
-        mean.copy_(copies[0])
-        var.copy_(copies[1])
-        self.__class__ = BatchNormPlan  # type: ignore[assignment]
-        return results
+    return programs, {
+        "pdl": gpu.has_programmatic_launch(call.x.device),
+        "HW": rows.rows,
+        "eps": call.eps,
+        "C": call.x.shape[1],
+        "WIDTH": rows.width,
+        "CHANNELS_LAST": rows.channels_last,
+        "PAIRS": rows.channels_last and pairs_of(call, blocks.block_c),
+        "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
+        "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
+        "BLOCK_HW": blocks.block_hw,
+        "BLOCK_C": blocks.block_c,
+    }

@@ -6,8 +6,8 @@ g = dz * weight * scale:
     dx = (g - xhat * sum_C(g * xhat)) / n        or g / n, where ||x|| < eps
     dweight = sum_n,hw dz * xhat * scale         dbias = sum_n,hw dz
 
-On a GPU the kernels of ``channel_norm/backward_kernels.py`` run, from x alone, whose norm they take
-again; everywhere else, and for a second derivative, ``reference_channel_norm_grads``.
+On a GPU the kernels of ``channel_norm/backward_kernels.py`` run. They compute ||x|| from x again, because the
+forward does not save it. Everywhere else, and for second derivatives, ``reference_channel_norm_grads`` runs.
 
 Source: the chain rule.
 """
@@ -27,7 +27,7 @@ from sdfastgn.kernels.common.layout import laid_out
 def scaled(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(||x||, xhat, z) in fp32 (fp64 for fp64 input)."""
+    """Computes (||x||, xhat, z) of the formulas above, in fp32, or in fp64 for fp64 input."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(u, dim=1, keepdim=True)
     xhat = u / norm.clamp_min(eps)
@@ -41,13 +41,13 @@ def _per_channel(t: Tensor, u: Tensor) -> Tensor:
 
 
 def reference_channel_norm_grads(call: Any) -> Gradients:
-    """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
+    """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
     Args:
-        call: dy (N, C, *spatial); the arguments of ``ChannelNormCall``; and which gradients are wanted
-            (``dx``, ``dweight`` and ``dbias``).
+        call: its fields are dy (N, C, *spatial), the arguments of ``ChannelNormCall``, and which gradients
+            are wanted (``dx``, ``dweight`` and ``dbias``).
 
-    Every step is a differentiable op, so that a second derivative is right too. The gradient of x is
+    Every step is a differentiable op, so second derivatives are right too. The gradient of x is
     channels-last.
     """
     x, weight = call.x, call.weight

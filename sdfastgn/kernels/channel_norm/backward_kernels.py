@@ -1,10 +1,11 @@
-"""Triton kernel of the backward of ``channel_norm``. Formula and op: ``channel_norm/backward.py``.
+"""The Triton kernel of the backward of ``channel_norm``. Its formula is in ``channel_norm/backward.py``.
 
-A program holds a tile of rows of dy and x in registers, writes dx, and goes on to its next rows while the
-gradients of weight and bias add up in registers. It leaves them as fp32 partial sums, which LayerNorm's
-``_column_sum_kernel`` adds up in a fixed order: no atomics, the same bits at each run.
+A program goes through several tiles of rows. For each tile it loads dy and x into registers and writes dx.
+Meanwhile it sums its part of the gradients of weight and bias in registers. At its end it writes these sums
+as fp32 partial sums. LayerNorm's ``_column_sum_kernel`` adds up the partial sums of all programs in a fixed
+order, without atomics, so each run gives the same bits.
 
-Pointers, beside those of ``channel_norm/kernels.py``: ``dy`` and ``dx`` (rows, C), contiguous; ``partials``
+Tensors, besides those of ``channel_norm/kernels.py``: ``dy`` and ``dx`` (rows, C), contiguous; ``partials``
 fp32 (2, programs, C). dx and partials may be None.
 """
 
@@ -20,7 +21,7 @@ from sdfastgn.kernels.layer_norm.backward_kernels import store_column_sum
 from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 
-# One program: every ``num_programs``-th tile of whole rows.
+# A program processes every ``num_programs``-th tile. A tile has whole rows.
 @triton.jit(do_not_specialize=["rows", "plane", "scale", "eps"])
 def _channel_norm_grad_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, partials_ptr,
@@ -47,7 +48,7 @@ def _channel_norm_grad_kernel(
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         norm, n = divisor(x, eps, WIDE)
-        # Of rows that are not there, where 0 / eps or 0 * bias may be NaN.
+        # Rows beyond the last one are set to 0. Without that, 0 / n or 0 times a derivative may be NaN.
         xhat = tl.where(mask, x / n, 0.0)
         dz = tl.where(mask, activation_grad(dy, xhat * scale * weight + bias, ACTIVATION, PAIRS), 0.0)
         if WEIGHT_GRAD:

@@ -1,4 +1,4 @@
-"""How gradients of ``channel_norm`` are launched, and in what memory."""
+"""The launches of the backward of ``channel_norm``, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from sdfastgn.kernels.layer_norm.backward_kernels import _column_sum_kernel
 class ChannelNormGradPlan:
     """The launches for one combination of shapes, dtypes, device, other arguments and wanted gradients.
 
-    ``partials``: fp32 values that ``grad`` leaves of weight's and bias's gradients, and ``columns`` adds up.
+    ``grad``: the launch that writes dx, and partial sums of the gradients of weight and bias. ``columns``:
+    the launch that adds up these partial sums. ``partials``: number of partial sums, which are fp32.
     """
 
     __slots__ = ("columns", "grad", "partials", "wanted")

@@ -1,38 +1,52 @@
-"""How the kernels of ``channel_norm`` are launched: pure functions of sizes.
+"""The launch configurations of the kernels of ``channel_norm``: pure functions of sizes.
 
-A position's channels are a row, and rows are cut into tiles as those of LayerNorm are.
+The channels of one position are a row. Tiles of rows are chosen as for LayerNorm.
 """
 
 from __future__ import annotations
 
-from sdfastgn.kernels.common.sizes import next_power_of_2
+from dataclasses import replace
+
+from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forward_config
 
-# Channels, padded, that one program keeps in registers.
+# Maximum number of elements of each thread if a warp has several rows at once.
+# LayerNorm's maximum is twice as large, because it has no activation, which takes registers.
+_GATHERED_PER_THREAD = 16
+# Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# The same in a backward that keeps sums of columns there too.
+# Maximum number of channels, padded to a power of 2, that a program of the backward keeps in registers.
+# It is smaller than in the forward, because the backward also keeps sums over rows in registers.
 _MAX_WITH_SUMS = 8192
 
 
 def fits(C: int) -> bool:
-    """True if the forward of ``C`` channels has a kernel."""
+    """True if the kernel of the forward can run for ``C`` channels."""
     return next_power_of_2(C) <= _MAX_IN_REGISTERS
 
 
 def fits_with_sums(C: int) -> bool:
-    """True if the backward of ``C`` channels has a kernel."""
+    """True if the kernel of the backward can run for ``C`` channels."""
     return next_power_of_2(C) <= _MAX_WITH_SUMS
 
 
 def rows_config(rows: int, C: int, itemsize: int, vector: int, num_sms: int) -> RowsConfig:
-    """How to normalize (rows, C), where ``fits(C)``. ``vector``: elements of one load of a thread."""
+    """The configuration of the forward for x (rows, C), with ``fits(C)`` True.
+
+    ``itemsize``: bytes of an element. ``vector``: number of elements that a thread loads at once.
+    """
     config = forward_config(rows, C, itemsize, vector, num_sms)
     assert isinstance(config, RowsConfig)
-    return config
+    if config.wide:
+        return config
+    row = config.steps * config.block
+    lanes = max(WARP * vector // config.block, _GATHERED_PER_THREAD * WARP // row)
+    lanes = min(config.lanes, lanes)
+    return replace(config, lanes=lanes, programs=ceil_div(rows, lanes * config.num_warps))
 
 
 def grad_config(rows: int, C: int, vector: int, num_sms: int, *, column_sums: bool) -> RowsConfig:
-    """How to take gradients of (rows, C), where ``fits_with_sums(C)``."""
+    """The configuration of the backward for x (rows, C), with ``fits_with_sums(C)`` True."""
     config = backward_config(rows, C, vector, num_sms, column_sums=column_sums)
     assert isinstance(config, RowsConfig)
     return config

@@ -1,19 +1,19 @@
-"""Triton kernel of ``channel_norm``. Op: ``channel_norm/op.py``.
+"""The Triton kernel of ``channel_norm``. Its formula and op are in ``channel_norm/op.py``.
 
-A program has a tile of rows, which are the channels of one position each. It holds them in registers:
-one read, one write, one launch.
+A *row* has the channels of one position. A program loads a tile of rows into registers, and writes their
+results. So one launch reads x once and writes y once.
 
-Pointers; each but x and y may be None:
+Tensors (all except x and y may be None):
 
 - ``x``, ``y``: (rows, C), contiguous;
 - ``weight``, ``bias``: (C,).
 
-From sm_90 on the kernel starts while the one before it still runs (``PDL``), and waits before it
-touches memory.
+With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
+runs, and waits for its end before it accesses memory.
 
-Numerics: fp32 throughout, one rounding at the store. A norm that is NaN stays NaN. A sum of squares that
-exceeds fp32 makes a row 0, and an infinite element makes itself NaN, as in PyTorch. Offsets that can pass
-2^31 are int64; numbers of rows are int32.
+Numerics: all arithmetic is fp32, and the result is rounded once. If the norm of a row is NaN, its results are
+NaN. If the sum of squares of a row overflows fp32, its results are 0, or NaN for an infinite element, as in
+PyTorch. Offsets that can be 2^31 or more are int64; numbers of rows are int32.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 @triton.jit
 def divisor(x, eps, WIDE: tl.constexpr, added=0.0):
-    """(norm of each row, what it is divided by); x is 0 outside of the row.
+    """Computes (the norm of each row, max(norm, eps)), where norm is sqrt(sum of squares + ``added``).
 
-    ``added``: a number that the sum of squares has besides.
+    ``x``: a tile whose padding must be 0.
     """
     norm = square_root(row_sum(x * x, WIDE) + added)
     return norm, tl.where(norm < eps, eps, norm)
@@ -39,14 +39,14 @@ def divisor(x, eps, WIDE: tl.constexpr, added=0.0):
 
 @triton.jit
 def per_channel(pointer, c, in_row, default):
-    """The parameters of channels ``c``, or ``default`` where there are none."""
+    """Loads the parameters of the channels ``c`` in fp32. If ``pointer`` is None, returns ``default``."""
     found = default
     if pointer is not None:
         found = tl.load(pointer + c, mask=in_row, other=0.0).to(tl.float32)
     return found
 
 
-# One program: a tile of whole rows.
+# A program normalizes a tile of whole rows.
 @triton.jit(do_not_specialize=["rows", "scale", "eps"])
 def _channel_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr,
@@ -64,8 +64,8 @@ def _channel_norm_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    # The tile's full shape: each thread then loads the parameters of its own elements. Parameters that are
-    # broadcast to the tile would send it through shared memory.
+    # ``own`` has the shape of the tile, so that each thread loads the parameters of its own elements.
+    # If parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
     own = c + r * 0
     weight = per_channel(weight_ptr, own, in_row, 1.0)
     bias = per_channel(bias_ptr, own, in_row, 0.0)

@@ -1,14 +1,14 @@
-"""The norm of each position's channels, and an activation: the op ``sdfastgn::channel_norm``.
+"""Divides the channels of each position by their norm, and applies an activation: ``sdfastgn::channel_norm``.
 
-Formula, with x of shape (N, C, *spatial), and the norm and the product over C:
+Formula, with x of shape (N, C, *spatial), and ||x|| the Euclidean norm of the channels of a position:
 
-    z = x / max(||x||_2, eps) * scale * weight + bias,        y = act(z)
+    z = x / max(||x||, eps) * scale * weight + bias,        y = act(z)
 
-With scale = sqrt(C) it is RMSNorm over the channels, as the autoencoders of Wan and Qwen-Image have it.
+With scale = sqrt(C) this is RMSNorm over the channels, which the autoencoders of Wan and Qwen-Image use.
 
-On a GPU the kernels of ``channel_norm/kernels.py`` run; everywhere else, and where a position's channels
-do not fit into registers, ``reference_channel_norm``. Layout and numerics contract: there. Gradients:
-``channel_norm/backward.py``.
+On a GPU the kernels of ``channel_norm/kernels.py`` run; that file explains layouts and numerics. Everywhere
+else, and if the channels of a position do not fit into registers, ``reference_channel_norm`` runs. Gradients
+are in ``channel_norm/backward.py``.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. The formula and eps are those of
 torch.nn.functional.normalize.
@@ -51,7 +51,7 @@ def reference_channel_norm(
     eps: float = 1e-12,
     activation: str = "identity",
 ) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
+    """``channel_norm`` in plain PyTorch, for calls that kernels cannot run. Computes in fp32 or fp64."""
     _, _, z = scaled(x, weight, bias, scale, eps)
     return laid_out(ACTIVATIONS[activation](z).to(x.dtype), channels_last=True)
 
@@ -60,7 +60,7 @@ def reference_channel_norm(
 
 
 class _ReferencePlan:
-    """For more channels than registers hold."""
+    """Runs the reference instead of kernels, because the channels do not fit into registers."""
 
     def __init__(self, reference: Any) -> None:
         self.run = self.run_and_save = reference
@@ -70,7 +70,7 @@ def _reference(call: ChannelNormCall) -> Tensor:
     return reference_channel_norm(*call)
 
 
-# Plans and kernels need Triton, so they are imported when the first one is made.
+# Plans and kernels need Triton, so they are imported when the first plan is made.
 
 
 def _plan(call: ChannelNormCall) -> Any:
@@ -118,24 +118,25 @@ def channel_norm(
     eps: float = 1e-12,
     activation: str = "identity",
 ) -> Tensor:
-    """``act(x / max(||x||, eps) * scale * weight + bias)``, with the norm over the channels, in one pass.
+    """Computes ``act(x / max(||x||, eps) * scale * weight + bias)`` in one pass.
+
+    ||x|| is the Euclidean norm of the channels of each position.
 
     Args:
         x: (N, C, *spatial), at least rank 2.
         weight, bias: (C,) or None, independently of each other.
-        scale: a number; sqrt(C) makes it RMSNorm.
-        eps: the least norm that x is divided by.
-        activation: any of ``ACTIVATIONS``.
+        scale: a number. With sqrt(C) the result is RMSNorm.
+        eps: smallest number by which x is divided. A smaller norm is replaced by it.
+        activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: the output has the shape of x.
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any of these. The
-        output has the dtype of x, also under autocast.
-    Layout: the output is channels-last. x is read where it lies if it is channels-last without gaps,
-        else from a copy.
-    Grad: with respect to every tensor. Between forward and backward the operands are kept, nothing
-        else. A second derivative, the transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of these
+        dtypes. The output has the dtype of x, also under autocast.
+    Layout: any. x is copied first if it is not channels-last without gaps. The output is channels-last.
+    Grad: every tensor has gradients. Only the operands are kept for the backward. Second derivatives, the
+        transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
+        TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape, a device or the activation's name does not fit.
 
     Source: torch.nn.functional.normalize; Zhang and Sennrich, 2019.

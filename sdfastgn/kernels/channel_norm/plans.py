@@ -1,4 +1,4 @@
-"""How ``channel_norm`` is launched, and in what memory."""
+"""The launch of ``channel_norm``: its grid, its constants, and the memory for its result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChannelNormPlan:
 
 
 def norm_constants(call: Any, config: RowsConfig) -> dict[str, Any]:
-    """The activation and the tile of every kernel here. ``call`` has an x and an activation."""
+    """The constants for activation and tile, which all kernels of ``channel_norm`` have."""
     x = call.x
     return {
         "ACTIVATION": call.activation,

@@ -1,7 +1,7 @@
 """The activations of ``common/activations.py`` and their derivatives as Triton functions.
 
-All take and return fp32 blocks of any shape. Exponentials and reciprocals are instructions of the GPU's
-special-function unit, which are accurate to 2 units in the last place.
+All functions take and return fp32 blocks of any shape. Exponentials and reciprocals are computed by the GPU's
+special-function unit, whose error is at most 2 units in the last place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sdfastgn.kernels.common.tiles import PTX
 
 @triton.jit
 def exp2(x):
-    """2^x; results below 2^-126 become 0.
+    """Returns 2^x. Results below 2^-126 become 0.
 
     On NVIDIA GPUs this is one PTX instruction. ``tl.exp2`` would link a library, which makes compilation
     slower.
@@ -37,13 +37,13 @@ def _reciprocal(x):
 
 @triton.jit
 def _sigmoid(z, PAIRS: tl.constexpr):
-    """1 / (1 + exp(-z)).
+    """Returns 1 / (1 + exp(-z)).
 
-    ``PAIRS``: two neighbors on the last axis share one reciprocal. With a and b the two denominators, 1/a is
-    b * (1/(ab)), and 1/b is a * (1/(ab)). A pair then takes three special-function instructions instead of
-    four. Kernels whose x comes from L2 are limited by these instructions. exp(-z) is limited to 2^60, so that
-    ab stays finite. Where z < -41 the result is therefore 2^-60, which is too large. 16-bit results do not
-    show the difference.
+    ``PAIRS``: True if two neighbors on the last axis share one reciprocal. If a and b are the denominators of
+    the two neighbors, then 1/a = b * (1/(ab)) and 1/b = a * (1/(ab)). So a pair takes three special-function
+    instructions instead of four. These instructions limit the speed of kernels whose x comes from the L2
+    cache. With ``PAIRS``, exp(-z) is cut off at 2^60, so that ab stays finite. For z < -41 the result is then
+    2^-60 instead of a smaller number. This makes no difference in 16-bit results.
     """
     if not PTX:
         s = 1 / (1 + tl.exp(-z))
@@ -62,10 +62,11 @@ def _sigmoid(z, PAIRS: tl.constexpr):
 
 @triton.jit
 def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
-    """(sigmoid(z), 1 - sigmoid(z)).
+    """Returns (sigmoid(z), 1 - sigmoid(z)).
 
-    Callers multiply the second value by powers of z. Without ``PAIRS`` the second value is therefore computed
-    as exp(-z) * sigmoid(z), because the subtraction would cancel where sigmoid is close to 1.
+    Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply the
+    difference by powers of z. So without ``PAIRS`` the second value is computed as exp(-z) * sigmoid(z). With
+    ``PAIRS``, as in ``_sigmoid``, it is computed by the subtraction.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)
@@ -85,7 +86,7 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
-    """The activation named ``ACTIVATION`` of z. ``PAIRS`` as in ``_sigmoid``."""
+    """Applies the activation named ``ACTIVATION`` to z. ``PAIRS`` as in ``_sigmoid``."""
     if ACTIVATION == "relu":
         z = tl.where(z < 0, 0.0, z)  # not ``tl.maximum``, which would turn NaN into 0
     elif ACTIVATION == "silu":
@@ -100,7 +101,7 @@ def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
-    """Gradient of z, given ``dy``, the gradient of activation(z). ``PAIRS`` as in ``_sigmoid``."""
+    """Returns the gradient of z. ``dy`` is the gradient of activation(z). ``PAIRS`` as in ``_sigmoid``."""
     dz = dy
     if ACTIVATION == "relu":
         dz = tl.where(z <= 0, 0.0, dy)  # the gradient is dy where z is NaN, as in PyTorch
@@ -118,12 +119,14 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def normal_cdf(z, HALF: tl.constexpr):
-    """Returns P(z), the cumulative normal distribution, and exp(-z * z / 2), a multiple of P'(z).
+    """Returns (P(z), exp(-z * z / 2)), where P is the cumulative normal distribution.
 
-    ``HALF``: use an approximation that is exact enough for 16-bit results and takes half the instructions. A
-    kernel that applies this function to a matrix product is limited by its instructions. exp(z * z / 2) *
-    P(-z) is a polynomial in 1 / (1 + 0.3 z), fitted for 0 <= z <= 14. Its relative error is 8e-6, a thirtieth
-    of fp16's rounding error. It is accurate for large negative z too, where 1 + erf(z) would cancel.
+    The second value is proportional to the derivative of P.
+
+    ``HALF``: True for an approximation that is exact enough for 16-bit results and takes half the
+    instructions. It approximates exp(z * z / 2) * P(-z) by a polynomial in 1 / (1 + 0.3 z), which is fitted
+    for 0 <= z <= 14. Its relative error is 8e-6, a thirtieth of fp16's rounding error. It is accurate for
+    large negative z too, where P(z) = (1 + erf(z / sqrt(2))) / 2 would lose all digits.
     """
     if HALF:
         e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)

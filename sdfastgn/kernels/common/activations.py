@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Minimum number of contiguous elements of a tile for ``PAIRS``. The two neighbors of a pair are then in the
-# same thread, so threads need not exchange values.
+# Minimum number of contiguous elements of a tile for ``PAIRS`` (``activation_kernels.py``).
+# With fewer, the two neighbors of a pair can be in different threads, which would have to exchange values.
 PAIRED = 8
 
 # --- in PyTorch -------------------------------------------------------------------------------------
@@ -45,7 +45,8 @@ def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
     return dy * s * (1 + z * (1 - s))
 
 
-# (dy, z) -> dz, where dy is the gradient of activation(z). Each can be differentiated again.
+# Name of an activation -> function (dy, z) -> dz. dy is the gradient of activation(z), dz the gradient of z.
+# Autograd can differentiate each function again.
 ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "identity": lambda dy, z: dy,
     "relu": lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0),

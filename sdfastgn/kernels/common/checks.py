@@ -1,7 +1,7 @@
 """Checks of arguments, with the same error texts for all public functions and modules.
 
-``name`` is the public function's name. Each error begins with it. ``label`` is the argument's name. As in
-PyTorch, a number may be a Python number, a NumPy number or a tensor without dimensions.
+In all functions ``name`` is the name of the public function, with which each error begins, and ``label`` is
+the name of the argument. As in PyTorch, a number may be a Python number, a NumPy number or a 0-d tensor.
 
 A check raises TypeError for a wrong type or dtype, and ValueError for a wrong value, shape or device.
 """
@@ -62,7 +62,7 @@ def as_eps(name: str, value: Any) -> float:
 
 
 def check_activation(name: str, activation: Any) -> None:
-    """Raise ValueError if ``activation`` is not a key of ``ACTIVATIONS``, even if it is not a string."""
+    """Raise ValueError if ``activation`` is not a key of ``ACTIVATIONS``, also if it is not a string."""
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{name}: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
 
@@ -87,17 +87,17 @@ def check_floating(name: str, label: str, t: Any) -> None:
 
 
 def check_device(name: str, label: str, t: Tensor, x: Tensor, first: str = "x") -> None:
-    """Check that ``t`` is on the device of ``x``. ``first`` is the name of ``x`` in the error."""
+    """Check that ``t`` is on the device of ``x``. ``first``: the name of ``x``, for the error."""
     if t.device != x.device:
         raise ValueError(f"{name}: {label} is on {t.device}, {first} on {x.device}")
 
 
 def check_operand(name: str, label: str, t: Any, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Check ``t`` by ``check_floating``, its shape and its device, unless it is None."""
+    """Check that ``t`` is None, or a floating tensor of one of ``shapes`` on the device of ``x``."""
     if t is None:
         return
     check_floating(name, label, t)
-    # ``!=`` instead of ``in``, so that torch.compile with dynamic shapes compares the sizes one by one.
+    # With dynamic shapes torch.compile can compare sizes by ``!=``, one by one, but not by ``in``.
     if all(tuple(t.shape) != shape for shape in shapes):
         *others, last = map(str, shapes)
         allowed = f"{', '.join(others)} or {last}" if others else last

@@ -13,8 +13,8 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-# Maximum number of threads that compile at a time. Each takes about 100 MB. More threads would mostly wait
-# for Python's lock.
+# Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory.
+# With more threads, most of them would wait for Python's global lock.
 _MAX_THREADS = 16
 
 
@@ -27,33 +27,32 @@ class _Rehearsal:
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches that differ only in their kernel's numbers share one compiled kernel.
+        # Launches of a kernel that differ only in numbers use the same compiled kernel, so the key has none.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
         with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
-            # Reading the entry creates the kernel's cache for the device. It is read in this thread, because
-            # two threads could create two caches.
+            # This creates the kernel's cache for the device here, because two threads could create two.
             launch.kernel.device_caches[self._device.index]
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
 
-# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` that finds one
-# compiles its kernel instead of launching it for the first time.
+# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. If it is not None, a ``Launch``
+# whose kernel is not compiled yet passes the kernel to it, and launches nothing.
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call``. Kernels that are new to it are compiled in parallel threads instead of launched.
+    """Run ``call`` in order to compile its kernels, in parallel threads.
 
-    The compiled kernels do not run, so the results of ``call`` are meaningless. Compilation starts while
-    ``call`` runs, because its first matrix products and convolutions wait for libraries to be loaded.
+    Kernels that are not compiled yet are not launched, so the results of ``call`` are meaningless.
+    Compilation begins while ``call`` still runs: ``call`` may spend seconds on loading cuDNN and cuBLAS.
 
     Returns the number of kernels that were compiled.
 
-    Raises what ``call`` raises. Errors of the compilation are ignored here. They are raised again when the
+    Raises what ``call`` raises. Errors of the compilation are ignored here: they are raised again when the
     kernel is launched.
     """
     found = _Rehearsal(device)
@@ -76,8 +75,7 @@ def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
         )
         try:
-            # Reading ``run`` builds the launcher, for which Triton 3.6 runs a C compiler, and loads the
-            # kernel on the device.
+            # Reading ``run`` builds the launcher (by a C compiler) and loads the kernel on the device.
             _ = compiled.run
         except Exception:
             forget(launch.kernel, device)

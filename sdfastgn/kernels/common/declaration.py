@@ -1,4 +1,6 @@
-"""What can be derived from an op's declaration: a NamedTuple with one annotated field for each argument.
+"""Derives an op's schema, checks and gradients from its declaration.
+
+A declaration is a NamedTuple class with one annotated field for each argument of the op:
 
     class ScaleCall(NamedTuple):
         x: Annotated[Tensor, Operand("(N, C, *spatial)", whole=dense)]
@@ -9,9 +11,9 @@
 Each function here derives one thing from such a class, for example the op's schema. ``ScaleCall`` is the
 example in their docstrings. ``common/op.py`` and ``common/grad_op.py`` use the functions to register ops.
 
-An instance of the class is a *call*: the op's arguments with their values.
+An instance of such a class is a *call*: the values of the op's arguments.
 
-Fields with defaults come last. They are not in the op's schema: only plans and kernels use these fields.
+Fields with defaults come last. They are not arguments in the op's schema: only plans and kernels use them.
 """
 
 from __future__ import annotations
@@ -45,14 +47,13 @@ Gradients = dict[str, Tensor | None]
 
 # --- annotations ------------------------------------------------------------------------------------
 
-# Values for ``Operand(whole=...)``. Each function stands for a memory layout that kernels can read. It
-# returns its tensor itself if the tensor has this layout, else a copy with this layout. ``call`` is the op's
-# call, with all its arguments. (A declaration cannot use a lambda instead: ``typing.get_type_hints`` does not
-# resolve the names inside a lambda.)
+# Values for ``Operand(whole=...)``. Each function stands for a memory layout that kernels can read.
+# It returns the tensor itself if the tensor has this layout, else a copy with this layout.
+# ``call`` is the op's call, with all its arguments.
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
-    """``t``, or a contiguous copy if ``t`` is not contiguous. Any shape."""
+    """``t``, or a contiguous copy if ``t`` is not contiguous. ``t`` may have any shape."""
     return t.contiguous()
 
 
@@ -62,7 +63,7 @@ def dense(x: Tensor, call: Any) -> Tensor:
 
 
 def channels_last(x: Tensor, call: Any) -> Tensor:
-    """(N, C, *spatial) that lies as (N, *spatial, C) without gaps."""
+    """``x`` (N, C, *spatial), or a channels-last copy if its memory order is not (N, *spatial, C)."""
     return x if x.movedim(1, -1).is_contiguous() else layout.laid_out(x, channels_last=True)
 
 
@@ -75,11 +76,11 @@ class Operand:
     """Annotation of an argument that is a tensor.
 
     Args:
-        shapes: the allowed shapes. A letter such as C has the same size as in the first operand's shape.
+        shapes: the allowed shapes. A letter such as C means the same size in all operands of the op.
             ``*spatial`` and ``...`` stand for any number of axes. If no shape is given, the op's own check
             must check the shape.
-        whole: one of the functions above, which returns the tensor in a layout that kernels can read.
-            If it is None, kernels can read every layout.
+        whole: one of the functions above, which turns the tensor into a layout that kernels can read.
+            None if kernels can read every layout.
         has_gradient: True if autograd may ask for the tensor's gradient.
         same_dtype: True if the tensor must have the dtype of the first operand.
         label: name in errors. Default: the name of the field.
@@ -103,17 +104,18 @@ class Value(NamedTuple):
     check: Callable[[str, Any], None]
 
 
-# Annotations of a backward's last fields. A field ``dweight: Wanted`` is True if the gradient of ``weight``
-# is wanted. A field ``dweight: WantedDtype`` is the dtype of the gradient, or None if it is not wanted.
+# Annotations of the last fields of a backward's declaration. The value of a field ``dweight: Wanted`` is True
+# if the gradient of ``weight`` is wanted. The value of a field ``dweight: WantedDtype`` is the dtype of the
+# gradient, or None if the gradient is not wanted.
 _WANTED = "wanted"
 Wanted = Annotated[bool, _WANTED]
 WantedDtype = Annotated[torch.dtype | None, _WANTED]
 
 
 class Field(NamedTuple):
-    """One field of a declaration: ``Field("weight", 1, "Tensor?", Operand("(C,)"))``.
+    """One field of a declaration, for example ``Field("weight", 1, "Tensor?", Operand("(C,)"))``.
 
-    ``place`` is its index, ``kind`` its type in the schema, and ``note`` its annotation or None.
+    ``place``: index of the field. ``kind``: its type in the op's schema. ``note``: its annotation, or None.
     """
 
     name: str
@@ -150,37 +152,37 @@ def arguments_of(call_type: Any) -> tuple[Field, ...]:
 
 
 def schema_of(name: str, call_type: Any, results: str) -> str:
-    """The op's schema: ``scale(Tensor x, Tensor? weight, str activation, float eps) -> Tensor``"""
+    """The op's schema, such as ``scale(Tensor x, Tensor? weight, str activation, float eps) -> Tensor``."""
     arguments = ", ".join(f"{field.kind} {field.name}" for field in arguments_of(call_type))
     return f"{name}({arguments}) -> {results}"
 
 
 def differentiable(call_type: Any) -> tuple[str, ...]:
-    """Names of the operands that may have a gradient: ``("x", "weight")``."""
+    """Names of the operands that may have a gradient. For ``ScaleCall``: ``("x", "weight")``."""
     return tuple(f.name for f in arguments_of(call_type) if f.is_tensor and f.note.has_gradient)
 
 
 def passed_on(call_type: Any) -> tuple[str, ...]:
-    """Names of the arguments that are neither tensors nor dtypes: ``("activation", "eps")``.
+    """Names of the arguments that are neither tensors nor dtypes. The op's backward takes them too.
 
-    The op's backward takes these arguments too.
+    For ``ScaleCall``: ``("activation", "eps")``.
     """
     return tuple(f.name for f in arguments_of(call_type) if not f.is_tensor and f.kind != "ScalarType?")
 
 
 def gradients_of(grad_type: Any) -> tuple[str, ...]:
-    """Names of the operands whose gradients a backward can compute: ``("x", "weight")``.
+    """Names of the operands whose gradients a backward can compute. For ``ScaleCall``: ``("x", "weight")``.
 
-    ``grad_type``: the declaration of a backward.
+    ``grad_type``: the declaration of the backward.
     """
     return tuple(field.name[1:] for field in fields_of(grad_type) if field.note is _WANTED)
 
 
 def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any = Wanted) -> Any:
-    """The declaration of the backward of an op that has one result with a gradient.
+    """Returns the declaration of an op's backward. The op must have one result with a gradient.
 
-    ``backward_of(ScaleCall, ("mean",), ...)`` has the fields dy, x, mean, weight, activation, eps, dx,
-    dweight. In this order:
+    For example, ``backward_of(ScaleCall, ("mean",), ...)`` has the fields dy, x, mean, weight, activation,
+    eps, dx, dweight. The order of the fields is:
 
     - the gradient of the result;
     - the op's first operand;
@@ -205,21 +207,21 @@ def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any
 
 
 def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """A function ``check(public name, call)`` that raises if an argument is wrong.
+    """Returns a function ``check(public name, call)`` that raises an error if an argument is wrong.
 
-    For ``ScaleCall`` it checks, in this order:
+    For ``ScaleCall`` this function checks, in this order:
 
     - x is a floating tensor of rank 2 or more;
     - ``own(public name, call)``, the op's own check, does not raise;
     - ``check_activation`` does not raise;
     - weight is None, or a floating tensor of shape (C,) on the device of x.
 
-    Raises TypeError and ValueError as in ``common/checks.py``, and what ``own`` raises.
+    It raises TypeError and ValueError as in ``common/checks.py``, and what ``own`` raises.
     """
     first, *others = fields_of(call_type)
     (shape,) = first.note.shapes
     least = sum(part[0] not in "*." for part in _parts(shape))
-    # Outside of ``check``, so that torch.compile does not trace this.
+    # ``values`` and ``operands`` are made outside of ``check``, so that torch.compile does not trace this.
     values = [(field.name, field.note.check) for field in others if isinstance(field.note, Value)]
     operands = [
         (field, field.note.label or field.name, [_axes(text, shape) for text in field.note.shapes])
@@ -253,9 +255,10 @@ def _parts(shape: str) -> list[str]:
 
 
 def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
-    """For each part of ``shape``: its number, or (start, stop) of the axes with the same name in ``first``.
+    """Translates each part of ``shape``. A number stays as it is. A name becomes the place of its axes.
 
-    ``shape`` ``"(1, C, *spatial)"``, ``first`` ``"(N, C, *spatial)"`` -> ``[1, (1, 2), (2, None)]``
+    The place is (start, stop), the indices of the axes with this name in ``first``. For example, ``shape``
+    ``"(1, C, *spatial)"`` and ``first`` ``"(N, C, *spatial)"`` give ``[1, (1, 2), (2, None)]``.
     """
     names = _parts(first)
     rest = next((i for i, name in enumerate(names) if name[0] in "*."), len(names))
@@ -265,8 +268,7 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
             found.append(int(part))
             continue
         place = names.index(part)
-        # Axes behind ``*spatial`` or ``...`` are counted from the end, because ``*spatial`` has no fixed
-        # length.
+        # Axes after ``*spatial`` or ``...``, which have no fixed length, are counted from the end.
         start = place if place <= rest else place - len(names)
         stop = (place if place < rest else place - len(names)) + 1
         found.append((start, stop or None))
@@ -274,9 +276,9 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
 
 
 def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ...]:
-    """The shape that ``axes`` mean if ``x`` is the first operand. ``axes`` is a result of ``_axes``.
+    """The shape that an operand must have. ``axes``: result of ``_axes`` for it. ``x``: the first operand.
 
-    ``axes`` ``[1, (1, 2)]``, ``x`` (2, 320, 64) -> ``(1, 320)``
+    For example, ``axes`` ``[1, (1, 2)]`` and ``x`` of shape (2, 320, 64) give ``(1, 320)``.
     """
     found: tuple[int, ...] = ()
     for axis in axes:
@@ -285,7 +287,7 @@ def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ..
 
 
 def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]:
-    """(place, ``whole``) of each operand whose memory layout kernels cannot read.
+    """Finds the operands whose memory layout kernels cannot read, and returns (index, ``whole``) for each.
 
     For example ``((0, dense),)`` if only the first operand has gaps.
     """
@@ -300,7 +302,7 @@ def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...
 
 
 def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]) -> Any:
-    """``call`` with copies of the operands in ``gaps``, a result of ``gaps_of`` for this kind of call."""
+    """``call``, but with copies that kernels can read in place of the operands that ``gaps_of`` has found."""
     arguments = list(call)
     for place, whole in gaps:
         arguments[place] = whole(arguments[place], call)
@@ -308,10 +310,10 @@ def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tenso
 
 
 def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
-    """Uninitialized gradients of the operands ``names``, with their shapes and dtypes.
+    """Uninitialized tensors for the gradients of the operands ``names``, with their shapes and dtypes.
 
-    The gradient of x has the strides of x, which has no gaps. The others are contiguous. There is no gradient
-    for an operand that is None.
+    The gradient of x has the strides of x, which must have no gaps. All other gradients are contiguous. An
+    operand that is None gets no gradient.
     """
     found: Gradients = {}
     for name in names:
@@ -324,10 +326,10 @@ def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
 
 
 def empty_row_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
-    """Uninitialized gradients of the operands ``names``, for an op on rows: all contiguous.
+    """Uninitialized contiguous tensors for the gradients of the operands ``names``, for an op on rows.
 
-    The gradient of x (..., D) has the shape of x, the others are (D,). Their dtypes are in the fields of
-    ``call`` that are annotated with ``WantedDtype``.
+    The gradient of x (..., D) has the shape of x. All other gradients have the shape (D,). The fields of
+    ``call`` that are annotated with ``WantedDtype`` give the dtypes.
     """
     x = call.x
     found: Gradients = {}

@@ -23,7 +23,7 @@ from sdfastgn.kernels.common.private import (
 
 # Dtypes that the kernels take.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# The reason why no kernel runs in this process, or None. ``turn_off`` sets it.
+# The reason why kernels are turned off in this process; None if they are on. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if gpu.triton is None else None
 # True inside ``stock_code``. It is a ContextVar, so that other threads still launch kernels.
 _in_stock_code: ContextVar[bool] = ContextVar("sdfastgn_in_stock_code", default=False)
@@ -37,17 +37,17 @@ _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dt
 
 
 class KernelError(Exception):
-    """A kernel could not be compiled. ``turn_off`` was called, so later calls launch no kernels.
+    """Raised when a kernel cannot be compiled. ``turn_off`` was called, so later calls launch no kernels.
 
-    An op catches this and repeats the call, which then runs in plain PyTorch.
+    An op that catches this error repeats the call, which then runs in plain PyTorch.
     """
 
 
 def retried(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: call ``function`` a second time if it raises ``KernelError``.
 
-    ``function`` must ask ``runs_in_triton`` in each call, so that the second call takes plain PyTorch. Do not
-    use it on functions that torch.compile traces: it would trace the ``try`` too.
+    ``function`` must check ``runs_in_triton`` in each call, so that the second call runs in plain PyTorch. Do
+    not decorate functions that torch.compile traces: it would trace the ``try`` of this decorator too.
     """
 
     @functools.wraps(function)
@@ -61,9 +61,9 @@ def retried(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def turn_off(reason: str) -> KernelError:
-    """Make all later calls of this process run in plain PyTorch, and warn once.
+    """Make all later calls in this process run in plain PyTorch, and warn once.
 
-    Returns the ``KernelError`` that the caller raises.
+    Returns a ``KernelError`` with the reason, which the caller raises.
     """
     global why_off
     if why_off is None:
@@ -78,9 +78,9 @@ def turn_off(reason: str) -> KernelError:
 
 @contextlib.contextmanager
 def stock_code() -> Iterator[None]:
-    """Context in which this thread launches no kernel, and optimized modules run their stock forwards.
+    """A context in which this thread launches no kernels, and optimized modules run their stock forwards.
 
-    Code that torch.compile has compiled before still launches kernels.
+    Code that torch.compile has already compiled still launches kernels.
     """
     token = _in_stock_code.set(True)
     try:
@@ -100,7 +100,7 @@ def _is_on(is_compiling: bool) -> bool:
 
 
 def is_supported(x: Tensor) -> bool:
-    """True if kernels take tensors on the device and of the dtype of ``x``."""
+    """True if kernels support the device and the dtype of ``x``."""
     return x.is_cuda and x.dtype in KERNEL_DTYPES
 
 
@@ -110,10 +110,10 @@ def runs_in_triton(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """True if a call on ``x`` may use this package's ops: ``runs_in_triton``, and it is not exported to ONNX.
+    """True if a call on ``x`` may use this package's ops: kernels run, and the call is not exported to ONNX.
 
-    Otherwise public functions call PyTorch's own ops, and optimized modules run their stock forward. ONNX has
-    no translation of this package's ops.
+    If it is False, public functions call PyTorch's own ops, and optimized modules run their stock forward. An
+    export to ONNX cannot translate this package's ops.
     """
     if not is_supported(x):
         return False
@@ -122,19 +122,19 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch; else None for the dtype of x."""
+    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch; else None: the dtype of x."""
     if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None
 
 
 def needs_op(x: Tensor) -> bool:
-    """True if a call that is not plain goes to the registered op, False if it goes to PyTorch's own ops."""
+    """For a call that is not plain: True if the registered op runs it, False if PyTorch's own ops do."""
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
 
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if the call ``is_plain`` and no gradient is wanted: the dispatcher can be skipped."""
+    """True if the call is plain (``is_plain``) and no gradient is wanted, so that a kernel runs directly."""
     return is_plain(x, others) and not wants_gradient(x, others)
 
 
@@ -146,12 +146,15 @@ def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if kernels run and the arguments are ordinary, so that the dispatcher would only run autograd."""
+    """True if a call can skip PyTorch's dispatcher: kernels run, and all arguments are ordinary values.
+
+    Of all that the dispatcher does, such a call may need only autograd.
+    """
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
         and is_supported(x)
-        # ``is_on``, without the calls
+        # The next two lines are ``is_on()``, without the time of a call.
         and why_off is None
         and not _in_stock_code.get()
         and _are_values(others)
@@ -173,7 +176,7 @@ def _are_values(others: Iterable[Any]) -> bool:
         and dispatch_modes() == 0
         and not in_function_mode()
         and not is_tracing()
-        # these two lines are ``not is_transformed()``, without the time of a call
+        # The next two lines are ``not is_transformed()``, without the time of a call.
         and in_transform() is None
         and forward_ad._current_level < 0
     )

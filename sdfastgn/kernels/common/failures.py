@@ -1,6 +1,6 @@
 """Finds out whether an error of a launch means that Triton cannot run kernels on this machine.
 
-If so, kernels are turned off, and plain PyTorch takes over.
+If it does, kernels are turned off, and all later calls run in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 from sdfastgn.kernels.common import dispatch, gpu
 
-# A RuntimeError with one of these words comes from Triton, not from CUDA. The causes: Triton finds no C
-# compiler, ptxas, driver or folder for its cache; a pass of its compiler fails; or the GPU or its driver
-# refuses the code. Any other RuntimeError may be CUDA's report of an error in an earlier kernel, and is
-# raised as usual.
+# A RuntimeError whose text has one of these words means that Triton cannot run kernels: it finds no C
+# compiler, ptxas, driver or folder for its cache; or a pass of its compiler fails; or the GPU or its driver
+# refuses the code. Any other RuntimeError is raised as usual: CUDA may be reporting an error of an earlier
+# kernel.
 _WORDS = ("compiler", "ptxas", "active drivers", "cache dir", "PassManager", "kernel image", "PTX")
-# Text of the error if a kernel's code does not fit into the GPU's memory.
+# Text of Triton's error if the GPU has no memory for a kernel's code.
 _NO_MEMORY = "Triton Error [CUDA]: out of memory"
 # Maximum length of an error's text in characters. The text is shown as one line of a report.
 _MAX_TEXT = 300
@@ -38,13 +38,13 @@ def check_gpu(device: torch.device) -> None:
 
 
 def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
-    """Raise a clearer error in place of ``error``, which a launch of ``kernel`` raised.
+    """Raise a clearer error in place of ``error``, which a launch of ``kernel`` has raised.
 
-    Returns if there is no clearer error. The caller then raises ``error`` itself.
+    Returns None if there is no clearer error. Then the caller raises ``error`` itself.
 
     Raises:
         KernelError: Triton cannot compile or load ``kernel`` here. Kernels are turned off.
-        torch.OutOfMemoryError: there is no memory for the kernel's code. A later call may find some.
+        torch.OutOfMemoryError: there is no memory for the kernel's code. A later call may succeed.
     """
     if _NO_MEMORY in str(error):
         forget(kernel, device)
@@ -58,7 +58,7 @@ def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
 
 
 def forget(kernel: Any, device: torch.device) -> None:
-    """Remove ``kernel`` from Triton's cache of loaded kernels, where its entry may have failed to load."""
+    """Remove ``kernel`` from Triton's cache of loaded kernels, so that the next launch loads it again."""
     kernel.device_caches.pop(device.index, None)
 
 
@@ -68,6 +68,6 @@ def _is_of_compiling(error: Exception) -> bool:
 
     if type(error) is RuntimeError:
         return any(word in str(error) for word in _WORDS)
-    # OSError comes from files of the cache, SubprocessError from a compiler, ImportError from the launcher.
+    # Errors of the files of Triton's cache, of a compiler that was run, and of the import of a launcher.
     machine = (OSError, subprocess.SubprocessError, ImportError)
     return isinstance(error, (CompilationError, OutOfResources, PTXASError, *machine))

@@ -19,11 +19,11 @@ except ImportError:  # without Triton every call runs in plain PyTorch
 
 # Triton's (major, minor) version; (0, 0) without Triton.
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
-# Whether this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``.
+# True if this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
-# True if a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call
-# has already waited for x (ADR 7). Only tests set it to False, so that every kernel waits before it reads.
+# True: a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call has
+# already waited for x (ADR 7). False: every kernel waits before it reads. Only tests set it to False.
 READS_AHEAD = True
 # Lowest compute capability for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)
@@ -37,7 +37,7 @@ def current_stream(device: torch.device) -> int:
 def stream_on(device: torch.device) -> int | None:
     """``current_stream(device)``, or None if ``device`` is not the current device.
 
-    A launch runs on the current device, so in that case the caller must make ``device`` current first.
+    A launch runs on the current device. If the result is None, the caller must first make ``device`` current.
     """
     if device.type != "cuda":
         return 0
@@ -47,9 +47,10 @@ def stream_on(device: torch.device) -> int | None:
 
 
 def num_sms(device: torch.device) -> int:
-    """Number of multiprocessors of ``device``. For a CPU it is 132, as on an H200.
+    """Number of multiprocessors of ``device``.
 
-    So tests in the interpreter get the launch configurations of a GPU.
+    For a CPU it is 132, the number of an H200, so that tests in Triton's interpreter use the launch
+    configurations of a GPU.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
@@ -61,8 +62,15 @@ def has_programmatic_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def is_hopper(device: torch.device) -> bool:
+    """True if ``device`` is an NVIDIA GPU of the Hopper generation: H100, H200."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def l2_bytes(device: torch.device) -> int:
-    """Bytes of the L2 cache of ``device``; 0 if PyTorch does not know it. For a CPU it is as on an H200."""
+    """Bytes of the L2 cache of ``device``; 0 if PyTorch does not report them. For a CPU: those of an H200."""
     if device.type != "cuda":
         return 60 * 2**20
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)

@@ -23,14 +23,15 @@ from sdfastgn.kernels.common.plan_cache import Plan, Plans
 class GradOp(Op):
     """An op that computes the gradients of another op. It returns one tensor for each wanted gradient.
 
-    It can be differentiated again: autograd then differentiates ``reference``. Tensors that the forward
-    saved, such as the mean, are functions of x. ``reference`` must compute them from x again, so that the
-    derivative includes them.
+    A ``GradOp`` can be differentiated again: autograd then differentiates ``reference``. Tensors that the
+    forward saved, such as the mean, depend on x. ``reference`` must compute these tensors from x again and
+    not use the saved ones, so that its derivative includes this dependence.
 
     Args:
         name: as in ``Op``.
-        arguments: the declaration, usually by ``backward_of``: the gradients of the other op's results, x,
-            other arguments, and which gradients are wanted (``Wanted`` or ``WantedDtype``).
+        arguments: the declaration, usually made by ``backward_of``. Its fields are the gradients of the other
+            op's results, x, further arguments, and which gradients are wanted (``Wanted`` or
+            ``WantedDtype``).
         plan: ``arguments without gaps -> Plan``, whose ``run`` returns ``Gradients``.
         reference: ``arguments -> Gradients`` in plain PyTorch. Each of its steps must be differentiable.
         empty: ``(arguments without gaps, names) -> Gradients``, uninitialized memory for the gradients of the
@@ -50,8 +51,7 @@ class GradOp(Op):
 
         def fake(call: Any) -> list[Tensor]:
             wanted = tuple(name for name, want in zip(names, self._wanted(call), strict=True) if want)
-            # Only x is copied if it has gaps. To look for gaps in all operands would add guards in
-            # torch.compile, one for each check of strides.
+            # Only x is checked for gaps, because torch.compile adds a guard for each check of strides.
             return _in_order(empty(without_gaps(call, x_alone), wanted), names)
 
         @dispatch.retried
@@ -62,7 +62,7 @@ class GradOp(Op):
             return _in_order(found, names)
 
         self._names, self._reference, self.plans = names, reference, Plans(arguments, plan)
-        # Number of gradients of the other op's results. These gradients are all arguments before x.
+        # Number of arguments before x. These are the gradients of the other op's results.
         self._results = arguments._fields.index("x")
         x = fields_of(arguments)[self._results]
         x_alone = ((x.place, x.note.whole),)
@@ -79,7 +79,10 @@ class GradOp(Op):
 
     @dispatch.retried
     def __call__(self, call: Any) -> Any:
-        """The wanted gradients, by the fastest way that is valid for ``call``."""
+        """Computes the wanted gradients, and returns {operand's name: gradient}.
+
+        If ``call`` is plain, kernels are launched directly. Other calls go through the dispatcher.
+        """
         wanted = self._wanted(call)
         if not any(wanted):
             return {}
@@ -98,7 +101,7 @@ def _in_order(found: Gradients, names: tuple[str, ...]) -> list[Tensor]:
 
 
 def _save_all(ctx: Any, call: Any, results: Any) -> None:
-    """Keeps all arguments: tensors by ``save_for_backward``, the others in ``ctx.call``."""
+    """Keeps all arguments for the backward: tensors by ``save_for_backward``, others in ``ctx.call``."""
     ctx.set_materialize_grads(False)
     ctx.call = type(call)(*(None if isinstance(t, Tensor) else t for t in call))
     ctx.save_for_backward(*(t if isinstance(t, Tensor) else None for t in call))
@@ -107,13 +110,16 @@ def _save_all(ctx: Any, call: Any, results: Any) -> None:
 def _derivative_of(
     reference: Callable[[Any], Gradients], gradients: tuple[str, ...]
 ) -> Callable[..., dict[str, Tensor | None]]:
-    """The ``backward`` of a ``GradOp``: runs ``reference`` under autograd and differentiates it."""
+    """Returns the ``backward`` of a ``GradOp``.
+
+    It runs ``reference`` under autograd and differentiates it.
+    """
 
     def backward(ctx: Any, needs: Any, dgrads: Any) -> dict[str, Tensor | None]:
         keep_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Differentiate with respect to views of the arguments. If dy was computed from x, autograd would
-            # otherwise include that computation in the derivative with respect to x.
+            # Differentiate with respect to views of the arguments, not to the arguments. If dy was computed
+            # from x, the derivative with respect to x itself would include that computation.
             call = type(ctx.call)(
                 *(
                     value if t is None else t.view_as(t)

@@ -1,14 +1,14 @@
-"""Launch a compiled Triton kernel with little CPU time.
+"""Launches a compiled Triton kernel with little CPU time.
 
-``kernel[grid](...)`` binds, specializes and hashes every argument at each call. That takes longer than
-the small kernels of a UNet take on the GPU. A ``Launch`` does this work only at its first call. Later calls
-go directly to the compiled kernel's launcher.
+``kernel[grid](...)`` binds, specializes and hashes every argument at each call. This takes longer than the
+small kernels of a UNet run on the GPU. A ``Launch`` does this work only at its first call. Later calls go
+directly to the compiled kernel's launcher.
 
-Triton compiles a kernel again for other dtypes, for another set of tensors that are None, and for pointers
-that are not multiples of 16. So
+Triton compiles a kernel again if a dtype is different, if other tensors are None, or if a pointer is not a
+multiple of 16. Therefore
 
-- the caller makes one ``Launch`` for each combination of dtypes, of tensors that are None, and of device;
-- each call checks that all pointers are multiples of 16. If one is not, it uses ``kernel[grid](...)``.
+- the caller makes one ``Launch`` for each combination of dtypes, device, and tensors that are None;
+- each call checks that all pointers are multiples of 16. If one is not, the call uses ``kernel[grid](...)``.
 
 Triton also compiles again for some values of integers. Kernels prevent that by ``do_not_specialize``.
 """
@@ -29,8 +29,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 # The launcher's parameters after ``_LAUNCHED``, since Triton 3.7.
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
-# Maximum number of warps of a program. A program has at most 1024 threads. A warp has 32 threads, or 64 on
-# AMD's GPUs.
+# Maximum number of warps of a program, for 1024 threads. A warp has 32 threads, or 64 on AMD's GPUs.
 _MAX_WARPS = 32 if torch.version.hip is None else 16
 
 
@@ -42,9 +41,9 @@ class Launch:
             constants (annotated ``tl.constexpr``).
         programs: number of programs, at least 1.
         num_warps: warps per program.
-        pdl: True to use programmatic dependent launch, which needs sm_90. The kernel may then start before
-            the kernel ahead of it in the stream has ended. It must call ``gdc_wait`` before it accesses
-            memory that the other kernel writes. If the kernel has a constant ``PDL``, it gets this value.
+        pdl: True to use programmatic dependent launch, which needs sm_90. Then the kernel may start while
+            the previous kernel of the stream still runs, and must call ``gdc_wait`` before it accesses memory
+            that the previous kernel writes. If the kernel has a constant ``PDL``, it gets this value.
         arguments: the kernel's numbers and its other constants by name.
 
     Raises:
@@ -75,8 +74,8 @@ class Launch:
         self.constants = {name: arguments[name] for name in constants}
         self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*self.numbers, *self.constants.values())
-        # (launcher of the compiled kernel, its first arguments), or None before the first call. This is one
-        # tuple, so that another thread never sees a launcher without its arguments.
+        # (launcher of the compiled kernel, the launcher's first arguments); None before the first call.
+        # Both are in one tuple, so that another thread never sees a launcher without its arguments.
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
     def __call__(self, stream: int, *tensors: Tensor | None) -> None:
@@ -92,7 +91,7 @@ class Launch:
         """
         pointers: list[int | None] = []
         bits = 0
-        for t in tensors:  # one loop for pointers and alignment, which saves CPU time at each launch
+        for t in tensors:  # one loop finds both pointers and alignment, which saves CPU time
             if t is None:
                 pointers.append(None)
             else:
@@ -115,7 +114,7 @@ class Launch:
         run(self.programs, 1, 1, stream, *bound, *pointers, *self._values)
 
     def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
-        """Launch by ``kernel[grid]``, and return the compiled kernel."""
+        """Launch by ``kernel[grid]``, which compiles the kernel if needed. Returns the compiled kernel."""
         device = next(t.device for t in tensors if t is not None)
         if self._direct is None:
             failures.check_gpu(device)
@@ -126,7 +125,7 @@ class Launch:
             raise
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
-        """Launch on the device of ``first``, in its current stream. Another device may be current."""
+        """Launch on the device of ``first``, even if it is not the current device, in its current stream."""
         device = first.device
         if gpu.is_current(device):  # ``torch.cuda.device`` would take more CPU time
             self(gpu.current_stream(device), first, *others)
@@ -137,7 +136,10 @@ class Launch:
 
 @functools.cache
 def _parameters_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Names of a kernel's pointers, numbers and constants: ``("x_ptr", "y_ptr"), ("count",), ("BLOCK",)``"""
+    """Returns the names of a kernel's pointers, numbers and constants.
+
+    For example ``("x_ptr", "y_ptr"), ("count",), ("BLOCK",)``.
+    """
     parameters = inspect.signature(function).parameters
     pointers = tuple(name for name in parameters if name.endswith("_ptr"))
     constants = tuple(name for name, p in parameters.items() if p.annotation is not p.empty)
@@ -148,9 +150,10 @@ def _parameters_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...], tup
 
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """A compiled kernel's launcher, and its arguments between the stream and the kernel's own arguments.
+    """Returns (a compiled kernel's launcher, arguments). A launch passes these arguments after the stream.
 
-    None if this file does not know the launcher of this version of Triton. ``kernel[grid]`` is then used.
+    The kernel's own arguments follow them. Returns None if this file does not know the launcher of this
+    version of Triton. Then ``kernel[grid]`` is used.
     """
     try:
         run = compiled.run
@@ -163,10 +166,10 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
     if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
         return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if any(sizes) or not hasattr(run, "launch_pdl"):  # needs scratch memory, or is AMD's launcher
+    if any(sizes) or not hasattr(run, "launch_pdl"):  # the kernel needs scratch memory, or the GPU is AMD's
         return run, bound
-    # NVIDIA's launcher is a Python function around a C function. The Python function only allocates
-    # scratch memory, which this kernel does not need. Triton 3.4 has one kind of scratch memory, later
-    # versions have two.
+    # The launcher for NVIDIA's GPUs is a Python function that allocates scratch memory and calls a C
+    # function. This kernel needs no scratch memory, so the C function is called directly. It takes one
+    # argument for each kind of scratch memory: Triton 3.4 has one kind, later versions have two.
     scratch = [None for size in sizes if size is not None]
     return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, *bound[1:])

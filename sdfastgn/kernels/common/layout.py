@@ -1,11 +1,11 @@
 """Memory layouts of (N, C, *spatial) tensors.
 
-A tensor is *channels-last* if its memory order is (N, *spatial, C) without gaps, and *channels-first* if
-it is (N, C, *spatial) without gaps. It is *dense* if it is channels-last or channels-first. Rank 3 is
-included: the (N, C, L) view of (N, L, C) tokens is channels-last.
+A tensor is *channels-last* if its memory order is (N, *spatial, C) without gaps. It is *channels-first* if
+its memory order is (N, C, *spatial) without gaps. It is *dense* if it is one or the other. This includes rank
+3: the (N, C, L) view of (N, L, C) tokens is channels-last.
 
-A tensor with one channel or one spatial position is both channels-last and channels-first. Kernels for either
-layout then give the right result, and outputs have exactly the input's strides.
+A tensor with one channel or one spatial position is both channels-last and channels-first. The kernels for
+both layouts give the right result for it, and the output has exactly the strides of the input.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Largest stride between rows for which all offsets inside a tile are sure to fit into int32.
+# Maximum stride between rows, in elements. With it, all offsets inside a tile fit into int32.
 _MAX_STRIDE = 1 << 20
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """True if ``x`` (N, C, *spatial) lies as (N, *spatial, C) without gaps. False for rank 2."""
+    """True if ``x`` (N, C, *spatial) has the memory order (N, *spatial, C) without gaps. False for rank 2."""
     return x.dim() > 2 and x.movedim(1, -1).is_contiguous()
 
 
 def is_channels_first(x: Tensor) -> bool:
-    """True if ``x`` (N, C, *spatial) lies as (N, C, *spatial) without gaps."""
+    """True if the memory order of ``x`` (N, C, *spatial) is (N, C, *spatial) without gaps."""
     return x.is_contiguous()
 
 
@@ -36,7 +36,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def _keeps_channels_innermost(x: Tensor) -> bool:
-    """True if ``dense`` copies ``x``, which is not dense, to channels-last."""
+    """Tells the layout of ``dense(x)`` for an ``x`` that is not dense: True for channels-last."""
     return x.dim() > 2 and x.stride(1) == 1
 
 
@@ -49,16 +49,16 @@ def dense_is_channels_last(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` if it is dense, else a dense copy: channels-last if the stride of C is 1."""
+    """``x`` if it is dense, else a dense copy: channels-last if the stride of C is 1, else channels-first."""
     if is_dense(x):
         return x
     return laid_out(x, _keeps_channels_innermost(x))
 
 
 def laid_out(y: Tensor, channels_last: bool) -> Tensor:
-    """``y`` (N, C, *spatial), channels-last if ``channels_last``, else channels-first.
+    """Returns ``y`` (N, C, *spatial) in channels-last if ``channels_last`` is True, else in channels-first.
 
-    Differentiable. ``y`` itself if it has this layout, else a copy.
+    Returns ``y`` itself if it has this layout, else a copy. Differentiable.
     """
     return y.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else y.contiguous()
 
@@ -75,17 +75,17 @@ def empty_laid_out(
 ) -> Tensor:
     """Uninitialized tensor of ``shape`` (N, C, *spatial): channels-last or channels-first.
 
-    It has the device of ``like``, and its dtype unless ``dtype`` is given. It is not a view, because
-    autograd forbids in-place changes of a view that a registered op returned.
+    It has the device of ``like``, and the dtype of ``like`` unless ``dtype`` is given. It is not a view,
+    because autograd forbids in-place changes of a view that a registered op has returned.
     """
     order = (0, *range(2, len(shape)), 1) if channels_last else range(len(shape))
     return torch.empty_permuted(shape, tuple(order), dtype=dtype or like.dtype, device=like.device)
 
 
 def like_dense(y: Tensor, x: Tensor) -> Tensor:
-    """Give ``y`` the strides of ``dense(x)``. ``y`` has the shape of ``x``.
+    """Returns ``y``, which has the shape of ``x``, with the strides of ``dense(x)``.
 
-    Differentiable. It copies only if the memory order of ``y`` differs.
+    Copies ``y`` only if its memory order is not the one of ``dense(x)``. Differentiable.
     """
     if y.stride() == x.stride() and y.is_contiguous():
         return y
@@ -96,16 +96,17 @@ def like_dense(y: Tensor, x: Tensor) -> Tensor:
 
 
 def row_stride(x: Tensor) -> int | None:
-    """Elements between the starts of neighboring rows of ``x`` (..., D).
+    """Number of elements between the starts of neighboring rows of ``x`` (..., D).
 
-    None if kernels need a copy of ``x``: distances between rows differ, elements of a row are not contiguous,
-    or rows overlap or lie farther apart than ``_MAX_STRIDE``.
+    None if kernels need a copy of ``x``, because the distance is not the same for all rows, the elements of a
+    row are not contiguous, rows overlap, or the distance is larger than ``_MAX_STRIDE``.
     """
     if x.is_contiguous():
         return x.shape[-1]
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return None
-    # From the last but one axis outwards: each axis must step over all rows of the axes inside it.
+    # The axes are checked from the last but one to the first. The stride of an axis must be the distance
+    # between rows times the number of rows in the axes that are checked before it.
     found: int | None = None
     rows = 1
     for size, stride in reversed(tuple(zip(x.shape[:-1], x.stride()[:-1], strict=True))):

@@ -1,12 +1,12 @@
-"""The classes of this package's ops: their registration, and the ways to call one without the dispatcher.
+"""The classes of this package's ops. They register an op with PyTorch, and run its calls.
 
 ``torch.compile``, export, fake tensors and autograd need the registration (ADR 2). Plain calls
-(``dispatch.is_plain``) do not. They skip the dispatcher, because it takes more CPU time than a small kernel
-takes on the GPU:
+(``dispatch.is_plain``) do not need it. They skip PyTorch's dispatcher, because it takes more CPU time than a
+small kernel runs on the GPU. So calls run in one of these ways:
 
-- plain inference launches the kernels directly;
-- plain training launches them inside an ``autograd.Function``, which takes a fifth of the CPU time of the
-  registered autograd;
+- a plain call without gradients launches the kernels directly;
+- a plain call with gradients launches them inside an ``autograd.Function``, which takes a fifth of the CPU
+  time that autograd through the dispatcher takes;
 - every other call goes through the dispatcher, or runs in PyTorch's own ops where no kernel can run.
 """
 
@@ -37,16 +37,17 @@ class Op:
     """The registered op ``sdfastgn::<name>`` for CPU and CUDA tensors.
 
     Args:
-        name: its name in ``torch.ops.sdfastgn``.
-        arguments: the declaration of its arguments (``common/declaration.py``).
-        results: the results' part of its schema, such as ``"(Tensor, Tensor)"``.
-        run: ``arguments -> results``.
-        fake: ``arguments -> results`` for tensors without data: computes only shapes, strides and dtypes.
-        save: ``(ctx, arguments, results)``, stores in ``ctx`` what ``backward`` needs.
-        backward: ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}``. ``needs`` is an
-            instance of ``arguments`` that has True where a gradient is wanted. If ``backward`` is None, the
-            op has no gradients.
-        hidden: number of results at the end that only the backward uses.
+        name: the op's name in ``torch.ops.sdfastgn``.
+        arguments: the declaration of the op's arguments (``common/declaration.py``).
+        results: the part of the op's schema that describes the results, such as ``"(Tensor, Tensor)"``.
+        run: function ``arguments -> results``.
+        fake: function ``arguments -> results`` for tensors without data. It computes only shapes, strides and
+            dtypes.
+        save: function ``(ctx, arguments, results)``. It stores in ``ctx`` what ``backward`` needs.
+        backward: function ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}``.
+            ``needs`` is an instance of ``arguments``: a field is True if its gradient is wanted. If
+            ``backward`` is None, the op has no gradients.
+        hidden: number of the last results that only the backward uses.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Op:
         self._count = len(arguments_of(arguments))
 
     def through_dispatcher(self, call: Any) -> Any:
-        """All results for ``call``, an instance of ``arguments``."""
+        """Run ``call``, an instance of ``arguments``, through PyTorch's dispatcher. Returns all results."""
         # torch.compile of PyTorch 2.8 cannot slice a NamedTuple.
         return self._registered(*tuple(call)[: self._count])
 
@@ -90,7 +91,7 @@ class Op:
         self.save(ctx, self.arguments(*inputs), output)
 
     def returned(self, results: Any) -> Any:
-        """The results without the hidden ones: a tensor if only one is left, else a tuple."""
+        """``results`` without the hidden ones, for the caller: a tuple, or a tensor if only one is left."""
         if not self._hidden:
             return results
         shown = results[: -self._hidden]
@@ -99,8 +100,8 @@ class Op:
     def gradients(self, ctx: Any, names: tuple[str, ...], grads: Any) -> tuple[Tensor | None, ...]:
         """The gradients of the arguments ``names``, in their order.
 
-        ``names`` are the arguments that were passed to autograd, as in ``ctx.needs_input_grad``. ``grads``
-        are the gradients of the results.
+        ``names``: the arguments that were passed to autograd, in the order of ``ctx.needs_input_grad``.
+        ``grads``: the gradients of the results.
         """
         # Compiled autograd of PyTorch 2.8 traces this code. It supports the fields of a NamedTuple, but not
         # ``_replace``, ``_make``, ``_asdict``, slices or properties.
@@ -115,16 +116,17 @@ class PlannedOp(Op):
     Args:
         name, arguments, fake: as in ``Op``.
         results: names of the results that the caller gets.
-        saved: names of the further results, which only the backward uses.
-        plan: ``arguments without gaps -> SavingPlan``.
-        reference: ``arguments -> results and saved results`` in plain PyTorch.
-        backward: the ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or a function as
-            in ``Op``, which needs ``save``.
+        saved: names of further results, which only the backward uses.
+        plan: function ``arguments without gaps -> SavingPlan``.
+        reference: function ``arguments -> (*results, *saved)`` in plain PyTorch.
+        backward: a ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or a function as in
+            ``Op``; then ``save`` is needed too.
         save: as in ``Op``. None if ``backward`` is a ``GradOp``.
-        check: ``(public name, arguments)``, raises if an argument is wrong in a way that the declaration does
-            not express. It is called after the check of the first operand.
-        plain: ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs where the
-            registered op cannot. If it is None, ``reference`` runs there, and its saved results are dropped.
+        check: function ``(public name, arguments)`` that raises an error for what the declaration cannot
+            check. It is called after the check of the first operand.
+        plain: function ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs
+            where the registered op cannot run. If it is None, ``reference`` runs there, and the results in
+            ``saved`` are dropped.
     """
 
     def __init__(
@@ -168,9 +170,10 @@ class PlannedOp(Op):
         self._plain = plain or (lambda call: self.returned(reference(call)))
 
     def __call__(self, call: Any, name: str | None = None) -> Any:
-        """The results of the public function ``name``, by the fastest way that is valid for ``call``.
+        """Run ``call`` in the fastest way that is valid for it, and return what the caller gets.
 
-        Raises what the checks of the declaration and ``check`` raise. Their errors begin with ``name``.
+        If an argument is wrong, the checks of the declaration or ``check`` raise an error. The error begins
+        with ``name``, the name of the public function.
         """
         x = call[0]
         if dispatch.is_plain(x, call):
@@ -187,8 +190,8 @@ class PlannedOp(Op):
                     return self._train(*tensors, call, plan) if trains else plan.run(call)
             except dispatch.KernelError:
                 return self(call, name)
-            # Invalid arguments can fail before the check: a number in place of a tensor, a tensor without
-            # strides or memory, a value without a hash. The check then raises an error that says so.
+            # The search for a plan can fail for invalid arguments, such as a number in place of a tensor, a
+            # tensor without strides or memory, or a value without a hash. The check then names the argument.
             except (AttributeError, RuntimeError, TypeError):
                 self.check(name or self.name, call)
                 raise
@@ -199,10 +202,10 @@ class PlannedOp(Op):
 
 
 def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
-    """A ``save`` that keeps what ``_backward_by`` needs, in the order of ``backward_of``.
+    """Returns the function ``save`` of an op. It keeps what ``_backward_by`` needs.
 
-    It keeps the first operand, the last ``saved`` results, the other operands that may have a gradient,
-    and the values.
+    It keeps the first operand, the last ``saved`` results, the other operands that may have a gradient, and
+    the arguments that are no tensors. This is the order of the fields of ``backward_of``.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
     picked = picker(operands)
@@ -218,7 +221,10 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
 
 
 def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor | None]]:
-    """A ``backward`` that calls ``grad_op`` with dy, what ``_save_for`` kept, and the wanted gradients."""
+    """Returns the function ``backward`` of an op.
+
+    It calls ``grad_op`` with dy and what ``_save_for`` kept.
+    """
     names = differentiable(arguments)
     by_dtype = fields_of(grad_op.arguments)[-1].kind == "ScalarType?"
 
@@ -236,12 +242,15 @@ def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor
 
 
 def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
-    """The ``autograd.Function`` of plain training. ``names`` are the arguments that are tensors."""
+    """Makes the ``autograd.Function`` for plain calls with gradients. ``names``: the tensor arguments."""
 
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            """``inputs``: the tensors, as arguments that autograd sees, then the call, then its plan."""
+            """Launches the kernels. ``inputs``: the call's tensors one by one, then the call, then its plan.
+
+            Autograd only sees tensors that are passed one by one.
+            """
             call, plan = inputs[-2:]
             results = plan.run_and_save(call)
             op.save(ctx, call, results)

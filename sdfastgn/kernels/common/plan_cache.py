@@ -1,7 +1,7 @@
-"""Launch plans: which kernels an op launches, with which grids and constants.
+"""Caches launch plans. A plan says which kernels an op launches, with which grids and constants.
 
-A plan is made once for each *kind* of call and then kept. Calls have the same kind if they differ only in
-the values in their tensors: shapes, strides, dtypes, devices and all other arguments are equal.
+A plan is made once for each *kind* of call and then kept. Two calls are of the same kind if the shapes,
+strides, dtypes and devices of their tensors are equal, and all other arguments are equal.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
 
-# Maximum number of entries of a cache. Without a limit, a server that gets new shapes all the time would leak
-# memory.
+# Maximum number of entries of a cache, so that it does not grow forever in a server that gets new shapes.
 _MAX_PLANS = 4096
 # Types of the arguments that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))
@@ -33,10 +32,10 @@ class PlanCache(dict[tuple[Any, ...], Value]):
 
 
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
-    """The kind of a call as a dictionary's key.
+    """The key of a call in a ``PlanCache``: calls of the same kind have equal keys.
 
-    A tensor is replaced by its shape, strides, dtype and device. Other arguments and ``more`` stay as they
-    are.
+    In the key, the shape, strides, dtype and device of a tensor replace it. Other arguments, and ``more``,
+    stay as they are.
     """
     return (
         *[t if type(t) in _VALUES else (t.shape, t.stride(), t.dtype, t.device) for t in arguments],
@@ -45,17 +44,20 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 
 
 class Plan(Protocol):
-    """The launches of one kind of call. The arguments must be valid and not empty, and have no gaps."""
+    """The launches for one kind of call.
+
+    The arguments must be valid. Their tensors must not be empty, and must have layouts that kernels read.
+    """
 
     def run(self, call: Any) -> Any:
-        """Launch, and return the results that the caller gets."""
+        """Launch the kernels, and return the results that the caller gets."""
 
 
 class SavingPlan(Plan, Protocol):
     """The plan of an op that has a backward."""
 
     def run_and_save(self, call: Any) -> Any:
-        """Launch, and return all results of the op, including the results for the backward."""
+        """Launch the kernels, and return all results of the op, including those for the backward."""
 
 
 class Plans:
@@ -63,13 +65,13 @@ class Plans:
 
     Args:
         arguments: the declaration of the op's arguments.
-        make: ``arguments without gaps -> Plan``.
+        make: function ``arguments without gaps -> Plan``.
     """
 
     def __init__(self, arguments: Any, make: Callable[[Any], Any]) -> None:
         self._make = make
         self.made: PlanCache[Any] = PlanCache()
-        # Every field with a default is treated as a tensor.
+        # Fields with a default are not in the schema. They are treated as tensors.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
         self.tensors, self._values = picker(places), picker(values)
@@ -86,7 +88,7 @@ class Plans:
         )
 
     def of(self, call: Any, saves: bool = True) -> Any:
-        """The plan for ``call``, made if there is none. The arguments must be valid and not empty."""
+        """The plan for ``call``: from the cache, or newly made. The arguments must be valid and not empty."""
         key = self.key(call, self.tensors(call), saves)
         plan = self.made.get(key)
         if plan is None:
@@ -97,7 +99,7 @@ class Plans:
 
 
 class _CopyingPlan:
-    """The plan of calls that have operands with gaps: it copies these operands and runs ``plan``."""
+    """A plan for calls whose operands have gaps: it copies these operands and runs another plan."""
 
     __slots__ = ("_gaps", "_plan")
 
@@ -112,7 +114,7 @@ class _CopyingPlan:
 
 
 def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function ``call -> tuple of its arguments at these places``."""
+    """Returns a function that takes a call and returns its arguments with the indices ``places``."""
     if not places:
         return lambda call: ()
     return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)

@@ -1,8 +1,9 @@
 """All private names of PyTorch that this package uses, each with a replacement if a version lacks it.
 
-A private name is used if there is no public one, or if the public one takes microseconds instead of
-nanoseconds. If a version of PyTorch lacks the private name, the replacement gives the same results, but less
-speed. For example, calls then go through PyTorch's dispatcher, or CUDA graphs are not captured.
+A private name is used if PyTorch has no public function for the same purpose, or if the public function takes
+microseconds instead of nanoseconds. If a version of PyTorch lacks the private name, the replacement gives the
+same results, but less speed. For example, calls then go through PyTorch's dispatcher, or CUDA graphs are not
+captured.
 
 Private names of Triton are in ``launch.py`` and ``compile_ahead.py``. Private attributes that every
 ``nn.Module`` has, such as ``_parameters``, are used where they are needed.
@@ -30,7 +31,10 @@ _C: Any = torch._C
 
 
 class _OldStyle(torch.autograd.Function):
-    """A Function without ``setup_context``: in torch.func transforms its ``apply`` raises RuntimeError."""
+    """A Function without ``setup_context``.
+
+    Inside torch.func transforms its ``apply`` raises RuntimeError.
+    """
 
     @staticmethod
     def forward(ctx: Any) -> None:
@@ -46,9 +50,9 @@ def _is_refused() -> bool:
 
 
 class _ForwardAD:
-    """Replaces the module ``torch.autograd.forward_ad`` if it lacks ``_current_level``.
+    """Replaces the module ``torch.autograd.forward_ad`` if it has no ``_current_level``.
 
-    Its ``_current_level`` tries to make a dual tensor, which is possible only inside forward-mode AD.
+    The property ``_current_level`` tries to make a dual tensor. This succeeds only inside forward-mode AD.
     """
 
     @property
@@ -68,7 +72,7 @@ def _has_no_memory(t: Tensor) -> bool:
     return False
 
 
-# Number of active ``TorchDispatchMode``s. The replacement always returns 1, because a mode may be active.
+# Returns the number of active ``TorchDispatchMode``s. The replacement always returns 1: a mode may be active.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 # True inside a ``TorchFunctionMode``.
 in_function_mode: Callable[[], bool] = getattr(
@@ -80,7 +84,7 @@ is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing
 in_transform: Callable[[], Any] = getattr(
     getattr(_C, "_functorch", None), "peek_interpreter_stack", lambda: _is_refused() or None
 )
-# True for a gradient that ``torch.autograd.grad(..., is_grads_batched=True)`` passes to a backward.
+# Returns True for a gradient that ``torch.autograd.grad(..., is_grads_batched=True)`` passes to a backward.
 is_batched: Callable[[Tensor], bool] = getattr(
     getattr(_C, "_functorch", None), "is_legacy_batchedtensor", _has_no_memory
 )
@@ -99,7 +103,7 @@ def _has_a_global_hook() -> bool:
     return any(value for value in found if isinstance(value, dict))
 
 
-# True if a hook is registered for all modules.
+# Returns True if a hook is registered for all modules.
 has_any_global_hook: Callable[[], bool] = getattr(nn_module, "_has_any_global_hook", _has_a_global_hook)
 
 
@@ -109,7 +113,7 @@ class _Doubled(nn.Module):
 
 
 def _gives_one_twice() -> bool:
-    """True if a parametrized weight is the same tensor each time it is read: the cache is then on."""
+    """True if a parametrized weight is the same tensor each time it is read: then the cache is on."""
     probe = nn.LayerNorm(1)  # its initialization uses no random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
@@ -124,11 +128,11 @@ caches_parametrizations: Callable[[], bool] = (
 
 # ---- the GPU
 
-# Handle of the current stream of a device, given its index. A CPU build of PyTorch lacks the private name.
+# Index of a device -> handle of its current stream. A CPU build of PyTorch lacks the private name.
 current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
-# Index of the current device. A CPU build of PyTorch lacks the private name.
+# Returns the index of the current device. A CPU build of PyTorch lacks the private name.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 # Keeps the GPU busy for a number of clock cycles.
 sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: None)
@@ -137,7 +141,7 @@ sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: No
 def end_pool(device: int, pool: Any) -> bool:
     """Stop ``device`` from allocating in ``pool`` after a capture of a graph failed.
 
-    Returns False if it has already stopped, or if this version of PyTorch cannot stop it.
+    Returns False if ``device`` had already stopped, or if this version of PyTorch cannot stop it.
     """
     try:
         _C._cuda_endAllocateToPool(device, pool)
@@ -149,14 +153,15 @@ def end_pool(device: int, pool: Any) -> bool:
 
 # ---- tensors and their memory
 
-# Use count of the storage of a single tensor: one reference by the tensor, one by the result of
-# ``untyped_storage()``.
+# Number of references to a storage that only one tensor uses: one reference by the tensor, and one by the
+# result of ``untyped_storage()``, with which it is counted.
 _UNSHARED = 2
 
 _use_count: Callable[[Any], int] | None = getattr(_C, "_storage_Use_Count", None)
 _new_with_weak_ptr: Callable[[int], Any] | None = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
 # ``is_expired(expiring(reference))`` is True once the memory that a StorageWeakRef refers to is freed.
-# ``expiring`` is called once for each reference. ``is_expired`` is called often.
+# There are two functions, so that the one that is called often, ``is_expired``, is fast.
+# ``expiring`` is called once for each reference.
 is_expired: Callable[[Any], bool]
 expiring: Callable[[StorageWeakRef], Any]
 if hasattr(torch.UntypedStorage, "_expired"):
@@ -166,7 +171,10 @@ else:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """True if no other tensor shares the memory of ``tensor``, so that it may be moved. False if unknown."""
+    """True if no other tensor shares the memory of ``tensor``, so that its values may be moved in it.
+
+    False if this version of PyTorch cannot tell.
+    """
     if _use_count is None or _new_with_weak_ptr is None:
         return False
     storage = tensor.untyped_storage()
@@ -174,7 +182,7 @@ def is_alone(tensor: Tensor) -> bool:
 
 
 def revived(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage of a StorageWeakRef, or None if it is freed or cannot be found."""
+    """The storage that ``reference`` refers to. None if it is freed, or if this PyTorch cannot find it."""
     return None if _new_with_weak_ptr is None else _new_with_weak_ptr(reference.cdata)
 
 
@@ -183,7 +191,7 @@ def _copy_one_by_one(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source)
 
 
-# Copies each source into the target at the same place in the list.
+# ``copy_each(targets, sources)`` copies each source into the target with the same index.
 copy_each: Callable[[list[Tensor], list[Tensor]], object] = getattr(torch, "_foreach_copy_", _copy_one_by_one)
 
 
@@ -192,8 +200,7 @@ def _dense_memory_format(u: Tensor) -> torch.memory_format:
     return last if u.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-# The memory format of a 4-d or 5-d tensor, found from its strides. The replacement is right only for tensors
-# without gaps.
+# Finds a 4-d or 5-d tensor's memory format from its strides. The replacement needs a tensor without gaps.
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
     getattr(torch, "_prims_common", None), "suggest_memory_format", _dense_memory_format
 )
@@ -203,10 +210,10 @@ suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
 
 _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
-# (backend, operation) of each switch for the precision of fp32 arithmetic, which for example allows TF32.
+# (backend, operation) of each of PyTorch's switches for the precision of fp32 arithmetic, such as TF32.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# name -> replacement of the private function ``torch._C._get_<name>``. If there is no public function, the
-# replacement is ``tuple``. It always returns (), so changes of the switch are not noticed.
+# name -> public replacement of the private function ``torch._C._get_<name>``. If there is no public function,
+# the replacement is ``tuple``, which always returns (): then changes of the switch are not noticed.
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_enabled": lambda: _cudnn.enabled,
     "cudnn_benchmark": lambda: _cudnn.benchmark,
@@ -230,11 +237,11 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
 
 
 def _precisions() -> tuple[Any, ...]:
-    """Values of the public switches for fp32 arithmetic.
+    """Values of PyTorch's public switches for the precision of fp32 arithmetic.
 
-    These are ``allow_tf32`` of matrix products and of cuDNN. PyTorch after 2.8 also has ``fp32_precision``.
-    Once somebody has set ``fp32_precision``, reading ``allow_tf32`` may raise. Then the values of
-    ``fp32_precision`` are returned instead.
+    Returns the values of ``allow_tf32`` for matrix products and for cuDNN. PyTorch after 2.8 also has
+    ``fp32_precision``. Once a program has set ``fp32_precision``, reading ``allow_tf32`` may raise an error.
+    Then the values of ``fp32_precision`` are returned instead.
     """
     try:
         return _cuda.matmul.allow_tf32, _cudnn.allow_tf32
@@ -243,9 +250,9 @@ def _precisions() -> tuple[Any, ...]:
 
 
 def _precision_places() -> tuple[Any, ...]:
-    """The objects that have an attribute ``fp32_precision``, outermost first. Empty in PyTorch 2.8.
+    """The objects with an attribute ``fp32_precision``, the most general one first. Empty in PyTorch 2.8.
 
-    An object whose value is "none" uses the value of an object before it.
+    If the value of an object is "none", the value of a more general object applies.
     """
     if not hasattr(torch.backends, "fp32_precision"):
         return ()
@@ -254,15 +261,15 @@ def _precision_places() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
-    """Context that allows or forbids TF32 on the GPU, in all threads. Every switch is restored at its end.
+    """A context that allows or forbids TF32 on the GPU, in all threads. Its end restores every switch.
 
     Args:
         convolutions: True to let cuDNN's convolutions use TF32.
         products: True to let matrix products use TF32.
 
-    If PyTorch has the newer switches (``fp32_precision``), only these are set. Inside the context, reading
-    an older switch (``allow_tf32``) may then raise. The older ones are not set, because setting them would
-    overwrite the values of the newer ones.
+    If PyTorch has the newer switches (``fp32_precision``), only these are set, because setting the older ones
+    (``allow_tf32``) would overwrite them. Inside the context, reading an older switch may then raise an
+    error.
     """
     places = _precision_places()
     if not places:
@@ -277,12 +284,11 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
     before = []
     for place in places:
         before.append(place.fp32_precision)
-        # A place whose value is "none" reads as the value of an earlier place. Clearing the earlier one first
-        # lets the loop save "none" for it.
+        # If the value of an object is "none", reading it returns the value of a more general object.
+        # The loop has already set the more general objects to "none", so it reads and saves "none" here.
         place.fp32_precision = "none"
     try:
-        # cuDNN's ``conv`` and ``rnn`` get the same value, because ``_cudnn.allow_tf32`` can only be read if
-        # they agree.
+        # If the values of ``conv`` and ``rnn`` differ, reading ``_cudnn.allow_tf32`` raises an error.
         _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32" if convolutions else "ieee"
         _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
         yield
@@ -292,12 +298,12 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
 
 
 _precision = getattr(_C, "_get_fp32_precision_getter", None)
-# Functions that each return one setting on which PyTorch's choice of kernels depends.
+# Functions without arguments. Each returns one setting of PyTorch on which its choice of kernels depends.
 switches: tuple[Callable[[], Any], ...] = (
     *((partial(_precision, *names) for names in _PRECISIONS) if _precision else (_precisions,)),
     *(getattr(_C, f"_get_{name}", public) for name, public in _SWITCHES.items()),
-    # The active version of flash attention, such as FA3. This function is public, but PyTorch 2.8 lacks it.
+    # This function returns the active version of flash attention, such as FA3. PyTorch 2.8 lacks it.
     getattr(attention, "current_flash_attention_impl", tuple),
 )
-# Order in which PyTorch tries the backends of scaled_dot_product_attention.
+# Returns the order in which PyTorch tries the backends of scaled_dot_product_attention.
 sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", tuple)

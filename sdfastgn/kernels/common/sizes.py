@@ -6,11 +6,11 @@ from typing import Any
 
 # Lanes (threads) of a warp on NVIDIA's GPUs.
 WARP = 32
-# Maximum number of bytes that one load instruction reads for a lane.
+# Maximum number of bytes that a lane reads with one load instruction.
 _LOAD_BYTES = 16
-# Largest offset within a tile or chunk. These offsets are int32, which takes fewer registers than int64.
+# Maximum offset inside a tile or a chunk. Such offsets are int32, which takes fewer registers than int64.
 MAX_OFFSET = 2**31 - 1
-# 16-bit elements that a warp reads if each lane loads 16 bytes.
+# Number of 16-bit elements that a warp reads with one load of 16 bytes for each lane.
 WARP_LOAD = WARP * _LOAD_BYTES // 2
 
 
@@ -30,20 +30,25 @@ def power_of_2_below(n: int) -> int:
 
 
 def row_factor(channels_last: bool, *sizes: int) -> int:
-    """16 if channels-first and all ``sizes`` are multiples of 16, else 1.
+    """Returns 16 if the layout is channels-first and all ``sizes`` are multiples of 16, else 1.
 
-    ``sizes`` are numbers of positions. The result is a kernel's constant ``HW_FACTOR``, a divisor of the
-    sizes. It tells the compiler that channels-first rows are aligned, so that it vectorizes loads.
-    Channels-last loads run along the channels. There the factor is always 1, so one compiled kernel serves
-    all sizes.
+    ``sizes``: numbers of positions. The result is passed to kernels as the constant ``HW_FACTOR``, a divisor
+    of the sizes. From it the compiler knows that channels-first rows are aligned, and vectorizes loads.
+    Channels-last loads go along the channels and do not need it. With the factor 1, one compiled kernel is
+    used for all sizes.
     """
     return 16 if not channels_last and not any(size % 16 for size in sizes) else 1
 
 
 def vector_width(itemsize: int, *strides: int) -> int:
-    """Maximum number of elements of one load from rows that start at multiples of ``strides`` elements.
+    """Maximum number of elements that one load instruction can read from a tensor's rows.
 
-    A load has at most 16 bytes. ``itemsize``: bytes of an element. The memory is aligned to 16 bytes.
+    A load reads at most 16 bytes, and starts at a multiple of its size. The tensor starts at a multiple of 16
+    bytes.
+
+    Args:
+        itemsize: bytes of an element.
+        strides: distances between rows, in elements. All of them must be multiples of the result.
     """
     width = _LOAD_BYTES // itemsize
     while any(stride % width for stride in strides):
@@ -52,7 +57,7 @@ def vector_width(itemsize: int, *strides: int) -> int:
 
 
 def tile_constants(config: Any) -> dict[str, int]:
-    """The kernel constants of ``config``'s register tile, whose axes are (lanes, warps, steps, block)."""
+    """The constants that tell a kernel the sizes of the register tile in ``config`` (``common/tiles.py``)."""
     return {
         "LANES": config.lanes,
         "WARPS": config.num_warps,

@@ -1,14 +1,14 @@
 """Triton functions for the norms: differences from a mean, and sums over the columns of a matrix.
 
-A norm needs the mean and the sum of squared deviations. The kernels sum differences from a *pivot*, which
-is one of the values. Such sums are rounded relative to the deviations, while sums of the values themselves
-are rounded relative to the mean.
+A norm needs the mean of x and the sum of squared deviations from it. If a kernel summed x itself, the
+rounding error would grow with the mean. So the kernels sum x - pivot, where the *pivot* is one of the values
+of x. Then the rounding error grows only with the deviations.
 
-If the pivot is an outlier, the differences are rounded relative to its distance from the mean. 16-bit
-results do not show that. For fp32 results (``EXACT``) the first sum only gives a better pivot, the rounded
-mean (``mean_as_pivot``), and the differences are computed again from it.
+If the pivot is an outlier, the rounding error grows with its distance from the mean. This does not matter for
+16-bit results. For fp32 results (``EXACT``) the first sum only serves to compute a better pivot, the rounded
+mean (``mean_as_pivot``). Then the sums are computed again with this pivot.
 
-Backward passes end with sums over the columns of fp32 partial sums (``sum_columns``).
+Backward passes leave fp32 partial sums, whose columns ``sum_columns`` adds up.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from sdfastgn.kernels.common.tiles import PTX
 
 @triton.jit
 def mean_as_pivot(pivot, total, share):
-    """pivot + total * share: the mean, given the sum ``total`` of differences from ``pivot``.
+    """Returns the mean, pivot + total * share, to use it as the next pivot.
 
-    ``share`` is 1 / count. The result is exactly ``pivot`` if all differences are 0.
+    ``total``: the sum of all x - pivot. ``share``: 1 / number of values. If all values equal the pivot, the
+    result is exactly the pivot.
     """
     return tl.fma(total, share, pivot)
 
 
 @triton.jit
 def difference(x, shift, pivot):
-    """x + shift - pivot. Its rounding error scales with the result, not with x, shift or pivot.
+    """Returns x + shift - pivot. Its rounding error is small relative to the result, even if x is large.
 
-    Knuth's two-sum finds the rounding error of x + shift. The last line adds that error back.
+    Knuth's two-sum computes the rounding error of x + shift. The last line adds this error to the result.
     """
     total = x + shift
     shift_in_total = total - x
@@ -45,7 +46,7 @@ def difference(x, shift, pivot):
 
 @triton.jit
 def square_root(x):
-    """The square root of x, in fp32.
+    """Returns the square root of x, in fp32.
 
     On NVIDIA GPUs it is one PTX instruction. ``tl.sqrt`` would link a library, which makes compilation
     slower.
@@ -67,25 +68,25 @@ def inverse_deviation(variance, eps):
 
 # --- columns ----------------------------------------------------------------------------------------
 
-# Warps of a program that calls ``sum_columns``.
+# The number of warps of a program that calls ``sum_columns``.
 SUM_WARPS = 8
-# Number of elements of a tile. A program loads a tile at once.
+# Maximum number of elements of a tile. A program loads a whole tile at once.
 _SUM_TILE = 8192
-# Maximum number of rows of a tile. With more rows, loads wait for each other.
+# Maximum number of rows of a tile. With more rows, a program's loads no longer run all at the same time.
 _SUM_ROWS = 256
 # Maximum number of columns of a tile.
 _SUM_COLUMNS = 1024
 
 
 def column_sum_block(partials: int, D: int) -> tuple[int, int]:
-    """(rows, columns) of the tile in which a program adds up (partials, D) partial sums."""
+    """(rows, columns) of the tiles in which ``sum_columns`` reads partial sums of shape (partials, D)."""
     block = min(next_power_of_2(partials), _SUM_ROWS)
     return block, min(next_power_of_2(D), _SUM_COLUMNS, _SUM_TILE // block)
 
 
 @triton.jit
 def sum_columns(partials, out_ptr, count, D, c, BLOCK_P: tl.constexpr):
-    """Stores in ``out_ptr`` + c the sums of the columns ``c`` of ``partials``, in a fixed order.
+    """Adds up the columns ``c`` of ``partials``, in a fixed order, and stores the sums in ``out_ptr`` + c.
 
     ``partials``: (count, D) fp32. ``out_ptr``: (D,) of any dtype; if it is None, nothing happens.
     """

@@ -2,15 +2,15 @@
 
 A tile of a reduction has four axes: lanes, warps, steps and block.
 
-- block, always the last axis: elements that are contiguous in memory, several of them in one thread;
-- lanes: the threads of a warp. A sum over them takes shuffles;
-- warps, always the second axis;
-- steps: further elements in the registers of the same thread. A sum over them takes plain additions.
+- lanes: the threads of a warp. A sum over this axis takes shuffles;
+- warps, always the second axis: the warps of a program;
+- steps: further elements in the registers of the same thread. A sum over this axis takes plain additions;
+- block, always the last axis: elements that are contiguous in memory, several of them in one thread.
 
-Triton itself decides which axis it spreads over lanes and warps. Triton 3.6 fills a warp's lanes from the
-first axis on, Triton 3.7 and later from the third axis on. So lanes and steps are the first and third axis,
-or the other way round (``LANE_AXIS``, ``STEP_AXIS``). In the wrong order results are the same, but sums go
-through shared memory and registers spill. ``tests/kernels/test_compile_only.py`` finds that.
+Triton itself decides which axis it distributes over the lanes of a warp. Triton 3.6 begins with the first
+axis, Triton 3.7 and later with the third. So lanes are the first axis and steps the third, or the other way
+round (``LANE_AXIS``, ``STEP_AXIS``). In the wrong order results are the same, but sums go through shared
+memory and registers spill. ``tests/kernels/test_compile_only.py`` would notice this.
 
 Elementwise kernels have tiles of two axes (``map_tile``).
 """
@@ -32,10 +32,10 @@ PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interp
 
 @triton.jit
 def multiple_of(value, FACTOR: tl.constexpr):
-    """``value``, in a form that shows the compiler that it is a multiple of ``FACTOR``.
+    """Returns ``value``, so that the compiler knows that it is a multiple of ``FACTOR``.
 
-    Loads at such offsets can be vectors. ``tl.multiple_of`` has no effect on a kernel's argument (Triton
-    3.6 and 3.9).
+    The compiler can then vectorize loads at such offsets. ``tl.multiple_of`` has no effect on a kernel's
+    argument (Triton 3.6 and 3.9).
     """
     return value // FACTOR * FACTOR
 
@@ -81,7 +81,7 @@ def tile_sum(d):
 
 @triton.jit
 def sums_in_warps(d):
-    """The sum of each warp's elements of a tile. It needs no shared memory."""
+    """The sum of the elements of each warp in a (lanes, warps, steps, block) tile, without shared memory."""
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.sum(tl.sum(d, 3, keep_dims=True), LANE_AXIS, keep_dims=True)
 
@@ -93,9 +93,9 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def tile_sums(d, squares):
-    """Returns the sum of ``d`` and the sum of ``squares``, two tiles of equal shape.
+    """Returns (sum of ``d``, sum of ``squares``) for two tiles of equal shape.
 
-    Warps exchange both sums through shared memory at once, instead of one after the other.
+    Warps exchange both sums through shared memory in one step instead of two.
     """
     d, squares = _flat(d), _flat(squares)
     # The interpreter calls the function in ``tl.reduce`` for each element, which is slow.
@@ -104,21 +104,21 @@ def tile_sums(d, squares):
 
 @triton.jit
 def load_ahead(pointers, mask, AHEAD: tl.constexpr):
-    """Load values. If ``AHEAD``, this may run before the kernel's ``gdc_wait``.
+    """Loads values. ``AHEAD``: True if the kernel calls this before its ``gdc_wait``.
 
-    The load then bypasses the L1 cache, which may hold old values of this memory (ADR 7).
+    Then the load bypasses the L1 cache, which may have old values of this memory (ADR 7).
     """
     return tl.load(pointers, mask=mask, cache_modifier=".cg" if AHEAD else "")
 
 
 @triton.jit
 def map_tile(pid, HW, C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The indices and offsets of tile number ``pid`` of an elementwise kernel on (N, C, HW).
+    """Computes the indices and offsets of tile number ``pid``, for an elementwise kernel on (N, C, HW).
 
     Returns:
-        n: the sample, int64.
-        c: (BLOCK_C,) channels.
-        positions: (BLOCK_HW, 1).
+        n: index of the sample, int64.
+        c: (BLOCK_C,), indices of the channels.
+        positions: (BLOCK_HW, 1), indices of the positions.
         last, first: (BLOCK_HW, BLOCK_C) int64 offsets of the elements. ``last`` is for a channels-last
             tensor, ``first`` for a channels-first one.
     """

@@ -1,10 +1,12 @@
 """The launch configurations of GEGLU's kernels: pure functions of sizes and multiprocessors.
 
-A tile has some rows and columns of the output. Each warp has other columns, and all rows of the tile. So a
-thread has the same columns in all rows: it reads the bias once, and sums columns in its registers.
+A tile has some rows and columns of the output. The warps of a program divide the columns of a tile among
+them. So each thread has the same columns in all rows: it reads the bias once for all rows, and can sum over
+the rows in its registers.
 
-In the backward a program processes several tiles, one below the other, which are a *group*. It leaves one
-partial sum of the bias's gradient for each column of the group.
+In the backward a program processes several tiles, which are a *group*. The tiles of a group have the same
+columns, and rows that follow each other. For each column the program writes one partial sum of the bias's
+gradient.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power_of_2
 
-# Rows of a tile. For each row a thread has two loads in flight in the forward, and three in the backward.
+# Number of rows of a tile. For each row, a thread makes two loads in the forward, and three in the backward.
 _ROWS = 2
 # Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Warps for each multiprocessor in a backward with column sums: as many as fit with the registers they take.
+# Number of warps for each multiprocessor in a backward with column sums: as many as registers suffice for.
 _WARPS_PER_SM = 16
 # Minimum number of tiles of a group. With fewer, there would be too many partial sums to add up.
 _MIN_TILES = 4
@@ -25,9 +27,10 @@ _MIN_TILES = 4
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tiles of ``block_r`` rows and ``block_d`` columns, in ``groups`` groups of ``tiles`` tiles.
+    """Sizes of tiles and groups: each tile has ``block_r`` rows and ``block_d`` columns.
 
-    There is a program for each group and each block of columns.
+    All rows are divided into ``groups`` groups of ``tiles`` tiles. There is one program for each group and
+    each block of columns.
     """
 
     block_r: int
@@ -56,7 +59,7 @@ def forward_config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
 def backward_config(
     rows: int, D: int, vector: int, stride: int, num_sms: int, *, column_sums: bool
 ) -> TileConfig:
-    """The configuration of the backward of dy (rows, D). ``column_sums``: dbias is wanted."""
+    """The configuration of the backward for dy (rows, D). ``column_sums``: True if dbias is wanted."""
     config = _config(rows, D, vector, stride)
     if not column_sums:
         return config
@@ -66,12 +69,12 @@ def backward_config(
 
 
 def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
-    """The configuration with one tile for each program."""
+    """The configuration in which each program has one tile."""
     load = WARP * vector
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # Take the widest tile with which padded rows are at most an eighth longer than with the narrowest tile.
+    # Of the widths with which padded rows are at most an eighth longer than necessary, take the largest.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

@@ -1,10 +1,10 @@
-"""Triton kernels of GEGLU and of its backward. Formulas and ops: ``geglu/op.py``.
+"""The Triton kernels of GEGLU and of its backward. Formulas and ops are in ``geglu/op.py``.
 
 The forward is one launch, which reads x and writes y. The backward is one launch, which reads dy and x and
-writes dx. If the gradient of the bias is wanted, each of its programs also sums its rows, and stores one
-partial sum for each column. A second launch adds up the partial sums.
+writes dx. If the gradient of the bias is wanted, each program of the backward also sums over its rows, and
+stores one partial sum for each column. Then a second launch adds up the partial sums.
 
-Pointers:
+Tensors:
 
 - ``x``: (rows, 2D), values then gates, fp16, bf16 or fp32; contiguous rows, ``X_STRIDE`` elements apart;
 - ``dx``: (rows, 2D), contiguous, the gradient of x, or None;
@@ -12,12 +12,12 @@ Pointers:
 - ``y``, ``dy``: (rows, D), contiguous;
 - ``partials``: fp32 (groups, 2D), or None if the gradient of the bias is not wanted.
 
-With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the one before it still
-runs, and waits before it accesses memory.
+With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the previous kernel still
+runs, and waits for its end before it accesses memory.
 
-Numerics: fp32, rounded once at each store. The normal distribution is approximated for 16-bit x
-(``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. Offsets that can
-pass 2^31 are int64.
+Numerics: all arithmetic is fp32, and each result is rounded once. The normal distribution is approximated for
+16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. Offsets
+that can be 2^31 or more are int64.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from sdfastgn.kernels.common.sums import sum_columns
 
 @triton.jit
 def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
-    """Loads the biases of values and gates in columns ``c``: (1, columns) fp32, or 0 without bias."""
+    """Loads (bias of the values, bias of the gates) in columns ``c``, fp32.
+
+    If there is no bias, both are 0.
+    """
     bias = 0.0
     gate_bias = 0.0
     if bias_ptr is not None:
@@ -48,15 +51,15 @@ def _geglu_kernel(
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y.
+    """Computes y. A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows.
 
     ``EVEN``: True if no element is masked.
     """
     columns = tl.cdiv(D, BLOCK_D)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
     start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
-    # If the tile has one row, its stride is not needed. The stride may then be too large for int32, and
-    # Triton 3.6 refuses such a number even if it is multiplied by 0.
+    # If the tile has one row, the stride between rows is not needed. It may be too large for int32, and
+    # Triton 3.6 refuses such a number even if it is multiplied by 0. So it is replaced by 0.
     ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
     r = tl.arange(0, BLOCK_R)[:, None]
     i = tl.arange(0, BLOCK_D)
@@ -83,7 +86,10 @@ def _geglu_grad_kernel(
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx for one block of columns in a group of ``tiles`` tiles, and its partial sums."""
+    """Computes dx and partial sums of dbias.
+
+    A program has one block of columns of a group of ``tiles`` tiles.
+    """
     columns = tl.cdiv(D, BLOCK_D)
     group = tl.program_id(0) // columns
     start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
@@ -111,7 +117,7 @@ def _geglu_grad_kernel(
             tl.store(dx, dvalue.to(dx_ptr.dtype.element_ty), mask=mask)
             tl.store(dx + D, dgate.to(dx_ptr.dtype.element_ty), mask=mask)
         if partials_ptr is not None:
-            if not EVEN:  # masked loads have undefined values
+            if not EVEN:  # values outside of the mask are undefined, and must not be added
                 dvalue = tl.where(mask, dvalue, 0.0)
                 dgate = tl.where(mask, dgate, 0.0)
             values += tl.sum(dvalue, 0)
@@ -128,7 +134,10 @@ def _bias_sum_kernel(
     count, columns,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up ``count`` partial sums for ``BLOCK_D`` of all ``columns`` columns of dbias."""
+    """Computes dbias. A program computes ``BLOCK_D`` columns: it adds up ``count`` partial sums for each.
+
+    ``columns``: number of all columns of dbias.
+    """
     c = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PDL:
         gdc_wait()

@@ -9,7 +9,7 @@ value = x[..., :D] + bias[:D], gate = x[..., D:] + bias[D:], and P the cumulativ
     dgate = dy * value * (P(gate) + gate * P'(gate))
     dbias = sum_rows (dvalue, dgate)
 
-On a GPU the kernels of ``geglu/kernels.py`` run, where layouts and numerics are explained. Everywhere else,
+On a GPU the kernels of ``geglu/kernels.py`` run; that file explains layouts and numerics. Everywhere else,
 and for second derivatives, ``reference_geglu`` and ``reference_geglu_grads`` run.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
@@ -44,17 +44,20 @@ class GegluCall(NamedTuple):
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``geglu`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input: the fallback."""
+    """``geglu`` in plain PyTorch, for calls that kernels cannot run.
+
+    Computes in fp32, or in fp64 for fp64 x.
+    """
     value, gate = _halves(x, bias)
     return (value * F.gelu(gate)).to(x.dtype).contiguous()
 
 
 def reference_geglu_grads(call: Any) -> Gradients:
-    """Gradients in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
+    """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
     Args:
-        call: dy (..., D), x and bias of ``GegluCall``, and the dtypes ``dx`` and ``dbias`` of the gradients,
-            or None for a gradient that is not wanted.
+        call: its fields are dy (..., D), x and bias as in ``GegluCall``, and ``dx`` and ``dbias``: the dtypes
+            of the gradients, or None for a gradient that is not wanted.
 
     Every step can be differentiated, so second derivatives are right.
     """
@@ -68,7 +71,7 @@ def reference_geglu_grads(call: Any) -> Gradients:
 
 
 def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(value, gate), each (..., D), in fp32, or in fp64 for fp64 input."""
+    """Computes (value, gate) of the formulas, each (..., D), in fp32, or in fp64 for fp64 input."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if bias is None else u + bias.to(u.dtype)
     D = x.shape[-1] // 2
@@ -128,20 +131,22 @@ _NAME = f"{__name__}.geglu"
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``value * gelu(gate)`` of the two halves of x + bias, with the exact (erf) GELU, in one pass.
+    """Computes ``value * gelu(gate)`` in one pass, where value and gate are the two halves of x + bias.
+
+    GELU is the exact (erf) form.
 
     Args:
-        x: (..., 2D), at least rank 1, values then gates. Usually the output of a linear layer without
-            its bias.
-        bias: (2D,) or None. Usually the bias of that layer.
+        x: (..., 2D), at least rank 1. The values come first, then the gates. Usually x is the output of a
+            linear layer that was called without its bias.
+        bias: (2D,) or None. Usually the bias of this layer.
 
     Shapes: the output is (..., D).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of these dtypes.
         The output has the dtype of x.
     Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
         contiguous.
-    Grad: of x and bias, which are kept for the backward. Second derivatives, the transforms of torch.func and
-        forward-mode AD run in plain PyTorch.
+    Grad: x and bias have gradients. x and bias are kept for the backward. Second derivatives, the transforms
+        of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: an argument is not a strided tensor of one of these dtypes.
         ValueError: a shape or a device does not fit.

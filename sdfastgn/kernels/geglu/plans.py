@@ -1,4 +1,4 @@
-"""The launches of ``geglu`` and of its backward: which kernels run, their grids and constants.
+"""The launches of ``geglu`` and of its backward: which kernels run, with which grids and constants.
 
 The kernels are in ``geglu/kernels.py``, their configurations in ``geglu/config.py``.
 """
@@ -22,7 +22,7 @@ from sdfastgn.kernels.geglu.op import GegluCall
 
 
 class GegluPlan:
-    """The launch of one kind of call: one program for each tile of y."""
+    """The launch for one kind of call, with one program for each tile of y."""
 
     __slots__ = ("launch", "shape")
 
@@ -40,7 +40,7 @@ class GegluPlan:
         )
 
     def run(self, call: GegluCall) -> Tensor:
-        """Launch, and return y (..., D)."""
+        """Launch the kernel, and return y (..., D)."""
         x, bias = call
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         self.launch.run(x, bias, y)
@@ -50,10 +50,11 @@ class GegluPlan:
 
 
 class GegluGradPlan:
-    """The launches for one kind of call, which includes which gradients are wanted.
+    """The launches for one kind of call. Calls of one kind want the same gradients.
 
     ``grad`` has one program for each group of tiles and block of columns. If the gradient of the bias is
-    wanted, it also stores ``partials`` fp32 partial sums, and ``columns`` adds these up.
+    wanted, ``grad`` also stores fp32 partial sums, whose number is ``partials``. Then ``columns`` adds up the
+    partial sums.
     """
 
     __slots__ = ("columns", "grad", "partials", "wanted")
@@ -80,7 +81,7 @@ class GegluGradPlan:
         )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
-        """Launch, and return the wanted gradients."""
+        """Launch the kernels, and return the wanted gradients."""
         dy, x, bias, *_ = call
         grads = empty_row_gradients(call, self.wanted)
         partials = None
@@ -95,7 +96,7 @@ class GegluGradPlan:
 
 
 def _tile(config: TileConfig, rows: int, D: int, x_stride: int) -> dict[str, Any]:
-    """The constants of the forward and the backward kernel."""
+    """The constants that the forward kernel and the backward kernel both have."""
     return {
         "D": D,
         "X_STRIDE": x_stride,

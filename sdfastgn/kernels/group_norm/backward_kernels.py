@@ -27,6 +27,13 @@ Pointers, in addition to those of ``group_norm/kernels.py``:
   (N, C): the sums of dz and of dz * xhat, and the gradient of the shift. The table, at ``table_offset``, are
   planes of (N, C): scale, offset, slope, level and centre (``merge_sums_kernel``).
 
+BatchNorm launches ``small_grad_kernel`` and ``sums_kernel`` too (``batch_norm/backward_plans.py``). A channel
+of the whole batch is then a group. ``mean`` and ``rstd`` have the mean and the variance of each channel, (C,)
+of any dtype. Only BatchNorm has these pointers:
+
+- ``residual``: in the layout of x, what was added before the activation;
+- ``dz``: the gradient of the activation's argument, in the layout of x, or None if it is not wanted.
+
 Programmatic dependent launch is used as in the forward. ``sums_kernel`` lets the next kernel start when x
 and dy are complete.
 
@@ -41,6 +48,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sdfastgn.kernels.common.activation_kernels import activation_grad
+from sdfastgn.kernels.common.sums import inverse_deviation
 from sdfastgn.kernels.common.tiles import (
     LANE_AXIS,
     STEP_AXIS,
@@ -61,13 +69,15 @@ STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 
 @triton.jit
-def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride):
+def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS: tl.constexpr = None):
     """Loads (centre, rstd) of channels ``c`` in ``group``. xhat is (x - centre) * rstd.
 
-    centre is the mean of x + shift, minus shift.
+    centre is the mean of x + shift, minus shift. If ``EPS`` is not None, ``rstd_ptr`` points to variances.
     """
     centre = tl.load(mean_ptr + group, mask=in_range, other=0.0)
     rstd = tl.load(rstd_ptr + group, mask=in_range, other=0.0)
+    if EPS is not None:
+        centre, rstd = centre.to(tl.float32), inverse_deviation(rstd.to(tl.float32), EPS)
     if shift_ptr is not None:
         centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
     return centre, rstd
@@ -114,12 +124,13 @@ def store_totals(
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
 def small_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
-    ada_shift_ptr,
+    ada_shift_ptr, residual_ptr, dz_ptr, dweight_ptr, dbias_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
     C: tl.constexpr, CG: tl.constexpr,
     ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     DY_LAST: tl.constexpr, EACH_CHANNEL: tl.constexpr,
     PDL: tl.constexpr, PAIRS: tl.constexpr,
+    IMAGE: tl.constexpr, EPS: tl.constexpr, IN_EVAL: tl.constexpr,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +138,8 @@ def small_grad_kernel(
 
     If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each.
 
-    ``totals``: planes of ``plane`` values. None if only dx is wanted.
+    ``totals``: planes of ``plane`` values. None if only dx is wanted. For BatchNorm the sums of dz and of
+    dz * xhat go to ``dbias`` and ``dweight`` instead, (C,) fp32.
 
     Constants:
         CG: channels of a group.
@@ -135,9 +147,14 @@ def small_grad_kernel(
         CHANNELS_LAST: True if x is channels-last.
         DY_LAST: True if dy is channels-last.
         EACH_CHANNEL: True if each channel is a group.
+        IMAGE: as in ``channels_kernel``. CHANNELS_LAST and DY_LAST are True then, too.
+        EPS: added to BatchNorm's variance. None for other norms.
+        IN_EVAL: True if BatchNorm took the running averages, so mean and variance do not depend on x.
     """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
+    if IMAGE is not None:
+        HW = multiple_of(HW, IMAGE)
     outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
     inner = along_block(BLOCK)
     row = outer if CHANNELS_LAST else inner
@@ -146,7 +163,7 @@ def small_grad_kernel(
     in_range = (j < CHANNELS) & (c < C)
     mask = (row < HW) & in_range
     base = n * HW * C
-    last = row * C + c
+    last = row * C + c if IMAGE is None else (row // IMAGE * C + c) * IMAGE + row % IMAGE
     first = c * HW + row
     if PDL:
         gdc_wait()
@@ -154,13 +171,18 @@ def small_grad_kernel(
     x = tl.load(x_ptr + base + (last if CHANNELS_LAST else first), mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + base + (last if DY_LAST else first), mask=mask, other=0.0).to(tl.float32)
     centre, rstd = _centre(
-        n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
+        n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS
     )
     scale, offset = channel_affine(
         n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     xhat = tl.where(mask, (x - centre) * rstd, 0.0)
-    dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
+    z = xhat * scale + offset
+    if residual_ptr is not None:
+        z += tl.load(residual_ptr + base + last, mask=mask, other=0.0).to(tl.float32)
+    dz = activation_grad(dy, z, ACTIVATION, PAIRS)
+    if dz_ptr is not None:
+        tl.store(dz_ptr + base + last, dz.to(dz_ptr.dtype.element_ty), mask=mask)
     sum_dz = _channel_sum(dz, CHANNELS_LAST)
     sum_dz_xhat = _channel_sum(dz * xhat, CHANNELS_LAST)
     positions = HW.to(tl.float32)
@@ -168,7 +190,10 @@ def small_grad_kernel(
     mean_g = _group_sum(scale * sum_dz, EACH_CHANNEL) / count
     mean_g_xhat = _group_sum(scale * sum_dz_xhat, EACH_CHANNEL) / count
     if dx_ptr is not None:
-        dx = rstd * (dz * scale - mean_g - xhat * mean_g_xhat)
+        dx = dz * scale
+        if not IN_EVAL:
+            dx = dx - mean_g - xhat * mean_g_xhat
+        dx = rstd * dx
         out = dx_ptr + base + (last if CHANNELS_LAST else first)
         tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if totals_ptr is not None:
@@ -177,6 +202,9 @@ def small_grad_kernel(
             totals_ptr + n * C + c, plane, in_range, sum_dz, sum_dz_xhat, sum_xhat, positions, rstd, scale,
             mean_g, mean_g_xhat, SHIFT_GRAD,
         )  # fmt: skip
+    if dweight_ptr is not None:
+        tl.store(dbias_ptr + c, sum_dz, mask=in_range)
+        tl.store(dweight_ptr + c, sum_dz_xhat, mask=in_range)
 
 
 @triton.jit
@@ -184,10 +212,12 @@ def grad_tile(
     x_ptr, dy_ptr,
     x_offsets, dy_offsets, mask, centre, rstd, scale, offset,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVICTION: tl.constexpr,
+    residual_ptr=None, dz_ptr=None,
 ):  # fmt: skip
     """Returns dz, the gradient of the activation's argument, and xhat, the normalized x, of a tile.
 
-    Both are 0 where masked. If ``mask`` is None, nothing is masked.
+    Both are 0 where masked. If ``mask`` is None, nothing is masked. If ``dz_ptr`` is not None, dz is also
+    stored there. ``residual`` and dz have the offsets of x.
     """
     if mask is None:
         x = tl.load(x_ptr + x_offsets, eviction_policy=EVICTION)
@@ -198,13 +228,22 @@ def grad_tile(
     xhat = (x.to(tl.float32) - centre) * rstd
     if mask is not None:
         xhat = tl.where(mask, xhat, 0.0)
-    return activation_grad(dy.to(tl.float32), xhat * scale + offset, ACTIVATION, PAIRS), xhat
+    dy, z = dy.to(tl.float32), xhat * scale + offset
+    if residual_ptr is not None:
+        if mask is None:
+            z += tl.load(residual_ptr + x_offsets).to(tl.float32)
+        else:
+            z += tl.load(residual_ptr + x_offsets, mask=mask, other=0.0).to(tl.float32)
+    dz = activation_grad(dy, z, ACTIVATION, PAIRS)
+    if dz_ptr is not None:
+        tl.store(dz_ptr + x_offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    return dz, xhat
 
 
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
 def sums_kernel(
     x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
-    ada_shift_ptr,
+    ada_shift_ptr, residual_ptr, dz_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride,
     HW, rows, chunks, plane,
     C: tl.constexpr, CG: tl.constexpr,
@@ -212,6 +251,7 @@ def sums_kernel(
     DY_LAST: tl.constexpr,
     PDL: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr,
     HW_FACTOR: tl.constexpr,
+    CHANNELS: tl.constexpr, EPS: tl.constexpr, ADDED: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each warp computes the sums of dz, of dz * xhat and, if ``SHIFT_GRAD``, of xhat in one chunk.
@@ -227,6 +267,11 @@ def sums_kernel(
         EVEN: True if no element is masked.
         LOOP: True if a chunk has more than one tile.
         HW_FACTOR: divisor of HW and rows (``multiple_of``).
+        CHANNELS: number of BatchNorm's channels. Column ``c`` of x is then channel ``c % CHANNELS``, and all
+            samples share mean and variance. None for other norms.
+        EPS: added to BatchNorm's variance. None for other norms.
+        ADDED: True if a program adds up its warps' sums, and stores one sum instead of one for each warp.
+            Channels-last only. It pays if channels are few, because there are then many chunks to merge.
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
@@ -248,18 +293,19 @@ def sums_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    centre, rstd = _centre(
-        n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
-    )
+    channel = c if CHANNELS is None else c % CHANNELS
+    group = n * (C // CG) + c // CG if CHANNELS is None else channel
+    centre, rstd = _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS)
     scale, offset = channel_affine(
-        n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+        n, channel, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     mask = None
     if not EVEN:
         mask = (position < count) & in_range
     dz, xhat = grad_tile(
-        x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, ""
-    )
+        x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "",
+        residual_ptr, dz_ptr,
+    )  # fmt: skip
     sum_dz = tl.sum(dz, STEP_AXIS, keep_dims=True)
     sum_dz_xhat = tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
     sum_xhat = tl.sum(xhat, STEP_AXIS, keep_dims=True)
@@ -271,11 +317,16 @@ def sums_kernel(
             dz, xhat = grad_tile(
                 x_ptr, dy_ptr, x_offsets + step * (C if CHANNELS_LAST else 1),
                 dy_offsets + step * (C if DY_LAST else 1), mask, centre, rstd, scale, offset, ACTIVATION,
-                PAIRS, "",
+                PAIRS, "", residual_ptr, dz_ptr,
             )  # fmt: skip
             sum_dz += tl.sum(dz, STEP_AXIS, keep_dims=True)
             sum_dz_xhat += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
             sum_xhat += tl.sum(xhat, STEP_AXIS, keep_dims=True)
+    if ADDED:
+        sum_dz = tl.sum(tl.sum(sum_dz, REDUCED, keep_dims=True), 1, keep_dims=True)
+        sum_dz_xhat = tl.sum(tl.sum(sum_dz_xhat, REDUCED, keep_dims=True), 1, keep_dims=True)
+        chunks = tl.cdiv(chunks, WARPS)
+        chunk = tl.program_id(0) // tl.cdiv(C, BLOCK) % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
     out = sums_ptr + (n * chunks + chunk) * C + c
     mask = (chunk < chunks) & in_range
     tl.store(out, tl.sum(sum_dz, REDUCED, keep_dims=True), mask=mask)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.declaration import Gradients, empty_gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
@@ -31,7 +30,7 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_rows,
     walk_config,
 )
-from sdfastgn.kernels.group_norm.plans import ALIGNED, strides_of
+from sdfastgn.kernels.group_norm.plans import ALIGNED, pairs_of, strides_of
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
@@ -45,10 +44,11 @@ _PARAMETERS = 5
 _PARAMETER_WARPS = 4
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes and layouts of a call.
 
-    ``CG``: channels of a group. ``pdl``: use programmatic dependent launch.
+    ``CG``: channels of a group. ``pdl``: use programmatic dependent launch. ``shift_grad``: the gradient of
+    the shift is wanted.
     """
 
     N: int
@@ -59,9 +59,10 @@ class _Sizes(NamedTuple):
     dy_last: bool
     pdl: bool
     strides: dict[str, int]  # row strides of shift, ada_scale and ada_shift
+    shift_grad: bool
 
     @classmethod
-    def of(cls, call: Any) -> _Sizes:
+    def of(cls, call: Any) -> Sizes:
         x, C = call.x, call.x.shape[1]
         return cls(
             x.shape[0],
@@ -72,6 +73,7 @@ class _Sizes(NamedTuple):
             call.tokens or is_channels_last(call.dy),
             gpu.has_programmatic_launch(x.device),
             strides_of(call),
+            call.dshift,
         )
 
 
@@ -87,6 +89,7 @@ class GroupNormGradPlan:
     samples are many, ``parameters`` only sums parts of them, and ``parts_sum`` adds up the parts.
 
     Attributes:
+        of_batches: a None for each pointer of ``single`` that only BatchNorm passes.
         scratch: number of fp32 values in the memory that the kernels share. It has the sums of chunks, the
             totals, and the table.
         totals: where the totals start in the scratch memory.
@@ -97,17 +100,18 @@ class GroupNormGradPlan:
     """
 
     __slots__ = (
-        "apply", "merge", "parameters", "part_plane", "parts_sum", "plane", "rows", "scratch", "single",
-        "sums", "totals", "wanted",
+        "apply", "merge", "of_batches", "parameters", "part_plane", "parts_sum", "plane", "rows", "scratch",
+        "single", "sums", "totals", "wanted",
     )  # fmt: skip
 
     def __init__(self, call: Any) -> None:
         x = call.x
-        sizes = _Sizes.of(call)
+        sizes = Sizes.of(call)
         self.wanted = tuple(name for name in gradients_of(type(call)) if getattr(call, f"d{name}"))
         self.plane = _aligned(sizes.N * sizes.C)
         self.totals, self.scratch = 0, (2 + call.dshift) * self.plane
         self.single: Launch | None = None
+        self.of_batches: tuple[None, ...] = ()
         self.apply: Launch | None = None
         self.parameters: Launch | None = None
         self.parts_sum: Launch | None = None
@@ -118,15 +122,16 @@ class GroupNormGradPlan:
         if not isinstance(config, SmallConfig) and call.dx and sizes.dy_last == sizes.channels_last:
             walk = walk_config(*shape, gpu.l2_bytes(x.device), x.element_size(), call.activation, call.dshift)
         if isinstance(config, SmallConfig):
-            self.single = self._plan_small(call, sizes, config)
+            self.single = small_grad_launch(call, sizes, config, self.plane)
+            self.of_batches = (None,) * 4
         elif walk is not None:
             self.single = self._plan_walk(call, sizes, walk)
         else:
-            self.sums = self._plan_sums(call, sizes, config.statistics)
+            self.sums = sums_launch(call, sizes, config.statistics, config.statistics.chunks)
             self.merge = self._plan_merge(call, sizes, config.statistics.chunks)
         self._plan_rest(call, sizes, sms)
 
-    def _plan_rest(self, call: Any, sizes: _Sizes, sms: int) -> None:
+    def _plan_rest(self, call: Any, sizes: Sizes, sms: int) -> None:
         """Plan the launch for the gradients of all operands but x: ``apply`` or ``parameters``."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
@@ -153,7 +158,7 @@ class GroupNormGradPlan:
                 self.part_plane = _aligned(parts * C)
                 self.parts_sum = self._plan_parts_sum(sizes, parts)
 
-    def _plan_parts_sum(self, sizes: _Sizes, parts: int) -> Launch:
+    def _plan_parts_sum(self, sizes: Sizes, parts: int) -> Launch:
         """Plan a launch with one program for each of the five gradients and each block of channels."""
         block_p, block_c = column_sum_block(parts, sizes.C)
         return Launch(
@@ -161,38 +166,17 @@ class GroupNormGradPlan:
             pdl=sizes.pdl, parts=parts, plane=self.part_plane, C=sizes.C, BLOCK_P=block_p, BLOCK_C=block_c,
         )  # fmt: skip
 
-    def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
-        """Plan ``single`` in the small way: one program for each group, or for several one-channel groups."""
-        return Launch(
-            kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
-            pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=self.plane,
-            CHANNELS=config.channels, EACH_CHANNEL=config.each_channel, PAIRS=_pairs(call, config.block),
-            **tile_constants(config),
-        )  # fmt: skip
-
-    def _plan_walk(self, call: Any, sizes: _Sizes, config: WalkConfig) -> Launch:
+    def _plan_walk(self, call: Any, sizes: Sizes, config: WalkConfig) -> Launch:
         """Plan ``single`` in the walk way: one program for each group."""
         return Launch(
             walk_kernels.walk_grad_kernel, sizes.N * call.num_groups, config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), plane=self.plane,
-            PAIRS=sizes.channels_last and _pairs(call, config.block_c),
+            PAIRS=sizes.channels_last and pairs_of(call, config.block_c),
             HW_FACTOR=row_factor(sizes.channels_last, sizes.HW),
             BLOCK_HW=config.block_hw, KEPT_HW=config.kept_hw, BLOCK_C=config.block_c,
         )  # fmt: skip
 
-    def _plan_sums(self, call: Any, sizes: _Sizes, config: StatisticsConfig) -> Launch:
-        """Plan ``sums``: one warp for each chunk of a block of channels (channels-first: of one channel)."""
-        N, C, HW = sizes.N, sizes.C, sizes.HW
-        return Launch(
-            kernels.sums_kernel, config.programs(N, C, sizes.channels_last), config.num_warps,
-            pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last,
-            rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
-            PAIRS=_pairs(call, config.block), EVEN=is_even(config, C, HW, sizes.channels_last),
-            LOOP=config.rows > config.tile_rows,
-            HW_FACTOR=row_factor(sizes.channels_last, HW, config.rows), **tile_constants(config),
-        )  # fmt: skip
-
-    def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
+    def _plan_merge(self, call: Any, sizes: Sizes, chunks: int) -> Launch:
         """Plan ``merge`` and set ``scratch``: one program for each group, or for several."""
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
@@ -208,9 +192,7 @@ class GroupNormGradPlan:
             LOOP=chunks > tile.block_p, BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
         )  # fmt: skip
 
-    def _plan_apply(
-        self, call: Any, sizes: _Sizes, blocks: ApplyConfig, parameters: dict[str, Any]
-    ) -> Launch:
+    def _plan_apply(self, call: Any, sizes: Sizes, blocks: ApplyConfig, parameters: dict[str, Any]) -> Launch:
         """Plan ``apply``: first the programs for the other operands, then one for each tile of x."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
@@ -218,7 +200,7 @@ class GroupNormGradPlan:
             kernels.apply_grad_kernel, programs + parameters["PARAMETER_PROGRAMS"], blocks.num_warps,
             pdl=sizes.pdl, **parameters, HW=HW, table_offset=self.scratch - _TABLE_ROWS * self.plane,
             CHANNELS_LAST=sizes.channels_last, DY_LAST=sizes.dy_last, ACTIVATION=call.activation,
-            PAIRS=sizes.channels_last and _pairs(call, blocks.block_c),
+            PAIRS=sizes.channels_last and pairs_of(call, blocks.block_c),
             AHEAD=gpu.reads_ahead(call.x.device),
             EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
             HW_FACTOR=row_factor(sizes.channels_last and sizes.dy_last, HW),
@@ -239,9 +221,10 @@ class GroupNormGradPlan:
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         operands = (mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         if self.single is not None:
-            self.single(stream, x, dy, dx, scratch if self.parameters else None, *operands)
+            totals = scratch if self.parameters else None
+            self.single(stream, x, dy, dx, totals, *operands, *self.of_batches)
         else:
-            self.sums(stream, x, dy, scratch, *operands)
+            self.sums(stream, x, dy, scratch, *operands, None, None)
             self.merge(stream, scratch, *operands)
         if self.apply is not None:
             self.apply(stream, x, dy, dx, scratch, weight, bias, ada_scale, *parameter_grads)
@@ -258,12 +241,61 @@ class GroupNormGradPlan:
             self.parts_sum(stream, partials, *sums)
 
 
+def small_grad_launch(
+    call: Any,
+    sizes: Sizes,
+    config: SmallConfig,
+    plane: int,
+    image: int | None = None,
+    eps: float | None = None,
+    in_eval: bool = False,
+) -> Launch:
+    """The launch of the small way: one program for each group, or for several one-channel groups.
+
+    ``plane``: elements of each plane of the totals. ``image``, ``eps``, ``in_eval``: BatchNorm's constants
+    ``IMAGE``, ``EPS`` and ``IN_EVAL`` of ``small_grad_kernel``.
+    """
+    return Launch(
+        kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
+        pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=plane,
+        CHANNELS=config.channels, EACH_CHANNEL=config.each_channel, PAIRS=pairs_of(call, config.block),
+        IMAGE=image, EPS=eps, IN_EVAL=in_eval, **tile_constants(config),
+    )  # fmt: skip
+
+
+def sums_launch(
+    call: Any,
+    sizes: Sizes,
+    config: StatisticsConfig,
+    chunks: int,
+    channels: int | None = None,
+    eps: float | None = None,
+) -> Launch:
+    """The launch of ``sums_kernel``: one warp for each chunk of a block of channels.
+
+    Channels-first a warp has a chunk of one channel.
+
+    ``chunks``: how many sums each channel of a sample gets. If ``config`` has more chunks, the warps of a
+    program add up theirs. ``channels``, ``eps``: BatchNorm's constants ``CHANNELS`` and ``EPS`` of
+    ``sums_kernel``.
+    """
+    N, C, HW = sizes.N, sizes.C, sizes.HW
+    return Launch(
+        kernels.sums_kernel, config.programs(N, C, sizes.channels_last), config.num_warps,
+        pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last,
+        rows=config.rows, chunks=config.chunks, plane=N * chunks * C,
+        PAIRS=pairs_of(call, config.block), EVEN=is_even(config, C, HW, sizes.channels_last),
+        LOOP=config.rows > config.tile_rows, CHANNELS=channels, EPS=eps, ADDED=chunks < config.chunks,
+        HW_FACTOR=row_factor(sizes.channels_last, HW, config.rows), **tile_constants(config),
+    )  # fmt: skip
+
+
 def _aligned(values: int) -> int:
     """``values`` rounded up to a multiple of ``ALIGNED``."""
     return ceil_div(values, ALIGNED) * ALIGNED
 
 
-def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
+def _reading(call: Any, sizes: Sizes) -> dict[str, Any]:
     """The numbers and constants of every kernel that reads x and dy."""
     return {
         **sizes.strides,
@@ -271,11 +303,6 @@ def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
         "C": sizes.C,
         "CG": sizes.CG,
         "ACTIVATION": call.activation,
-        "SHIFT_GRAD": call.dshift,
+        "SHIFT_GRAD": sizes.shift_grad,
         "CHANNELS_LAST": sizes.channels_last,
     }
-
-
-def _pairs(call: Any, block: int) -> bool:
-    """The constant ``PAIRS`` of a tile with ``block`` contiguous elements (``common/activations.py``)."""
-    return call.x.dtype != torch.float32 and block >= PAIRED

@@ -1,4 +1,4 @@
-"""Triton functions that GroupNorm's forward and backward kernels share.
+"""Triton functions that the kernels of GroupNorm and BatchNorm share.
 
 Pointers: ``group_norm/kernels.py``.
 """
@@ -35,6 +35,18 @@ def channel_affine(
     if ada_shift_ptr is not None:
         offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
     return scale, offset
+
+
+@triton.jit
+def update_average(running_ptr, c, mask, value, momentum):
+    """Updates BatchNorm's running average of channels ``c`` with ``value``.
+
+    Does nothing if ``running_ptr`` is None.
+    """
+    if running_ptr is not None:
+        old = tl.load(running_ptr + c, mask=mask, other=0.0).to(tl.float32)
+        new = (1 - momentum) * old + momentum * value
+        tl.store(running_ptr + c, new.to(running_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

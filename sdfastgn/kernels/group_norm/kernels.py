@@ -22,6 +22,12 @@ Pointers have the same meaning in all kernels. All but x, y, statistics and tabl
 - ``table``: fp32 scratch memory. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a
   value for each sample and channel: the scale, the offset and, without ``FOLD``, the mean.
 
+BatchNorm launches ``channels_kernel`` and ``merge_kernel`` too (``batch_norm/plans.py``). The batch is then
+one sample, each channel is a group, and ``rstd`` gets the variance. Only BatchNorm has these pointers:
+
+- ``residual``: in the layout of x, added before the activation;
+- ``running_mean``, ``running_var``: (C,), its running averages, updated in place.
+
 Programmatic dependent launch (``PDL``, from sm_90 on): a kernel starts while the kernel before it still
 runs, and calls ``gdc_wait`` before it reads what that kernel writes. ``apply_kernel`` reads x before its
 wait, without L1. This is safe: the two kernels that run earlier in the call let the next kernel start only
@@ -52,7 +58,7 @@ from sdfastgn.kernels.common.tiles import (
     tile_sum,
     tile_sums,
 )
-from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
+from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum, update_average
 
 # Kernels are not specialized on sizes (``do_not_specialize``), so that a new resolution compiles few
 # kernels. What the compiler must know of a size is a constant. For example ``C_FACTOR`` is a power of 2
@@ -64,7 +70,7 @@ _FAR = tl.constexpr(64.0)
 
 @triton.jit
 def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
-    """Stores mean and 1 / deviation of ``groups``. Does nothing if their pointers are None."""
+    """Stores mean and 1 / deviation (or variance) of ``groups``. Does nothing if their pointers are None."""
     if mean_ptr is not None:
         tl.store(mean_ptr + groups, mean, mask=mask)
         tl.store(rstd_ptr + groups, rstd, mask=mask)
@@ -192,29 +198,40 @@ def small_kernel(
 @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
 def channels_kernel(
     x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+    residual_ptr, running_mean_ptr, running_var_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
     C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    IMAGE: tl.constexpr, MOMENTUM: tl.constexpr,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program normalizes ``CHANNELS`` channels of a sample, each by itself. x and y are channels-last."""
+    """A program normalizes ``CHANNELS`` channels of a sample, each by itself. x and y are channels-last.
+
+    Constants:
+        IMAGE: None, except for a channels-first BatchNorm. There it is the number of positions of an image,
+            and x and y are (HW / IMAGE, C, IMAGE).
+        MOMENTUM: weight of this batch in BatchNorm's running averages. None for other norms.
+    """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     part = tl.program_id(0)
     n = (part // PARTS).to(tl.int64)
     first_c = part % PARTS * CHANNELS
+    if IMAGE is not None:
+        HW = multiple_of(HW, IMAGE)
     row = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
     j = along_block(BLOCK)
     c = first_c + j
     in_range = (j < CHANNELS) & (c < C)
     mask = (row < HW) & in_range
     base = n * HW * C
-    last = row * C + c
+    at = row * C + c if IMAGE is None else (row // IMAGE * C + c) * IMAGE + row % IMAGE
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + base + last, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     # Each channel's first element.
-    pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
+    first = c if IMAGE is None else c * IMAGE
+    pivot = tl.load(x_ptr + base + first, mask=in_range, other=0.0).to(tl.float32)
     d = x - pivot
     shift = 0.0
     if shift_ptr is not None:
@@ -232,10 +249,19 @@ def channels_kernel(
         total = channel_sum(d)
     # d - mean, by an explicit fma as in ``small_kernel``.
     d = tl.where(mask, tl.fma(total, -share, d), 0.0)
-    rstd = inverse_deviation(channel_sum(d * d) * share, eps)
-    _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, n * C + c, in_range)
-    y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
-    tl.store(y_ptr + base + last, y.to(y_ptr.dtype.element_ty), mask=mask)
+    variance = channel_sum(d * d) * share
+    rstd = inverse_deviation(variance, eps)
+    mean = tl.fma(total, share, pivot)
+    _save(mean_ptr, rstd_ptr, mean, rstd if MOMENTUM is None else variance, n * C + c, in_range)
+    if MOMENTUM is not None:
+        update_average(running_mean_ptr, c, in_range, mean, MOMENTUM)
+        unbiased = variance * (HW.to(tl.float32) / (HW - 1).to(tl.float32))
+        update_average(running_var_ptr, c, in_range, unbiased, MOMENTUM)
+    z = d * (scale * rstd) + offset
+    if residual_ptr is not None:
+        z += tl.load(residual_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
+    y = activate(z, ACTIVATION, PAIRS)
+    tl.store(y_ptr + base + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -298,7 +324,8 @@ def merge_kernel(
 ):  # fmt: skip
     """A program merges the statistics of one group by Chan's formula, and stores its channels' table values.
 
-    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each.
+    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. If ``table`` is None, as for
+    BatchNorm, it only stores mean and variance.
 
     Numbers:
         shifted: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
@@ -361,18 +388,19 @@ def merge_kernel(
     m2 = _merged(m2, EACH_CHANNEL)
     rstd = inverse_deviation(m2 * share, eps)
     groups, mask = (n * C + c, in_range) if EACH_CHANNEL else (part, None)
-    _save(mean_ptr, rstd_ptr, mean + pivot, rstd, groups, mask)
-    scale *= rstd
-    # The value to subtract from x is the mean of x + shift, minus shift.
-    centre = mean - to_pivot
-    out = table_ptr + table_offset + n * C + c
-    if FOLD:
-        scale = tl.where((m2 == 0) & (eps > 0), 0.0, scale)
-        tl.store(out + table_plane, offset - centre * scale, mask=in_range)
-    else:
-        tl.store(out + table_plane, offset, mask=in_range)
-        tl.store(out + 2 * table_plane, centre, mask=in_range)
-    tl.store(out, scale, mask=in_range)
+    _save(mean_ptr, rstd_ptr, mean + pivot, m2 * share if table_ptr is None else rstd, groups, mask)
+    if table_ptr is not None:
+        scale *= rstd
+        # The value to subtract from x is the mean of x + shift, minus shift.
+        centre = mean - to_pivot
+        out = table_ptr + table_offset + n * C + c
+        if FOLD:
+            scale = tl.where((m2 == 0) & (eps > 0), 0.0, scale)
+            tl.store(out + table_plane, offset - centre * scale, mask=in_range)
+        else:
+            tl.store(out + table_plane, offset, mask=in_range)
+            tl.store(out + 2 * table_plane, centre, mask=in_range)
+        tl.store(out, scale, mask=in_range)
 
 
 @triton.jit(do_not_specialize=["C", "activates", "HW", "table_offset", "table_plane"])

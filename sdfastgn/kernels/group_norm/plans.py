@@ -18,6 +18,7 @@ from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants, vector_width
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import (
+    MergeConfig,
     SmallConfig,
     apply_config,
     launch_config,
@@ -54,7 +55,7 @@ class TablePlan:
         folds = x.dtype != torch.float32
         self.scratch = table + (2 if folds else 3) * table_plane
         self.memory = {"table_offset": table, "table_plane": table_plane}
-        self.merge = _merge(call, HW, chunks, plane, self.memory)
+        self.merge = merge_launch(call, HW, chunks, merge_config(chunks, C, call.num_groups), self.memory)
 
     def run(
         self, stream: int, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None
@@ -72,9 +73,12 @@ class TablePlan:
 
 
 class GroupNormPlan:
-    """The launches of one kind of call: ``small``, or those of ``table`` and ``apply``."""
+    """The launches of one kind of call: ``small``, or those of ``table`` and ``apply``.
 
-    __slots__ = ("apply", "small", "table", "tokens")
+    ``of_batches``: a None for each pointer of ``small`` that only BatchNorm passes.
+    """
+
+    __slots__ = ("apply", "of_batches", "small", "table", "tokens")
 
     def __init__(self, call: GroupNormCall) -> None:
         x = call.x
@@ -87,7 +91,8 @@ class GroupNormPlan:
             N, C, HW, call.num_groups, channels_last, gpu.num_sms(x.device), itemsize=x.element_size()
         )
         if isinstance(config, SmallConfig) and call.statistics is None:
-            self.small = _small(call, config, HW, channels_last)
+            self.small = small_launch(call, config, HW, channels_last)
+            self.of_batches = (None,) * 3 if config.each_channel else ()
         else:
             self.table = TablePlan(call, HW, channels_last)
             self.apply = _apply(call, HW, channels_last, self.table.memory)
@@ -110,18 +115,28 @@ class GroupNormPlan:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
             of_channels = call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift
-            self.small(stream, x, y, mean, rstd, *of_channels)
+            self.small(stream, x, y, mean, rstd, *of_channels, *self.of_batches)
             return y
         self.apply(stream, x, y, self.table.run(stream, call, mean, rstd))
         return y
 
 
-def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: bool) -> Launch:
-    """The launch of the small way: one program for each group or, if a channel is a group, for several."""
+def small_launch(
+    call: GroupNormCall,
+    config: SmallConfig,
+    HW: int,
+    channels_last: bool,
+    image: int | None = None,
+    momentum: float | None = None,
+) -> Launch:
+    """The launch of the small way: one program for each group or, if a channel is a group, for several.
+
+    ``image``, ``momentum``: BatchNorm's constants ``IMAGE`` and ``MOMENTUM`` of ``channels_kernel``.
+    """
     N, C = call.x.shape[:2]
-    of_groups: dict[str, Any] = {}
+    more: dict[str, Any] = {"IMAGE": image, "MOMENTUM": momentum}
     if not config.each_channel:
-        of_groups = {
+        more = {
             "CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or call.tokens,
             "TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps,
         }  # fmt: skip
@@ -129,23 +144,27 @@ def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: boo
         kernels.channels_kernel if config.each_channel else kernels.small_kernel,
         N * ceil_div(C, config.channels), config.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         **strides_of(call), C=C, CHANNELS=config.channels, HW=HW, eps=call.eps,
-        ACTIVATION=call.activation, PAIRS=call.x.dtype != torch.float32 and config.block >= PAIRED,
-        **of_groups, **tile_constants(config),
+        ACTIVATION=call.activation, PAIRS=pairs_of(call, config.block),
+        **more, **tile_constants(config),
     )  # fmt: skip
 
 
-def _merge(call: GroupNormCall, HW: int, chunks: int, plane: int, memory: dict[str, int]) -> Launch:
-    """The merge launch: one program for each group or, if a channel is a group, for several."""
+def merge_launch(
+    call: GroupNormCall, HW: int, chunks: int, tile: MergeConfig, memory: dict[str, int]
+) -> Launch:
+    """The merge launch: one program for each group or, if a channel is a group, for several.
+
+    ``memory``: the numbers ``table_offset`` and ``table_plane`` of ``merge_kernel``.
+    """
     N, C = call.x.shape[:2]
-    tile = merge_config(chunks, C, call.num_groups)
     parts = ceil_div(C, tile.channels)
     return Launch(
         kernels.merge_kernel, N * parts, tile.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         shifted=int(call.shift is not None), **strides_of(call), eps=call.eps,
         C=C, CHANNELS=tile.channels, parts=parts, EACH_CHANNEL=tile.each_channel,
-        HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=plane, complete=int(call.statistics is None),
-        **memory, FOLD=call.x.dtype != torch.float32,
-        EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full,
+        HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=N * chunks * C,
+        complete=int(call.statistics is None), **memory, FOLD=call.x.dtype != torch.float32,
+        EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full or chunks > tile.block_p,
         C_FACTOR=vector_width(4, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
     )  # fmt: skip
 
@@ -171,6 +190,11 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
         C_FACTOR=vector_width(call.x.itemsize, C), HW_FACTOR=row_factor(channels_last and out_last, HW),
         BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
     )  # fmt: skip
+
+
+def pairs_of(call: Any, block: int) -> bool:
+    """The constant ``PAIRS`` of a tile with ``block`` contiguous elements (``common/activations.py``)."""
+    return bool(call.x.dtype != torch.float32 and block >= PAIRED)
 
 
 def row_stride(operand: Tensor | None) -> int:

@@ -1,16 +1,16 @@
 """Gradients of LayerNorm and of residual add + LayerNorm: the op ``sdfastgn::layer_norm_backward``.
 
-Here x (..., D) is the tensor that was normalized, which is the sum if there is a residual. dtotal is the
-gradient of the second result of ``add_layer_norm``. With xhat = (x - mean) * rstd and g = dy * weight:
+Here x (..., D) is the tensor that was normalized: the sum, if there is a residual. dtotal is the gradient of
+the second result of ``add_layer_norm``. With xhat = (x - mean) * rstd and g = dy * weight:
 
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dtotal
     dweight = sum_rows dy * xhat        dbias = sum_rows dy        dadded = sum_rows dx
 
-dx is the gradient of x and of the residual. dadded is the gradient of add_bias.
+dx is the gradient of both x and the residual. dadded is the gradient of add_bias.
 
 On a GPU the kernels of ``layer_norm/backward_kernels.py`` run. They use ``centre`` and ``rstd``, which the
-forward saved (``layer_norm/kernels.py``). Everywhere else, and for second derivatives,
-``reference_layer_norm_grads`` runs. It computes the statistics of x again.
+forward has saved (``layer_norm/kernels.py``). Everywhere else, and for second derivatives,
+``reference_layer_norm_grads`` runs. It computes mean and rstd from x again.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 """
@@ -35,15 +35,15 @@ from sdfastgn.kernels.common.grad_op import GradOp
 class LayerNormGradCall(NamedTuple):
     """The arguments of the op ``sdfastgn::layer_norm_backward``, in its schema's order.
 
-    The last four are the dtypes of the gradients of x, weight, bias and add_bias, or None for a gradient
-    that is not wanted.
+    The last four fields are the dtypes of the gradients of x, weight, bias and add_bias. A field is None if
+    its gradient is not wanted.
     """
 
     # dy, dtotal and x: (..., D)
     dy: Tensor
     dtotal: Tensor | None
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
-    # (...), saved by the forward
+    # centre and rstd: (...), saved by the forward
     centre: Tensor
     rstd: Tensor
     # (D,)
@@ -56,17 +56,18 @@ class LayerNormGradCall(NamedTuple):
 
 
 def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
-    """Gradients in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
+    """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
-    Returns the wanted gradients in the dtypes that ``call`` gives: of x in its shape, of weight, bias and
-    "added" (add_bias) as (D,). Every step can be differentiated, so second derivatives are right.
+    Returns the wanted gradients in the dtypes that ``call`` gives. The gradient of x has the shape of x. The
+    gradients of weight, bias and add_bias ("added") are (D,). Every step can be differentiated, so second
+    derivatives are right.
     """
     x, weight, dtotal = call.x, call.weight, call.dtotal
     D = x.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     u, dy = x.to(wide).reshape(-1, D), call.dy.to(wide).reshape(-1, D)
-    # Not torch.var_mean: if all values of a row are equal and eps is 0, its gradient is NaN. It also warns if
-    # x is empty.
+    # torch.var_mean is not used, because its gradient is NaN if all values of a row are equal and eps is 0.
+    # It also warns if x is empty.
     u = u - u.mean(1, keepdim=True)
     u = u - u.mean(1, keepdim=True)  # removes the rounding error of the first mean
     rstd = torch.rsqrt(u.square().mean(1, keepdim=True) + call.eps)

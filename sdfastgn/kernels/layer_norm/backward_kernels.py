@@ -1,28 +1,29 @@
-"""Triton kernels of LayerNorm's backward. Formulas and op: ``layer_norm/backward.py``.
+"""The Triton kernels of LayerNorm's backward. Formulas and op are in ``layer_norm/backward.py``.
 
-*Column sums* are the gradients of weight, bias and add_bias: sums over all rows. There are two ways to
-launch the kernels, chosen from the sizes:
+The gradients of weight, bias and add_bias are sums over all rows, called *column sums*. The backward runs in
+one of two ways, depending on the sizes:
 
-- *rows*: a program holds rows of dy and x in registers and writes dx. It goes on to further rows, and keeps
-  its column sums in registers (``_rows_grad_kernel``);
-- *chunks*, for rows that do not fit into registers: ``_chunk_sums_kernel`` computes, for each chunk of each
-  row, the two sums that dx needs. ``_chunk_grad_kernel`` reads x and dy again. Its programs each process a
-  block of columns in a group of rows, write dx, and keep their column sums.
+- *rows*: ``_rows_grad_kernel`` loads whole rows of dy and x into registers and writes dx. Each program
+  processes several tiles of rows, and keeps its column sums in registers meanwhile;
+- *chunks*, for rows that do not fit into registers: ``_chunk_sums_kernel`` computes the two sums that dx
+  needs, for each chunk of each row. Then ``_chunk_grad_kernel`` reads x and dy again. Each of its programs
+  writes dx for a block of columns in a group of rows, and keeps the column sums of these rows.
 
 In both ways each program stores its column sums as partial sums, and ``_column_sum_kernel`` adds up the
 partial sums.
 
-Pointers, in addition to those of ``layer_norm/kernels.py`` (x is the tensor that was normalized):
+Tensors, in addition to those of ``layer_norm/kernels.py`` (x is the tensor that was normalized):
 
 - ``dy``, ``dx``: (rows, D), contiguous, the gradients of y and x; dx may be None;
 - ``dtotal``: (rows, D), contiguous, the gradient of ``add_layer_norm``'s second result, or None;
-- ``sums``: fp32 (2, rows, chunks), sums of dy * weight and of dy * weight * xhat over each chunk.
-  ``_chunk_grad_kernel`` gets them as (2, rows), added up over the chunks;
-- ``partials``: fp32, planes of (programs, D) for weight, bias and add_bias, ``plane`` elements apart;
+- ``sums``: fp32 (2, rows, chunks), sums of dy * weight and of dy * weight * xhat over each chunk. For
+  ``_chunk_grad_kernel`` they are added up over the chunks, to (2, rows);
+- ``partials``: fp32 (3, programs, D), partial sums for weight, bias and add_bias. ``plane``: number of
+  elements of each of these three planes;
 - ``dweight``, ``dbias``, ``dadded``: (D,), the gradients of weight, bias and add_bias, or None.
 
 Sums have a fixed order and no atomics, so every run gives the same bits. With programmatic dependent launch
-(``PDL``) every kernel waits before it accesses memory.
+(``PDL``) every kernel waits for the end of the previous kernel before it accesses memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from sdfastgn.kernels.layer_norm.kernels import row_mean, row_sum, tile_column, 
 
 @triton.jit
 def store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
-    """Stores the sum of ``total`` over the rows of a (lanes, warps, steps, block) tile."""
+    """Sums ``total``, a (lanes, warps, steps, block) tile, over the rows of the tile, and stores the sums."""
     total = tl.sum(total, LANE_AXIS, keep_dims=True)
     if not WIDE:
         total = tl.sum(total, 1, keep_dims=True)
@@ -55,12 +56,12 @@ def _rows_grad_kernel(
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx of every ``num_programs``-th tile of whole rows, and their column sums.
+    """Computes dx and column sums. A program processes every ``num_programs``-th tile of whole rows.
 
     Constants:
         ROW_SUMS: True if dx is needed, as a result or for add_bias.
         WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: True if the gradient of weight, bias or add_bias is wanted.
-        WIDE: True if the warps share a row. Else each warp has its own rows.
+        WIDE: True if the warps divide each row among them. False if each warp has whole rows.
     """
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     r = tile_row(WIDE, LANES, WARPS)
@@ -114,7 +115,7 @@ def _chunk_sums_kernel(
     chunks, blocks, d_parts, x_parts, plane,
     PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program sums dy * weight and dy * weight * xhat over one chunk of one row.
+    """Computes ``sums``. A program sums dy * weight and dy * weight * xhat over one chunk of one row.
 
     Numbers as in ``_chunk_kernel`` of ``layer_norm/kernels.py``.
     """
@@ -151,10 +152,10 @@ def _chunk_grad_kernel(
     ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
     PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx for one block of columns in ``group_rows`` rows, and their column sums.
+    """Computes dx and column sums. A program has one block of columns in a group of ``group_rows`` rows.
 
-    ``d_parts``, ``x_parts``: D, and the stride of x, in multiples of ``VECTOR``. ``plane``: elements of a
-    plane of partials. Constants as in ``_rows_grad_kernel``.
+    ``d_parts``: D / ``VECTOR``. ``x_parts``: the stride of x / ``VECTOR``. ``plane``: elements between the
+    partial sums of weight, bias and add_bias. Constants as in ``_rows_grad_kernel``.
     """
     D = d_parts.to(tl.int64) * VECTOR
     columns = tl.cdiv(D, BLOCK)
@@ -205,7 +206,10 @@ def _column_sum_kernel(
     count, D, plane,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up ``count`` partial sums for one block of columns of one of the three gradients."""
+    """Computes the gradients of weight, bias and add_bias. A program computes one block of one gradient.
+
+    The program adds up ``count`` partial sums for each column of its block.
+    """
     which = tl.program_id(0) % 3
     c = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PDL:

@@ -20,16 +20,15 @@ from sdfastgn.kernels.layer_norm.plans import rows_constants
 
 
 class LayerNormGradPlan:
-    """The launches for one kind of call, which includes which gradients are wanted.
+    """The launches for one kind of call. Calls of one kind want the same gradients.
 
-    In the rows way ``rows_grad`` runs. In the chunks way ``chunk_sums`` runs, if dx is needed, and then
-    ``chunk_grad``. In both ways ``columns`` runs last, if column sums are wanted, and adds up the partial
-    sums.
+    If rows fit into registers, ``rows_grad`` runs. Otherwise ``chunk_sums`` runs (if dx is needed), and then
+    ``chunk_grad``. If column sums are wanted, ``columns`` runs last and adds up the partial sums.
 
     Attributes:
         partials: number of fp32 partial sums; 0 if no column sums are wanted.
         rows: number of rows of x.
-        chunks: number of chunks of a row, if rows are long.
+        chunks: number of chunks of a row, if rows do not fit into registers.
         wanted: names of the operands whose gradients are wanted.
     """
 
@@ -65,7 +64,8 @@ class LayerNormGradPlan:
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
             self._plan_chunks(config, D, x_stride, (count, group_rows), uses, vector, pdl)
-        # Number of planes of partial sums: in the order of ``sums``, up to the last gradient that is wanted.
+        # A plane has the partial sums of one gradient.
+        # There are planes for the gradients in ``sums``, from the first one to the last one that is wanted.
         self.partials = count * D * max((place for place, dtype in enumerate(sums, 1) if dtype), default=0)
         block_p, block_d = column_sum_block(count, D)
         self.columns = Launch(
@@ -83,13 +83,13 @@ class LayerNormGradPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """Plan ``chunk_sums`` and ``chunk_grad``.
+        """Make the launches ``chunk_sums`` and ``chunk_grad``.
 
-        ``groups``: number of groups of rows, and rows of a group. ``uses``: constants of the kernels.
+        ``groups``: (number of groups of rows, number of rows of a group). ``uses``: constants of the kernels.
         """
         count, group_rows = groups
-        # Kernels multiply these numbers by VECTOR, so the compiler knows that the products are multiples of
-        # VECTOR.
+        # Kernels multiply these numbers by VECTOR.
+        # So the compiler knows that D and the stride of x are multiples of VECTOR.
         parts = {"d_parts": D // vector, "x_parts": x_stride // vector}
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunks = config.chunks
@@ -105,7 +105,7 @@ class LayerNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: LayerNormGradCall) -> Gradients:
-        """Launch, and return the wanted gradients."""
+        """Launch the kernels, and return the wanted gradients."""
         grads = empty_row_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, grads)

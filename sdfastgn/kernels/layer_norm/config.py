@@ -1,8 +1,9 @@
 """The launch configurations of LayerNorm's kernels: pure functions of sizes and multiprocessors.
 
-A row of up to ``_MAX_IN_REGISTERS`` elements, padded to a power of 2, is held in registers. Its tile has the
-axes (lanes, warps, steps, block) of ``common/tiles.py``. A block is what a warp loads from a row by one
-instruction, or the whole row if that is shorter. The lanes that a short row leaves free load further rows.
+A program loads whole rows into registers if a row, padded to a power of 2, has at most ``_MAX_IN_REGISTERS``
+elements. Its tile has the axes (lanes, warps, steps, block) of ``common/tiles.py``. A block is the part of a
+row that a warp loads by one instruction. If a row is shorter than this, the block is the row, and further
+lanes of the warp load further rows.
 
 Longer rows are divided into chunks, so that even ten rows of ten million elements keep a whole GPU busy.
 """
@@ -13,56 +14,55 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Longest row, in padded elements, that a program holds in registers.
+# Maximum length of a row, in padded elements, that a program keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Longest row, in padded elements, that a program of a backward with column sums holds in registers. These
-# sums take registers too.
+# Maximum length of a row, in padded elements, that a program of a backward with column sums keeps in
+# registers. It is smaller, because the sums take registers too.
 _MAX_WITH_SUMS = 8192
-# Maximum number of warps of a program whose warps share a row (``wide``).
+# Maximum number of warps of a program whose warps divide a row among them (``wide``).
 _MAX_WARPS = 16
-# Maximum number of warps of a program in which each warp has its own rows.
+# Maximum number of warps of a program in which each warp has whole rows.
 _NARROW_WARPS = 4
-# Maximum number of elements of each thread if one warp has a whole row. Longer rows are shared by several
-# warps.
+# Maximum number of elements of each thread if one warp has a whole row. Several warps divide longer rows.
 _NARROW_PER_THREAD = 64
-# Number of elements of each thread if warps share a row.
+# Number of elements of each thread if several warps divide a row among them.
 _WIDE_PER_THREAD = 16
 # Maximum number of elements of each thread if a warp has several rows at once.
 _GATHERED_PER_THREAD = 32
-# Maximum number of elements of each thread in the backward if one warp has a whole row. Fewer than in the
-# forward, because registers hold two tensors and three column sums.
+# Maximum number of elements of each thread in the backward if one warp has a whole row. It is smaller than in
+# the forward, because for each element two tensors and three column sums are in registers.
 _BACKWARD_PER_THREAD = 16
 # Maximum number of elements of each thread in the backward if a warp has several rows at once.
 _BACKWARD_GATHERED = 8
-# Minimum number of bytes of a block, unless the row is shorter: a whole line of memory.
+# Minimum number of bytes of a block, unless the row is shorter. It is the size of a line of memory.
 _LINE_BYTES = 128
-# Warps for each multiprocessor below which rows are shared by several warps, to keep the GPU busy.
+# If there were fewer warps for each multiprocessor, several warps divide each row, to keep the GPU busy.
 _FEW_WARPS_PER_SM = 4
-# A warp has several rows at once only if this number of warps for each multiprocessor remains.
+# A warp gets several rows at once only if there are still at least this many warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16
-# Elements that the programs of a backward with column sums hold on each multiprocessor at a time, divided by
-# the 32 lanes of a warp. There are only as many programs as run at once, so this decides their number.
+# Number of elements, divided by the 32 lanes of a warp, that all programs on a multiprocessor together keep
+# in registers, in a backward with column sums. It decides the number of programs.
 _BACKWARD_PER_SM = 256
-# Minimum number of tiles of rows of a program in a backward with column sums. Each program writes partial
-# sums to memory, so a few programs with many rows are better than many programs with few rows.
+# Minimum number of tiles for each program in a backward with column sums. Each program writes partial sums to
+# memory, so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
-# Elements of a long row that a program processes at once.
+# Number of elements of a long row that a program processes at once.
 _CHUNK_BLOCK = 2048
-# Warps of a program that processes long rows.
+# Number of warps of a program that processes long rows.
 _CHUNK_WARPS = 4
-# Programs for each multiprocessor that keep the memory busy if rows are long.
+# Number of programs for each multiprocessor that keep the memory busy if rows are long.
 _CHUNK_PROGRAMS_PER_SM = 8
-# Maximum number of chunks of a row: one program must be able to merge them.
+# Maximum number of chunks of a row, because one program merges the chunks of a row.
 _MAX_CHUNKS = 2048
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """A program holds whole rows in registers: a tile of (lanes, num_warps, steps, block).
+    """The configuration of kernels that load whole rows. A tile has the axes lanes, warps, steps and block.
 
-    If ``wide``, the program's warps share one row. Else each warp has ``lanes`` rows of its own.
-
-    The ``programs`` programs divide all tiles among them. In a forward each has one tile.
+    ``wide``: True if a tile has one row, which the warps divide among them. False if each warp has ``lanes``
+    whole rows. ``programs``: number of programs. In a forward each program has one tile. In a backward a
+    program may have several tiles.
     """
 
     lanes: int
@@ -74,15 +74,15 @@ class RowsConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile."""
+        """Number of rows of a tile."""
         return self.lanes * (1 if self.wide else self.num_warps)
 
 
 @dataclass(frozen=True)
 class ChunksConfig:
-    """Each row is divided into ``chunks`` chunks of ``length`` elements.
+    """The configuration for long rows: each row is divided into ``chunks`` chunks of ``length`` elements.
 
-    A program processes its chunk in blocks of ``block`` elements.
+    A program processes one chunk, ``block`` elements at a time.
     """
 
     block: int
@@ -117,10 +117,10 @@ def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) 
 def backward_config(
     rows: int, D: int, vector: int, num_sms: int, *, column_sums: bool
 ) -> RowsConfig | ChunksConfig:
-    """The configuration of the kernels that compute the gradients of x (rows, D).
+    """The configuration of the kernels that compute the gradients for x (rows, D).
 
     ``vector``: elements that a thread loads at once. ``column_sums``: True if a gradient of weight, bias or
-    add_bias is wanted. Each program then also sums its rows.
+    add_bias is wanted. Then each program also sums over its rows.
     """
     if next_power_of_2(D) > (_MAX_WITH_SUMS if column_sums else _MAX_IN_REGISTERS):
         return _chunks_config(rows, D, num_sms)
@@ -142,14 +142,20 @@ def backward_config(
 
 
 def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
-    """A tile of one row, which the warps of a program share. ``load``: elements of a warp's load."""
+    """The configuration with tiles of one row, which the warps of a program divide among them.
+
+    ``load``: number of elements that a warp loads by one instruction.
+    """
     parts = next_power_of_2(ceil_div(D, load))
     num_warps = min(_MAX_WARPS, parts, max(1, parts * vector // _WIDE_PER_THREAD))
     return RowsConfig(1, num_warps, parts // num_warps, load, True, programs)
 
 
 def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
-    """Number of programs of a backward. With column sums, at most as many as run at once."""
+    """Number of programs of a backward: one for each of the ``tiles``.
+
+    With column sums there are fewer, at most as many as run at once, because each writes partial sums.
+    """
     if not column_sums:
         return tiles
     per_thread = max(_BACKWARD_GATHERED, config.lanes * config.steps * config.block // WARP)
@@ -173,7 +179,7 @@ def _fitting_block(D: int, load: int, line: int) -> int:
 
 
 def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
-    """The configuration for long rows: they are divided into as many chunks as keep the GPU busy."""
+    """The configuration for long rows, with enough chunks to keep the GPU busy."""
     blocks = ceil_div(D, _CHUNK_BLOCK)
     wanted = min(blocks, _MAX_CHUNKS, ceil_div(num_sms * _CHUNK_PROGRAMS_PER_SM, rows))
     length = ceil_div(blocks, wanted) * _CHUNK_BLOCK
@@ -181,9 +187,9 @@ def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
 
 
 def column_groups(rows: int, D: int, block: int, num_sms: int) -> int:
-    """Number of groups into which the rows (rows, D) are divided for column sums, if rows are long.
+    """Number of groups into which the rows of x (rows, D) are divided for column sums, if rows are long.
 
-    A program of ``_chunk_grad_kernel`` sums ``block`` columns over one group.
+    A program of ``_chunk_grad_kernel`` sums ``block`` columns over the rows of one group.
     """
     return max(
         1, min(ceil_div(rows, _BACKWARD_TILES), num_sms * _CHUNK_PROGRAMS_PER_SM // ceil_div(D, block))

@@ -1,42 +1,44 @@
-"""Triton kernels of LayerNorm, and of residual add + LayerNorm. Formula and op: ``layer_norm/op.py``.
+"""The Triton kernels of LayerNorm, and of residual add + LayerNorm. Formula: ``layer_norm/op.py``.
 
-There are two ways to launch these kernels. ``forward_config`` chooses one from the sizes:
+The forward runs in one of two ways. ``forward_config`` chooses one of them from the sizes:
 
-- *rows*: a program holds whole rows in registers. One launch reads x and writes y (``_rows_kernel``). A warp
-  has one row or several short ones, or the warps of a program share a long row;
+- *rows*: ``_rows_kernel`` loads whole rows into registers, and one launch reads x and writes y. A warp has
+  one row or several short ones, or several warps divide a long row among them;
 - *chunks*, for rows that do not fit into registers. ``_chunk_kernel`` computes the mean and the sum of
-  squared deviations (M2) of each chunk of each row. ``_merge_chunks_kernel`` combines them to the
-  statistics of each row. ``_normalise_kernel`` reads x again and writes y.
+  squared deviations (M2) of each chunk of each row. ``_merge_chunks_kernel`` combines these to the mean and
+  M2 of each row. ``_normalise_kernel`` reads x again and writes y.
 
 With a residual, the sum x + residual + add_bias is rounded to the dtype of x and then normalized. The first
-kernel stores the sum. With a ``total_bias`` the caller gets the sum plus total_bias instead: the rows way
-stores only the sum plus total_bias. The chunks way also stores the sum, because ``_normalise_kernel`` needs
-it.
+kernel stores the sum for the caller. With a ``total_bias`` the caller gets the sum plus total_bias instead.
+Then ``_rows_kernel`` stores only the sum plus total_bias. ``_chunk_kernel`` also stores the sum, because
+``_normalise_kernel`` needs it.
 
-Pointers have the same meaning in all kernels. All but x, y and partials may be None:
+Tensors have the same meaning in all kernels. All except x, y and partials may be None:
 
 - ``x``, ``residual``: (rows, D), fp16, bf16 or fp32, with contiguous rows and a fixed stride between them;
 - ``y``: (rows, D), contiguous, the dtype of x or fp32;
 - ``weight``, ``bias``, ``add_bias``, ``total_bias``: (D,);
-- ``total``: (rows, D), contiguous, the dtype of x. In ``_rows_kernel`` the sum plus total_bias, in
+- ``added``, ``position``: (groups, D), only in ``_rows_kernel`` (``layer_norm/grouped.py``);
+- ``total``: (rows, D), contiguous, in the dtype of x. ``_rows_kernel`` stores the sum plus total_bias in it,
   ``_chunk_kernel`` the sum;
-- ``kept``: (rows, D), contiguous, the dtype of x, the sum plus total_bias;
-- ``centre``: (rows,), the mean of each row. If y has 16 bits, it is fp32, and it is the difference between
-  the mean and the row's first element. If y is fp32, it is fp64, and the mean itself;
+- ``kept``: (rows, D), contiguous, in the dtype of x. It is the sum plus total_bias;
+- ``centre``: (rows,), from which ``row_mean`` gets the mean of each row. If y has 16 bits, it is the mean
+  minus the row's first element, in fp32. If y is fp32, it is the mean, in fp64;
 - ``rstd``: (rows,) fp32, 1 / deviation of each row;
-- ``partials``: fp32, (2, rows, chunks): the difference between the chunk's mean and the row's first
-  element, and M2. If y is fp32, (3, rows, chunks): the rounded mean of the chunk, M2, and the rounding error
-  of that mean.
+- ``partials``: fp32. If y has 16 bits, (2, rows, chunks): the chunk's mean minus the row's first element; M2.
+  If y is fp32, (3, rows, chunks): the rounded mean of the chunk; M2; the rounding error of the mean.
 
 Programmatic dependent launch (``PDL``, from sm_90 on; ADR 7): before ``gdc_wait`` a kernel reads only x, and
 only if no kernel of this call writes it.
 
-Numerics: fp32, rounded once at each store. Squares are of differences from the row's first element or from a
-block's mean, never of the values themselves. Chan's formula merges them in a fixed order without atomics. A
-mean is kept as a difference from the row's first element, because fp32 would round the mean itself relative
-to its size. If the first element is an outlier, that difference is rounded too. 16-bit results do not show
-it. For fp32 results (``EXACT``) means are fp64, and ``row_mean`` splits them into two fp32 numbers. Offsets
-that can pass 2^31 are int64.
+Numerics: all arithmetic is fp32, and each result is rounded once. Kernels square differences from the row's
+first element or from a block's mean, never the values themselves, whose squares would lose digits. Chan's
+formula merges the sums of blocks and chunks, in a fixed order and without atomics.
+
+A mean is stored as its difference from the row's first element, because the rounding error of the mean itself
+would grow with its size. If the first element is an outlier, the difference has a large rounding error too.
+This does not matter for 16-bit results. For fp32 results (``EXACT``) means are fp64, and ``row_mean`` splits
+them into two fp32 numbers. Offsets that can be 2^31 or more are int64.
 """
 
 from __future__ import annotations
@@ -58,9 +60,9 @@ from sdfastgn.kernels.common.tiles import (
 
 @triton.jit
 def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
-    """Row within the tile of each element, shaped to broadcast to (lanes, warps, steps, block).
+    """Row of each element within the tile. Its shape broadcasts to (lanes, warps, steps, block).
 
-    ``WIDE``: True if the warps share a row.
+    ``WIDE``: True if the warps divide each row among them.
     """
     row = along_lanes(LANES)
     if not WIDE:
@@ -70,7 +72,7 @@ def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Column of each element, shaped to broadcast to (lanes, warps, steps, block)."""
+    """Column of each element. Its shape broadcasts to (lanes, warps, steps, block)."""
     part = along_steps(STEPS)
     if WIDE:
         part = part * WARPS + along_warps(WARPS)
@@ -79,7 +81,7 @@ def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BL
 
 @triton.jit
 def row_sum(x, WIDE: tl.constexpr):
-    """Sums each row of a (lanes, warps, steps, block) tile."""
+    """Returns the sum of each row of a (lanes, warps, steps, block) tile."""
     total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
     if WIDE:
         total = tl.sum(total, 1, keep_dims=True)
@@ -88,9 +90,9 @@ def row_sum(x, WIDE: tl.constexpr):
 
 @triton.jit
 def row_mean(first, centre):
-    """The mean of each row as the sum of two fp32 numbers. Callers subtract one after the other.
+    """Returns two fp32 numbers for each row. Their sum is the mean; callers subtract one after the other.
 
-    ``first``: the row's first element. ``centre``: the row's value of the pointer ``centre``.
+    ``first``: the row's first element. ``centre``: the row's element of the tensor ``centre``.
     """
     if centre.dtype == tl.float64:
         first = centre.to(tl.float32)
@@ -99,8 +101,8 @@ def row_mean(first, centre):
 
 
 @triton.jit
-def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
-    """Loads x, or x + residual + add_bias if there is a residual, in fp32.
+def _read(x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_at, residual_at, added_at, c, mask):
+    """Loads x, or x + residual + add_bias if there is a residual, plus ``added`` if it is given, in fp32.
 
     Returns the value twice: rounded to the dtype of x, and not rounded.
     """
@@ -112,15 +114,18 @@ def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
             # ``tl.load`` of Triton 3.4 broadcasts only the mask, not the pointers.
             columns, mask = tl.broadcast(add_bias_ptr + c, mask)
             total += tl.load(columns, mask=mask, other=0.0).to(tl.float32)
+    if added_ptr is not None:
+        total += tl.load(added_ptr + added_at, mask=mask, other=0.0).to(tl.float32)
+    if (residual_ptr is not None) or (added_ptr is not None):
         x = total.to(x.dtype)
     return x.to(tl.float32), total
 
 
 @triton.jit
 def _affine(weight_ptr, bias_ptr, c, in_row):
-    """Loads (scale, offset) of the columns ``c``: weight and bias in fp32, or 1 and 0.
+    """Loads weight and bias of the columns ``c`` in fp32. Returns 1 for no weight, and 0 for no bias.
 
-    Kernels call this before they sum, so that its loads run at the same time as the loads of x.
+    Kernels call this before they sum, so that these loads run at the same time as the loads of x.
     """
     scale = 1.0
     offset = 0.0
@@ -131,21 +136,24 @@ def _affine(weight_ptr, bias_ptr, c, in_row):
     return scale, offset
 
 
-@triton.jit(do_not_specialize=["rows", "eps"])
+@triton.jit(do_not_specialize=["rows", "period", "groups", "eps"])
 def _rows_kernel(
-    x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr,
-    rstd_ptr,
-    rows, eps,
+    x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr, position_ptr,
+    total_ptr, y_ptr, centre_ptr, rstd_ptr,
+    rows, period, groups, eps,
     D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, PDL: tl.constexpr,
     ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program normalizes a tile of whole rows.
+    """Computes y. A program normalizes a tile of whole rows.
+
+    Numbers:
+        period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
 
     Constants:
         X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
         ONE_ROW: True if each thread has elements of only one row.
-        WIDE: True if the warps share a row. Else each warp has its own rows.
+        WIDE: True if the warps divide each row among them. False if each warp has whole rows.
     """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
@@ -157,17 +165,24 @@ def _rows_kernel(
     mask = is_row & in_row
     x_row = first * X_STRIDE + r * X_STRIDE
     residual_row = first * RESIDUAL_STRIDE + r * RESIDUAL_STRIDE
+    group_row = r * 0
+    if (added_ptr is not None) or (position_ptr is not None):
+        group_row = (first.to(tl.int32) + r) // period % groups * D
     if PDL:
         gdc_wait()
-    x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
-    # The row's first element.
-    pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
-    # If a thread has only one row (``ONE_ROW``), it loads weight and bias for its own elements: the offsets
-    # ``c + r * 0`` below have the shape of the tile. If weight and bias were loaded for ``c`` only and then
-    # broadcast to the tile, the tile would pass through shared memory.
+    x, kept = _read(
+        x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row + c, residual_row + c, group_row + c, c, mask
+    )
+    # ``pivot`` is the row's first element.
+    pivot, _ = _read(
+        x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row, residual_row, group_row, r * 0, is_row
+    )
+    # If a thread has elements of only one row (``ONE_ROW``), it loads weight and bias for just these
+    # elements: the offsets ``c + r * 0`` have the shape of the tile. If weight and bias were loaded once for
+    # each column and broadcast, the tile would go through shared memory.
     if total_bias_ptr is not None:
-        # This load comes before the loads of ``_affine``. In the reverse order ptxas takes 168 registers a
-        # thread instead of 128, so only three programs fit on a multiprocessor instead of four.
+        # This load must come before the loads of ``_affine``. In the reverse order ptxas takes 168 registers
+        # a thread instead of 128, and only three programs run on a multiprocessor instead of four.
         kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
     scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
     out = first * D + (r * D + c)
@@ -179,11 +194,13 @@ def _rows_kernel(
         pivot = mean_as_pivot(pivot, total, 1 / D)
         d = tl.where(in_row, x - pivot, 0.0)
         total = row_sum(d, WIDE)
-    # d - mean. An explicit fma, because ptxas would use one only if the centre is not stored, and then
-    # results with and without a backward would have different bits.
+    # Subtracts the mean of d from d. Without the explicit fma, ptxas would use an fma only in inference,
+    # where ``centre`` is not stored, and training would give other bits.
     d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
     rstd = inverse_deviation(row_sum(d * d, WIDE) / D, eps)
     y = d * rstd * scale + offset
+    if position_ptr is not None:
+        y += tl.load(position_ptr + (group_row + c), mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
     if centre_ptr is not None:
         tl.store(
@@ -200,13 +217,14 @@ def _chunk_kernel(
     chunks, blocks, d_parts, x_parts, residual_parts, plane,
     EXACT: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the partials of one chunk of one row, and stores the chunk's sum with the residual.
+    """Computes ``partials``, and stores the sum with the residual. A program has one chunk of one row.
 
     Numbers:
-        chunks, blocks: chunks of a row, and blocks of a chunk.
-        d_parts, x_parts, residual_parts: D, and the strides of x and residual, in multiples of ``VECTOR``.
-            So the compiler knows that D and the strides are multiples of ``VECTOR``.
-        plane: elements from one kind of partials to the next.
+        chunks: number of chunks of a row.
+        blocks: number of blocks of a chunk.
+        d_parts, x_parts, residual_parts: D, and the strides of x and residual, divided by ``VECTOR``. The
+            kernel multiplies them by ``VECTOR``, so the compiler knows that the products are multiples of it.
+        plane: elements between the kinds of partials (means, M2, rounding errors).
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
@@ -217,15 +235,16 @@ def _chunk_kernel(
     total_row = row * d_parts * VECTOR + start
     i = tl.arange(0, BLOCK)
     if PDL:
-        # Waiting comes first, so that the next kernels start only when x is complete, and may read x before
-        # their wait.
+        # The wait comes before the launch of the next kernels.
+        # So these start only when x is complete, and may read x before their own wait.
         gdc_wait()
         gdc_launch_dependents()
-    # ``first`` is the row's first element or, if ``EXACT``, the chunk's. Sums take differences from it.
+    # ``first`` is the first element of the row, or of the chunk if ``EXACT``.
+    # It is subtracted from all values before they are summed.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
-        x_ptr, residual_ptr, add_bias_ptr, x_row - to_pivot, residual_row - to_pivot, start - to_pivot,
-        row >= 0,
+        x_ptr, residual_ptr, add_bias_ptr, None, x_row - to_pivot, residual_row - to_pivot, None,
+        start - to_pivot, row >= 0,
     )  # fmt: skip
     pivot = 0.0
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -233,7 +252,9 @@ def _chunk_kernel(
     for at in range(0, count, BLOCK):
         mask = at + i < count
         c = start + at + i
-        x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + at + i, residual_row + at + i, c, mask)
+        x, kept = _read(
+            x_ptr, residual_ptr, add_bias_ptr, None, x_row + at + i, residual_row + at + i, None, c, mask
+        )
         if total_ptr is not None:
             tl.store(total_ptr + total_row + at + i, x.to(total_ptr.dtype.element_ty), mask=mask)
         if total_bias_ptr is not None:
@@ -264,9 +285,9 @@ def _merge_chunks_kernel(
     chunks, length, D, plane, eps,
     EXACT: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program merges the partials of one row by Chan's formula, and stores its centre and rstd.
+    """Computes ``centre`` and ``rstd``. A program merges the partials of one row by Chan's formula.
 
-    ``length``: elements of a chunk. ``plane``: elements from one kind of partials to the next. ``BLOCK``:
+    ``length``: elements of a chunk. ``plane``: elements between the kinds of partials. ``BLOCK``: number of
     chunks of a row, padded to a power of 2.
     """
     if PDL:
@@ -297,13 +318,14 @@ def _normalise_kernel(
     rows, d_parts, x_parts,
     AHEAD: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes y for one block of one row.
+    """Computes y. A program computes one block of one row.
 
-    ``x``: here the tensor that is normalized, which is the stored sum if there is a residual.
-    ``d_parts``, ``x_parts``: D, and the stride of x, in multiples of ``VECTOR``.
-    ``AHEAD``: True if x is read before the wait. ``_chunk_kernel`` has already waited for x.
+    ``x``: the tensor that is normalized. If there is a residual, this is the sum that ``_chunk_kernel`` has
+    stored. ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is
+    read before ``gdc_wait``. This is possible because ``_chunk_kernel`` has already waited for x.
     """
-    # Neighboring programs have the same columns, so that weight and bias are read from memory once.
+    # Programs with neighboring numbers have the same columns of different rows.
+    # They run at the same time, so weight and bias are read from memory once.
     row = (tl.program_id(0) % rows).to(tl.int64)
     c = (tl.program_id(0) // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     D = d_parts.to(tl.int64) * VECTOR

@@ -1,19 +1,21 @@
-"""LayerNorm over the last dimension, with or without a residual add before it.
+"""LayerNorm over the last dimension, of one tensor or of a sum of tensors (residual add + LayerNorm).
 
 The ops are ``sdfastgn::layer_norm`` and ``sdfastgn::add_layer_norm``. Formula:
 
     u = x, or u = x + residual + add_bias, rounded to the dtype of x
-    y = (u - mean(u)) / sqrt(var(u) + eps) * weight + bias          (per row of D; var divided by D)
+    y = (u - mean(u)) / sqrt(var(u) + eps) * weight + bias
 
-``add_layer_norm`` also returns the sum x + residual + add_bias + total_bias, rounded once. total_bias is not
-in the sum that is normalized. It is the bias of the layer whose output the caller adds to the returned sum
-next, so that this addition needs no pass for the bias.
+Mean and var (the biased variance) are taken over each row of D elements.
 
-The registered op does not have the argument total_bias, only the kernels do. If the op is called, or a
-gradient is wanted, plain PyTorch computes the sum with total_bias.
+``add_layer_norm`` also returns the sum x + residual + add_bias + total_bias, rounded once. total_bias is part
+only of this returned sum, not of the sum that is normalized. Callers pass as total_bias the bias of the next
+layer whose output they add to the returned sum. So no further pass is needed to add this layer's bias.
 
-On a GPU the kernels of ``layer_norm/kernels.py`` run, where layouts and numerics are explained. Everywhere
-else plain PyTorch runs. Gradients: ``layer_norm/backward.py``.
+The registered op has no argument total_bias; only the kernels take it. If a call goes to the registered op,
+or a gradient is wanted, plain PyTorch computes the sum with total_bias.
+
+On a GPU the kernels of ``layer_norm/kernels.py`` run; that file explains layouts and numerics. Everywhere
+else plain PyTorch runs. Gradients are in ``layer_norm/backward.py``.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016. The interface follows
 torch.nn.functional.layer_norm.
@@ -36,7 +38,7 @@ from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 # --- declarations -----------------------------------------------------------------------------------
 
 
-# weight, bias and the biases of the sum.
+# Annotation of weight, bias and the biases of the sum.
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
 
 
@@ -48,14 +50,14 @@ class LayerNormCall(NamedTuple):
     bias: _PerColumn
     eps: float
     out_dtype: torch.dtype | None
-    # Further arguments of ``AddCall``, so that plans can treat both calls alike.
+    # ``AddCall`` has these arguments. Here they are always None, so that plans can treat both calls alike.
     residual: None = None
     add_bias: None = None
     total_bias: None = None
 
 
 class AddCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::add_layer_norm``; ``total_bias`` is for the kernels only."""
+    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``, which only kernels take."""
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
     residual: Annotated[Tensor, Operand("(..., D)", whole=even_rows, same_dtype=True)]
@@ -68,20 +70,20 @@ class AddCall(NamedTuple):
 
 
 def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
-    """The dtype of y."""
+    """The dtype of y, the result of ``call``."""
     return call.out_dtype or call.x.dtype
 
 
 def _centre_dtype(result: torch.dtype) -> torch.dtype:
-    """The dtype of ``centre``, given the dtype of y: fp32 if y has 16 bits, else fp64.
+    """The dtype of ``centre``: fp32 if y has 16 bits, else fp64. ``result``: the dtype of y.
 
-    In fp32, centre is the difference between the mean and the row's first element. In fp64 it is the mean.
+    If it is fp32, centre is the mean minus the row's first element. If it is fp64, centre is the mean.
     """
     return torch.float32 if result.itemsize == 2 else torch.float64
 
 
 def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Uninitialized memory (...) for centre and rstd of x (..., D). ``result``: the dtype of y."""
+    """Uninitialized (centre, rstd), each of shape (...), for x (..., D). ``result``: the dtype of y."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape[:-1], dtype=_centre_dtype(result)), x.new_empty(x.shape[:-1], dtype=wide)
 
@@ -97,15 +99,15 @@ def reference_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``layer_norm`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
+    """``layer_norm`` in plain PyTorch, for calls that kernels cannot run. Computes in fp32 or fp64.
 
-    The fallback where no kernel runs. ``out_dtype``: the dtype of the result, by default the dtype of x.
+    ``out_dtype``: the dtype of the result, by default the dtype of x.
     """
     return _reference(LayerNormCall(x, weight, bias, eps, out_dtype))[0]
 
 
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, centre, rstd) in plain PyTorch."""
+    """Computes (y, centre, rstd) in plain PyTorch."""
     x = call.x
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
@@ -146,7 +148,7 @@ def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
 
 
 def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, centre, rstd) in plain PyTorch, without total_bias."""
+    """Computes (y, total, centre, rstd) in plain PyTorch, without total_bias."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y, centre, rstd = _reference(_norm_of(total, call))
     return y, total, centre, rstd
@@ -164,7 +166,7 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
-    """Keep what the backward needs. For each bias it needs only the dtype, which its gradient has too."""
+    """Keep what the backward needs. Of each bias it needs only the dtype, for the bias's gradient."""
     ctx.eps = call.eps
     ctx.dtypes = tuple(
         None if t is None else t.dtype for t in (call.x, call.weight, call.bias, call.add_bias)
@@ -184,9 +186,10 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
 
 
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
-    """The gradients of x, weight, bias and add_bias ("added") that are ``wanted``.
+    """Computes the wanted gradients of x, weight, bias and add_bias ("added").
 
-    ``dy``, ``dtotal``: the gradients of y and of the sum, or None. The residual has the same gradient as x.
+    ``wanted``: True for each of these four if its gradient is wanted. ``dy``, ``dtotal``: the gradients of y
+    and of the sum, or None. The residual has the same gradient as x.
     """
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))
@@ -218,7 +221,7 @@ def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | N
 
 
 def _plain(call: LayerNormCall) -> Tensor:
-    """``layer_norm`` by PyTorch's LayerNorm, or by the reference where PyTorch's result could be wrong."""
+    """``layer_norm`` by PyTorch's LayerNorm. Uses the reference for an empty x and for traced calls."""
     x = call.x
     if x.numel() == 0 or not dispatch.is_untraced(x, (call.weight, call.bias)):
         return _reference(call)[0]
@@ -228,7 +231,7 @@ def _plain(call: LayerNormCall) -> Tensor:
 
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
-    """``add_layer_norm`` by PyTorch's own ops, with total_bias."""
+    """``add_layer_norm``, including total_bias, by PyTorch's own ops."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y = _plain(_norm_of(total, call))
     if call.total_bias is None:
@@ -242,7 +245,7 @@ def _plan(call: LayerNormCall | AddCall) -> Any:
     return LayerNormPlan(call)
 
 
-# What the forward saves for the backward: a mean and 1 / deviation of each row (``empty_saved``).
+# Names of the tensors that the forward saves for the backward (``empty_saved``).
 _SAVED = ("centre", "rstd")
 _LAYER_NORM = PlannedOp(
     "layer_norm",
@@ -289,8 +292,9 @@ def layer_norm(
         torch.nn.functional.layer_norm.
     Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
         contiguous.
-    Grad: of every tensor. x and 8 bytes for each row, or 12 if the output is fp32, are kept for the
-        backward. Second derivatives, the transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Grad: every tensor has gradients. x and 8 bytes for each row (12 bytes if the output is fp32) are kept for
+        the backward. Second derivatives, the transforms of torch.func and forward-mode AD run in plain
+        PyTorch.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape or a device does not fit.
@@ -312,15 +316,17 @@ def add_layer_norm(
     add_bias: Tensor | None = None,
     total_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + residual + add_bias and its LayerNorm in one pass, as between parts of a transformer block.
+    """Computes the sum x + residual + add_bias and its LayerNorm in one pass.
+
+    A transformer block needs both between its parts.
 
     Args:
         x: (..., D), at least rank 1.
-        residual: the shape, dtype and device of x.
+        residual: a tensor with the shape, dtype and device of x.
         weight, bias, eps: as in ``layer_norm``.
-        add_bias: (D,) or None. For example the bias of the linear layer that made x.
-        total_bias: (D,) or None, added to the returned sum, but not to the normalized sum. For example the
-            bias of the layer whose output is added to the sum next.
+        add_bias: (D,) or None. For example, the bias of the linear layer that made x.
+        total_bias: (D,) or None. It is added to the returned sum, but not to the sum that is normalized. For
+            example, the bias of the next layer whose output is added to the returned sum.
 
     Returns:
         (y, total). y is the LayerNorm of the sum, which is first rounded to the dtype of x. total is the
@@ -328,11 +334,12 @@ def add_layer_norm(
         no gradients are wanted.
 
     Shapes: y and total have the shape of x.
-    Dtypes: x, weight and bias as in ``layer_norm``; the other biases like bias. total has the dtype of x. y
-        has the dtype of x, but is fp32 under CUDA autocast.
+    Dtypes: x, weight and bias as in ``layer_norm``; the other biases as bias. total has the dtype of x. y has
+        the dtype of x, but is fp32 under CUDA autocast.
     Layout: x and residual as x in ``layer_norm``. y and total are contiguous.
-    Grad: of every tensor, through both results, as in ``layer_norm``. The sum is kept for the backward. With
-        gradients, total_bias takes further passes in plain PyTorch, and memory for a second sum.
+    Grad: every tensor has gradients, from both results, as in ``layer_norm``. The sum is kept for the
+        backward. If gradients are wanted, total_bias takes further passes in plain PyTorch, and memory for a
+        second sum.
     Raises:
         TypeError: a tensor is not strided or has another dtype, x and residual have different dtypes, or
             another argument has the wrong type.
@@ -344,7 +351,7 @@ def add_layer_norm(
     if type(eps) is not float:
         eps = as_eps(name, eps)
     call = AddCall(x, residual, weight, bias, add_bias, eps, dispatch.autocast_dtype(x), total_bias)
-    # Only the kernels take a total_bias, and only in inference.
+    # Only the kernels take total_bias, and only if no gradients are wanted.
     if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
         return _ADD_LAYER_NORM(call)
     _ADD_LAYER_NORM.check(name, call)

@@ -1,4 +1,7 @@
-"""PyTorch's LayerNorm, corrected where the mean is far above the deviation (``common/far_mean.py``)."""
+"""PyTorch's LayerNorm, made accurate for inputs whose mean is far larger than their deviation.
+
+``common/far_mean.py`` finds these inputs and explains the rounding error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, reference_la
 
 
 def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of ``u`` over its last dimension. Only for calls for which ``dispatch.is_untraced`` is True.
+    """LayerNorm of ``u`` over its last dimension. Call it only if ``dispatch.is_untraced`` is True.
 
     Args:
         u: (..., D), any floating dtype and layout.
@@ -27,9 +30,9 @@ def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """PyTorch's LayerNorm and its first derivative. Higher derivatives are taken from the reference.
+    """PyTorch's LayerNorm with its first derivative. Higher derivatives are those of the reference.
 
-    PyTorch's own derivatives are wrong from the fourth derivative on (PyTorch 2.13).
+    In PyTorch 2.13, PyTorch's own fourth and higher derivatives are wrong.
     """
 
     @staticmethod

@@ -20,14 +20,16 @@ from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, 
 
 # Maximum number of warps of a program that merges chunks.
 _MERGE_MAX_WARPS = 4
-# Chunks that each warp of such a program merges.
+# Number of chunks for each warp of a program that merges chunks.
 _MERGE_PER_WARP = 128
 
 
 class LayerNormPlan:
-    """The launches of one kind of call: ``rows``, or ``chunk``, ``merge`` and ``normalise``.
+    """The launches for one kind of call.
 
-    ``partials``: number of fp32 values that ``chunk`` leaves for ``merge``. ``row_count``: number of rows.
+    If rows fit into registers, ``rows`` runs. Otherwise ``chunk``, ``merge`` and ``normalise`` run.
+    ``partials``: number of fp32 values that ``chunk`` writes and ``merge`` reads. ``row_count``: number of
+    rows of x.
     """
 
     __slots__ = ("chunk", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
@@ -47,7 +49,8 @@ class LayerNormPlan:
             return
         self.rows = Launch(
             kernels._rows_kernel, config.programs, config.num_warps, pdl=pdl,
-            rows=self.row_count, eps=call.eps, D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
+            rows=self.row_count, period=1, groups=1, eps=call.eps,
+            D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
             ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
         )  # fmt: skip
 
@@ -59,13 +62,16 @@ class LayerNormPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """Plan ``chunk``, ``merge`` and ``normalise``. ``strides``: row strides of x and of residual."""
+        """Make the launches ``chunk``, ``merge`` and ``normalise``.
+
+        ``strides``: elements between the starts of rows, in x and in residual.
+        """
         D = call.x.shape[-1]
         is_complete, exact = call.residual is None, result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
-        # Kernels multiply these numbers by VECTOR, so the compiler knows that the products are multiples of
-        # VECTOR.
+        # Kernels multiply these numbers by VECTOR.
+        # So the compiler knows that D and the strides are multiples of VECTOR.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunk = Launch(
@@ -87,7 +93,7 @@ class LayerNormPlan:
         )  # fmt: skip
 
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
-        """Launch, and return (y, centre, rstd) or (y, total, centre, rstd)."""
+        """Launch the kernels, and return (y, centre, rstd), or (y, total, centre, rstd) with a residual."""
         centre, rstd = empty_saved(call.x, result_dtype(call))
         found = self.run(call, centre, rstd)
         return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
@@ -95,7 +101,10 @@ class LayerNormPlan:
     def run(
         self, call: LayerNormCall | AddCall, centre: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Launch, and return y, or (y, total). Also fills ``centre`` and ``rstd``, unless they are None."""
+        """Launch the kernels, and return y, or (y, total) with a residual.
+
+        The kernels also fill ``centre`` and ``rstd``, unless these are None.
+        """
         x = call.x
         stream = gpu.stream_on(x.device)
         if stream is None:
@@ -107,8 +116,8 @@ class LayerNormPlan:
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
-            added = (call.residual, call.add_bias, call.total_bias)
-            self.rows(stream, call.x, *added, call.weight, call.bias, total, y, centre, rstd)
+            summed = (call.x, call.residual, call.add_bias, None, call.total_bias)
+            self.rows(stream, *summed, call.weight, call.bias, None, total, y, centre, rstd)
         return y if total is None else (y, total)
 
     def _launch_chunks(
@@ -120,7 +129,10 @@ class LayerNormPlan:
         centre: Tensor | None,
         rstd: Tensor | None,
     ) -> None:
-        """Launch ``chunk``, ``merge`` and ``normalise``. They fill the tensors that are not None."""
+        """Launch ``chunk``, ``merge`` and ``normalise``.
+
+        They fill y, and total, centre and rstd if not None.
+        """
         x = call.x
         if centre is None:
             centre, rstd = empty_saved(x, y.dtype)
@@ -134,7 +146,7 @@ class LayerNormPlan:
 
 
 def rows_constants(config: RowsConfig) -> dict[str, Any]:
-    """The constants of ``config``'s tile, for every kernel that holds rows in registers."""
+    """The constants that describe the tile in ``config``, for all kernels that load whole rows."""
     return {
         "WIDE": config.wide,
         **tile_constants(config),

@@ -1,16 +1,19 @@
 """Triton kernel of ``pad_frames``. Op: ``pad_frames/op.py``, launches: ``pad_frames/plans.py``.
 
-A program has a tile of rows of y, which are the channels of one position each, all of one sample. It holds
-them in registers: one read, one write, one launch.
+A program has a tile of rows, which are the channels of one position each, of one sample. They are the rows
+of y for a ``WINDOW`` of 1. It holds them in registers: one read, ``WINDOW`` writes, one launch.
 
 Pointers; each but x and y may be None:
 
-- ``x``: (N, T, H, W, C); ``y``: (N, front + frames + back, height + 2 pad_h, width + 2 pad_w, C), where
+- ``x``: (N, T, H, W, C);
+- ``y``: (N, front + frames + back - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C), where
   frames, height and width are those of x after upsampling;
 - ``shift``, ``weight``, ``bias``: (C,), before and after the norm of each position's channels;
 - ``table``: fp32, what ``merge_kernel`` of ``group_norm/kernels.py`` writes for a GroupNorm. From
-  ``table_offset`` on it has planes of ``table_plane`` values, one for each sample and channel: scale,
-  offset and, without ``FOLD``, mean. The shift is in it;
+  ``table_offset`` on it has planes of ``table_plane`` values, one for each sample, or each frame of it if
+  ``FRAMEWISE``, and channel: scale, offset and, without ``FOLD``, mean. The shift is in it;
+- ``modulation``: (N, t, h, w, 2 C), factors and then offsets of the channels after a GroupNorm. Each of its
+  positions holds for several of x;
 - ``cache``: (N, cached, height, width, C), the frames before x;
 - ``kept``: (N, keep, height, width, C), the last frames of y without its borders.
 
@@ -62,26 +65,49 @@ def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, MODE:
 
 
 @triton.jit
-def _row_of_x(
-    n, t, h, w, frames, height, width, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr
-):
-    """The row of x at frame ``t``, row ``h`` and column ``w`` of the upsampled x, of these sizes."""
-    # The first frame is there once, each further one TIMES_T times.
-    x_frames = (frames + TIMES_T - 1) // TIMES_T
-    line = (n * x_frames + (t + TIMES_T - 1) // TIMES_T) * (height // TIMES_H) + h // TIMES_H
-    return line * (width // TIMES_W) + w // TIMES_W
+def _row_before(
+    n, t, h, w, frames, height, width,
+    APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
+):  # fmt: skip
+    """The row, before upsampling, of the element at frame ``t``, row ``h`` and column ``w`` after it.
+
+    ``frames``, ``height``, ``width``: sizes after upsampling. ``APART``: the first frame is there once, not
+    ``TIMES_T`` times.
+    """
+    before: tl.constexpr = TIMES_T - 1 if APART else 0
+    line = n * ((frames + before) // TIMES_T) + (t + before) // TIMES_T
+    return (line * (height // TIMES_H) + h // TIMES_H) * (width // TIMES_W) + w // TIMES_W
 
 
 @triton.jit
-def _group_norm(
-    y, table, table_plane, in_row, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, FOLD: tl.constexpr
-):
-    """act(GroupNorm(y)) of the channels that ``table`` points to."""
+def _group_norm(y, table, table_plane, in_row, FOLD: tl.constexpr):
+    """GroupNorm(y) of the channels that ``table`` points to."""
     if not FOLD:
         y -= tl.load(table + 2 * table_plane, mask=in_row, other=0.0)
     scale = tl.load(table, mask=in_row, other=0.0)
     offset = tl.load(table + table_plane, mask=in_row, other=0.0)
-    return activate(y * scale + offset, ACTIVATION, PAIRS)
+    return y * scale + offset
+
+
+@triton.jit
+def _modulated(y, modulation, mask, C: tl.constexpr):
+    """y times its factors plus its offsets. ``modulation`` points to the factors."""
+    factor = tl.load(modulation, mask=mask, other=0.0).to(tl.float32)
+    return y * factor + tl.load(modulation + C, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.constexpr, WINDOW: tl.constexpr):
+    """Stores rows ``row`` of sample n, each in every window that has its frame.
+
+    Frame f is part k of frame f - k of y. ``rows``, ``frame_rows``: rows of a sample and of a frame.
+    """
+    y_rows = rows - (WINDOW - 1) * frame_rows
+    for k in tl.static_range(WINDOW):
+        y_row = row - k * frame_rows
+        is_in_y = is_row & (y_row >= 0) & (y_row < y_rows)
+        at_y = (n * y_rows + y_row).to(tl.int64) * WINDOW + k
+        tl.store(y_ptr + at_y * C, y, mask=is_in_y & in_row)
 
 
 # One program: a tile of whole rows of y.
@@ -105,18 +131,23 @@ def _group_norm(
     ]
 )
 def _frames_kernel(
-    x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, cache_ptr, y_ptr, kept_ptr,
+    x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, modulation_ptr, cache_ptr, y_ptr, kept_ptr,
     rows, frames, height, width, front, back, cached, keep, pad_h, pad_w, table_offset, table_plane,
     scale, eps, added,
-    C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, MODE: tl.constexpr,
-    TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
+    C: tl.constexpr, NORM: tl.constexpr, FRAMEWISE: tl.constexpr, FOLD: tl.constexpr,
+    BORDER: tl.constexpr, MODE: tl.constexpr,
+    APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
+    WINDOW: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, or act(norm(x + shift)), upsampled, behind the frames of ``cache`` and within borders of ``pad_h``
-    and ``pad_w``. ``rows``: those of a sample of y. ``BORDER``: ``pad_h`` or ``pad_w`` is not 0. ``NORM``:
-    "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x; the first frame is there
-    once.
+    and ``pad_w``.
+
+    ``rows``: those of a sample, frames and borders included. ``BORDER``: ``pad_h`` or ``pad_w`` is not 0.
+    ``NORM``: "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x, or with a
+    modulation of each position of it. ``APART``: the first frame is there once. ``WINDOW``: frames that lie
+    side by side in each frame of y.
 
     Positions of y are counted from the first element of x, so that those of the cache have negative
     frames. What x and cache do not have is 0, or in other modes an element that they have.
@@ -140,10 +171,8 @@ def _frames_kernel(
     else:
         is_there = is_row & is_centre & (t >= -cached) & (t < frames)
     is_new = is_there & (t >= 0)
-    if TIMES_T * TIMES_H * TIMES_W == 1:
-        x_row = (n * frames + t) * image + at
-    else:
-        x_row = _row_of_x(n, t, h, w, frames, height, width, TIMES_T, TIMES_H, TIMES_W)
+    row_before = _row_before(n, t, h, w, frames, height, width, APART, TIMES_T, TIMES_H, TIMES_W)
+    x_row = row_before if modulation_ptr is None else (n * frames + t) * image + at
     if PDL:
         gdc_wait()
     y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
@@ -158,8 +187,14 @@ def _frames_kernel(
         _, divided_by = divisor(y, eps, WIDE, added)
         y = activate(y * (scale / divided_by) * weight + bias, ACTIVATION, PAIRS)
     if NORM == "group":
-        table = table_ptr + table_offset + n.to(tl.int64) * C + own
-        y = _group_norm(y, table, table_plane, in_row, ACTIVATION, PAIRS, FOLD)
+        of = n * frames + t if FRAMEWISE else n
+        is_known = is_new & in_row if FRAMEWISE else in_row
+        table = table_ptr + table_offset + of.to(tl.int64) * C + own
+        y = _group_norm(y, table, table_plane, is_known, FOLD)
+        if modulation_ptr is not None:
+            modulation = modulation_ptr + row_before.to(tl.int64) * (2 * C) + c
+            y = _modulated(y, modulation, is_new & in_row, C)
+        y = activate(y, ACTIVATION, PAIRS)
     y = tl.where(is_new, y, 0.0)
     if cache_ptr is not None:
         is_old = is_there & (t < 0)
@@ -167,6 +202,7 @@ def _frames_kernel(
         old = tl.load(cache_ptr + cache_row + c, mask=is_old & in_row, other=0.0).to(tl.float32)
         y = tl.where(is_old, old, y)
     y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (n * rows + first + r).to(tl.int64) * C + c, y, mask=is_row & in_row)
+    frame_rows = (height + 2 * pad_h) * (width + 2 * pad_w)
+    _store_windows(y_ptr + c, y, n, first + r, is_row, in_row, rows, frame_rows, C, WINDOW)
     if kept_ptr is not None:
         tl.store(kept_ptr + kept_row.to(tl.int64) * C + c, y, mask=is_kept & in_row)

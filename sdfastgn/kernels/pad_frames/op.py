@@ -5,14 +5,17 @@ keeps the last frames of each chunk for the next one (the cache). So before each
 concatenation with the cache, then padding, and before these a norm and an activation, or upsampling. Here
 one kernel does all of it, for x (N, C, T, H, W):
 
-    u = act(norm(x + shift))        or x + shift
+    u = act(norm(x + shift))        or act(norm(x + shift) * factor + offset), or x + shift
     v = u with each element ``upsample`` times along (T, H, W), the first frame once along T
     y = (zeros, cache, v, zeros), ``front`` frames before those of v and ``back`` frames after them, within
         ``border`` zeros around each frame
     kept = the last ``keep`` frames of y, without borders
 
-In mode "replicate" the nearest element stands for each zero, as in torch.nn.functional.pad. In mode "reflect"
-it does so in frames, and borders mirror the frame without its outermost element.
+With a ``window`` of more than one frame, frame t of y has frames t, t + 1, ... of this y side by side, as
+channels. A 2-D convolution then computes what a 3-D one would.
+
+In mode "replicate" the nearest element stands for each zero, as in torch.nn.functional.pad. Mode "reflect" is
+the same along T, and along H and W it mirrors each frame without its outermost element.
 
 On a GPU the kernel of ``pad_frames/kernels.py`` runs, for a GroupNorm after those of its statistics;
 everywhere else, and with gradients, ``reference_pad_frames``. Layout and numerics contract: there.
@@ -24,6 +27,7 @@ Source: the convolutions of Wan's and HunyuanVideo's autoencoders in diffusers (
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -33,6 +37,7 @@ from torch import Tensor
 from sdfastgn.kernels.channel_norm.config import fits
 from sdfastgn.kernels.channel_norm.op import reference_channel_norm
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import as_size, check_activation, check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, Value, channels_last, checks_of
 from sdfastgn.kernels.common.layout import laid_out
@@ -68,6 +73,13 @@ class GroupNorm(NamedTuple):
     """The norm of groups of channels: operands of ``group_norm``.
 
     ``statistics``: those of x without the shift, as ``group_norm`` takes them; None: they are computed.
+
+    ``modulation``: (N, 2 C, t, h, w), with the dtype and on the device of x, or None. Its first C channels
+    multiply the result of the norm, its other C channels are added to that, and then the activation is
+    applied. Each of its elements stands for several of x: H must be a multiple of h, W of w and T of t. If T
+    is odd, the first frame stands for one frame, and T - 1 must be a multiple of t - 1.
+
+    ``framewise``: each frame is normalized by itself. ``statistics`` are then (2, N T, P, C).
     """
 
     num_groups: int
@@ -76,6 +88,8 @@ class GroupNorm(NamedTuple):
     eps: float = 1e-5
     activation: str = "identity"
     statistics: Tensor | None = None
+    modulation: Tensor | None = None
+    framewise: bool = False
 
 
 def _check_mode(name: str, mode: Any) -> None:
@@ -95,7 +109,9 @@ class PadFramesCall(NamedTuple):
     weight: _PerChannel
     bias: _PerChannel
     statistics: Tensor | None
+    modulation: Annotated[Tensor | None, Operand(whole=channels_last, same_dtype=True)]
     norm: str
+    framewise: bool
     num_groups: int
     scale: float
     eps: float
@@ -110,6 +126,7 @@ class PadFramesCall(NamedTuple):
     times_t: int
     times_h: int
     times_w: int
+    window: int
 
     @property
     def cached(self) -> int:
@@ -125,7 +142,23 @@ class PadFramesCall(NamedTuple):
     def padded(self) -> tuple[int, int, int, int, int]:
         """The shape of y."""
         (N, C), (T, H, W) = self.x.shape[:2], self.upsampled
-        return N, C, self.front + T + self.back, H + 2 * self.pad_h, W + 2 * self.pad_w
+        frames = self.front + T + self.back - self.window + 1
+        return N, self.window * C, frames, H + 2 * self.pad_h, W + 2 * self.pad_w
+
+
+def modulation_times(x: Sequence[int], modulation: Sequence[int]) -> tuple[tuple[int, int, int], bool] | None:
+    """How a modulation is upsampled to the size of x, by their shapes: copies of each of its positions along
+    (T, H, W), and True if its first frame stands once. None if the sizes do not fit.
+    """
+    (T, H, W), (t, h, w) = x[2:], modulation[2:]
+    if min(t, h, w) < 1 or H % h or W % w:
+        return None
+    first = T % 2
+    if T == t == 1:
+        return (1, H // h, W // w), True
+    if t == first or t > T or (T - first) % (t - first):
+        return None
+    return ((T - first) // (t - first), H // h, W // w), first == 1
 
 
 def _call_of(
@@ -139,23 +172,40 @@ def _call_of(
     mode: str,
     keep: int,
     upsample: tuple[int, int, int],
+    window: int,
 ) -> PadFramesCall:
-    where = (front, back, *border, mode, keep, *upsample)
+    where = (front, back, *border, mode, keep, *upsample, window)
     if isinstance(norm, GroupNorm):
-        groups, weight, bias, eps, activation, statistics = norm
-        operands: Any = (weight, bias, statistics, "group", groups, 1.0, eps, activation, 0.0)
+        groups, weight, bias, eps, activation, statistics, modulation, framewise = norm
+        operands: Any = (
+            weight,
+            bias,
+            statistics,
+            modulation,
+            "group",
+            framewise,
+            groups,
+            1.0,
+            eps,
+            activation,
+            0.0,
+        )
     else:
         weight, bias, *numbers = norm or Norm()
-        operands = (weight, bias, None, "" if norm is None else "channel", 0, *numbers)
+        operands = (weight, bias, None, None, "" if norm is None else "channel", False, 0, *numbers)
     return PadFramesCall._make((x, cache, shift, *operands, *where))
+
+
+def _images(x: Tensor) -> Tensor:
+    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
+    return x.movedim(2, 1).flatten(0, 1)
 
 
 def group_norm_call(call: PadFramesCall) -> GroupNormCall:
     """The GroupNorm of a call whose ``norm`` is "group", without its activation."""
     affine = call.weight, call.bias, call.eps, "identity"
-    return GroupNormCall(
-        call.x, call.num_groups, *affine, call.shift, None, None, call.statistics, False, None
-    )
+    x = _images(call.x) if call.framewise else call.x
+    return GroupNormCall(x, call.num_groups, *affine, call.shift, None, None, call.statistics, False, None)
 
 
 def reference_pad_frames(
@@ -170,12 +220,22 @@ def reference_pad_frames(
     shift: Tensor | None = None,
     norm: Norm | GroupNorm | None = None,
     upsample: tuple[int, int, int] = (1, 1, 1),
+    window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
     if isinstance(norm, GroupNorm):
-        u = reference_group_norm(u, *norm[:5])
+        if norm.framewise:
+            u = reference_group_norm(_images(u), *norm[:4]).unflatten(0, (len(u), -1)).movedim(2, 1)
+        else:
+            u = reference_group_norm(u, *norm[:4])
+        modulation = norm.modulation
+        times = None if modulation is None else modulation_times(x.shape, modulation.shape)
+        if modulation is not None and times is not None:
+            factor, offset = _upsampled(modulation.to(u.dtype), *times).chunk(2, 1)
+            u = u * factor + offset
+        u = ACTIVATIONS[norm.activation](u)
     elif norm is not None:
         u = _channel_norm(u, norm)
     u = _upsampled(u.to(x.dtype), upsample)
@@ -183,6 +243,8 @@ def reference_pad_frames(
     of_frames, of_borders = _FILLS[mode]
     frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], back), of_frames)
     y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), of_borders)
+    count = y.shape[2] - window + 1
+    y = torch.cat([y[:, :, k : k + count] for k in range(window)], 1)
     kept = laid_out(frames[:, :, -keep:].clone(), channels_last=True) if keep else None
     return laid_out(y, channels_last=True), kept
 
@@ -196,12 +258,13 @@ def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
     return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]
 
 
-def _upsampled(u: Tensor, times: tuple[int, int, int]) -> Tensor:
+def _upsampled(u: Tensor, times: tuple[int, int, int], first_once: bool = True) -> Tensor:
     for axis, count in zip((3, 4), times[1:], strict=True):
         u = u if count == 1 else u.repeat_interleave(count, axis)
     if times[0] == 1:
         return u
-    return torch.cat((u[:, :, :1], u[:, :, 1:].repeat_interleave(times[0], 2)), 2)
+    first = int(first_once)
+    return torch.cat((u[:, :, :first], u[:, :, first:].repeat_interleave(times[0], 2)), 2)
 
 
 # --- launch -----------------------------------------------------------------------------------------
@@ -214,7 +277,8 @@ def _plan(call: PadFramesCall) -> Any:
 
 
 def _has_kernel(call: PadFramesCall) -> bool:
-    rows = math.prod((call.x.shape[0], *call.padded[2:]))
+    frames = call.front + call.upsampled[0] + call.back
+    rows = call.x.shape[0] * frames * math.prod(call.padded[3:])
     return call.x.numel() > 0 and fits(call.x.shape[1]) and rows <= _MAX_ROWS
 
 
@@ -237,6 +301,7 @@ def pad_frames(
     shift: Tensor | None = None,
     norm: Norm | GroupNorm | None = None,
     upsample: tuple[int, int, int] = (1, 1, 1),
+    window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """``norm(x + shift)``, upsampled, behind the frames of ``cache`` and within borders, in one pass: what a
     causal convolution with padding 0 reads.
@@ -257,11 +322,15 @@ def pad_frames(
         norm: the norm of x + shift, with its activation. None: x + shift as it is.
         upsample: (t, h, w), how many times each element stands along an axis. The first frame stands once
             along T, whatever t is.
+        window: frames that each frame of y has side by side, as channels: frame t has the channels of frames
+            t, t + 1, ... t + ``window`` - 1 of the y of a window of 1. A 2-D convolution of it can so
+            compute a 3-D one. Up to ``front`` + T'' + ``back``.
 
     Returns:
-        (y, kept). With T'', H'' and W'' the sizes after upsampling, y is
-        (N, C, front + T'' + back, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''),
-        the last frames of y without borders, in memory of its own; None if ``keep`` is 0.
+        (y, kept). With T'', H'' and W'' the sizes after upsampling, y is (N, window C,
+        front + T'' + back - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is
+        (N, C, keep, H'', W''), the last frames without borders and windows, in memory of its own; None if
+        ``keep`` is 0.
 
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); shift and the operands of norm any of
         these. Both results have the dtype of x.
@@ -273,7 +342,7 @@ def pad_frames(
 
     Source: torch.nn.functional.pad and interpolate.
     """
-    call = _call_of(x, cache, shift, norm, front, back, border, mode, keep, upsample)
+    call = _call_of(x, cache, shift, norm, front, back, border, mode, keep, upsample, window)
     if dispatch.is_plain_inference(x, call):
         try:
             # Invalid arguments never have a plan, so only calls of a new kind are checked.
@@ -291,8 +360,8 @@ def pad_frames(
             _check(_NAME, call)
             raise
     _check(_NAME, call)
-    where: Any = {"border": border, "mode": mode, "keep": keep, "upsample": upsample}
-    return reference_pad_frames(x, cache, front=front, back=back, shift=shift, norm=norm, **where)
+    where: Any = {"front": front, "back": back, "border": border, "mode": mode, "keep": keep}
+    return reference_pad_frames(x, cache, shift=shift, norm=norm, upsample=upsample, window=window, **where)
 
 
 def _check_sizes(name: str, call: PadFramesCall) -> None:
@@ -314,16 +383,40 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
                 f"got {tuple(cache.shape)}"
             )
         check_device(name, "cache", cache, x)
-    if call.keep > call.padded[2]:
-        raise ValueError(f"{name}: keep={call.keep} must be at most front + T + back, {call.padded[2]}")
+    frames = call.front + call.upsampled[0] + call.back
+    if call.keep > frames:
+        raise ValueError(f"{name}: keep={call.keep} must be at most front + T + back, {frames}")
+    if as_size(name, "window", call.window) not in range(1, max(1, frames) + 1):
+        raise ValueError(
+            f"{name}: window={call.window} must be at least 1 and at most front + T + back, {frames}"
+        )
     if call.mode != "zeros" and 0 in x.shape[2:]:
         raise ValueError(f"{name}: mode {call.mode!r} needs elements, x has shape {tuple(x.shape)}")
     if call.mode == "reflect" and (call.pad_h >= image[0] or call.pad_w >= image[1]):
         border = (call.pad_h, call.pad_w)
         raise ValueError(f"{name}: border must be smaller than the frame {tuple(image)}, got {border}")
+    if call.modulation is not None:
+        _check_modulation(name, call)
+    upsample = call.times_t, call.times_h, call.times_w
+    if upsample != (1, 1, 1) and (call.framewise or call.modulation is not None):
+        raise ValueError(f"{name}: upsample must be (1, 1, 1) with this norm, got {upsample}")
     if call.norm == "group":
         as_size(name, "num_groups", call.num_groups)
         GROUP_NORM.check(name, group_norm_call(call))
+
+
+def _check_modulation(name: str, call: PadFramesCall) -> None:
+    x, modulation = call.x, call.modulation
+    check_input(name, "modulation", modulation)
+    assert modulation is not None
+    N, C = x.shape[:2]
+    fits = modulation.dim() == 5 and modulation.shape[:2] == (N, 2 * C)
+    if not fits or modulation_times(x.shape, modulation.shape) is None:
+        raise ValueError(
+            f"{name}: modulation must have shape ({N}, {2 * C}, t, h, w) with sizes that divide those of x, "
+            f"{tuple(x.shape[2:])}, got {tuple(modulation.shape)}"
+        )
+    check_device(name, "modulation", modulation, x)
 
 
 _check = checks_of(PadFramesCall, _check_sizes)

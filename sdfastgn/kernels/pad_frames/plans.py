@@ -15,7 +15,7 @@ from sdfastgn.kernels.common.layout import empty_laid_out
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.group_norm.plans import TablePlan
 from sdfastgn.kernels.pad_frames import kernels
-from sdfastgn.kernels.pad_frames.op import PadFramesCall, group_norm_call
+from sdfastgn.kernels.pad_frames.op import PadFramesCall, group_norm_call, modulation_times
 
 
 class PadFramesPlan:
@@ -31,8 +31,12 @@ class PadFramesPlan:
         self.kept_shape = (N, C, call.keep, height, width)
         self.table: TablePlan | None = None
         if call.norm == "group":
-            self.table = TablePlan(group_norm_call(call), math.prod(x.shape[2:]), True)
-        rows = math.prod(self.shape[2:])
+            norm = group_norm_call(call)
+            self.table = TablePlan(norm, math.prod(norm.x.shape[2:]), True)
+        times, apart = (call.times_t, call.times_h, call.times_w), True
+        if call.modulation is not None:
+            times, apart = modulation_times(x.shape, call.modulation.shape) or (times, apart)
+        rows = (call.front + frames + call.back) * math.prod(self.shape[3:])
         config = rows_config(N * rows, C, x.itemsize, vector_width(x.itemsize, C), gpu.num_sms(x.device))
         self.launch = Launch(
             kernels._frames_kernel, N * ceil_div(rows, config.rows), config.num_warps,
@@ -42,10 +46,10 @@ class PadFramesPlan:
             pad_h=call.pad_h, pad_w=call.pad_w,
             **({"table_offset": 0, "table_plane": 0} if self.table is None else self.table.memory),
             scale=call.scale, eps=call.eps, added=call.added,
-            C=C, NORM=call.norm, FOLD=x.dtype != torch.float32,
-            BORDER=bool(call.pad_h or call.pad_w), MODE=call.mode,
-            TIMES_T=call.times_t, TIMES_H=call.times_h, TIMES_W=call.times_w,
-            **norm_constants(call, config),
+            C=C, NORM=call.norm, FRAMEWISE=call.framewise,
+            FOLD=x.dtype != torch.float32, BORDER=bool(call.pad_h or call.pad_w), MODE=call.mode,
+            APART=apart, TIMES_T=times[0], TIMES_H=times[1], TIMES_W=times[2],
+            WINDOW=call.window, **norm_constants(call, config),
         )  # fmt: skip
 
     def run(self, call: PadFramesCall) -> tuple[Tensor, Tensor | None]:
@@ -55,8 +59,8 @@ class PadFramesPlan:
         with gpu.on_device(x.device):
             stream = gpu.current_stream(x.device)
             if self.table is None:
-                self.launch(stream, x, call.shift, call.weight, call.bias, None, call.cache, y, kept)
+                self.launch(stream, x, call.shift, call.weight, call.bias, None, None, call.cache, y, kept)
             else:
                 table = self.table.run(stream, group_norm_call(call))
-                self.launch(stream, x, None, None, None, table, call.cache, y, kept)
+                self.launch(stream, x, None, None, None, table, call.modulation, call.cache, y, kept)
         return y, kept

@@ -1,10 +1,10 @@
-"""Matrix products by a given algorithm of cuBLASLt, a C library that PyTorch loads, called through ctypes.
+"""Matrix products by a given algorithm of cuBLASLt. It is a C library that PyTorch loads, called by ctypes.
 
-cuBLASLt takes matrices in column-major order. A row-major (rows, columns) matrix is the same memory as a
-column-major (columns, rows) matrix. So for ``out = x @ weight.T`` cuBLASLt computes
-``out.T = weight @ x.T``.
+cuBLASLt takes matrices in column-major order. A row-major (rows, columns) matrix has the same values in
+memory as a column-major (columns, rows) matrix. So for ``out = x @ weight.T`` cuBLASLt computes ``out.T =
+weight @ x.T``.
 
-The names and values of constants come from ``cublasLt.h``, where they have been the same since CUDA 11.
+The values of the constants below are from ``cublasLt.h``. They have not changed since CUDA 11.
 
 Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API".
 """
@@ -24,18 +24,18 @@ from sdfastgn.kernels.common import gpu
 
 # Dtype of the matrices: CUDA_R_16F, CUDA_R_16BF.
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
-# Dtype of the scalars by which cuBLASLt multiplies the product and the old output: CUDA_R_32F.
+# Dtype of two factors, of the product and of the old output, that cuBLASLt takes: CUDA_R_32F.
 _FP32 = 0
 # Dtype in which products are summed: CUBLAS_COMPUTE_32F.
 _COMPUTE_FP32 = 68
-# Numbers of a product's attributes, from cublasLtMatmulDescAttributes_t.
+# Keys of a product's attributes, from cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
-# Values of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
+# Values of the first two of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
-# Attribute of a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
+# Key of the maximum scratch memory in a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
 _MAX_WORKSPACE = 1
-# Maximum number of bytes of scratch memory of an algorithm. This is enough for counters of tiles, but too
-# little for algorithms that split the depth and store partial sums.
+# Maximum number of bytes of scratch memory of an algorithm. It excludes algorithms that divide the depth into
+# parts and store partial sums, because their partial sums need more.
 _WORKSPACE = 4096
 # Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16
@@ -44,10 +44,10 @@ _Pointer = ctypes.c_void_p
 
 
 class Shape(NamedTuple):
-    """A product x @ weight.T: x (rows, depth), weight (columns, depth), out (rows, columns), all contiguous.
+    """Sizes of a product out = x @ weight.T of contiguous matrices.
 
-    ``has_bias``: True if a bias (columns,) is added. ``adds``: True if the product is added to the values in
-    ``out``.
+    x is (rows, depth), weight is (columns, depth), out is (rows, columns). ``has_bias``: True if a bias
+    (columns,) is added. ``adds``: True if the product is added to the old values of ``out``.
     """
 
     rows: int
@@ -59,18 +59,18 @@ class Shape(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """An algorithm: cuBLASLt's opaque description, and the bytes of scratch memory that it needs."""
+    """An algorithm of cuBLASLt: its opaque description, and the bytes of scratch memory that it needs."""
 
     description: ctypes.Array[ctypes.c_uint64]
     workspace: int
 
 
 class Refused(Exception):  # noqa: N818  # not an error for callers, which try another algorithm
-    """A call of cuBLASLt failed. The message has its status."""
+    """Raised if a call of cuBLASLt fails. The message has the status that cuBLASLt returned."""
 
 
 class _Found(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t"""
+    """The C struct ``cublasLtMatmulHeuristicResult_t``: an algorithm that cuBLASLt recommends."""
 
     _fields_ = (
         ("description", ctypes.c_uint64 * 8),
@@ -92,7 +92,10 @@ class _Arguments(NamedTuple):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """cuBLASLt of the CUDA version that PyTorch was built for. None if it is not found, as on Windows."""
+    """The library cuBLASLt of the CUDA version that PyTorch was built for.
+
+    None if not found, as on Windows.
+    """
     if torch.version.cuda is None:
         return None
     try:
@@ -109,7 +112,10 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _set(kind: str, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
-    """Set an attribute of the descriptor ``of``, whose type is ``kind``, to the C value ``value``."""
+    """Set an attribute of the descriptor ``of`` to the C value ``value``.
+
+    ``kind``: type of the descriptor.
+    """
     size = ctypes.c_size_t(ctypes.sizeof(value))
     _call(f"cublasLt{kind}SetAttribute", of, attribute, ctypes.byref(value), size)
 
@@ -125,9 +131,9 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 
 @contextmanager
 def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
-    """Context with the descriptors of a product. ``bias``: address of the bias, or 0.
+    """A context that creates the descriptors of a product, and destroys them at its end.
 
-    Each call creates new descriptors, so that threads do not share them.
+    ``bias``: address of the bias, or 0. Each call creates new descriptors, so that threads do not share them.
     """
     made: list[tuple[str, ctypes.c_void_p]] = []
 
@@ -183,13 +189,13 @@ def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
 def multiply(
     shape: Shape, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """out = x @ weight.T + bias, plus the old values of out if ``shape.adds``, on the current stream.
+    """Computes out = x @ weight.T + bias on the current stream. If ``shape.adds``, the old out is added too.
 
     Args:
         shape: sizes and dtype of the tensors, which are not checked.
         algorithm: one of ``algorithms(shape, device)``.
         x, weight, bias, out: as in ``Shape``, on the current device. Their addresses must be multiples of
-            256 bytes, which cuBLASLt assumes.
+            256, because cuBLASLt assumes this.
 
     Raises ``Refused`` if cuBLASLt cannot run the algorithm.
     """

@@ -1,11 +1,12 @@
 """The matrix products of linear layers. In CUDA graphs they use the fastest algorithm of cuBLASLt.
 
-PyTorch uses the algorithm that cuBLASLt recommends first. The fastest one can take a third less time.
+cuBLASLt has several algorithms for a matrix product. PyTorch uses the one that cuBLASLt recommends first, but
+the fastest one can take a third less time. It is found in two steps:
 
-- In a *rehearsal* (``chosen_after``), a call runs as usual and its products are noted. At its end each kind
-  of product is timed with PyTorch, and with all algorithms that give the same bits as PyTorch.
+- In a *rehearsal* (``chosen_after``) a model is called once, and the shapes of its products are recorded.
+  After the call, each product is timed with PyTorch, and with all algorithms that give the same bits.
 - When a graph is captured later, each product uses the fastest of these algorithms. So a graph computes
-  exactly the bits that PyTorch computes.
+  exactly the same bits as PyTorch.
 
 Outside of graphs PyTorch's own products run, because a call through ctypes takes more CPU time.
 """
@@ -29,27 +30,30 @@ from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorit
 
 # Dtypes of products for which an algorithm is chosen.
 _DTYPES = (torch.float16, torch.bfloat16)
-# Minimum number of rows of x. Smaller products have so few tiles that choosing took longer than it saved.
+# Minimum number of rows of x. For fewer rows, choosing an algorithm took more time than it saved.
 _FEWEST_ROWS = 1024
-# Maximum number of elements of the output. The speed of larger products is limited by the GPU's power, and
-# timing needs a second output.
+# Maximum number of elements of the output. The GPU's power limits the speed of larger products, so other
+# algorithms are hardly faster. Also, timing needs memory for a second output.
 _MOST_ELEMENTS = 2**26
-# Addresses must be multiples of this number of bytes, which cuBLASLt assumes.
+# Addresses of tensors must be multiples of this number, because cuBLASLt assumes this.
 _ALIGNMENT = 256
-# Number of launches that are timed together. Their mean time counts.
+# Number of launches in a round of timing. The time of a round is their mean time.
 _LAUNCHES = 5
-# Number of rounds of ``_LAUNCHES`` launches. The fastest round counts.
+# Number of rounds. The time of an algorithm is its fastest round.
 _ROUNDS = 3
-# Clock cycles for which the GPU is kept busy before a timing, 0.2 ms. The CPU queues all launches meanwhile.
+# Number of clock cycles (0.2 ms) for which the GPU is kept busy while the CPU queues the launches of a round.
 _HEAD_START = 400_000
-# Algorithms that take longer than this multiple of the best time are not timed again.
+# Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
 # An algorithm must take less than this fraction of PyTorch's time. A smaller gain may be noise.
 _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """Products that share one choice. ``switches``: settings that decide the bits of PyTorch's results."""
+    """A kind of product, for which one algorithm is chosen.
+
+    ``switches``: settings of PyTorch that can change the bits of its results.
+    """
 
     shape: Shape
     device: torch.device
@@ -58,16 +62,16 @@ class _Kind(NamedTuple):
 
 # Kind of product -> its fastest algorithm, or None if PyTorch's algorithm is the fastest.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
-# In a thread that rehearses, the kinds of products that were noted so far, in order. Else None.
+# In a thread that rehearses: the kinds of products recorded so far, in order. In other threads: None.
 _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVar(
     "sdfastgn_noted_products", default=None
 )
 
 
 def is_choosing() -> bool:
-    """True in a rehearsal, and in the capture of a graph after one.
+    """True during a rehearsal, and during the capture of a graph if there was a rehearsal before.
 
-    Everywhere else ``linear`` is just ``F.linear``.
+    If it is False, ``linear`` is the same as ``F.linear``.
     """
     return not torch.compiler.is_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())
@@ -75,7 +79,7 @@ def is_choosing() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)`` by the chosen algorithm, if there is one.
+    """``F.linear(x, weight, bias)``, computed by the chosen algorithm if one was chosen.
 
     Args:
         x: (..., depth).
@@ -93,7 +97,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """``total += x @ weight.T``, rounded once, by the chosen algorithm if there is one.
+    """``total += x @ weight.T``, rounded once, computed by the chosen algorithm if one was chosen.
 
     Args:
         total: (rows, columns), changed in place.
@@ -112,9 +116,9 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def _choice(
     x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
 ) -> tuple[Shape, Algorithm] | None:
-    """(shape, algorithm) for ``multiply``, or None if PyTorch computes this product.
+    """(shape, algorithm) for ``multiply``, or None if PyTorch must compute this product.
 
-    In a rehearsal this function notes the product, and returns None.
+    During a rehearsal this function records the product, and returns None.
     """
     kind = _kind_of(x, weight, bias, total) if is_choosing() else None
     if kind is None:
@@ -128,10 +132,10 @@ def _choice(
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """The kind of a product, or None if this file never chooses an algorithm for such a product.
+    """The kind of a product, or None if no algorithm is ever chosen for such a product.
 
-    PyTorch then computes the product. The result is also None for invalid arguments, so that PyTorch raises
-    its own error.
+    Then PyTorch computes it. The result is also None for invalid arguments, so that PyTorch raises its own
+    error.
     """
     operands = [t for t in (x, weight, bias, total) if t is not None]
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.numel() == 0:
@@ -158,14 +162,14 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 
 @contextmanager
 def chosen_after() -> Iterator[None]:
-    """Context of a rehearsal: notes the products inside, and chooses their algorithms at the end.
+    """A context for a rehearsal: it records the products inside, and at its end chooses their algorithms.
 
-    Only products on the current device are noted. Kinds of products that were timed before are not timed
+    Only products on the current device are recorded. Kinds of products that were timed before are not timed
     again. Timing runs on the current stream.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for timing. PyTorch computes the products that were not
-        timed yet.
+        torch.OutOfMemoryError: there is no memory for timing. Products that were not timed yet will be
+            computed by PyTorch.
     """
     noted: dict[_Kind, None] = {}
     token = _noted.set(noted)
@@ -180,7 +184,7 @@ def chosen_after() -> Iterator[None]:
 
 @torch.no_grad()
 def _fastest(kind: _Kind) -> Algorithm | None:
-    """The fastest algorithm that gives PyTorch's bits, or None if PyTorch itself is fastest."""
+    """The fastest algorithm that gives the same bits as PyTorch; None if PyTorch's own is the fastest."""
     shape, device = kind.shape, kind.device
     # A separate generator, so that the user's random numbers do not change.
     random = partial(
@@ -209,7 +213,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
             ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out)))
     times = [_microseconds(way) for _, way in ways]
     for _ in range(_ROUNDS - 1):
-        # The first round excludes most algorithms. PyTorch, which is the first way, is timed in every round.
+        # After the first round, only algorithms near the best time are timed again, and PyTorch (index 0).
         near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
         for i in near:
             times[i] = min(times[i], _microseconds(ways[i][1]))
@@ -218,7 +222,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
 
 
 def _microseconds(way: Callable[[], object]) -> float:
-    """GPU time of one call of ``way``, the mean of ``_LAUNCHES`` calls."""
+    """GPU time of one call of ``way`` in microseconds: the mean of ``_LAUNCHES`` calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     sleep(_HEAD_START)
     begin.record()

@@ -11,7 +11,9 @@ Pointers:
 
 - ``x``: (N, HW, C) or (N, C, HW), fp16, bf16 or fp32; in a concatenation the first tensor, (N, HW, HEAD);
 - ``residual``: the second tensor of a sum, in shape, layout and dtype as x, or None;
-- ``bias``: (C,), added to the sum, or None;
+- ``bias``: (C,) or (N, C), added to the sum, or None;
+- ``factors``: (2, N) fp32, or None. With them x + bias and the residual have factors of their own for each
+  sample: the sum is ``factors[0] * residual + factors[1] * (x + bias)``;
 - ``tail``: the second tensor of a concatenation, (N, HW, C - HEAD) in the dtype of x, or None;
 - ``y``: the sum or concatenation, in the layout and dtype of x, or None;
 - ``statistics``: (2, N, P, C) fp32, or None if they are not wanted.
@@ -61,12 +63,32 @@ def _masked(x, mask):
 
 
 @triton.jit
+def _bias(bias_ptr, at, mask):
+    """Loads the bias of a tile's channels, in fp32: 0 where it is masked, or if there is none."""
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def _factors(factors_ptr, n, N, scale):
+    """Loads the factors of sample ``n``: (of the residual, of x). Without factors they are (1, scale)."""
+    kept = 1.0
+    if factors_ptr is not None:
+        kept = tl.load(factors_ptr + n)
+        scale = tl.load(factors_ptr + N + n)
+    return kept, scale
+
+
+@triton.jit
 def _tile(
-    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr,
-    bias, scale, x_offsets, tail_offsets, y_offsets, c, HEAD, mask,
+    x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr,
+    bias, scale, kept, x_offsets, tail_offsets, y_offsets, c, HEAD, mask,
 ):  # fmt: skip
     """A tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
 
+    With ``factors`` it is residual * kept + (x + bias) * scale, and kept and scale are the sample's factors.
     If ``y_ptr`` is not None, the tile is stored in y, and the result has the rounded values.
     """
     if tail_ptr is not None:
@@ -74,9 +96,12 @@ def _tile(
         x += tl.load(tail_ptr + tail_offsets, mask=mask & (c >= HEAD), other=0.0).to(tl.float32)
     else:
         x = _load(x_ptr + x_offsets, mask).to(tl.float32)
-    if residual_ptr is not None:
+    if factors_ptr is not None:
+        residual = _load(residual_ptr + x_offsets, mask).to(tl.float32)
+        x = _masked(tl.fma(residual, kept, (x + bias) * scale), mask)
+    elif residual_ptr is not None:
         x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
-    if (residual_ptr is not None) or (bias_ptr is not None):
+    if (factors_ptr is None) and ((residual_ptr is not None) or (bias_ptr is not None)):
         x = _masked((x + bias) * scale, mask)  # masked again, because the bias is not 0 where x is masked
     if y_ptr is not None:
         y = x.to(y_ptr.dtype.element_ty)
@@ -173,10 +198,12 @@ def _corrected(mean, m2, s1, count):
     return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
 
 
-@triton.jit(do_not_specialize=["C", "HEAD", "biased", "HW", "rows", "chunks", "plane", "scale"])
+@triton.jit(
+    do_not_specialize=["N", "C", "HEAD", "biased", "bias_step", "HW", "rows", "chunks", "plane", "scale"]
+)
 def _statistics_kernel(
-    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr,
-    C, HEAD, biased, HW, rows, chunks, plane, scale,
+    x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, statistics_ptr,
+    N, C, HEAD, biased, bias_step, HW, rows, chunks, plane, scale,
     KNOWN_C: tl.constexpr, KNOWN_HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EXACT: tl.constexpr,
     EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
     PDL: tl.constexpr,
@@ -188,8 +215,10 @@ def _statistics_kernel(
     Channels-first: a program has one chunk, and each warp has another channel.
 
     Numbers:
+        N: number of samples.
         C, HEAD: channels of y and of x. They differ only in a concatenation.
         biased: 1 if ``bias`` is a bias, 0 if the pointer is a placeholder that is not read.
+        bias_step: elements from one sample's bias to the next, 0 if all samples have the same bias.
         HW, rows, chunks: positions of a sample, positions of a chunk, chunks of a sample.
         plane: elements of each half of ``statistics``.
         scale: factor of a sum.
@@ -224,19 +253,18 @@ def _statistics_kernel(
     if y_ptr is not None:
         y_ptr += first * y_step
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
-    bias = 0.0
     if PDL:
         # The wait is first, so that the next kernel starts only when x is complete, and need not wait for x.
         gdc_wait()
         gdc_launch_dependents()
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + c, mask=c < C * biased, other=0.0).to(tl.float32)
+    bias = _bias(bias_ptr, n * bias_step + c, c < C * biased)
+    kept, scale = _factors(factors_ptr, n, N, scale)
     mask = None
     if not EVEN:
         mask = (position < count) & (c < C)
     x = _tile(
-        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets,
-        c, HEAD, mask,
+        x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, bias, scale, kept, x_offsets,
+        tail_offsets, y_offsets, c, HEAD, mask,
     )  # fmt: skip
     if statistics_ptr is not None:
         total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True)
@@ -247,8 +275,9 @@ def _statistics_kernel(
             if not EVEN:
                 mask = (start + position < count) & (c < C)
             x = _tile(
-                x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets + start * x_step,
-                tail_offsets + start * (C - HEAD), y_offsets + start * y_step, c, HEAD, mask,
+                x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, bias, scale, kept,
+                x_offsets + start * x_step, tail_offsets + start * (C - HEAD), y_offsets + start * y_step,
+                c, HEAD, mask,
             )  # fmt: skip
             if statistics_ptr is not None:
                 d1, d2 = _deviations(x, mean, mask)
@@ -273,7 +302,8 @@ class StatisticsLaunch:
         tail: channels of the second tensor of a concatenation, or 0.
         producer: True if the kernel also writes ``y``.
         scale: factor of a sum.
-        has_bias: True if calls pass a bias.
+        bias_dim: rank of the bias that calls pass: 1 for (C,), 2 for (N, C), 0 for none.
+        config: how x is divided into chunks. By default ``statistics_config`` chooses it.
 
     Attributes:
         shape: the statistics' shape, (2, N, P, C).
@@ -290,11 +320,12 @@ class StatisticsLaunch:
         tail: int = 0,
         producer: bool = False,
         scale: float = 1.0,
-        has_bias: bool = False,
+        bias_dim: int = 0,
+        config: StatisticsConfig | None = None,
     ) -> None:
         N, head = x.shape[:2]
         HW, C = math.prod(x.shape[2:]), head + tail
-        config = statistics_config(
+        config = config or statistics_config(
             N, C, HW, channels_last, gpu.num_sms(x.device), kind="write" if producer else "read"
         )
         self.chunks = config.chunks
@@ -308,8 +339,8 @@ class StatisticsLaunch:
         known = loops or (producer and even)
         self._launch = Launch(
             _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,
-            C=C, HEAD=head, HW=HW, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
-            biased=int(has_bias), scale=scale,
+            N=N, C=C, HEAD=head, HW=HW, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
+            biased=int(bias_dim > 0), bias_step=C if bias_dim == 2 else 0, scale=scale,
             KNOWN_C=C if known else 0, KNOWN_HEAD=head if known else 0,
             CHANNELS_LAST=channels_last, EVEN=even, LOOP=loops, EXACT=x.dtype == torch.float32,
             C_FACTOR=vector_width(x.itemsize, C, head), HW_FACTOR=row_factor(channels_last, HW, config.rows),
@@ -318,7 +349,7 @@ class StatisticsLaunch:
 
     def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
         """Fill ``statistics`` of ``x``, on ``stream``. The device of x and stream must be the current one."""
-        self._launch(stream, x, None, None, None, None, statistics)
+        self._launch(stream, x, None, None, None, None, None, statistics)
 
     def __call__(
         self,
@@ -327,6 +358,7 @@ class StatisticsLaunch:
         *,
         residual: Tensor | None = None,
         bias: Tensor | None = None,
+        factors: Tensor | None = None,
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
@@ -335,7 +367,7 @@ class StatisticsLaunch:
             # x is a placeholder that is not read (``biased`` is 0). So sums with and without a bias share one
             # compiled kernel.
             bias = x
-        self._launch.run(x, residual, bias, tail, y, statistics)
+        self._launch.run(x, residual, bias, factors, tail, y, statistics)
 
 
 def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:

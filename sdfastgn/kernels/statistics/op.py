@@ -99,15 +99,20 @@ def add_kernel(
     *,
     emits: bool = True,
     out: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """``add_with_statistics`` by the kernel. The arguments must be valid and not empty.
 
     Args:
         residual: may be None, unlike in ``add_with_statistics``: only a bias is then added.
+        bias: (C,) or None, or (N, C) for a bias of each sample.
         emits: compute the statistics. If False, None is returned in their place.
         out: memory for the sum, instead of new memory: a dense tensor with the strides of x, or x itself.
+        factors: contiguous fp32 (2, N) or None. With them the sum is
+            ``factors[0] * residual + factors[1] * (x + bias)``, and ``scale`` has no effect.
     """
     strides = (
+        factors is None,
         None if residual is None else residual.stride(),
         None if bias is None else (bias.dtype, bias.stride()),
     )
@@ -121,13 +126,13 @@ def add_kernel(
         has_gaps = bias is not None and not bias.is_contiguous()
         if whole is not x or like is not residual or has_gaps:
             bias = None if bias is None else bias.contiguous()
-            return add_kernel(whole, like, bias, scale, emits=emits, out=out)
-        options: dict[str, Any] = {"scale": scale, "has_bias": bias is not None}
+            return add_kernel(whole, like, bias, scale, emits=emits, out=out, factors=factors)
+        options: dict[str, Any] = {"scale": scale, "bias_dim": 0 if bias is None else bias.dim()}
         launch = _new_launch(x, is_channels_last(x), producer=True, **options)
         _launches[key] = launch
     y = torch.empty_like(x) if out is None else out
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None
-    launch(x, statistics, residual=residual, bias=bias, y=y)
+    launch(x, statistics, residual=residual, bias=bias, factors=factors, y=y)
     return y, statistics
 
 

@@ -1,6 +1,7 @@
-"""The launch configurations of the upsampling kernels, and when a convolution is faster at low resolution.
+"""The launch configurations of the upsampling kernels, and the decision between two ways to convolve.
 
-Pure functions of sizes and multiprocessors.
+``phases_pay`` decides whether an upsampled image is convolved at low resolution (``upsample/conv.py``). All
+functions here are pure functions of sizes and of the number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -13,28 +14,27 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 _TILE_MAX = 2048
 # Minimum number of elements of an elementwise tile.
 _TILE_MIN = 512
-# Elements of a tile for each warp: two 16-byte loads of each lane in fp16.
+# Number of elements of a tile for each warp. In fp16 these are two 16-byte loads of each lane.
 _PER_WARP = 512
-# Elements of a tile of weights: one load of each lane of one warp. Tiles are small, because a program reads
-# nine of them and writes sixteen.
+# Number of elements of a tile of weights: one 16-byte load of each lane of one warp, in fp16.
+# Tiles are small, because a program has nine tiles to read and sixteen tiles to write.
 _WEIGHTS_TILE = 256
 # Minimum number of programs for each multiprocessor. If there are fewer, tiles are made smaller.
 _PROGRAMS_PER_SM = 4
-# Bytes of an element -> speed of convolutions on an H200, in multiplications and additions per second. fp32
-# runs as TF32.
+# Bytes of an element -> multiplications and additions per second of convolutions on an H200 (fp32 as TF32).
 _FLOPS = {2: 600e12, 4: 300e12}
-# Bytes that an H200's memory delivers in a second.
+# Speed of an H200's memory, in bytes per second.
 _BYTES = 3.5e12
-# Seconds by which one more kernel lengthens a call.
+# Seconds that a call takes longer with one more kernel.
 _LAUNCH = 1.5e-6
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A program has a tile of ``block_rows`` rows and ``block_c`` channels.
+    """Sizes of tiles: a program processes a tile of ``block_rows`` rows and ``block_c`` channels.
 
-    Rows are the pixels of all samples, numbered consecutively. For weights, rows are the output channels.
-    ``even``: True if no element of any tile is masked.
+    For images, each pixel is a row; the pixels of all samples are numbered consecutively. For weights, each
+    output channel is a row. ``even``: True if no element of any tile is masked.
     """
 
     block_rows: int
@@ -45,7 +45,7 @@ class TileConfig:
 
 
 def tile_config(pixels: int, C: int, num_sms: int) -> TileConfig:
-    """The configuration of an elementwise kernel on channels-last (pixels, C)."""
+    """The configuration of an elementwise kernel for a channels-last image of shape (pixels, C)."""
     tile = _TILE_MAX
     while tile > _TILE_MIN and pixels * C < tile * num_sms * _PROGRAMS_PER_SM:
         tile //= 2
@@ -53,13 +53,13 @@ def tile_config(pixels: int, C: int, num_sms: int) -> TileConfig:
 
 
 def weights_config(C_out: int, C_in: int) -> TileConfig:
-    """The configuration of the kernel that computes the phases' weights, on (C_out, C_in)."""
+    """The configuration of the kernel that computes the weights of the phases (``upsample/conv.py``)."""
     return _tiles(C_out, C_in, _WEIGHTS_TILE, 1)
 
 
 def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
-    """The configuration with tiles of about ``tile`` elements of (rows, C)."""
-    # Read whole 128-byte lines of memory, if C is large enough. In 16 bits a line is 64 channels.
+    """The configuration for a (rows, C) tensor with tiles of about ``tile`` elements."""
+    # If C is large enough, a tile reads whole lines of memory: 128 bytes, or 64 channels of 16 bits.
     block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
     block_rows = min(next_power_of_2(rows), tile // block_c)
     programs = ceil_div(rows, block_rows) * ceil_div(C, block_c)
@@ -68,16 +68,17 @@ def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
 
 
 def phases_pay(N: int, C_in: int, C_out: int, H: int, W: int, itemsize: int) -> bool:
-    """True if four 2 x 2 convolutions of x (N, C_in, H, W) are faster than a 3 x 3 one of the upsampled x.
+    """True if ``upsample_conv2d`` of x (N, C_in, H, W) is faster as four 2 x 2 convolutions (``conv.py``).
 
-    The four convolutions save 5/9 of the multiplications, and writing and reading the upsampled image. They
-    cost the computation of the phases' weights at each call, and one more row and column of pixels. The pass
-    that interleaves the phases costs nothing extra: it replaces the pass that adds the bias.
+    The alternative is one 3 x 3 convolution of the upsampled x. The four convolutions need only 4/9 of its
+    multiplications, and no upsampled image is written and read. But each call must compute their weights, and
+    they compute one more row and column of pixels. A last pass interleaves their results. This pass takes no
+    extra time, because it replaces the pass that adds the bias.
 
     ``itemsize``: bytes of an element, 2 or 4.
     """
     if N * 4 * C_out * (H + 1) * (W + 1) >= 2**31:
-        return False  # cuDNN has 32-bit offsets
+        return False  # cuDNN's offsets have 32 bits
     saved_flops = 2 * C_in * C_out * N * (9 * 4 * H * W - 4 * 4 * (H + 1) * (W + 1))
     saved_bytes = (5 * N * H * W * C_in - (9 + 16) * C_in * C_out) * itemsize
     return saved_flops / _FLOPS[itemsize] + saved_bytes / _BYTES > _LAUNCH

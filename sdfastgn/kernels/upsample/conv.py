@@ -1,27 +1,28 @@
-"""A 3 x 3 convolution of an image upsampled by two, computed at low resolution: ``upsample_conv2d``.
+"""Upsamples an image by two and applies a 3 x 3 convolution, computed at low resolution: ``upsample_conv2d``.
 
 Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1).
 
-Row i of y depends on the rows i - 1, i and i + 1 of the upsampled image. These are only two rows of x. With
-i = 2h + a, and w0, w1, w2 the rows of the weight:
+Row i of y depends on the rows i - 1, i and i + 1 of the upsampled image. Two of these three rows are copies
+of the same row of x. With i = 2h + a, and w0, w1, w2 the rows of the weight, row i of y is
 
-    a = 0:  w0 x[h - 1] + (w1 + w2) x[h],        a = 1:  (w0 + w1) x[h] + w2 x[h + 1]
+    for a = 0:  w0 x[h - 1] + (w1 + w2) x[h]
+    for a = 1:  (w0 + w1) x[h] + w2 x[h + 1]
 
-Columns work in the same way, with j = 2w + b. So the pixels of y are in four *phases* (a, b), and each phase
-is a 2 x 2 convolution of x. This takes 4/9 of the multiplications, and no memory for an upsampled image.
-There are three steps:
+The same holds for columns j = 2w + b. So the pixels of y belong to four *phases* (a, b), and each phase is a
+2 x 2 convolution of x. This takes 4/9 of the multiplications, and no memory for an upsampled image. There are
+three steps:
 
-1. A kernel computes the 2 x 2 weights of the phases. It runs at each call, so that they are never stale.
+1. A kernel computes the 2 x 2 weights of the phases. It runs at each call, because the weight may have
+   changed.
 2. One convolution with padding 1 computes all phases: t (N, 4 C_out, H + 1, W + 1).
 3. A kernel interleaves the phases and adds the bias:
    y[n, c, 2h + a, 2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c].
 
-These steps run for channels-last images on a GPU if they are faster (``phases_pay``). Else the image is
+These steps run for channels-last images on a GPU if they are faster (``phases_pay``). Otherwise the image is
 upsampled and convolved.
 
-Numerics: the weights of the phases are summed in fp32 and rounded once to the weight's dtype. PyTorch's
-convolution of the upsampled image does not have this rounding. t is rounded to the dtype of x. The bias is
-added in fp32.
+Numerics: the weights of the phases are summed in fp32 and rounded once to the weight's dtype. A convolution
+of the upsampled image has no such rounding. t is rounded to the dtype of x. The bias is added in fp32.
 
 Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016, for
 resizing as convolutions of phases.
@@ -50,18 +51,18 @@ from sdfastgn.kernels.upsample.nearest import empty_image, upsample_nearest_2x
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``upsample_conv2d`` by PyTorch's convolution of the upsampled image.
+    """``upsample_conv2d`` in plain PyTorch: upsamples the image and convolves it.
 
-    The fallback. Tests compare with its results in fp64.
+    It runs if the steps above are not faster or cannot run. Tests use it in fp64 as the exact result.
     """
     y = F.conv2d(upsample_nearest_2x(x), weight, bias, padding=1)
     return laid_out(y, dense_is_channels_last(x))
 
 
 def reference_phase_weights(weight: Tensor) -> Tensor:
-    """The weights of the phases in plain PyTorch: (C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2).
+    """Computes the weights of the phases in plain PyTorch: (C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2).
 
-    Summed in fp32, or in fp64 for fp64 input. Only tests use it.
+    Sums are fp32, or fp64 for fp64 input. Only tests call this function.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     taps = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=wide, device=weight.device)
@@ -70,7 +71,7 @@ def reference_phase_weights(weight: Tensor) -> Tensor:
 
 
 def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
-    """True if ``upsample_conv2d(x, weight)`` convolves at low resolution, not the upsampled image."""
+    """True if ``upsample_conv2d(x, weight)`` convolves at low resolution instead of upsampling first."""
     N, C, H, W = x.shape
     return (
         dispatch.runs_in_triton(x)
@@ -83,9 +84,10 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
 def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:
-    """``upsample_conv2d`` at low resolution, without asking whether that is faster.
+    """``upsample_conv2d`` at low resolution. Does not check whether this is faster.
 
-    Returns y, and its statistics or None. x must not be empty, and ``dense(x)`` must be channels-last.
+    Returns (y, statistics of y); the statistics are None unless ``with_statistics``. x must not be empty, and
+    ``dense(x)`` must be channels-last.
     """
     from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
 
@@ -123,31 +125,31 @@ def upsample_conv2d(
 def upsample_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, with_statistics: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A 3 x 3 convolution of x upsampled by two, with 4/9 of the multiplications if that is faster.
+    """Upsamples x by two and applies a 3 x 3 convolution, with 4/9 of the multiplications if that is faster.
 
     Args:
         x: (N, C_in, H, W).
         weight: (C_out, C_in, 3, 3), the dtype and device of x.
         bias: (C_out,), the dtype and device of x, or None.
-        with_statistics: return the result's statistics too, for
+        with_statistics: True to return the result's statistics too, for
             ``sdfastgn.group_norm(y, ..., statistics=...)``.
 
     Returns:
         y = conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1). If
-        ``with_statistics``, also its statistics, (2, N, P, C_out) fp32 as from
-        ``sdfastgn.channel_statistics``. At low resolution they take no further pass.
+        ``with_statistics``, (y, statistics of y). The statistics are (2, N, P, C_out) fp32, as from
+        ``sdfastgn.channel_statistics``. If the convolution runs at low resolution, they need no further pass.
 
     Shapes: y is (N, C_out, 2H, 2W).
     Dtypes: fp16, bf16, fp32 or fp64, the same for all tensors. Under autocast all are cast first, as in
         conv2d.
     Layout: any. y is channels-last if x is, else channels-first. Only channels-last x can run at low
         resolution.
-    Grad: of x, weight and bias, any number of times. The statistics have none. With gradients, and within the
-        transforms of torch.func and forward-mode AD, x is upsampled and convolved.
+    Grad: x, weight and bias have gradients, of any order. Nothing is differentiated through the statistics.
+        With gradients, in transforms of torch.func and in forward-mode AD, x is upsampled first.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or the dtypes differ.
         ValueError: a shape or a device does not fit.
-        NotImplementedError: statistics within torch.func transforms or forward-mode AD.
+        NotImplementedError: ``with_statistics`` in a transform of torch.func or in forward-mode AD.
 
     Source: Shi et al., 2016; torch.nn.functional.conv2d and interpolate for the interface.
     """
@@ -171,7 +173,7 @@ _NAME = f"{__name__}.upsample_conv2d"
 
 
 def _check(x: Any, weight: Any, bias: Any) -> None:
-    """Check all arguments of ``upsample_conv2d``, but not that their dtypes agree (``_check_dtypes``)."""
+    """Check all arguments of ``upsample_conv2d``. ``_check_dtypes`` checks later that their dtypes agree."""
     for label, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is not None or label != "bias":
             check_floating(_NAME, label, t)

@@ -1,18 +1,22 @@
-"""Triton kernels that run before and after the convolution of ``upsample/conv.py``, and their launches.
+"""The Triton kernels that run before and after the convolution of ``upsample/conv.py``, and their launches.
 
-``_phase_weights_kernel`` computes the weights of the four phases. The convolution then computes t.
-``_interleave_kernel`` copies pixel (i, j) of y from phase (i % 2, j % 2) of t, at pixel
-((i + 1) // 2, (j + 1) // 2), and adds the bias. ``_interleave_statistics_kernel`` also computes the
-statistics of y (``statistics/kernels.py``).
+1. ``_phase_weights_kernel`` computes the weights of the four phases.
+2. cuDNN's convolution with these weights computes t, which has the results of all phases.
+3. ``_interleave_kernel`` computes y from t: pixel (i, j) of y is pixel ((i + 1) // 2, (j + 1) // 2) of phase
+   (i % 2, j % 2), plus the bias. ``_interleave_statistics_kernel`` also computes the statistics of y
+   (``statistics/kernels.py``).
 
-Memory layouts of the pointers, all without gaps, fp16, bf16 or fp32:
+Memory layouts of the tensors, all without gaps, fp16, bf16 or fp32:
 
-- ``weight``: (C_out, 3, 3, C_in) or (C_out, C_in, 3, 3); ``out``, the phases' weights: (4 C_out, 2, 2, C_in);
-- ``t``: (N, H + 1, W + 1, 4 C_out); ``bias``: (C_out,) or None;
-- ``y``: (N, 2H, 2W, C_out), the dtype of t;
-- ``statistics``: (2, N, P, C_out) fp32.
+- ``weight``: (C_out, 3, 3, C_in) or (C_out, C_in, 3, 3);
+- ``out``, the weights of the phases: (4 C_out, 2, 2, C_in);
+- ``t``: (N, H + 1, W + 1, 4 C_out);
+- ``bias``: (C_out,) or None;
+- ``y``: (N, 2H, 2W, C_out), in the dtype of t;
+- ``statistics``: (2, N, P, C_out), always fp32.
 
-Numerics: sums are fp32 in a fixed order, rounded once at each store. Offsets that can pass 2^31 are int64.
+Numerics: sums are fp32 and have a fixed order, and each result is rounded once. Offsets that can be 2^31 or
+more are int64.
 """
 
 from __future__ import annotations
@@ -36,20 +40,20 @@ from sdfastgn.kernels.upsample.nearest_kernels import tile_of_pixels
 
 @triton.jit
 def _two_phases(w0, w1, w2):
-    """Computes the taps of the phases along one axis from three taps of the weight.
+    """Computes the 2 weights of each phase along one axis, from the 3 weights w0, w1, w2 along this axis.
 
-    Returns two taps of phase 0, for the pixel before and for this pixel, and two taps of phase 1, for this
-    pixel and for the next.
+    Returns 4 values: the weights of phase 0, for the previous pixel and for this pixel; then the weights of
+    phase 1, for this pixel and for the next pixel.
     """
     return w0, w1 + w2, w0 + w1, w2
 
 
 @triton.jit
 def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C):
-    """Stores column tap ``S`` of the weights of phases (0, ``B``) and (1, ``B``).
+    """Stores column ``S`` of the 2 x 2 weights of the phases (0, ``B``) and (1, ``B``).
 
-    ``w0``, ``w1``, ``w2``: column tap ``S`` in the three rows of the weight. ``plane``: elements between the
-    starts of phases.
+    ``w0``, ``w1``, ``w2``: the values for this column in the three rows of the weight (``_row_of_weights``).
+    ``plane``: elements between the starts of phases.
     """
     first0, first1, second0, second1 = _two_phases(w0, w1, w2)
     tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)
@@ -60,7 +64,7 @@ def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def _row_of_weights(weight, mask, TAP):
-    """Loads one row of the 3 x 3 weights, and returns the column taps of the phases (``_two_phases``).
+    """Loads one row of the 3 x 3 weights, and returns the weights of the phases along it (``_two_phases``).
 
     ``TAP``: elements between neighboring weights of the row.
     """
@@ -77,10 +81,10 @@ def _phase_weights_kernel(
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the phases' weights for ``BLOCK_O`` output channels and ``BLOCK_C`` input channels.
+    """Computes the weights of the phases. A program has ``BLOCK_O`` output and ``BLOCK_C`` input channels.
 
-    ``C``: input channels. ``C_FACTOR``: a divisor of C (``multiple_of``). ``CHANNELS_LAST``: the layout of
-    ``weight``. ``EVEN``: True if no element is masked.
+    ``C``: number of input channels. ``C_FACTOR``: a divisor of C (``multiple_of``). ``CHANNELS_LAST``: True
+    if ``weight`` is channels-last. ``EVEN``: True if no element is masked.
     """
     C = multiple_of(C, C_FACTOR)
     TAP = C if CHANNELS_LAST else 1
@@ -105,7 +109,7 @@ def _phase_weights_kernel(
 
 @triton.jit
 def _phase_offset(n, i, j, H, W, C):
-    """Offset in t of the first channel of pixel (i, j) of y, in sample n."""
+    """Offset in t of the value for the first channel of pixel (i, j) of y, in sample n."""
     return ((n * (H + 1) + (i + 1) // 2) * (W + 1) + (j + 1) // 2) * (4 * C) + (i % 2 * 2 + j % 2) * C
 
 
@@ -116,15 +120,15 @@ def _interleave_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes y for ``BLOCK_HW`` pixels and ``BLOCK_C`` channels.
+    """Computes y. A program computes ``BLOCK_HW`` pixels and ``BLOCK_C`` channels.
 
-    ``pixels``: pixels of y in all samples. ``H``, ``W``: rows and columns of x.
+    ``pixels``: number of pixels of y in all samples. ``H``, ``W``: numbers of rows and columns of x.
     """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
     if not EVEN:
         mask = (i < pixels - first) & (c < C)
-    # The index of the tile's first pixel is int64. Rows and columns relative to that pixel are int32.
+    # The index of the tile's first pixel is int64. Rows and columns are counted from it, in int32.
     first_row = first // (2 * W)
     column = (first % (2 * W)).to(tl.int32) + i
     row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
@@ -143,8 +147,8 @@ def _interleave_kernel(
 def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
     """Computes a tile of y and stores it.
 
-    ``pixel``: the index of each pixel of the tile within sample ``n``. Returns the stored values (rounded to
-    the dtype of y) as fp32, with 0 where masked.
+    ``pixel``: the index of each pixel of the tile within sample ``n``. Returns the stored values, which are
+    rounded to the dtype of y, as fp32. Values outside of ``mask`` are 0.
     """
     t = t_ptr + _phase_offset(n, pixel // (2 * W), pixel % (2 * W), H, W, C) + c
     y = (tl.load(t, mask=mask).to(tl.float32) + bias).to(y_ptr.dtype.element_ty)
@@ -155,7 +159,7 @@ def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
 
 @triton.jit
 def _deviations(y, mean, mask):
-    """Returns y - mean, with 0 where masked. If ``mask`` is None, nothing is masked."""
+    """Returns y - mean where ``mask`` is True, else 0. A ``mask`` of None is True everywhere."""
     d = y - mean
     return d if mask is None else tl.where(mask, d, 0.0)
 
@@ -168,11 +172,13 @@ def _interleave_statistics_kernel(
     EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each warp of a program computes y and its statistics for a block of channels in one chunk of pixels.
+    """Computes y and its statistics. Each warp has one block of channels in one chunk of pixels.
 
     Numbers:
-        HW: pixels of y in a sample. ``H``, ``W``: rows and columns of x.
-        rows, chunks: pixels of a chunk, and chunks of a sample.
+        HW: number of pixels of y in a sample.
+        H, W: numbers of rows and columns of x.
+        rows: number of pixels of a chunk.
+        chunks: number of chunks of a sample.
         plane: elements of each half of ``statistics``.
 
     Constants as in ``_statistics_kernel`` of ``statistics/kernels.py``.
@@ -207,8 +213,8 @@ def _interleave_statistics_kernel(
             s1 += tl.sum(d, STEP_AXIS, keep_dims=True)
             s2 += tl.sum(d * d, STEP_AXIS, keep_dims=True)
     m2 = tl.sum(s2, LANE_AXIS, keep_dims=True)
-    # Until here ``mean`` is the rounded mean of the chunk's first tile only. The deviations from it give the
-    # mean of the chunk.
+    # Up to here ``mean`` is the rounded mean of the chunk's first tile.
+    # ``s1`` is the sum of the deviations from it in the whole chunk, and gives the mean of the chunk.
     total = tl.maximum(count, 1).to(tl.float32)
     delta = tl.sum(s1, LANE_AXIS, keep_dims=True) / total
     out = statistics_ptr + (n * chunks + chunk) * C + c
@@ -224,7 +230,7 @@ _launches: PlanCache[Launch] = PlanCache()
 
 
 def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
-    """Fill ``phases`` (4 C_out, C_in, 2, 2), channels-last, from dense ``weight`` (C_out, C_in, 3, 3)."""
+    """Compute channels-last ``phases`` (4 C_out, C_in, 2, 2) from dense ``weight`` (C_out, C_in, 3, 3)."""
     channels_last = is_channels_last(weight)
     key = (weight.shape, channels_last, weight.dtype, weight.device)
     found = _launches.get(key)
@@ -241,15 +247,15 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
 
 
 def statistics_chunks(y: Tensor) -> int:
-    """P, the number of chunks of the statistics of y (N, C_out, 2H, 2W) from ``launch_interleave``."""
+    """P, the number of chunks in the statistics of y (N, C_out, 2H, 2W) that ``launch_interleave`` gives."""
     N, C, H, W = map(int, y.shape)
     return statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write").chunks
 
 
 def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None = None) -> None:
-    """Fill ``y`` (N, C_out, 2H, 2W) from ``t`` (N, 4 C_out, H + 1, W + 1), both channels-last.
+    """Compute ``y`` (N, C_out, 2H, 2W) from ``t`` (N, 4 C_out, H + 1, W + 1), both channels-last.
 
-    It also fills ``statistics`` (2, N, P, C_out), unless that is None.
+    ``statistics`` (2, N, P, C_out) is computed too, unless it is None.
     """
     key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
     found = _launches.get(key)
@@ -279,7 +285,7 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)
-    loops = config.rows > config.tile_rows  # C is then a constant, as in ``StatisticsLaunch``
+    loops = config.rows > config.tile_rows  # if it loops, C is a constant, as in ``StatisticsLaunch``
     return Launch(
         _interleave_statistics_kernel, config.programs(N, C, True), config.num_warps, pdl=pdl,
         C=C, HW=H * W, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,

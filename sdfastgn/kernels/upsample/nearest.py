@@ -1,15 +1,16 @@
 """Nearest-neighbor upsampling of images by two.
 
-The ops are ``sdfastgn::upsample_nearest_2x`` and ``sdfastgn::upsample_nearest_2x_backward``, its adjoint.
+The ops are ``sdfastgn::upsample_nearest_2x`` and ``sdfastgn::upsample_nearest_2x_backward``.
 
 Formula, for x (N, C, H, W) and y (N, C, 2H, 2W):
 
-    y[n, c, i, j] = x[n, c, i // 2, j // 2],        dx[n, c, h, w] = sum of dy[n, c, 2h + (0, 1), 2w + (0, 1)]
+    y[n, c, i, j] = x[n, c, i // 2, j // 2]
+    dx[n, c, h, w] = sum of dy[n, c, 2h + a, 2w + b] over a, b in {0, 1}
 
 Channels-last tensors on a GPU run in the kernels of ``nearest_kernels.py``, all others in PyTorch. PyTorch's
 own channels-last kernel for GPUs is slower, because it writes element by element.
 
-Numerics: the forward copies. The backward sums in fp32, or in fp64 for fp64 input, and rounds once.
+Numerics: the forward copies values. The backward sums in fp32, or in fp64 for fp64 input, and rounds once.
 
 Source: torch.nn.functional.interpolate.
 """
@@ -30,17 +31,17 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
-    """``upsample_nearest_2x`` in plain PyTorch: the fallback."""
-    # Channels-first on a GPU, because PyTorch's channels-last kernel fails from 2^31 elements on, and failed
-    # for batches of 64 (pytorch #81665, #141831).
+    """``upsample_nearest_2x`` in plain PyTorch, for calls that the kernel cannot run."""
+    # On a GPU x becomes channels-first, because PyTorch's channels-last kernel fails for 2^31 elements or
+    # more, and older versions fail for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
     return laid_out(y, dense_is_channels_last(x))
 
 
 def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
-    """dy (N, C, 2H, 2W) -> dx (N, C, H, W) in plain PyTorch, summed in fp32, or in fp64 for fp64 input.
+    """Computes dx (N, C, H, W) from dy (N, C, 2H, 2W) in plain PyTorch.
 
-    The fallback, and what tests compare with.
+    Sums are fp32, or fp64 for fp64 input. It runs for calls that the kernel cannot run, and in tests.
     """
     N, C, H, W = dy.shape
     wide = torch.promote_types(dy.dtype, torch.float32)
@@ -48,7 +49,10 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
-    """Uninitialized (N, C, H, W), with N, dtype and device of ``like`` and the layout of ``dense(like)``."""
+    """An uninitialized (N, C, H, W) tensor in the layout of ``dense(like)``: channels-last or channels-first.
+
+    N, dtype and device are those of ``like``.
+    """
     return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
 
@@ -77,7 +81,7 @@ _launches: PlanCache[Any] = PlanCache()
 
 
 def _launch_for(small: Tensor, *, backward: bool) -> Any:
-    """The launch for ``small``, the low-resolution tensor: x in the forward, dx in the backward."""
+    """The launch for ``small``, the tensor of low resolution: x in the forward, dx in the backward."""
     key = (backward, small.shape, small.dtype, small.device)
     found = _launches.get(key)
     if found is None:
@@ -144,9 +148,11 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
 
     Shapes: the output is (N, C, 2H, 2W).
     Dtypes: x is fp16, bf16, fp32 or fp64. The output has the dtype of x.
-    Layout: channels-last x gives channels-last output, by a kernel. Channels-first x gives channels-first
-        output, in PyTorch. x with gaps is copied first, to channels-last if its channels have stride 1.
-    Grad: of x, any number of times. The transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Layout: for channels-last x a kernel runs, and the output is channels-last. For channels-first x PyTorch
+        runs, and the output is channels-first. x with gaps is copied first: to channels-last if its channels
+        have stride 1, else to channels-first.
+    Grad: x has gradients, of any order. The transforms of torch.func and forward-mode AD run in plain
+        PyTorch.
     Raises:
         TypeError: x is not a strided tensor of one of these dtypes.
         ValueError: x does not have rank 4.

@@ -1,14 +1,14 @@
-"""Triton kernels of nearest-neighbor upsampling by two, and their launch. Ops: ``upsample/nearest.py``.
+"""The Triton kernels of nearest-neighbor upsampling by two, and their launch, for ``upsample/nearest.py``.
 
 Tensors are fp16, bf16 or fp32, and channels-last: x and dx (N, H, W, C), y and dy (N, 2H, 2W, C). A program
-has some channels of some pixels of x. The forward reads each of these pixels once, and writes the four pixels
-of y that belong to it. The backward reads the four pixels of dy, and writes dx. All loads and stores are
+processes some channels of some pixels of x. The forward reads each of these pixels once, and writes its four
+copies in y. The backward reads the four pixels of dy, and writes their sum to dx. All loads and stores are
 vectors.
 
 The pixels of all samples are numbered consecutively. So kernels need to know W but not H: pixel i of x is in
-row r = i // W, and the first of its four pixels in y has the number 2 * (i + r * W).
+row r = i // W, and the first of its four copies is pixel 2 * (i + r * W) of y.
 
-Numerics: the forward copies. The backward adds four values in fp32, in a fixed order, and rounds once.
+Numerics: the forward copies values. The backward adds four values in fp32, in a fixed order, and rounds once.
 Offsets are int64.
 """
 
@@ -26,10 +26,10 @@ from sdfastgn.kernels.upsample.config import tile_config
 
 @triton.jit
 def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The indices of this program's tile of (pixels, C).
+    """Computes the indices of this program's tile of a (pixels, C) tensor.
 
-    Returns the number of its first pixel, int64; (BLOCK_HW, 1) pixels counted from there, int32; and
-    (1, BLOCK_C) channels, int32.
+    Returns the index of the tile's first pixel, int64; (BLOCK_HW, 1) indices of pixels, counted from the
+    first one, int32; and (1, BLOCK_C) indices of channels, int32.
     """
     columns = tl.cdiv(C, BLOCK_C)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_HW
@@ -40,9 +40,9 @@ def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def first_of_four(first, i, W, C: tl.constexpr):
-    """Offset in y of the first of the four pixels that belong to pixel ``first + i`` of x.
+    """Offset in y of the first of the four copies of pixel ``first + i`` of x.
 
-    The other three pixels start C, 2 W C and (2 W + 1) C elements after the first.
+    The other three copies begin C, 2 W C and (2 W + 1) C elements after the first.
     """
     row = (first % W).to(tl.int32) + i
     row = first // W + row // W
@@ -56,9 +56,9 @@ def _upsample_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program reads ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x, and writes their pixels of y.
+    """Computes y. A program reads ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x, and writes their copies.
 
-    ``pixels``: pixels of x in all samples. ``EVEN``: True if no element is masked.
+    ``pixels``: number of pixels of x in all samples. ``EVEN``: True if no element is masked.
     """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
@@ -83,9 +83,9 @@ def _upsample_grad_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of dx.
+    """Computes dx. A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels.
 
-    ``pixels``: pixels of dx in all samples. ``EVEN``: True if no element is masked.
+    ``pixels``: number of pixels of dx in all samples. ``EVEN``: True if no element is masked.
     """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
@@ -102,7 +102,7 @@ def _upsample_grad_kernel(
 
 
 def upsample_launch(small: Tensor, *, backward: bool) -> Launch:
-    """The launch for ``small`` (N, C, H, W), channels-last: x in the forward, dx in the backward."""
+    """Make the launch for ``small``, a channels-last (N, C, H, W): x in the forward, dx in the backward."""
     N, C, H, W = small.shape
     config = tile_config(N * H * W, C, gpu.num_sms(small.device))
     return Launch(

@@ -1,9 +1,13 @@
 """Runs ComfyUI's ``UNetModel`` as a CUDA graph, if no other node runs code inside of the UNet.
 
 Other nodes run code inside of a UNet by entries in ``transformer_options``: patches, or functions that
-replace an attention. A call with such an entry, or with a ControlNet, runs eagerly. All other entries only
-inform other nodes about the call, so a graph does not need them. Wrappers that other nodes install run
-around ``_forward``, outside of the graph.
+replace an attention. A call with such an entry runs eagerly. All other entries only inform other nodes about
+the call, so a graph does not need them. Wrappers that other nodes install run around ``_forward``, outside of
+the graph.
+
+The tensors of ControlNets and T2I-Adapters (``control``) are inputs of the graph like all other tensors.
+Stock's forward removes each tensor that it uses from the caller's lists. So a graph gets copies of the lists,
+and ``_forward`` removes the tensors afterwards.
 
 Calls are counted for the report: ``begin_run`` marks the start of a sampler's run, and ``calls_of_run``
 returns the counts since then.
@@ -15,6 +19,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+from comfy import model_management
 from comfy.ldm.modules.attention import CrossAttention
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential, UNetModel
@@ -92,8 +97,15 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # ``GraphedForward`` calls it to capture it
-            return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
+        if transformer_options is None:  # ``GraphedForward`` calls it
+            if control is not None:
+                control = {name: list(entries) for name, entries in control.items()}
+            try:
+                return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
+            except model_management.InterruptProcessingException:
+                # If a capture ignores this error, the eager call that follows must raise it again.
+                model_management.interrupt_current_processing()
+                raise
         return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
 
     def _forward(
@@ -108,18 +120,26 @@ class FusedUNetModel(UNetModel):
     ) -> Tensor:
         options = {} if transformer_options is None else transformer_options
         graphed = _graphs.get(self)
-        others = _other_nodes(options)
-        # With a ControlNet, the forward pops tensors from the caller's lists. A replay would not do that.
-        reason = others or ("a ControlNet takes part" if control is not None else None)
-        if reason is not None and graphed is not None:
-            graphed.eager[reason] += 1
-        # Other nodes' code may write into inference tensors, which is allowed in inference mode only.
-        if others is not None:
+        reason = _other_nodes(options)
+        if reason is not None:
+            if graphed is not None:
+                graphed.eager[reason] += 1
+            # Other nodes' code may write into inference tensors, which is allowed in inference mode only.
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
         with outside_inference_mode():
-            if graphed is None or reason is not None:
+            if graphed is None:
                 return super()._forward(x, timesteps, context, y, control, options, **kwargs)
-            return graphed(x, timesteps, context=context, y=y, **kwargs)
+            output = graphed(x, timesteps, context=context, y=y, control=control, **kwargs)
+        if control is not None:
+            _remove_used(self, control)
+        return output
+
+
+def _remove_used(unet: Any, control: dict[str, list[Any]]) -> None:
+    """Remove from the lists in ``control`` what stock's forward removes: the last entry for each block."""
+    for name, count in ("input", len(unet.input_blocks)), ("middle", 1), ("output", len(unet.output_blocks)):
+        entries = control.get(name, [])
+        del entries[max(0, len(entries) - count) :]
 
 
 def _other_nodes(options: dict[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from sdfastgn.patches.comfyui import graphs, unet, vae
-from sdfastgn.patches.comfyui.layers import LAYERS
+from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
 from sdfastgn.patches.fusions import group_norm, sequential
@@ -92,5 +92,5 @@ def drop_graphs(root: nn.Module) -> None:
 
 
 def is_loaded(root: nn.Module) -> bool:
-    """True if no layer in ``root`` casts its weights at each call. With low VRAM layers do."""
-    return not any(getattr(module, "comfy_cast_weights", False) for module in root.modules())
+    """True if all weights in ``root`` stay in the GPU's memory, unpatched, while the model is loaded."""
+    return all(has_steady_weights(module) for module in root.modules())

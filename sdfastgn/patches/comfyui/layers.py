@@ -1,13 +1,20 @@
-"""Gives ComfyUI's layers PyTorch's classes, unless they cast their weights at each call.
+"""Lets fused blocks use ComfyUI's layers like PyTorch's, also layers that prepare their weights at each call.
 
 Fusions look for exact classes such as ``nn.Conv2d``, because they know what a call of these computes.
-ComfyUI's ``disable_weight_init.Conv2d`` computes the same, unless it must prepare its weights at each call.
-It does so if ``comfy_cast_weights`` is set (low VRAM, another dtype) or if there are functions on its weights
-(LoRA with low VRAM). Every other layer gets PyTorch's class. ComfyUI changes these attributes only when it
-loads or unloads weights, and ``eject`` is called before that.
+ComfyUI's ``disable_weight_init.Conv2d`` computes the same, unless it casts: it then prepares its weights at
+each call. It does so if ``comfy_cast_weights`` is set (low VRAM, weights in another dtype such as fp8) or if
+there are functions on its weights (LoRA with low VRAM). ComfyUI changes these attributes only when it loads
+or unloads weights, and ``eject`` is called before that.
+
+- A layer that does not cast gets PyTorch's class.
+- A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
+  class with the weights that ComfyUI has prepared for this call.
+- With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call, on streams of its own. Of
+  these layers only the norms are prepared. The others have large weights. Their calls take as long as the
+  move, so they are left to ComfyUI.
 
 If the user interrupts a run, ComfyUI's own layers notice it at their next call. PyTorch's layers do not. So
-the run ends later: at the next layer that still has ComfyUI's class, or at the next step.
+the run ends later: at the next call of a layer that still has ComfyUI's class, or at the next step.
 """
 
 from __future__ import annotations
@@ -15,51 +22,121 @@ from __future__ import annotations
 from typing import Any
 
 import comfy.ops
-from torch import nn
+from torch import Tensor, nn
 
 from sdfastgn.patches.core.class_forward import change_class
-from sdfastgn.patches.core.fusion import foreign_override
+from sdfastgn.patches.core.fusion import foreign_override, is_unhooked
 from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
+from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
-__all__ = ["LAYERS"]
+__all__ = ["LAYERS", "has_steady_weights", "prepared"]
 
-_ops: Any = comfy.ops.disable_weight_init
-# Key in a layer's ``__dict__`` while the layer has PyTorch's class. Its value is the layer's ComfyUI class.
+_ops: Any = comfy.ops
+# Key in the ``__dict__`` of a layer that is applied. Its value is the layer's ComfyUI class.
 _STOCK_CLASS = "_sdfastgn_stock_class"
+# Name of ComfyUI's class -> the class of the layer that ``prepared`` returns.
+_CLASSES: dict[str, type[nn.Module]] = {
+    "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
+}  # fmt: skip
+# The same by ComfyUI's class. The layers of ``manual_cast`` always cast: they are for models whose weights
+# have another dtype than their activations.
+_PREPARED: dict[type[nn.Module], type[nn.Module]] = {
+    getattr(ops, name): cls
+    for ops in (_ops.disable_weight_init, _ops.manual_cast)
+    for name, cls in _CLASSES.items()
+}
 
 
-class _PlainLayer:
-    """Changes layers of one of ComfyUI's classes to the class of PyTorch from which it is derived."""
+class _Layer:
+    """Applies to layers of one kind. ``plain``: PyTorch's class, from which ComfyUI's classes are derived."""
 
-    def __init__(self, stock: type[nn.Module], plain: type[nn.Module]) -> None:
+    def __init__(self, plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
+        self.stock: type[nn.Module] = getattr(_ops.disable_weight_init, plain.__name__)
         # If the code of this ``forward`` is known, it computes the same as PyTorch's for weights that need no
         # cast.
-        self.sources: tuple[TestedSource, ...] = (tested(stock, "forward"),)
-        self.stock, self._plain = stock, plain
+        self._when_plain = tested(self.stock, "forward")
+        # The code that prepares the weights, hands them out and takes them back.
+        self._when_casting = (
+            tested(self.stock, "forward_comfy_cast_weights"),
+            tested(_ops, "cast_bias_weight", "uncast_bias_weight"),
+        )
+        self.sources: tuple[TestedSource, ...] = (self._when_plain, *self._when_casting)
+        self._plain = plain
 
     def claims(self, module: nn.Module) -> bool:
         return self.is_applied(module) or isinstance(module, self.stock)
 
     def is_applied(self, module: nn.Module) -> bool:
-        return vars(module).get(_STOCK_CLASS) is self.stock
+        return issubclass(vars(module).get(_STOCK_CLASS, object), self.stock)
 
     def reason_to_skip(self, module: Any) -> str | None:
-        if module.comfy_cast_weights or module.weight_function or module.bias_function:
-            return "casts its weights at each call"
-        if type(module) is not self.stock:
+        if type(module) not in _PREPARED:
             return f"its class {type(module).__qualname__} is a subclass of ComfyUI's {self.stock.__name__}"
-        return foreign_override(module) or unknown_source(*self.sources)
+        reason = foreign_override(module, "forward_comfy_cast_weights") or unknown_source(self._when_plain)
+        if reason is not None or not _casts(module):
+            return reason
+        if _has_low_vram(module) and self._plain in (nn.Conv2d, nn.Linear):
+            return "ComfyUI moves its weights at each call"
+        return unknown_source(*self._when_casting)
 
     def apply(self, module: nn.Module) -> None:
-        change_class(module, self._plain)
-        vars(module)[_STOCK_CLASS] = self.stock
+        vars(module)[_STOCK_CLASS] = type(module)
+        if not _casts(module):
+            change_class(module, self._plain)
 
     def undo(self, module: nn.Module) -> None:
         change_class(module, vars(module).pop(_STOCK_CLASS))
 
 
-LAYERS = tuple(
-    _PlainLayer(getattr(_ops, plain.__name__), plain)
-    for plain in (nn.Conv2d, nn.Linear, nn.GroupNorm, nn.LayerNorm)
-)
+LAYERS = tuple(_Layer(plain) for plain in (nn.Conv2d, nn.Linear, nn.GroupNorm, nn.LayerNorm))
+
+
+def _casts(module: Any) -> bool:
+    names = "comfy_cast_weights", "weight_function", "bias_function"
+    return any(getattr(module, name, False) for name in names)
+
+
+def _has_low_vram(module: nn.Module) -> bool:
+    """True if ComfyUI has left the weights of ``module`` in main memory, because the GPU's is short."""
+    return hasattr(module, "prev_comfy_cast_weights")
+
+
+def has_steady_weights(module: Any) -> bool:
+    """True if a call of ``module`` can be part of a CUDA graph: it finds its weights where they were before.
+
+    A cast on the GPU becomes part of the graph. Weights that are moved, patched by functions, or cast by
+    unknown code have no graphs.
+    """
+    if type(getattr(module, "weight", None)) not in (type(None), Tensor, nn.Parameter):
+        return False  # quantized
+    if not _casts(module):
+        return True
+    if _has_low_vram(module) or module.weight_function or module.bias_function:
+        return False
+    return any(layer.is_applied(module) or layer.reason_to_skip(module) is None for layer in LAYERS)
+
+
+def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
+    """A layer that computes ``layer(x)`` with weights that are ready; ``layer`` itself if it does not cast.
+
+    Use it for this call only. The result is of PyTorch's class, or a ``FusedGroupNorm``. ``layer`` itself is
+    also returned if it must be called as it is: because of hooks, because sdfastgn does not know how it
+    casts, or because ``others``, further inputs of the fused call, differ from x in dtype.
+    """
+    if (
+        type(layer) is not vars(layer).get(_STOCK_CLASS)
+        or not is_unhooked(layer)
+        or any(other.dtype != x.dtype for other in others)
+    ):
+        return layer
+    weight, bias, lent = _ops.cast_bias_weight(layer, x, offloadable=True)
+    stream, *_ = lent
+    if stream is not None:
+        # The weights are in a buffer, which ComfyUI may use for another layer before the fused kernel runs.
+        weight, bias = weight.clone(), None if bias is None else bias.clone()
+    _ops.uncast_bias_weight(layer, weight, bias, lent)
+    cls = _PREPARED[type(layer)]
+    found = cls.__new__(cls)
+    vars(found).update(vars(layer), _parameters={"weight": weight, "bias": bias})
+    return found

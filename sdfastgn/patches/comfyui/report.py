@@ -117,9 +117,10 @@ def _calls(root: nn.Module) -> list[str]:
     if graphed is None or not total:
         return []
     if not is_loaded(root):
-        return ["No CUDA graphs while layers cast their weights"]
+        return ["No CUDA graphs: graphs cannot repeat how some layers prepare their weights at each call"]
     memory = sum(graphed.pool_bytes().values()) / 2**20
-    lines = [f"Last run: {replayed} of {total} calls as CUDA graphs, which hold {memory:.0f} MiB"]
+    held = f", which hold {memory:.0f} MiB" if memory or not replayed else ""
+    lines = [f"Last run: {replayed} of {total} calls as CUDA graphs{held}"]
     lines += [f"Without a graph: {count} ({reason})" for reason, count in eager.items()]
     if graphed.last_change:
         lines.append(f"Captured anew because: {graphed.last_change}")

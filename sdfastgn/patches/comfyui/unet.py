@@ -1,8 +1,8 @@
 """Fusions for the blocks of ComfyUI's UNet (SD 1.5, SD 2, SDXL).
 
 The functions that compute are the same as for diffusers' blocks. This file passes them the layers of
-ComfyUI's blocks. ``layers.py`` has already given most layers PyTorch's classes. A layer that casts its
-weights keeps ComfyUI's class, and a fused block calls it as it is.
+ComfyUI's blocks. ``layers.py`` has already given most layers PyTorch's classes. For a layer that casts its
+weights, ``prepared`` gives a layer of PyTorch's class for one call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.linear import call_linear
@@ -43,16 +44,17 @@ class FusedResBlock(ResBlock):
             return super().forward(x, emb)
         first_norm, first_act, conv = self.in_layers
         second_norm, second_act, dropout, last = self.out_layers
-        h = norm_act(first_norm, first_act, x)
+        h = norm_act(prepared(first_norm, x), first_act, x)
         if self.updown:
             h, x = self.h_upd(h), self.x_upd(x)
         embedding = NO_EMBEDDING
         if not self.skip_t_emb:
             act, linear = self.emb_layers
-            embedding = Embedding(emb, linear, act, self.use_scale_shift_norm)
+            embedding = Embedding(emb, prepared(linear, emb), act, self.use_scale_shift_norm)
+        conv, second_norm = prepared(conv, h), prepared(second_norm, h)
         h = conv_norm_act(h, conv, second_norm, second_act, self.out_channels, embedding)
-        h, bias = conv_without_bias(last, dropout(h))
-        return add(h, pointwise(self.skip_connection, x), bias)
+        h, bias = conv_without_bias(prepared(last, h), dropout(h))
+        return add(h, pointwise(prepared(self.skip_connection, x), x), bias)
 
 
 def _runs_fused_resblock(block: Any, x: Tensor, emb: Tensor) -> bool:
@@ -86,20 +88,20 @@ class FusedSpatialTransformer(SpatialTransformer):
         contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
         options["activations_shape"] = list(x.shape)  # other nodes read it, and ``block_index``
         _, _, H, W = x.shape
-        h = self.norm(x)
+        h = prepared(self.norm, x)(x)
         if not self.use_linear:
-            h = pointwise(self.proj_in, h)
+            h = pointwise(prepared(self.proj_in, h), h)
         h = h.permute(0, 2, 3, 1).flatten(1, 2)
         if self.use_linear:
-            h = call_linear(self.proj_in, h)
+            h = call_linear(prepared(self.proj_in, h), h)
         for i, block in enumerate(self.transformer_blocks):
             options["block_index"] = i
             h = block(h, context=contexts[i], transformer_options=options)
         if self.use_linear:
-            h = call_linear(self.proj_out, h)
+            h = call_linear(prepared(self.proj_out, h), h)
         h = h.reshape(h.shape[0], H, W, h.shape[-1]).permute(0, 3, 1, 2)
         if not self.use_linear:
-            h = pointwise(self.proj_out, h)
+            h = pointwise(prepared(self.proj_out, h), h)
         return add(h, x)
 
 
@@ -114,12 +116,13 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         if not (dispatch.has_kernels(x) and x.dim() == 3 and has_no_patches(options)):
             return super().forward(x, context, options)
         own = context if self.disable_self_attn else None
-        h = self.attn1(norm(self.norm1, x), context=own, transformer_options=options)
-        h, x = add_norm(self.norm2, h, x)
+        h = self.attn1(norm(prepared(self.norm1, x), x), context=own, transformer_options=options)
+        h, x = add_norm(prepared(self.norm2, h, x), h, x)
         h = self.attn2(h, context=context, transformer_options=options)
         is_known = type(self.ff) is FeedForward and type(self.ff.net) is nn.Sequential
         is_known = is_known and is_unhooked(self.ff) and is_unhooked(self.ff.net)
-        return add_feed_forward(self.ff, list(self.ff.net) if is_known else None, self.norm3, h, x)
+        norm3 = prepared(self.norm3, h, x)
+        return add_feed_forward(self.ff, list(self.ff.net) if is_known else None, norm3, h, x)
 
 
 # Entries of ``transformer_options`` with which other nodes run code inside of this block.
@@ -147,7 +150,7 @@ class FusedGEGLU(GEGLU):
     """``GEGLU``: a matrix product, then one kernel for the rest. x (..., dim_in) -> (..., dim_out)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_geglu(self.proj, x) if dispatch.has_kernels(x) else super().forward(x)
+        return linear_geglu(prepared(self.proj, x), x) if dispatch.has_kernels(x) else super().forward(x)
 
 
 class FusedUpsample(Upsample):
@@ -158,7 +161,7 @@ class FusedUpsample(Upsample):
         fits = x.dim() == 4 and x.shape[1] == self.channels
         if not (is_double and fits and dispatch.has_kernels(x) and is_channels_last(x)):
             return super().forward(x, output_shape)
-        return conv_of_upsampled(self.conv, x)
+        return conv_of_upsampled(prepared(self.conv, x), x)
 
 
 def _has_conv(module: Any) -> bool:

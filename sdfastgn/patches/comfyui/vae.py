@@ -23,6 +23,7 @@ from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
+from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.statistics import add
@@ -41,11 +42,13 @@ class FusedResnetBlock(ResnetBlock):
         is_usual = temb is None and not any(part is not None for part in carried)
         if not (is_usual and dispatch.has_kernels(x)):
             return super().forward(x, temb, *carried)
-        h = norm_act(self.norm1, self.swish, x)
-        h = conv_norm_act(h, self.conv1, self.norm2, self.swish, self.out_channels)
-        h, bias = conv_without_bias(self.conv2, self.dropout(h))
+        h = norm_act(prepared(self.norm1, x), self.swish, x)
+        conv1, norm2 = prepared(self.conv1, h), prepared(self.norm2, h)
+        h = conv_norm_act(h, conv1, norm2, self.swish, self.out_channels)
+        h, bias = conv_without_bias(prepared(self.conv2, h), self.dropout(h))
         if self.in_channels != self.out_channels:
-            x = self.conv_shortcut(x) if self.use_conv_shortcut else pointwise(self.nin_shortcut, x)
+            shortcut = self.conv_shortcut if self.use_conv_shortcut else self.nin_shortcut
+            x = pointwise(prepared(shortcut, x), x)
         return add(h, x, bias)
 
 
@@ -57,11 +60,11 @@ class FusedAttnBlock(AttnBlock):
         is_plain = self.optimized_attention is comfy_model.pytorch_attention
         if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x)
-        h = self.norm(x)
-        q, k, v = (_to_tokens(pointwise(conv, h)) for conv in (self.q, self.k, self.v))
+        h = prepared(self.norm, x)(x)
+        q, k, v = (_to_tokens(pointwise(prepared(conv, h), h)) for conv in (self.q, self.k, self.v))
         N, _, H, W = x.shape
         h = attend(q, k, v).reshape(N, H, W, -1).permute(0, 3, 1, 2)
-        return add(pointwise(self.proj_out, h), x)
+        return add(pointwise(prepared(self.proj_out, h), h), x)
 
 
 def _to_tokens(image: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ class FusedUpsample(Upsample):
         is_usual = x.dim() == 4 and dispatch.has_kernels(x)
         if not (is_usual and is_channels_last(x)):
             return super().forward(x, *carried)
-        return conv_of_upsampled(self.conv, x)
+        return conv_of_upsampled(prepared(self.conv, x), x)
 
 
 class FusedEncoder(Encoder):

@@ -1,9 +1,9 @@
-"""Finds layers with an adapter, such as a LoRA, and says why they run stock's code.
+"""Finds layers with an adapter, such as a LoRA, and says why some of them run stock's code.
 
-peft replaces a layer of the model by a wrapper, which keeps the layer as its child. Fusions fuse plain
-layers only. They call a wrapper as stock's code does: the wrapper runs the layer and the adapter's own small
-matrix products, and adds the results. peft is not imported: a wrapper is recognized by the names of its
-children.
+peft replaces a layer of the model by a wrapper, which keeps the layer as its child. Wrappers of LoRAs run
+with merged weights (``merged_adapters.py``). Fusions call any other wrapper as stock's code does: it runs
+the layer and the adapter's own small matrix products, and adds the results. peft is not imported: a wrapper
+is recognized by the names of its children.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+
+from sdfastgn.patches.core.merged_adapters import why_not
 
 __all__ = ["WRAPPED", "adapted_layers", "adapter_reason"]
 
@@ -28,10 +30,11 @@ def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
 
 
-def adapter_reason(layer: Any) -> str | None:
-    """The reason why ``layer`` runs stock's code because of its adapter; None if it has no adapter.
+def adapter_reason(layer: Any, merges: bool = True) -> str | None:
+    """The reason why ``layer`` runs stock's code because of its adapter.
 
-    If there is a remedy, the reason names it.
+    None if it has no adapter, or one that is merged in the next call. If there is a remedy, the reason names
+    it. ``merges``: False if the model must not get merged weights.
     """
     if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
         return f"it has an adapter (LoRA): {_ALONE}"
@@ -39,18 +42,21 @@ def adapter_reason(layer: Any) -> str | None:
         return None
     if hasattr(layer, "original_module"):
         return f"an adapter trains a copy of it: {_ALONE}"
+    why = why_not(layer) if merges else "merge_adapters is False"
+    if why is None:
+        return None
     if getattr(layer, "merged", False):
         return (
-            f"its adapter (LoRA) is merged, but still wrapped around it: {_ALONE}; unload_lora_weights() "
-            "makes it a plain layer that keeps the merged weights"
+            f"its adapter (LoRA) is fused, but still wrapped around it: {_ALONE} ({why}); "
+            "unload_lora_weights() makes it a plain layer that keeps the fused weights"
         )
     if getattr(layer, "disable_adapters", False) or not getattr(layer, "active_adapters", True):
         return (
-            f"its adapter (LoRA) is off, but still wrapped around it: {_ALONE}; unload_lora_weights() makes "
-            "it a plain layer"
+            f"its adapter (LoRA) is off, but still wrapped around it: {_ALONE} ({why}); "
+            "unload_lora_weights() makes it a plain layer"
         )
     return (
-        f"it has an adapter (LoRA): {_ALONE}, then the adapter's own small products and their sum; "
+        f"it has an adapter (LoRA): {_ALONE}, then the adapter's own small products and their sum ({why}); "
         "fuse_lora() and then unload_lora_weights() make it a plain layer"
     )
 

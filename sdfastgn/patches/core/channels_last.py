@@ -1,15 +1,15 @@
-"""Channels-last layout for a whole model: weights once, images at its first and last convolution.
+"""Makes a model channels-last: its weights once, and in each call the input of its first convolution.
 
-Weights of 2-D and 3-D convolutions become channels-last in place: the Parameter objects and their values
+The weights of 2-D and 3-D convolutions become channels-last in place: the Parameter objects and their values
 stay the same. Each convolution remembers the former shape and strides of its weight. A hook on a model's
 first convolution makes its input channels-last. A hook on the last convolution makes its output
-channels-first again, which is what callers of the stock model get.
+channels-first again, because callers of the stock model get a channels-first output.
 
-Channels-last is faster only where kernels run. So a weight is converted if it is on a GPU and kernels support
-its dtype. A weight that is not on a GPU yet is converted when the model is moved: ``.to()`` and similar
-methods call ``_apply``, which ``apply`` replaces in the ``__dict__`` of the model's root. A weight that
-leaves the GPU keeps channels-last, because it usually comes back. The first forward on a device without
-kernels gives the weights their former layout.
+Channels-last is faster only where this project's kernels run. So a weight is converted if it is on a GPU and
+the kernels support its dtype. A weight that is not on a GPU yet is converted when the model is moved there:
+``.to()`` and similar methods call ``_apply``, which ``apply`` replaces in the ``__dict__`` of the model's
+root. A weight that leaves the GPU keeps channels-last, because it usually comes back. If the model then runs
+on a device without kernels, its first forward gives the weights their former layout.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
     "unconverted_weights",
 ]
 
-# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight. Deep
-# copies and pickles of the convolution have this entry too.
+# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight.
+# Deep copies and pickles of the convolution have this entry too.
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
@@ -53,8 +53,8 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv3d: torch.channels_last_3d,
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
-# Ends of the paths of a model's first convolutions (_ENTRIES) and last convolutions (_EXITS). An
-# autoencoder's ``quant_conv`` is in both lists, because it runs alone between the encoder and the latents.
+# Ends of the paths of a model's first convolutions (_ENTRIES) and last convolutions (_EXITS).
+# An autoencoder's ``quant_conv`` is in both lists: pipelines call it separately, after the encoder.
 # ".input_blocks.0.0" and ".out.2" are names in ComfyUI, all others are names in diffusers.
 _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
@@ -63,7 +63,8 @@ _EXITS = (".conv_out", ".quant_conv", ".out.2")
 def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a model's first convolution: makes its input channels-last.
 
-    On a device without kernels it gives the model's weights their former layout instead.
+    If the input is on a device without kernels, the hook instead gives the model's weights their former
+    layout.
     """
     if not args or not isinstance(args[0], Tensor) or args[0].dim() != 4:
         return None
@@ -100,9 +101,9 @@ def _path_in_model(path: str) -> str:
 def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``root.named_modules()`` without the modules whose weights must keep their layout.
 
-    The weights of these modules keep their layout: modules that an adapter added, because adapters are saved
-    contiguous; modules that FSDP shards, because their memory belongs to FSDP; and all modules of a model
-    that would become slower (``left_alone.py``).
+    These are modules that an adapter added, because adapters are saved contiguous, and modules that FSDP
+    shards, because FSDP manages their memory. The result is empty for a model that would become slower
+    (``left_alone.py``).
     """
     if reason_to_leave(root) is not None:
         return iter(())
@@ -113,13 +114,16 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in root.named_modules() if module not in left)
 
 
-# id -> ``_Apply``, for every ``_Apply`` that is alive. ``_lay_out_as_stock`` searches their roots for the
-# model that contains a convolution.
+# id -> ``_Apply``, for every ``_Apply`` that is alive.
+# ``_lay_out_as_stock`` searches their roots for the model that contains a convolution.
 _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 
 class _Apply(InstanceEntry):
-    """Replaces the ``_apply`` of a model's root: moves the model, then converts convolutions now on a GPU."""
+    """Replaces the ``_apply`` of a model's root.
+
+    A call moves the model, and then converts its convolutions.
+    """
 
     __slots__ = ()
 
@@ -132,15 +136,18 @@ class _Apply(InstanceEntry):
         type(root)._apply(root, fn, recurse)
         if recurse:
             for _, module in convertible_modules(root):
-                # A convolution that is already converted is left as it is: since then the caller may have
-                # chosen another layout with ``.to(memory_format=...)``.
+                # A convolution that was converted before is not converted again: since then the caller may
+                # have chosen another layout with ``.to(memory_format=...)``.
                 if _STOCK_LAYOUT not in vars(module):
                     _convert(module)
         return root
 
 
 def apply(root: nn.Module) -> None:
-    """Make the convolutions below ``root`` channels-last, now or once they are on a GPU. Idempotent."""
+    """Make the convolutions in ``root`` channels-last. A second call changes nothing.
+
+    A convolution on a GPU is changed at once. Another one is changed when the model is moved to a GPU.
+    """
     for step in _steps(root):
         step()
 
@@ -171,12 +178,12 @@ def _follow_moves(root: nn.Module) -> None:
 
 
 def is_applied(root: nn.Module) -> bool:
-    """True between ``apply(root)`` and ``restore``, if ``root`` has a convolution that may be converted."""
+    """True if ``apply(root)`` was called, not undone since, and has found a convolution to convert."""
     return isinstance(vars(root).get("_apply"), _Apply) or converted_weights(root) > 0
 
 
 def laid_out(root: nn.Module) -> set[nn.Module]:
-    """``root`` and the modules below it that ``apply`` has changed or given a hook."""
+    """The modules in ``root``, and ``root`` itself, that ``apply`` has changed or given a hook."""
     return {
         module
         for module in root.modules()
@@ -198,14 +205,14 @@ def _convert(module: nn.Module) -> None:
 
 
 def _format_now(module: nn.Module) -> torch.memory_format | None:
-    """The memory format for the weight of ``module`` on its present device; None if it must not change."""
+    """The memory format that the weight of ``module`` should get on its present device; None: no change."""
     memory_format = _new_format(module)
     weight: Any = None if memory_format is None else module._parameters["weight"]
     return memory_format if weight is not None and dispatch.has_kernels(weight) else None
 
 
 def _new_format(module: nn.Module) -> torch.memory_format | None:
-    """The memory format for the weight of ``module`` once it is on a GPU; None if it must not change."""
+    """The memory format that the weight of ``module`` should get once it is on a GPU; None: no change."""
     memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
     if memory_format is None:
         return None
@@ -223,12 +230,12 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
 
 
 def unconverted_weights(module: nn.Module) -> int:
-    """Number of convolutions below ``module`` whose weights ``apply`` would change, now or later."""
+    """Number of convolutions in ``module`` whose weights ``apply`` would convert, now or once on a GPU."""
     return sum(_new_format(m) is not None for _, m in convertible_modules(module))
 
 
 def converted_weights(module: nn.Module) -> int:
-    """Number of convolutions below ``module`` whose weights ``apply`` has made channels-last."""
+    """Number of convolutions in ``module`` whose weights ``apply`` has made channels-last."""
     return sum(_STOCK_LAYOUT in vars(m) for m in module.modules())
 
 
@@ -245,8 +252,11 @@ def restore(module: nn.Module) -> None:
 
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
-    """Give all weights of the model that contains ``conv`` their former layout, until the model is moved."""
-    # ``valuerefs`` copies the table in one step, so other threads may add to it meanwhile.
+    """Give all weights of the model that contains ``conv`` their former layout.
+
+    The weights become channels-last again when the model is moved to a GPU.
+    """
+    # ``valuerefs`` copies the table in one step, so other threads may add entries meanwhile.
     entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
     roots = [root for entry in entries if (root := entry._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
@@ -259,23 +269,23 @@ def _unconvert(module: nn.Module) -> None:
         return
     # Goes through all parameters, because parametrizations, pruning and weight_norm rename the weight.
     for weight in (*module.parameters(), _offloaded(module)):
-        # A weight of another shape (a wider one for inpainting, for instance) has replaced the one that was
-        # converted. With the old strides its elements would overlap.
+        # If the shape differs, the converted weight was replaced by another one, for instance by one with
+        # more input channels for inpainting. The old strides do not fit the shape of the new weight.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
-    del vars(module)[_STOCK_LAYOUT]  # last, so that ``restore`` can be called again after an interrupt
+    del vars(module)[_STOCK_LAYOUT]  # this is the last step, so ``restore`` can be repeated after Ctrl-C
 
 
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` the strides ``stride``.
 
-    The weight stays at its address unless it shares its memory with another tensor. So captured CUDA graphs
-    stay usable in ComfyUI, where between two runs the stock strides are restored and the weight is converted
-    again. At no moment does the weight hold wrong values, so Ctrl-C cannot spoil it.
+    The weight stays at its address unless it shares its memory with another tensor. ComfyUI restores the
+    stock strides after a run and converts the weight again before the next: CUDA graphs, which read the
+    address, stay usable. The weight never has wrong values in between, so Ctrl-C cannot spoil it.
     """
     in_place = is_alone(weight)
-    # PyTorch allows writes into an inference tensor only in inference mode. All other weights are handled
-    # outside of it, because a tensor that is made in inference mode becomes an inference tensor.
+    # PyTorch allows writes into an inference tensor only in inference mode. Inference mode must be off for
+    # all other weights, because each tensor that is made in it becomes an inference tensor.
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         own = weight.data
         weight.data = torch.empty_strided(own.shape, stride, dtype=own.dtype, device=own.device).copy_(own)

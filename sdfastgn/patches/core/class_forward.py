@@ -1,8 +1,8 @@
 """Changes the class of a module, and replaces its old bound ``forward`` wherever other code keeps it.
 
-Hooks of accelerate and diffusers, and wrappers of other code, keep the module's bound ``forward`` in order
-to call it. Hooks that are removed leave it in the instance's ``__dict__``. After a change of class, such a
-bound method would still run the old class's code, and a ``super()`` call in that code could fail.
+Hooks of accelerate and diffusers, and wrappers of other code, keep the module's bound method ``forward`` in
+order to call it. A hook that is removed leaves this method in the instance's ``__dict__``. After a change of
+class, the kept method would still run the old class's code, and a ``super()`` call in it could fail.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 __all__ = ["change_class", "class_forward", "has_foreign_forward", "replace_kept"]
 
-# A bound method, or the ``GraphedForward`` that replaces it.
+# A module's bound method ``forward``, or the ``GraphedForward`` that replaces it.
 Forward = Callable[..., Any]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
-# Maximum number of objects that are searched for a kept ``forward``. Hooks and wrappers keep it only a few
-# references away from the module.
+# Maximum number of objects that are searched for a kept ``forward``. The limit does not matter for hooks and
+# wrappers: only a few references lead from the module to the place where they keep it.
 _MAX_OBJECTS = 1000
 
 
@@ -37,14 +37,14 @@ def has_foreign_forward(module: nn.Module) -> bool:
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
-    # The parts of the method are compared, because torch.compile traces this function and cannot trace
-    # ``class_forward``, which creates a method.
+    # ``forward == class_forward(module)`` would be simpler. But torch.compile traces this function, and it
+    # cannot trace ``class_forward``, which creates a method. So the parts of the method are compared.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
     return not (is_own and forward.__self__ is module)
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give ``module`` the class ``cls``, and replace its old bound ``forward`` wherever that is kept."""
+    """Give ``module`` the class ``cls``, and replace its old ``forward`` wherever other code keeps it."""
     old = class_forward(module)
     module.__class__ = cls
     new = class_forward(module)
@@ -53,7 +53,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
-    """Replace ``old``, a bound ``forward``, by ``new`` wherever ``module``, its hooks or wrappers keep it."""
+    """In ``module``, in its hooks and in its wrappers, replace the kept ``forward``, ``old``, by ``new``."""
     attributes = vars(module)
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]

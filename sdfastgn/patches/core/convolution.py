@@ -1,8 +1,9 @@
-"""Calls of convolutions without separate passes for bias, residual and ReLU.
+"""Calls of convolutions without separate passes over the result for bias, residual and ReLU.
 
-Either the next kernel adds the bias, or cuDNN adds bias and residual and applies ReLU before it writes the
-result. Each of these needs a plain ``nn.Conv2d``, and a call on a GPU without gradients. Any other
-convolution, such as a LoRA layer or a hooked one, is called as it is.
+Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
+and applies ReLU before it writes the result (``conv_relu``). Both need a plain ``nn.Conv2d`` or
+``nn.Conv3d``, and a call on a GPU without gradients. Every other convolution, such as a LoRA layer or one
+with hooks, is called as in stock.
 """
 
 from __future__ import annotations
@@ -16,41 +17,47 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
-# Channels in a vector of 16 bytes: cuDNN fuses convolution, bias and ReLU for whole vectors only.
+# cuDNN fuses convolution, bias and ReLU only for multiples of this number of channels, which has 16 bytes.
 _CUDNN_CHANNELS = 8
 
 
 def is_plain_conv(conv: nn.Module) -> bool:
-    """True if a call of ``conv`` runs PyTorch's 2-D convolution and nothing else.
+    """True if a call of ``conv`` runs PyTorch's 2-D or 3-D convolution and nothing else.
 
     ``_conv_forward`` is checked too, because code for seamless tiling replaces it in the instance.
     """
-    return type(conv) is nn.Conv2d and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
+    return type(conv) in (nn.Conv2d, nn.Conv3d) and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
 
 
 def bias_can_move(conv: nn.Module) -> bool:
-    """True if ``conv`` has a bias and is plain, so that the kernel that runs next may add the bias."""
+    """True if ``conv`` is plain and has a bias, so that the next kernel may add the bias instead."""
     return is_plain_conv(conv) and conv.bias is not None
 
 
 def keeps_size(conv: nn.Conv2d) -> bool:
-    """True for a 3 x 3 convolution with stride 1 and one pixel of zeros around the image."""
+    """True for a 3 x 3 convolution with stride 1 and zero padding of one pixel: its output has x's size."""
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
     return sizes == ((3, 3), (1, 1), (1, 1), (1, 1)) and conv.padding_mode == "zeros"
 
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(conv(x) without its bias, the bias) if another kernel may add the bias, else (conv(x), None)."""
+    """(conv(x) without the bias, the bias) if another kernel may add the bias, else (conv(x), None)."""
+    conv = plain_layer(conv)
     if bias_can_move(conv) and dispatch.is_plain_inference(x, (conv.weight, conv.bias)):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
 
 
 def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """``relu(conv(x) + residual)``, in one call of cuDNN if cuDNN can fuse it. None: no residual is added."""
+    """``relu(conv(x) + residual)``, in one call of cuDNN if cuDNN can fuse it.
+
+    ``residual``: a tensor of the result's shape. None if there is nothing to add.
+    """
+    conv = plain_layer(conv)
     is_plain = is_plain_conv(conv) and type(relu) is nn.ReLU and is_unhooked(relu)
     if not (is_plain and _fits_cudnn(conv, x, residual)):
         y = conv(x)
@@ -81,11 +88,12 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
 
 
 def pointwise(conv: Any, x: Tensor) -> Tensor:
-    """conv(x) for x (N, C, H, W), as a matrix product if ``conv`` is 1x1 and x is channels-last.
+    """conv(x) for x (N, C, H, W), computed as a matrix product if ``conv`` is 1x1 and x is channels-last.
 
-    The product adds the bias before it writes the result. In fp32 it stays a convolution: by PyTorch's
-    default convolutions run in TF32, and matrix products in fp32, which is slower.
+    The product is faster because it adds the bias before it writes the result. In fp32 the convolution is
+    called instead: by PyTorch's default convolutions use TF32, and matrix products use fp32, which is slower.
     """
+    conv = plain_layer(conv)
     if not (is_plain_conv(conv) and _is_product(conv, x)):
         return conv(x)
     N, C, H, W = x.shape

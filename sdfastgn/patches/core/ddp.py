@@ -1,8 +1,8 @@
 """Finds models that are wrapped in DistributedDataParallel (DDP): their weights must keep their layout.
 
 DDP keeps gradients in buckets, as views with the strides that the weights had when the model was wrapped. If
-the strides of a weight change later, the averaged values end up at wrong places of its gradient (seen with
-PyTorch 2.13). DDP raises no error then: it only warns that this may be slow.
+the strides of a weight change later, the averaged gradient has its values at wrong places (seen with PyTorch
+2.13). DDP raises no error then: it only warns that different strides may be slow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["is_in_ddp"]
 
 
 def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
-    """True if a DistributedDataParallel that still exists has a parameter of one of the ``roots``."""
+    """True if a DistributedDataParallel that still exists contains a parameter of one of the ``roots``."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     weights = {id(p) for root in roots for p in root.parameters()}
@@ -28,8 +28,8 @@ def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
 
 
 def _is_in_any(weights: set[int]) -> bool:
-    # A model has no reference to its wrapper, so all objects of the process are searched. ``issubclass`` is
-    # used because isinstance would run the code of proxy objects.
+    # A model has no reference to its wrapper, so all objects of the process are searched.
+    # ``isinstance`` would run code of proxy objects, so ``issubclass`` is used.
     kind = nn.parallel.DistributedDataParallel
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), kind)]
     return any(id(p) in weights for wrapper in wrappers for p in wrapper.parameters())

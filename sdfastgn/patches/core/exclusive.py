@@ -2,9 +2,11 @@
 
 ``optimize`` and ``restore`` exchange classes and strides module by module. A call that ran meanwhile would
 use some modules in the old state and some in the new one. So a change waits until running calls are done,
-and new calls wait until the change is done. Outside of changes, calls take no extra time: a change finds
-running calls by the frames of ``nn.Module.__call__`` on the stacks of other threads. During a change, each
-module has a gate in its ``__dict__``, where new calls wait.
+and new calls wait until the change is done.
+
+A change finds running calls by the frames of ``nn.Module.__call__`` on the stacks of other threads. So calls
+need not register, and take no extra time while there is no change. During a change, each module has a gate
+in its ``__dict__``, where new calls wait.
 
 Two kinds of call are not noticed: a ``forward`` that is called directly, and a new call of a module that
 ``module.compile()`` has compiled.
@@ -29,12 +31,13 @@ __all__ = ["one_at_a_time", "undisturbed"]
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.
 _LOOK_EVERY = 0.002
-# The key of a gate in its module's ``__dict__``. ``nn.Module.__call__`` looks this method up in the instance
-# first. A hook cannot be the gate, because fused code runs hooked modules as stock.
+# The key of a gate in its module's ``__dict__``.
+# ``nn.Module.__call__`` calls the method of this name, and finds the gate before the class's method.
+# A hook cannot be the gate: fused code would take it for a hook of the user, and run the module as in stock.
 _GATE = "_call_impl"
-# The code that runs in every call of a module. Only the locals of frames with this code are read. Reading the
-# locals of a frame again drops the values that the first read returned. If such a value were a tensor,
-# freeing it could let other threads run on in the middle of the search.
+# The code object of ``nn.Module.__call__``. Only frames with this code have their locals read.
+# A second read of a frame's locals frees the values that the first read returned.
+# Were one of them a tensor, freeing it could let other threads run on in the middle of the search.
 _CALL = nn.Module.__call__.__code__
 
 one_at_a_time = threading.RLock()  # held during a change of any model
@@ -61,7 +64,7 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
-        # A call that was made inside another call does not wait: the change waits for the outer call to end.
+        # A call inside the call of another module goes on, because the change waits for the outer call.
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()
@@ -70,9 +73,9 @@ class _Gate:
 
 @contextmanager
 def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside this context no other thread runs a module of ``roots``.
+    """A context inside which no other thread runs a module of ``roots``.
 
-    The caller must hold ``one_at_a_time``. If ``undisturbed`` is nested, the inner one does nothing.
+    The caller must hold ``one_at_a_time``. Inside another ``undisturbed`` context it does nothing.
 
     Args:
         call: the name of the public function that makes the change, for the error.
@@ -112,9 +115,12 @@ def _wait_for_others(call: str, change: _Change) -> None:
 
 
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
-    """(thread, module) of a call of a module in a thread that is neither the owner nor waiting; or None."""
+    """(thread, module) for a running call of one of the change's modules; None if there is none.
+
+    Calls in the thread that makes the change, and in threads that wait at a gate, do not count.
+    """
     was_enabled = gc.isenabled()
-    gc.disable()  # a collection would let other threads run on while their frames are read
+    gc.disable()  # a garbage collection could let other threads run while their frames are read
     try:
         for thread, frame in sys._current_frames().items():
             if thread != change.owner and thread not in change.waiting:
@@ -128,13 +134,13 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
 
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
-    """True if the call that has reached the gate was made inside a call of another of ``modules``."""
+    """True if the call that has reached the gate was made inside a call of another one of ``modules``."""
     own_call = sys._getframe(2)  # the frame of the call that has reached the gate
     return _called_module(own_call.f_back, modules) is not None
 
 
 def _called_module(frame: FrameType | None, modules: set[nn.Module]) -> nn.Module | None:
-    """The module in ``modules`` whose call is the outermost among ``frame`` and its callers; None if none."""
+    """The outermost one of ``modules`` that is being called on the stack that ends at ``frame``; or None."""
     found = None
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals["self"] in modules:

@@ -1,6 +1,6 @@
-"""Finds the modules that FSDP shards.
+"""Finds the modules that FSDP shards: their weights must keep their layout.
 
-At each call FSDP gathers their weights in memory of its own, with strides that it chooses.
+At each call FSDP copies their weights into memory that it manages, with strides that it chooses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a fusion is: a rule that claims modules, gives reasons to skip, and has an exact undo."""
+"""Defines a fusion: an object that finds modules it can make faster, changes them, and undoes the change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ __all__ = [
 
 
 class Fusion(Protocol):
-    """One entry of the registry.
+    """One entry of the registry (``registry.py``): how to make one kind of module faster.
 
-    ``undo`` reverts ``apply``. Each of them changes only the given module and, if need be, its children.
+    ``apply`` changes a module, and ``undo`` reverts this exactly. Both change only the given module and, if
+    need be, its children.
     """
 
     @property
@@ -47,7 +48,10 @@ class Fusion(Protocol):
     def is_applied(self, module: nn.Module) -> bool: ...
 
     def reason_to_skip(self, module: nn.Module) -> str | None:
-        """Why ``module``, which is claimed but not fused, cannot be fused, or None. Changes nothing."""
+        """Why ``module`` cannot be fused; None if it can.
+
+        Called if the fusion claims it and it is not fused.
+        """
 
     def apply(self, module: nn.Module) -> None: ...
 
@@ -64,10 +68,10 @@ def _everything(_: Any) -> bool:
 
 @dataclass(frozen=True)
 class ClassSwap:
-    """A fusion that changes the class of one instance to ``fused``, a subclass of ``stock``.
+    """A fusion that changes the class of a module from ``stock`` to ``fused``, a subclass of ``stock``.
 
-    ``fused`` adds no attributes, so undo, deepcopy and pickle need nothing but the class. Other instances
-    of ``stock`` stay as they are.
+    A class swap changes one instance; other instances of ``stock`` stay as they are. ``fused`` adds no
+    attributes, so undo, deepcopy and pickle only have to deal with the class.
 
     Args:
         name: the fusion's name in reports.
@@ -75,11 +79,11 @@ class ClassSwap:
             so they are skipped.
         fused: the subclass that replaces ``stock``. It is defined at the top level of a Python module, where
             pickle finds it.
-        sources: the upstream methods that ``fused`` replaces or relies on. Their installed code must be
-            known.
+        sources: the upstream methods that ``fused`` replaces or relies on. Instances are only fused if the
+            installed code of these methods is a version that was tested.
         check: called with an instance. Returns the reason to skip it, or None.
-        covers: called with an instance. Returns False if its settings make ``stock`` do something that has no
-            fused form. Then the fusion does not claim the instance.
+        covers: called with an instance. Returns False if ``fused`` cannot compute what ``stock`` computes
+            with the instance's settings. Then the fusion does not claim the instance.
         layers: paths of the children that ``fused`` replaces by kernels. If such a child has an adapter,
             ``fused`` calls it as stock does, and the report names the child.
     """
@@ -100,7 +104,7 @@ class ClassSwap:
             return False
         try:
             return self.is_applied(module) or self.covers(module)
-        except AttributeError:  # a subclass's own __init__ need not set the attributes that ``covers`` reads
+        except AttributeError:  # the __init__ of a user's subclass may not set what ``covers`` reads
             return False
 
     def is_applied(self, module: nn.Module) -> bool:
@@ -126,7 +130,7 @@ _stock_of: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
-    """Note that ``fused`` replaces ``stock``, and give ``fused`` the ``__name__`` of ``stock``.
+    """Record that ``fused`` replaces ``stock``, and give ``fused`` the ``__name__`` of ``stock``.
 
     Regional compilation, device maps and LoRA trainers find modules by ``__name__``. Pickle finds the fused
     class by its ``__qualname__``, which is not changed.
@@ -154,10 +158,10 @@ def is_over_fused(module: nn.Module) -> bool:
 
 
 def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
-    """True if the class of ``module`` is one of the classes ``stock``, or is derived from one of them.
+    """True if the class of ``module`` is one of the classes ``stock``, or a user's subclass of one of them.
 
-    But subclasses of diffusers' or ComfyUI's classes that diffusers or ComfyUI define themselves do not
-    count: they belong to other models, and reports do not list them.
+    False for a subclass that diffusers or ComfyUI derived from a class of diffusers or ComfyUI. It belongs to
+    another kind of model, and reports do not list it.
     """
     cls = type(module)
     if cls in stock:
@@ -170,9 +174,9 @@ def _is_upstreams(cls: type) -> bool:
 
 
 def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
-    """The reason to skip ``module`` if its class is derived from one of the classes ``stock``.
+    """Why ``module`` is skipped, if its class is a subclass of one of the classes ``stock``.
 
-    None if its class is one of them, or a fused class.
+    None if its class is one of the classes ``stock``, or a fused class.
     """
     cls = type(module)
     if cls in stock or cls in _stock_of:
@@ -185,15 +189,15 @@ def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
 
 
 def foreign_override(module: nn.Module, *methods: str) -> str | None:
-    """The reason to skip ``module`` if other code replaced its ``forward`` or one of ``methods``; else None.
+    """Why ``module`` is skipped, if other code replaced its ``forward`` or one of ``methods``; else None.
 
-    Only replacements in the ``__dict__`` of the instance are looked for. With another ``forward`` there, the
+    Only replacements in the ``__dict__`` of the instance are looked for. If it has a ``forward``, the
     ``forward`` of the fused class would never run.
 
     Args:
         module: the module.
-        methods: other methods that must not be replaced, because the fused class does not call them, or
-            relies on what they do.
+        methods: names of other methods that must not be replaced either. The fused class would not call the
+            replacement, or relies on what the original method does.
     """
     if has_foreign_forward(module):
         owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
@@ -205,8 +209,8 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
 def is_unhooked(module: nn.Module) -> bool:
     """True if a call of ``module`` runs its class's forward and nothing else.
 
-    Then the module has no hooks, and no ``forward`` of other code in its ``__dict__``. Fused code checks this
-    at each call, because hooks may be added at any time.
+    That is, the module has no hooks, and other code has put no ``forward`` into its ``__dict__``. Fused code
+    checks this at each call, because hooks may be added at any time.
     """
     return not (
         module._forward_hooks
@@ -222,10 +226,10 @@ _ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu
 
 
 def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> str | None:
-    """The name of the activation that ``module`` computes, for the kernels; None if no kernel has it.
+    """The name by which kernels know the activation that ``module`` computes; None if they cannot compute it.
 
-    A subclass of a known activation has no name, because it may compute something else. ``stock``: the class
-    that ``module`` had before it was fused; None if it is not fused.
+    None also for a subclass of a known activation, because it may compute something else. ``stock``: the
+    class that ``module`` had before it was fused; None if it is not fused.
     """
     kind = stock or type(module)
     name = _ACTIVATION_NAMES.get(kind)
@@ -237,8 +241,8 @@ def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> st
 def activation_reason(act: nn.Module, *kinds: type[nn.Module]) -> str | None:
     """Why the activation module ``act`` cannot be fused; None if it can.
 
-    ``kinds``: the classes that the caller can fuse. If it is empty, it can fuse all of the
-    kernels' activations.
+    ``kinds``: the activation classes that the caller can fuse. If it is empty, the caller can fuse every
+    activation that the kernels compute.
     """
     if activation_of(act) is not None and (not kinds or type(act) in kinds):
         return None

@@ -1,6 +1,7 @@
-"""Removes a module's hooks by their functions.
+"""Removes a module's hooks without their handles: it finds them by their functions.
 
-Copies and pickles of a module have its hooks, but the handles that PyTorch returned for them are lost.
+Copies and pickles of a module have its hooks. But the handles that PyTorch returned when the hooks were
+registered belong to the original module.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Entries in a module's ``__dict__`` that belong to this one module, such as a ``forward`` with CUDA graphs.
 
-A shallow copy (``copy.copy``) gets the items of the original's ``__dict__``. If they included such an entry,
+An entry refers to its module. If a shallow copy (``copy.copy``) of the module had the same entry, a call of
 the copy would run the original, and would fail once the original is freed. So shallow copies, and the
-replicas that ``nn.DataParallel`` makes, get no entries: they have stock's methods. A deep copy or pickle gets
-new entries, which belong to the copy.
+replicas that ``nn.DataParallel`` makes, get no entries, and run the methods of their class. A deep copy or a
+pickle gets new entries, which refer to the copy.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def _entries_of(module: nn.Module) -> set[str]:
 
 
 class _State(dict[str, Any]):
-    """The result of a module's ``__getstate__``, for all kinds of copies.
+    """The result of a module's ``__getstate__``: the module's ``__dict__`` without the entries.
 
-    This dict has the items of the module's ``__dict__`` without the entries; shallow copies use it. ``whole``
-    is the ``__dict__`` with the entries; deepcopy and pickle use it.
+    A shallow copy uses this dict. Deepcopy and pickle use ``whole``, which is the ``__dict__`` with the
+    entries.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:
@@ -87,18 +87,18 @@ class _Replicate(InstanceEntry):
         return replica
 
 
-# Name of a method that copies a module -> class of the entry that replaces this method.
+# Name of a method that copying calls -> class of the entry that replaces this method.
 GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
 
 
 def guard(module: nn.Module) -> None:
-    """Keep the entries of ``module`` out of shallow copies and replicas."""
+    """Make sure that shallow copies and replicas of ``module`` get none of its entries."""
     for name, kind in GUARDS.items():
         vars(module).setdefault(name, kind(module))
 
 
 def unguard(module: nn.Module) -> None:
-    """Undo ``guard``, unless ``module`` still has other entries, which need it."""
+    """Undo ``guard``, unless ``module`` still has an entry that copies must not get."""
     entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:

@@ -1,7 +1,7 @@
 """Recognizes two subclasses of ``nn.GroupNorm`` in other projects by the code of their ``forward``.
 
-They cannot be recognized by class: GroupNorm32 is copied from repository to repository, so there are many
-such classes, and timm, which defines GroupNormAct, may not be installed.
+They cannot be recognized by their classes. GroupNorm32 is copied from repository to repository, so each has
+its own class of this name. timm, which defines GroupNormAct, may not be installed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from sdfastgn.patches.core.tested_sources import definition_of, hash_of
 
 __all__ = ["CAST", "NORM_ACT", "kind_of", "known_base"]
 
-# GroupNorm32 of guided-diffusion and Latent Diffusion: casts x to fp32, normalizes, and casts back.
+# GroupNorm32 of guided-diffusion and Latent Diffusion. It casts x to fp32, normalizes, and casts back.
 CAST = "cast"
-# timm's GroupNormAct and GroupNorm1Act: normalizes, then calls ``drop``, then ``act``.
+# timm's GroupNormAct and GroupNorm1Act. They normalize, then call their child ``drop``, then ``act``.
 NORM_ACT = "norm_act"
 
+# Hash of the code of a ``forward`` -> what this code does.
 _KINDS = {
     "38ab40599b7fe8a5": CAST,  # .type(x.dtype)
     "fb6dbc32c2bcda99": CAST,  # .to(x.dtype)
@@ -32,7 +33,7 @@ _hashes: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDic
 
 
 def known_base(cls: type) -> type[nn.Module] | None:
-    """The first class among ``cls`` and its bases that ``kind_of`` knows; None if it knows none of them."""
+    """The first class among ``cls`` and its bases that ``kind_of`` recognizes; None if there is none."""
     if not issubclass(cls, nn.GroupNorm):
         return None
     return next((base for base in cls.__mro__ if kind_of(base) is not None), None)
@@ -47,8 +48,8 @@ def kind_of(cls: type) -> str | None:
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
         return None
     kind = _KINDS.get(_hash(forward))
-    # The hash does not cover the values of global names. While ``_fast_norm`` is off, timm's code uses only
-    # one global name, ``F``. It must be ``torch.nn.functional``.
+    # The hash does not tell which object a global name refers to.
+    # The only global name that timm's code uses while ``_fast_norm`` is off is ``F``, so it is checked here.
     return None if kind == NORM_ACT and forward.__globals__.get("F") is not F else kind
 
 

@@ -1,8 +1,9 @@
-"""Faster calls of linear layers.
+"""Faster calls of linear layers, in two ways.
 
-In a CUDA graph the matrix product runs with the fastest algorithm for its shape. If the input has few rows,
-one kernel computes the activation before the layer, the product and the bias. Each of these needs a plain
-``nn.Linear``, and a call on a GPU without gradients. Any other layer is called as it is.
+While a CUDA graph is captured, ``call_linear`` chooses the fastest algorithm for the layer's matrix product.
+For an input with few rows, ``fused_linear`` computes the activation that precedes the layer, the matrix
+product and the bias in one kernel. Both need a plain ``nn.Linear``, and a call on a GPU without gradients.
+Every other layer is called as in stock.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import is_choosing
 from sdfastgn.kernels.product.op import linear as product
 from sdfastgn.patches.core.fusion import activation_of, is_unhooked
+from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["call_linear", "fused_linear", "is_plain_linear", "linear_of"]
 
@@ -32,14 +34,16 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape."""
-    # ``is_choosing`` is the cheaper check, so it comes first. It is False unless a graph is being made.
+    layer = plain_layer(layer)
+    # ``is_choosing`` is True only while a graph is made. It is checked first, because it is the faster check.
     if is_choosing() and is_plain_linear(layer):
         return product(x, layer.weight, layer.bias)
     return layer(x)
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
-    """``linear(act(x))``, or ``linear(x)`` if act is None. One kernel computes it if ``fused_linear`` can."""
+    """``linear(act(x))``, or ``linear(x)`` if act is None. Runs as one kernel if ``fused_linear`` can."""
+    linear = plain_layer(linear)
     y = fused_linear(linear, act, x)
     if y is None:
         y = linear(x if act is None else act(x))
@@ -49,7 +53,8 @@ def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
 def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
     """``linear(act(x)) + extra_bias`` in one kernel, for x (N, K) and extra_bias (C,).
 
-    None if the kernel cannot compute it: with gradients, with many rows, or for a layer that is not plain.
+    Returns None if the kernel cannot compute this: if gradients are needed, if x has many rows, or if
+    ``linear`` or ``act`` is not a plain layer.
     """
     if (
         torch.compiler.is_compiling()
@@ -58,6 +63,7 @@ def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None
         or not has_few_rows(x.shape[0])
     ):
         return None
+    linear = plain_layer(linear)
     name = "identity" if act is None else activation_of(act)
     if name is None or not (act is None or is_unhooked(act)) or not is_plain_linear(linear):
         return None

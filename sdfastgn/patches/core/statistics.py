@@ -1,17 +1,17 @@
 """Hands the statistics of a tensor from the kernel that writes it to the GroupNorm that reads it.
 
-A block's last sum writes the tensor that the next block normalizes. If this saves time, the sum's kernel also
-computes the tensor's statistics (``statistics/op.py``), and ``store_statistics`` keeps them. The norm that
-gets the same tensor takes them with ``take_statistics``. Producer and norm do not know each other. The norm
-finds valid statistics or none, whatever code runs in between.
+The last operation of a block is a sum, and the next block normalizes its result. If this saves time, the
+sum's kernel also computes the statistics of the result (``statistics/op.py``), and ``store_statistics`` keeps
+them. The GroupNorm that gets this tensor takes them with ``take_statistics``. The two blocks do not know each
+other: if other code runs in between, the norm still finds either valid statistics or none.
 
 Statistics are kept in a table in this file. If they were an attribute of the tensor, deepcopies, pickles and
-``torch.save`` would include them. An entry is dropped when it is taken or when its tensor is freed. It is
-valid while the tensor is the same object at the same address with the same version. PyTorch raises the
-version at every write, also at a write through a view. It does not at a write through ``x.data``, but
-diffusers never writes to the tensors between blocks in this way. Inference tensors have no version, so
-nothing is stored for them. Statistics that were stored before a capture are not valid in the capture: every
-replay would read these old statistics.
+``torch.save`` would include them. An entry of the table is dropped when it is taken or when its tensor is
+freed. An entry is valid while its tensor is the same object at the same address with the same version.
+PyTorch raises a tensor's version at every write, also at a write through a view. A write through ``x.data``
+does not raise it, but diffusers never writes to the tensors between blocks in this way. Inference tensors
+have no version, so nothing is stored for them. Statistics that were stored before a capture are not valid in
+the capture: every replay would read these old statistics.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sdfastgn.kernels.common.layout import is_channels_last, is_dense
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 
-__all__ = ["add", "add_bias", "cat", "emits", "store_statistics", "take_statistics"]
+__all__ = ["add", "add_bias", "as_video", "blend", "cat", "emits", "store_statistics", "take_statistics"]
 
 
 class _Key(weakref.ref[Tensor]):
-    """Weak reference to a tensor that still knows the tensor's id after the tensor was freed."""
+    """Weak reference to a tensor. It still has the tensor's ``id`` after the tensor was freed."""
 
     __slots__ = ("id",)
     id: int
@@ -56,20 +56,21 @@ def _forget(key: _Key) -> None:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...]:
-    """A value that tells whether statistics of ``x`` are still valid: equal values mean that they are.
+    """A value for comparison: statistics of ``x`` are valid while ``_state_of(x)`` is equal to its old value.
 
-    It changes when ``x`` is written or moved, on another stream, and when a capture begins or ends.
+    The value changes when ``x`` is written or moved, when the current stream is another one, and when a
+    capture begins or ends.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
 
 
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
-    """Keep the statistics of ``x`` for the norm that reads ``x``, and return ``x``.
+    """Keep ``statistics`` of ``x`` for the norm that reads ``x``, and return ``x``.
 
     Call it only if ``emits`` is True.
 
-    statistics: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
+    ``statistics``: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
     """
     key = _Key(x, _forget)
     key.id = id(x)
@@ -78,7 +79,7 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """Remove the statistics of ``x`` from the table and return them. None if there are no valid ones."""
+    """Remove the statistics of ``x`` from the table and return them. None if it has no valid statistics."""
     if torch.compiler.is_compiling() or id(x) not in _stored:
         return None
     entry = _stored.pop(id(x), None)
@@ -93,13 +94,14 @@ def emits(C: int, HW: int) -> bool:
 
 
 def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float = 1.0) -> Tensor:
-    """(x + residual + bias) / divisor.
+    """Returns (x + residual + bias) / divisor.
 
     On a GPU, without gradients, one kernel computes the sum, and also its statistics if ``emits`` is True.
 
     Args:
         x, residual: (N, C, *spatial).
-        bias: (C,), the bias of the convolution that made x, if the convolution did not add it; else None.
+        bias: (C,). It is the bias of the convolution that made x. None if the convolution has added it.
+        divisor: number by which the sum is divided.
     """
     if dispatch.is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
         try:
@@ -113,10 +115,52 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
     return total if divisor == 1 else total / divisor
 
 
-def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,) or None. May write to x.
+def blend(
+    x: Tensor, residual: Tensor, bias: Tensor | None, factors: Tensor, *, is_normalized: bool = True
+) -> Tensor:
+    """Returns factors[0] * residual + factors[1] * (x + bias). Each sample has its own two factors.
 
-    On a GPU, without gradients, one kernel computes the sum, and also its statistics if ``emits`` is True.
+    On a GPU, without gradients, one kernel computes the result, and also its statistics if ``emits`` is True.
+
+    Args:
+        x, residual: (N, C, *spatial).
+        bias: (C,). It is the bias of the convolution that made x. None if the convolution has added it.
+        factors: (2, N) fp32, contiguous.
+        is_normalized: False if no norm reads the result, so that no statistics are needed.
+    """
+    is_plain = dispatch.is_plain_inference(x, (residual, bias, factors))
+    if is_plain and _fits(x, bias) and _is_alike(x, residual) and is_dense(x):
+        try:
+            counts = is_normalized and emits(x.shape[1], math.prod(x.shape[2:]))
+            y, statistics = add_kernel(x, residual, bias, 1.0, factors=factors, emits=counts)
+        except dispatch.KernelError:
+            return blend(x, residual, bias, factors)
+        return y if statistics is None else store_statistics(y, statistics)
+    kept, scale = factors.view(2, -1, *[1] * (x.dim() - 1)).to(torch.promote_types(x.dtype, torch.float32))
+    return (kept * residual + scale * _with_bias(x, bias)).to(x.dtype)
+
+
+def as_video(x: Tensor, frames: int) -> Tensor:
+    """Returns x (N * frames, C, H, W) as a view (N, C, frames, H, W). The view is channels-last if x is.
+
+    If there are statistics of x, they are stored for the view.
+    """
+    statistics = take_statistics(x)
+    video = x.unflatten(0, (-1, frames)).transpose(1, 2)
+    if statistics is None:
+        return video
+    # All chunks of a video must have equal sizes, so the chunks of x must divide each frame evenly.
+    _, N, chunks, C = statistics.shape
+    if math.prod(x.shape[2:]) % chunks:
+        return video
+    return store_statistics(video, statistics.view(2, N // frames, frames * chunks, C))
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,), (N, C) or None.
+
+    The sum may be written over x. On a GPU, without gradients, one kernel computes the sum, and also its
+    statistics if ``emits`` is True.
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
@@ -128,11 +172,12 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+    return x if bias is None else x + bias.to(x.dtype).view(*bias.shape, *[1] * (x.dim() - 2))
 
 
 def _fits(x: Tensor, bias: Tensor | None) -> bool:
-    return x.numel() > 0 and (bias is None or (bias.device == x.device and bias.shape == x.shape[1:2]))
+    fits = bias is None or (bias.device == x.device and bias.shape in (x.shape[1:2], x.shape[:2]))
+    return x.numel() > 0 and fits
 
 
 def _is_alike(x: Tensor, y: Tensor) -> bool:
@@ -140,7 +185,7 @@ def _is_alike(x: Tensor, y: Tensor) -> bool:
 
 
 def cat(a: Tensor, b: Tensor) -> Tensor:
-    """torch.cat((a, b), dim=1) of (N, C, *spatial).
+    """Returns ``torch.cat((a, b), dim=1)`` for tensors (N, C, *spatial).
 
     For channels-last tensors on a GPU, without gradients, one kernel copies a and b, and also computes the
     statistics of the result if ``emits`` is True.
@@ -163,9 +208,13 @@ def _join(a: Tensor, b: Tensor) -> bool:
 def _are_channels_last(
     a: tuple[int, ...], a_stride: tuple[int, ...], b: tuple[int, ...], b_stride: tuple[int, ...]
 ) -> bool:
-    """True if tensors with the shapes a and b and these strides are channels-last and not empty.
+    """True if two tensors with these shapes and strides are both channels-last and not empty.
 
-    The answer is cached, because finding it takes as long as a kernel launch.
+    The result is cached, because the check takes as long as a kernel launch.
+
+    Args:
+        a, b: the shapes of the two tensors.
+        a_stride, b_stride: their strides.
     """
     tensors = [torch.empty_strided(*layout, device="meta") for layout in ((a, a_stride), (b, b_stride))]
     return all(is_channels_last(t) and t.numel() > 0 for t in tensors)

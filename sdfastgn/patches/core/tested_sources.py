@@ -1,9 +1,10 @@
 """Checks that the installed code of upstream methods is a version that sdfastgn was tested with.
 
-A fused ``forward`` computes the same as one version of the stock ``forward``. With another version of it, the
-fused ``forward`` could give other pixels. So the installed code of each method is compared with the tested
-versions, and a module whose class has unknown code is skipped with a reason. Each fusion's file names the
-methods that the fusion replaces or relies on. ``tested_sources.json`` has the hashes of the tested versions.
+"Upstream" is diffusers, ComfyUI or PyTorch. A fused ``forward`` computes the same as the versions of the
+stock ``forward`` that it was tested with. If upstream changes the stock ``forward``, the pixels could differ.
+So the installed code of each method is compared with the tested versions, and a module whose class has
+unknown code is skipped with a reason. Each fusion's file names the methods that the fusion replaces or relies
+on. ``tested_sources.json`` has the hashes of the tested versions.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class TestedSource(NamedTuple):
 
 
 def tested(cls: Any, *methods: str) -> TestedSource:
-    """The ``TestedSource`` of ``cls`` and ``methods``, as in ``tested(GEGLU, "__init__", "forward")``.
+    """Makes a ``TestedSource``, as in ``tested(GEGLU, "__init__", "forward")``.
 
-    The fusion is applied only if the installed code of all these methods is known.
+    A fusion with this source is applied only if the installed code of all ``methods`` of ``cls`` is a version
+    that was tested.
     """
     return TestedSource(cls, methods)
 
@@ -64,7 +66,7 @@ def upstream_name(cls: Any) -> str:
 
 @functools.cache
 def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
-    """The content of ``FILE``: ``upstream_name`` -> name of a method -> its tested versions, oldest first.
+    """The content of ``FILE``: name of a class -> name of a method -> its tested versions, oldest first.
 
     A version is a dict with its ``hash`` (as from ``source_hash``) and, if known, ``first_seen``: the first
     release in which this code was seen.
@@ -82,15 +84,15 @@ def is_known(cls: Any, method: str) -> bool:
 # Import name of an upstream package -> its name in messages.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# Function -> its hash. (class, name) cannot be the key, because other code may replace a class's method.
+# Function -> its hash. The key is not (class, name), because other code may replace a method.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
 def source_hash(cls: Any, method: str) -> str | None:
     """The hash of the code of a method or property; None if the code is not upstream's or cannot be read.
 
-    Decorators in upstream's code are part of the hash. For a method that other code has wrapped the result is
-    None, even if ``functools.wraps`` makes the wrapper look like the method.
+    The hash includes the decorators that upstream's code has. If other code has wrapped the method, the
+    result is None, even if ``functools.wraps`` makes the wrapper look like the method.
     """
     function = getattr(cls, method, None)
     if isinstance(function, property):
@@ -104,7 +106,10 @@ def source_hash(cls: Any, method: str) -> str | None:
 
 
 def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of upstream's ``function``, with its decorators; None where ``source_hash`` is None."""
+    """The syntax tree of upstream's ``function``, with its decorators.
+
+    None if the code is not upstream's or cannot be read.
+    """
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
@@ -128,8 +133,8 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 def hash_of(definition: ast.FunctionDef) -> str:
     """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    Layout, comments, docstrings and annotations do not change the hash. It is the same in all versions of
-    Python.
+    Layout, comments, docstrings and annotations do not change the hash. All versions of Python compute the
+    same hash.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
@@ -152,7 +157,7 @@ def _is_docstring(part: Any) -> bool:
 
 
 def _dump(part: Any) -> str:
-    """``ast.dump`` without empty fields, because each version of Python has different empty fields."""
+    """``ast.dump`` without empty fields. Versions of Python differ in which empty fields they have."""
     if isinstance(part, list):
         return f"[{','.join(map(_dump, part))}]"
     if not isinstance(part, ast.AST):
@@ -162,14 +167,14 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # ``__globals__`` names the module in which the function was written. functools.wraps copies
-    # ``__module__``, so in a wrapper it names the module of the wrapped function.
+    # ``__globals__`` gives the name of the module in which ``link`` was defined.
+    # ``__module__`` may give another one: functools.wraps copies it from the wrapped function to the wrapper.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 
 
 def unknown_source(*sources: TestedSource) -> str | None:
-    """The reason to skip a module if a method of ``sources`` has unknown code; else None."""
+    """Why a module is skipped, if a method of ``sources`` has code that was never tested; else None."""
     for cls, methods in sources:
         for method in methods:
             if not is_known(cls, method):

@@ -28,12 +28,15 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.linear import call_linear
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.linear import call_linear, is_plain_linear
+from sdfastgn.patches.core.merged_adapters import plain_layer, stand_in_of
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.video import is_plain_inference
 from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
 
 __all__ = ["FUSION", "FusedAttention"]
@@ -73,6 +76,46 @@ class FusedAttention(Attention):
             h = h + residual
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
 
+    def of_one_token(self, context: Any) -> Tensor | None:
+        """What attention to a single token is: the same vector for each query of a sample, (N, C).
+
+        context: (N, 1, C'). None if the context is another one, or if the call would do anything else.
+        """
+        # The context of an IP-Adapter is a tuple.
+        if not isinstance(context, Tensor) or context.dim() != 3 or context.shape[1] != 1:
+            return None
+        # The softmax of one score is 1, so queries and keys do not matter. Hooks would see a single token.
+        is_plain = is_plain_linear(self.to_q) and is_plain_linear(self.to_k)
+        if not (is_plain and self._runs_in_order(context) and all(map(is_unhooked, self.modules()))):
+            return None
+        return self.to_out[1](call_linear(self.to_out[0], call_linear(self.to_v, context)))[:, 0]
+
+    def runs_over_frames(self, x: Tensor) -> bool:
+        """True if ``over_frames`` computes what a call with the tokens of each pixel does."""
+        return self._runs_in_order(x) and self.cross_attention_dim == self.query_dim
+
+    def over_frames(self, x: Tensor, frames: int) -> Tensor:
+        """Self-attention of each pixel over the frames of its video.
+
+        x (N, frames * pixels, C) -> the same. The tokens are in the order of the frames. Stock needs them in
+        the order of the pixels, and copies them twice. Call it only if ``runs_over_frames(x)`` is True.
+        """
+        query, key, value = self._project(x, None)
+        h = attend_over_frames(query, key, value, frames)
+        return self.to_out[1](call_linear(self.to_out[0], h))
+
+    def _runs_in_order(self, x: Tensor) -> bool:
+        """True if a call with tokens is projections, attention and ``to_out``, without hooks or residual."""
+        return (
+            type(self.processor) is AttnProcessor2_0
+            and is_unhooked(self)
+            and _is_plain_attention(self)
+            and self.group_norm is None
+            and not self.residual_connection
+            and self.rescale_output_factor == 1.0
+            and is_plain_inference(x, dim=3)
+        )
+
     def _runs_fused(self, hidden_states: Tensor, context: Tensor | None, options: dict[str, Any]) -> bool:
         return (
             not torch.compiler.is_compiling()
@@ -87,26 +130,40 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head)."""
         heads = self.heads
+        to_q, to_k, to_v = map(plain_layer, (self.to_q, self.to_k, self.to_v))
         if context is None:
-            together = self._joined(hidden_states, (self.to_q, self.to_k, self.to_v))
+            together = self._joined(hidden_states, (to_q, to_k, to_v))
             if together is not None:
                 return _split(linear(hidden_states, *together), 3 * heads).chunk(3, 1)
             context = hidden_states
-        query = _split(call_linear(self.to_q, hidden_states), heads)
-        together = self._joined(context, (self.to_k, self.to_v))
+        query = _split(call_linear(to_q, hidden_states), heads)
+        together = self._joined(context, (to_k, to_v))
         if together is not None:
             return query, *_split(linear(context, *together), 2 * heads).chunk(2, 1)
-        return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
+        return query, _split(to_k(context), heads), _split(to_v(context), heads)
 
     def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
         """(weight, bias) of one layer that computes all ``linears``; None if each must be called itself."""
         found = plain_parameters(linears)
-        return joined(self, found) if found is not None and is_one_product(x, found) else None
+        if found is None or not is_one_product(x, found):
+            return None
+        # Merged weights of adapters are packed apart from the weights of the layers themselves.
+        return joined(self if linears[-1] is self.to_v else linears[-1], found)
 
     def _pack(self) -> None:
+        pack(self, self._packed_linears())
+
+    def _packed_linears(self) -> tuple[Any, ...]:
         linears = (self.to_q, self.to_k, self.to_v)
         same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
-        pack(self, linears if same else linears[1:])
+        return linears if same else linears[1:]
+
+    def pack_merged(self) -> None:
+        """Put merged weights of adapters side by side. No graph must have been captured with them."""
+        linears = self._packed_linears()
+        merged = [stand_in_of(linear) for linear in linears]
+        if all(layer is not linear for layer, linear in zip(merged, linears, strict=True)):
+            pack(merged[-1], merged)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()`` and similar methods give every parameter new memory. So parameters are packed again."""

@@ -36,7 +36,7 @@ from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 from sdfastgn.patches.fusions.packing import packed
-from sdfastgn.patches.fusions.video import add_up, images_of, is_plain_inference, video_of
+from sdfastgn.patches.fusions.video import add_into, images_of, is_plain_inference, video_of
 
 __all__ = ["FUSIONS"]
 
@@ -180,7 +180,7 @@ class FusedCosmosResnetBlock3d(cosmos.CosmosResnetBlock3d):
             residual, _ = _convolve(self.conv_shortcut, x)
         h = _project(self.conv1, x, self.norm1, has_bias=False)
         h = _project(self.conv2, h, self.norm2, shift=self.conv1.conv_t.bias, has_bias=False)
-        return add_up(h, residual, self.conv2.conv_t.bias)
+        return add_into(h, residual, self.conv2.conv_t.bias)
 
     def _runs_fused(self, x: Tensor) -> bool:
         if (self.dropout.training and self.dropout.p) or not is_unhooked(self.dropout):
@@ -206,10 +206,10 @@ class FusedCosmosUpsample3d(cosmos.CosmosUpsample3d):
         x = laid_out(x, channels_last=True)
         if self.temporal_upsample:
             y, read = _convolve(self.conv1, x, upsample=(2, 1, 1), has_bias=False)
-            x = add_up(y, read, self.conv1.bias)
+            x = add_into(y, read, self.conv1.bias)
         if self.spatial_upsample:
             y, read = _convolve(self.conv2, x, upsample=(1, 2, 2), has_bias=False)
-            x = add_up(y, read, self.conv2.bias)
+            x = add_into(y, read, self.conv2.bias)
         return _convolve(self.conv3, x)[0]
 
 
@@ -272,7 +272,7 @@ class FusedCosmosCausalAttention(cosmos.CosmosCausalAttention):
 
         y = attend(*map(heads, convs[:3])).transpose(1, 2).flatten(2).unflatten(1, x.shape[3:])
         y = laid_out(video_of(y.movedim(-1, 1), x.shape[0]), channels_last=True)
-        return add_up(_convolve(self.to_out[0], y)[0], x, None)
+        return add_into(_convolve(self.to_out[0], y)[0], x, None)
 
 
 # --- wavelets ---------------------------------------------------------------------------------------

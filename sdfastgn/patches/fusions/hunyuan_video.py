@@ -28,44 +28,16 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoResnetBlockCausal3D,
     HunyuanVideoUpsampleCausal3D,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
-from sdfastgn.kernels.common.layout import is_channels_last, laid_out
-from sdfastgn.kernels.pad_frames.op import GroupNorm
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.left_alone import pads_quickly
-from sdfastgn.patches.core.statistics import add, take_statistics
+from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.fusions.video import can_fuse, in_channels_last, is_plain_inference, norm_operands
 from sdfastgn.patches.fusions.wrapped_conv import WRAPPERS, FusedWrapper, convolve, is_plain_wrapper
 
 __all__ = ["FUSIONS"]
-
-
-# --- what may run fused -----------------------------------------------------------------------------
-
-
-def _can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
-    """True if ``act(norm(u))`` is PyTorch's, for u of C channels in the dtype of x."""
-    return (
-        type(norm) in (nn.GroupNorm, FusedGroupNorm)
-        and norm.num_channels == C
-        and (norm.weight is None or norm.weight.dtype == x.dtype)
-        and activation_of(act) is not None
-        and is_unhooked(norm)
-        and is_unhooked(act)
-    )
-
-
-# --- what runs --------------------------------------------------------------------------------------
-
-
-def _norm(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = False) -> GroupNorm:
-    """``act(norm(x))`` as operands of a kernel. ``is_shifted``: a bias is to be added to x first."""
-    statistics = None if is_shifted else take_statistics(x)
-    activation = activation_of(act) or "identity"
-    return GroupNorm(int(norm.num_groups), norm.weight, norm.bias, float(norm.eps), activation, statistics)
 
 
 class FusedHunyuanVideoCausalConv3d(FusedWrapper, HunyuanVideoCausalConv3d):
@@ -93,11 +65,10 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
         x, act = hidden_states, self.nonlinearity
         if not (is_plain_inference(x) and self._runs_fused(x)):
             return super().forward(x)
-        if not is_channels_last(x):
-            x = laid_out(x, channels_last=True)
-        h = convolve(self.conv1, x, norm=_norm(self.norm1, act, x), has_bias=False)
+        x = in_channels_last(x)
+        h = convolve(self.conv1, x, norm=norm_operands(self.norm1, act, x), has_bias=False)
         bias = self.conv1.conv.bias
-        norm = _norm(self.norm2, act, h, is_shifted=True)
+        norm = norm_operands(self.norm2, act, h, is_shifted=True)
         h = convolve(self.conv2, h, shift=bias, norm=norm, has_bias=False)
         residual = x if self.conv_shortcut is None else convolve(self.conv_shortcut, x)
         return add(h, residual, self.conv2.conv.bias)
@@ -113,8 +84,8 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
         C_out = self.conv1.conv.out_channels
         return (
             is_plain_wrapper(self.conv2, x, C_out)
-            and _can_fuse(self.norm1, self.nonlinearity, x, C)
-            and _can_fuse(self.norm2, self.nonlinearity, x, C_out)
+            and can_fuse(self.norm1, self.nonlinearity, x, C)
+            and can_fuse(self.norm2, self.nonlinearity, x, C_out)
         )
 
 
@@ -125,12 +96,12 @@ def _runs_fused(half: Any, x: Tensor) -> bool:
     if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return False
     C = half.conv_norm_out.num_channels
-    return _can_fuse(half.conv_norm_out, half.conv_act, x, C) and is_plain_wrapper(half.conv_out, x, C)
+    return can_fuse(half.conv_norm_out, half.conv_act, x, C) and is_plain_wrapper(half.conv_out, x, C)
 
 
 def _leave(half: Any, x: Tensor) -> Tensor:
     """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
-    return convolve(half.conv_out, x, norm=_norm(half.conv_norm_out, half.conv_act, x)).contiguous()
+    return convolve(half.conv_out, x, norm=norm_operands(half.conv_norm_out, half.conv_act, x)).contiguous()
 
 
 class FusedHunyuanVideoEncoder3D(HunyuanVideoEncoder3D):

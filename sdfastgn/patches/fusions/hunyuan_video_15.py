@@ -34,11 +34,11 @@ from sdfastgn.patches.fusions.packing import means_of, pack_sum, packed, unpack_
 from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
-    add_up,
+    add_into,
+    convolve_padded,
+    is_plain_conv3d,
     is_plain_inference,
-    is_pointwise_3d,
     norm_of,
-    pointwise_3d,
 )
 from sdfastgn.patches.fusions.wrapped_conv import WRAPPERS, FusedWrapper, convolve, is_plain_wrapper
 
@@ -52,6 +52,17 @@ except ImportError:  # a diffusers before HunyuanImage's refiner
     _refiner = None
 
 __all__ = ["FUSIONS"]
+
+
+def _is_pointwise(conv: Any, x: Tensor) -> bool:
+    """True if a call of ``conv`` on x (N, C, T, H, W) is PyTorch's 1x1x1 convolution, in the dtype of x."""
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
+    return sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1) and is_plain_conv3d(conv, x, x.shape[1])
+
+
+def _pointwise(conv: Any, x: Tensor) -> Tensor:
+    """conv(x), channels-last, for x channels-last, if ``_is_pointwise(conv, x)``."""
+    return convolve_padded(conv, x, conv.bias, emits=False)
 
 
 # Each of these stands before a stock class among the bases of a fused class.
@@ -68,8 +79,8 @@ class _FusedResnetBlock(nn.Module):
         x = laid_out(x, channels_last=True)
         h = convolve(self.conv1, x, norm=norms[0], has_bias=False)
         h = convolve(self.conv2, h, shift=self.conv1.conv.bias, norm=norms[1], has_bias=False)
-        residual = x if self.conv_shortcut is None else pointwise_3d(self.conv_shortcut, x)
-        return add_up(h, residual, self.conv2.conv.bias)
+        residual = x if self.conv_shortcut is None else _pointwise(self.conv_shortcut, x)
+        return add_into(h, residual, self.conv2.conv.bias)
 
     def _norms(self: Any, x: Tensor) -> tuple[Norm, Norm] | None:
         """The two norms with their activations; None if stock's forward has to run."""
@@ -77,7 +88,7 @@ class _FusedResnetBlock(nn.Module):
             return None
         if not is_plain_wrapper(self.conv2, x, self.conv1.conv.out_channels):
             return None
-        if not (self.conv_shortcut is None or is_pointwise_3d(self.conv_shortcut, x)):
+        if not (self.conv_shortcut is None or _is_pointwise(self.conv_shortcut, x)):
             return None
         first, second = (norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
         return None if first is None or second is None else (first, second)
@@ -90,7 +101,7 @@ class _FusedAttention(nn.Module):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         layers = self.to_q, self.to_k, self.to_v, self.proj_out
-        if not (is_plain_inference(x) and all(is_pointwise_3d(layer, x) for layer in layers)):
+        if not (is_plain_inference(x) and all(_is_pointwise(layer, x) for layer in layers)):
             return super().forward(x)
         norm = norm_of(self.norm, None, x)
         if norm is None:
@@ -98,7 +109,7 @@ class _FusedAttention(nn.Module):
         x = laid_out(x, channels_last=True)
         normed = channel_norm(x, *norm[:5])
         # (N, 1, T H W, C)
-        q, k, v = (pointwise_3d(layer, normed).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3])
+        q, k, v = (_pointwise(layer, normed).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3])
         if self.sees == "all":
             y = attend(q, k, v)
         else:
@@ -106,7 +117,7 @@ class _FusedAttention(nn.Module):
             ends = range(image, q.shape[2] + 1, image)
             y = torch.cat([attend(q[:, :, e - image : e], k[:, :, :e], v[:, :, :e]) for e in ends], 2)
         y = y[:, 0].unflatten(1, x.shape[2:]).movedim(-1, 1)
-        return add_up(pointwise_3d(self.proj_out, y), x, None)
+        return add_into(_pointwise(self.proj_out, y), x, None)
 
 
 class _FusedUpsample(nn.Module):

@@ -31,7 +31,7 @@ from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import Cell, cells_of
-from sdfastgn.patches.fusions.video import add_up, is_plain_inference
+from sdfastgn.patches.fusions.video import add_into, in_channels_last, is_plain_inference
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_ltx2 as ltx2
@@ -124,7 +124,7 @@ def _convolve(
     if inner.padding_mode != "zeros":
         where["border"], padding = padding[1:], (0, 0, 0)
     sizes = inner.kernel_size, inner.stride, inner.groups
-    frames = x if is_channels_last(x) else laid_out(x, channels_last=True)
+    frames = in_channels_last(x)
     if norm is not None or shift is not None or more or where.get("border", (0, 0)) != (0, 0):
         frames, _ = pad_frames(frames, shift=shift, norm=norm, **where)
     if sizes == ((1, 1, 1), (1, 1, 1), 1) and x.dtype in (torch.float16, torch.bfloat16):
@@ -197,7 +197,7 @@ class _FusedResnetBlock(nn.Module):
             residual = self.norm3(x.movedim(1, -1)).movedim(-1, 1)
         if self.conv_shortcut is not None:
             residual = self.conv_shortcut(residual)
-        return add_up(h, laid_out(residual, channels_last=True), bias)
+        return add_into(h, laid_out(residual, channels_last=True), bias)
 
     def _with_noise(self: Any, h: Tensor, scale: Tensor, generator: Any) -> Tensor:
         noise = torch.randn(h.shape[-2:], generator=generator, device=h.device, dtype=h.dtype)[None]

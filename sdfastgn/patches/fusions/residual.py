@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import bias_can_move
 from sdfastgn.patches.core.linear import fused_linear, linear_of
+from sdfastgn.patches.core.merged_adapters import plain_layer
 from sdfastgn.patches.fusions.group_norm import can_fuse, fused_norm_act, norm_act
 
 __all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
@@ -59,6 +60,7 @@ def conv_norm_act(
         embedding: the time embedding.
     """
     N, scales = h.shape[0], embedding.scales
+    conv = plain_layer(conv)
     fuses = can_fuse(norm, act)
     # cuDNN adds a bias in a separate pass; the norm's kernel adds it at no cost.
     bias = conv.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(conv) else None

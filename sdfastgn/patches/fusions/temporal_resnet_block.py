@@ -1,20 +1,31 @@
-"""Stable Video Diffusion's residual blocks of 5-D tensors: fuses both norms with their activations.
+"""Stable Video Diffusion's residual blocks: of time, and of frames and time.
 
-The time embedding is added in a separate pass. The norm's kernel could add it only if it were one number for
-each sample and channel, but here it differs from frame to frame.
+``TemporalResnetBlock`` has 5-D tensors. Both norms are fused with their activations. The time embedding
+differs from frame to frame, so the norm's kernel cannot add it. One pass adds it together with the first
+convolution's bias, and computes the statistics of the norm that follows.
+
+``SpatioTemporalResBlock`` runs a ``ResnetBlock2D``, then a ``TemporalResnetBlock``, and mixes both results.
+The second result is the first one plus what the last convolution computes. So one pass adds this
+convolution's result with its factor and bias. It also computes the statistics of the next block's norm.
 """
 
 from __future__ import annotations
 
-from diffusers.models.resnet import TemporalResnetBlock
+import torch
+from diffusers.models.resnet import SpatioTemporalResBlock, TemporalResnetBlock
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.convolution import conv_without_bias
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.linear import fused_linear
+from sdfastgn.patches.core.statistics import add_bias, as_video, blend
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.alpha_blender import SOURCE, factors_of, is_plain_blender
 from sdfastgn.patches.fusions.group_norm import norm_act
+from sdfastgn.patches.fusions.video import is_plain_inference
 
-__all__ = ["FUSION", "FusedTemporalResnetBlock"]
+__all__ = ["FUSION", "SPATIO_TEMPORAL", "FusedSpatioTemporalResBlock", "FusedTemporalResnetBlock"]
 
 
 class FusedTemporalResnetBlock(TemporalResnetBlock):
@@ -26,11 +37,67 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
         if not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb)
-        h = self.conv1(norm_act(self.norm1, self.nonlinearity, input_tensor))
-        if self.time_emb_proj is not None:
-            h = h + self.time_emb_proj(self.nonlinearity(temb)).transpose(1, 2)[..., None, None]
-        h = self.conv2(self.dropout(norm_act(self.norm2, self.nonlinearity, h)))
+        if is_plain_inference(input_tensor):
+            h, bias = self.before_sum(input_tensor, temb)
+            h = add_bias(h, bias)
+        else:
+            h = self.conv1(norm_act(self.norm1, self.nonlinearity, input_tensor))
+            if self.time_emb_proj is not None:
+                h = h + self.time_emb_proj(self.nonlinearity(temb)).transpose(1, 2)[..., None, None]
+            h = self.conv2(self.dropout(norm_act(self.norm2, self.nonlinearity, h)))
         return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + h
+
+    def before_sum(self, x: Tensor, temb: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(h, bias): h + bias is the result without the input. bias is None if h has it already.
+
+        x, temb: as in ``forward``. It may be called only if ``is_plain_inference(x)`` is True.
+        """
+        frames = x.shape[2]
+        h, bias = conv_without_bias(self.conv1, norm_act(self.norm1, self.nonlinearity, x))
+        h = h.transpose(1, 2).flatten(0, 1)
+        if self.time_emb_proj is not None and temb is not None:
+            shift = fused_linear(self.time_emb_proj, self.nonlinearity, temb.flatten(0, 1))
+            if shift is None:
+                shift = self.time_emb_proj(self.nonlinearity(temb)).flatten(0, 1)
+            bias = shift if bias is None else shift + bias
+        h = as_video(add_bias(h, bias), frames)
+        h = norm_act(self.norm2, self.nonlinearity, h)
+        return conv_without_bias(self.conv2, self.dropout(h))
+
+
+class FusedSpatioTemporalResBlock(SpatioTemporalResBlock):
+    """``SpatioTemporalResBlock`` whose mix and last sum are one pass.
+
+    hidden_states (N * F, C, H, W) for F frames, temb (N * F, temb_channels) or None, image_only_indicator
+    (N, F) -> (N * F, C_out, H, W).
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        temb: Tensor | None = None,
+        image_only_indicator: Tensor | None = None,
+    ) -> Tensor:
+        if not self._runs_fused(hidden_states) or image_only_indicator is None:
+            return super().forward(hidden_states, temb, image_only_indicator)
+        frames = image_only_indicator.shape[-1]
+        x = self.spatial_res_block(hidden_states, temb)
+        if temb is not None:
+            temb = temb.unflatten(0, (-1, frames))
+        h, bias = self.temporal_res_block.before_sum(as_video(x, frames), temb)
+        # spatial * x + temporal * (x + h + bias)
+        spatial, temporal = factors_of(self.time_mixer, image_only_indicator, x)
+        return blend(h.transpose(1, 2).flatten(0, 1), x, bias, torch.stack((spatial + temporal, temporal)))
+
+    def _runs_fused(self, hidden_states: Tensor) -> bool:
+        block = self.temporal_res_block
+        return (
+            is_plain_inference(hidden_states, dim=4)
+            and type(block) is FusedTemporalResnetBlock
+            and is_unhooked(block)
+            and block.conv_shortcut is None
+            and is_plain_blender(self.time_mixer)
+        )
 
 
 FUSION = ClassSwap(
@@ -38,5 +105,11 @@ FUSION = ClassSwap(
     TemporalResnetBlock,
     FusedTemporalResnetBlock,
     sources=(tested(TemporalResnetBlock, "__init__", "forward"),),
-    layers=("norm1", "norm2"),
+    layers=("norm1", "conv1", "time_emb_proj", "norm2", "conv2"),
+)
+SPATIO_TEMPORAL = ClassSwap(
+    "spatio_temporal_res_block",
+    SpatioTemporalResBlock,
+    FusedSpatioTemporalResBlock,
+    sources=(tested(SpatioTemporalResBlock, "__init__", "forward"), SOURCE),
 )

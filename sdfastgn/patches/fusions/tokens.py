@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.geglu.op import geglu
+from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
 from sdfastgn.patches.core.fusion import is_unhooked
 from sdfastgn.patches.core.linear import is_plain_linear
+from sdfastgn.patches.core.merged_adapters import plain_layer
 
-__all__ = ["add_feed_forward", "add_norm", "linear_geglu", "norm"]
+__all__ = ["add_feed_forward", "add_norm", "grouped_norm", "is_plain_norm", "linear_geglu", "norm"]
 
 # In training a norm runs in the kernel only if its input has at least this many elements. For fewer elements
 # the kernel saves less time on the GPU than it costs on the CPU: its autograd node is written in Python and
@@ -24,6 +26,7 @@ _TRAINING_ELEMENTS = 2**24
 
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     """``a * gelu(b)``, where (a, b) are the halves of ``layer(x)``. GELU's kernel adds the layer's bias."""
+    layer = plain_layer(layer)
     if is_plain_linear(layer):
         return geglu(linear(x, layer.weight), layer.bias)
     return geglu(layer(x))
@@ -52,17 +55,51 @@ def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return layer(total), total
 
 
-def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor) -> Tensor:
+def is_plain_norm(layer: Any) -> bool:
+    """True if ``layer`` is a LayerNorm, and a call of it does nothing else."""
+    return type(layer) is nn.LayerNorm and is_unhooked(layer)
+
+
+def grouped_norm(
+    layer: Any, x: Tensor, groups: Groups, residual: Tensor | None = None, *, total_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``grouped_layer_norm`` with a LayerNorm ``layer`` for which ``is_plain_norm`` is True."""
+    weight, bias = layer.weight, layer.bias
+    return grouped_layer_norm(x, weight, bias, layer.eps, groups, residual=residual, total_bias=total_bias)
+
+
+def add_feed_forward(
+    ff: Any,
+    layers: list[Any] | None,
+    layer: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    groups: Groups | None = None,
+) -> Tensor:
     """total + ff(layer(total)), where total is x + residual and ``layer`` is a LayerNorm.
 
-    layers: the layers that ``ff`` calls one after the other; None if ``ff`` does anything else.
+    Args:
+        ff: the feed-forward network.
+        layers: the layers that ``ff`` calls one after the other; None if ``ff`` does anything else.
+        layer: the norm before it.
+        x, residual: (N, tokens, C). residual may be None if there are ``groups``.
+        groups: None, or vectors that belong to the total too. Then ``is_plain_norm(layer)`` must be True.
     """
+    if layers is not None:
+        layers = [*layers[:-1], plain_layer(layers[-1])]
     if not _adds_in_product(layers, layer, x, residual):
-        h, total = add_norm(layer, x, residual)
+        if groups is not None:
+            h, total = grouped_norm(layer, x, groups, residual)
+        else:
+            h, total = add_norm(layer, x, residual)  # type: ignore[arg-type]
         return ff(h) + total
     *others, last = layers
     # ``total`` is a new tensor that only this function has. So it may be written in place below.
-    h, total = add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps, total_bias=last.bias)
+    if groups is not None:
+        h, total = grouped_norm(layer, x, groups, residual, total_bias=last.bias)
+    else:
+        norm_of_sum = layer.weight, layer.bias, layer.eps
+        h, total = add_layer_norm(x, residual, *norm_of_sum, total_bias=last.bias)  # type: ignore[arg-type]
     for module in others:
         h = module(h)
     # Because of a hook or a replaced layer, h may have another dtype or shape than usual. Then the sum must
@@ -74,7 +111,7 @@ def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, r
 
 
 def _adds_in_product(
-    layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor
+    layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor | None
 ) -> TypeGuard[list[Any]]:
     """True if the last of ``layers`` is a plain linear layer whose matrix product may add to the sum."""
     if layers is None:
@@ -83,8 +120,8 @@ def _adds_in_product(
     return (
         is_plain_linear(last)
         and _can_fuse(layer, x)
-        and x.shape == residual.shape
-        and x.dtype is residual.dtype is last.weight.dtype
+        and (residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype))
+        and x.dtype is last.weight.dtype
         and last.out_features == x.shape[-1]
         and not torch.is_autocast_enabled(x.device.type)
         and dispatch.is_plain_inference(x, (residual, layer.weight, layer.bias, last.weight, last.bias))

@@ -9,6 +9,10 @@ On a GPU, without gradients, the last add has no kernel of its own. The feed-for
 adds its result to the sum in place. The bias of this last layer is already in the sum: the kernel of (add,
 norm3) has added it (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in stock.
 
+If the context is a single token, as in Stable Video Diffusion, ``attn2`` adds the same vector to each token
+of a sample, whatever the queries are. Then norm2, the queries and the attention are left out, and the kernel
+of (add, norm3) adds this vector.
+
 Under a compiler diffusers' own forward runs, because the compiler makes the same kernel, and also includes
 the division by ``rescale_output_factor``.
 """
@@ -23,11 +27,13 @@ from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.layer_norm.grouped import Groups
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, norm
+from sdfastgn.patches.fusions.attention import FusedAttention
+from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, is_plain_norm, norm
 
-__all__ = ["FUSION", "FusedBasicTransformerBlock"]
+__all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
 
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):
@@ -66,6 +72,10 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             attention_mask=attention_mask,
             **options,
         )
+        vector = None if options else self._vector(encoder_hidden_states, encoder_attention_mask)
+        if vector is not None:
+            groups = Groups(h.shape[1], added=vector)
+            return add_feed_forward(self.ff, layers_of(self.ff), self.norm3, h, hidden_states, groups)
         if self.attn2 is not None:
             h, hidden_states = add_norm(self.norm2, h, hidden_states)
             h = self.attn2(
@@ -74,7 +84,13 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 attention_mask=encoder_attention_mask,
                 **options,
             )
-        return add_feed_forward(self.ff, _layers_of(self.ff), self.norm3, h, hidden_states)
+        return add_feed_forward(self.ff, layers_of(self.ff), self.norm3, h, hidden_states)
+
+    def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """(N, dim), what ``attn2`` adds to each token if the context is a single token; else None."""
+        if mask is not None or not isinstance(self.attn2, FusedAttention):
+            return None
+        return self.attn2.of_one_token(context) if all(map(is_plain_norm, (self.norm2, self.norm3))) else None
 
     def _runs_fused(self, hidden_states: Tensor, options: dict[str, Any]) -> bool:
         return not (
@@ -107,7 +123,7 @@ def _has_layer_norms(block: Any) -> bool:
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 
-def _layers_of(ff: Any) -> list[Any] | None:
+def layers_of(ff: Any) -> list[Any] | None:
     """The layers that ``ff`` calls one after the other; None if ``ff`` does anything else."""
     is_known = type(ff) is FeedForward and is_unhooked(ff) and type(ff.net) is nn.ModuleList
     return list(ff.net) if is_known else None

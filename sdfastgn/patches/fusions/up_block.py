@@ -20,7 +20,7 @@ from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.statistics import cat
 from sdfastgn.patches.core.tested_sources import tested
 
-__all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock2D"]
+__all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock2D", "runs_fused", "upsample"]
 
 
 class FusedUpBlock2D(UpBlock2D):
@@ -39,14 +39,14 @@ class FusedUpBlock2D(UpBlock2D):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if args or kwargs or not _runs_fused(self, hidden_states, res_hidden_states_tuple):
+        if args or kwargs or not runs_fused(self, hidden_states, res_hidden_states_tuple):
             return super().forward(
                 hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs
             )
         for i, resnet in enumerate(self.resnets, 1):
             hidden_states = cat(hidden_states, res_hidden_states_tuple[-i])
             hidden_states = resnet(hidden_states, temb)
-        return _upsample(self, hidden_states, upsample_size)
+        return upsample(self, hidden_states, upsample_size)
 
 
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
@@ -74,7 +74,7 @@ class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
             "encoder_attention_mask": encoder_attention_mask,
         }
         is_deprecated = (cross_attention_kwargs or {}).get("scale") is not None
-        if is_deprecated or not _runs_fused(self, hidden_states, res_hidden_states_tuple):
+        if is_deprecated or not runs_fused(self, hidden_states, res_hidden_states_tuple):
             return super().forward(
                 hidden_states, res_hidden_states_tuple, temb, upsample_size=upsample_size, **attention
             )
@@ -82,10 +82,10 @@ class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
             hidden_states = cat(hidden_states, res_hidden_states_tuple[-i])
             hidden_states = resnet(hidden_states, temb)
             hidden_states = attn(hidden_states, **attention, return_dict=False)[0]
-        return _upsample(self, hidden_states, upsample_size)
+        return upsample(self, hidden_states, upsample_size)
 
 
-def _runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bool:
+def runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bool:
     return (
         dispatch.is_plain_inference(hidden_states, tuple(skips))
         and not (block.gradient_checkpointing and torch.is_grad_enabled())
@@ -93,7 +93,7 @@ def _runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> b
     )
 
 
-def _upsample(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
+def upsample(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
     for upsampler in block.upsamplers or ():
         hidden_states = upsampler(hidden_states, size)
     return hidden_states

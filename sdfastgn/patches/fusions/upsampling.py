@@ -20,6 +20,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv, keeps_size
+from sdfastgn.patches.core.merged_adapters import plain_layer
 from sdfastgn.patches.core.statistics import add_bias, emits, store_statistics
 
 __all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
@@ -27,6 +28,7 @@ __all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
 
 def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
     """``conv(upsampled x)``, where x (N, C, H, W), channels-last, is upsampled by two (nearest neighbor)."""
+    conv = plain_layer(conv)
     if not convolves_at_low_resolution(conv, x):
         return add_bias(*conv_without_bias(conv, upsample_nearest_2x(x)))
     if not emits(conv.out_channels, 4 * math.prod(x.shape[2:])):

@@ -1,4 +1,4 @@
-"""What the fusions of autoencoders for video share."""
+"""What the fusions of models for video share: checks of layers, and how norms and convolutions run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.channel_norm.op import channel_norm
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
-from sdfastgn.kernels.pad_frames.op import Norm
+from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.patches.core.fusion import activation_of, is_unhooked
+from sdfastgn.patches.core.statistics import add_bias, take_statistics
+from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = [
     "NORMS",
     "FusedRMSNorm",
-    "add_up",
+    "add_into",
+    "can_fuse",
+    "convolve_padded",
+    "convolve_windows",
     "images_of",
+    "in_channels_last",
+    "is_faster_in_2d",
+    "is_plain_conv3d",
     "is_plain_inference",
-    "is_pointwise_3d",
     "norm_of",
-    "pointwise_3d",
+    "norm_operands",
     "video_of",
 ]
 
@@ -34,21 +41,113 @@ NORMS: set[type[nn.Module]] = set()
 _EPS = 1e-12
 
 
-def is_plain_inference(x: Tensor, rank: int = 5) -> bool:
-    """True if kernels take x, which has this rank, and there is no gradient, compiler, trace, mode or
-    autocast.
+def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
+    """True if kernels take x, and there is no gradient, compiler, trace, mode or autocast.
+
+    ``dim``: the rank that x must have: 5 for videos (N, C, T, H, W), 4 for their frames (N * T, C, H, W).
     """
     return (
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and dispatch.is_untraced(x, ())
-        and (x.dim(), x.numel() > 0) == (rank, True)
+        and (x.dim(), x.numel() > 0) == (dim, True)
         and dispatch.has_kernels(x)
         and not torch.is_autocast_enabled(x.device.type)
     )
 
 
-# --- RMSNorm over the channels ------------------------------------------------------------------------
+# --- convolutions -------------------------------------------------------------------------------------
+
+
+def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
+    """True if a 2-D convolution of windows of frames is faster than ``conv``, a 3-D convolution.
+
+    So it is on Hopper for channels that are a multiple of 32 but not of 64, such as the 96 of Wan's largest
+    frames. For these cuDNN's 3-D convolutions run code of the GPU generation before.
+    """
+    return (
+        gpu.is_hopper(x.device)
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and x.shape[1] % 64 == 32
+        and conv.out_channels % 32 == 0
+        and (conv.kernel_size[0] > 1, conv.stride[0], conv.dilation[0], conv.groups) == (True, 1, 1, 1)
+    )
+
+
+def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
+    """``conv`` of frames, computed as a 2-D convolution.
+
+    Args:
+        conv: a 3-D convolution of C channels with stride and dilation 1 along time and one group.
+        windows: (N, k C, T, H, W), channels-last: for each frame of the result the k frames that ``conv``
+            reads, as ``pad_frames`` writes them.
+        bias: (C_out,) or None.
+        padding: zeros above and below, left and right of each frame.
+
+    Returns:
+        (N, C_out, T, H', W'), channels-last.
+    """
+    # (C_out, k C, height, width), channels-last as cuDNN wants it.
+    weight = conv.weight.permute(0, 3, 4, 2, 1).flatten(3).contiguous().movedim(-1, 1)
+    images = windows.movedim(2, 1).flatten(0, 1)
+    y = F.conv2d(images, weight, bias, conv.stride[1:], padding, conv.dilation[1:])
+    return y.unflatten(0, (windows.shape[0], -1)).movedim(2, 1)
+
+
+def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:
+    """True if a call of ``conv``, of the class ``kind``, on C channels is PyTorch's convolution and nothing
+    else, in the dtype and on the device of x.
+    """
+    return (
+        type(conv) is kind
+        and is_unhooked(conv)
+        and "_conv_forward" not in vars(conv)
+        and (conv.padding_mode, type(conv.padding), conv.in_channels) == ("zeros", tuple, C)
+        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
+    )
+
+
+def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None, *, emits: bool = True) -> Tensor:
+    """``conv(frames)``, channels-last, without padding. A 1x1x1 convolution is a matrix product.
+
+    Args:
+        conv: a convolution, for which ``is_plain_conv3d`` is true.
+        frames: (N, C, T, H, W), channels-last.
+        bias: the bias of ``conv``, or None if the next kernel adds it.
+        emits: True: a GroupNorm reads the result next, so the statistics of the sum with the bias are stored
+            where that saves time.
+    """
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
+    is_product = sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1)
+    # In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32, matrix products do not.
+    if is_product and frames.dtype in (torch.float16, torch.bfloat16):
+        return linear(frames.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
+    where = conv.stride, conv.padding, conv.dilation, conv.groups
+    # Convolutions of a CPU may return another layout.
+    y = in_channels_last(F.conv3d(frames, conv.weight, None if emits else bias, *where))
+    return add_bias(y, bias) if emits else y
+
+
+# --- norms --------------------------------------------------------------------------------------------
+
+
+def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
+    """True if ``act(norm(u))`` is PyTorch's, for u of C channels in the dtype of x."""
+    return (
+        type(norm) in (nn.GroupNorm, FusedGroupNorm)
+        and norm.num_channels == C
+        and (norm.weight is None or norm.weight.dtype == x.dtype)
+        and activation_of(act) is not None
+        and is_unhooked(norm)
+        and is_unhooked(act)
+    )
+
+
+def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = False) -> GroupNorm:
+    """``act(norm(x))`` as operands of a kernel. ``is_shifted``: a bias is to be added to x first."""
+    statistics = None if is_shifted else take_statistics(x)
+    activation = activation_of(act) or "identity"
+    return GroupNorm(int(norm.num_groups), norm.weight, norm.bias, float(norm.eps), activation, statistics)
 
 
 def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
@@ -76,10 +175,15 @@ class FusedRMSNorm(nn.Module):
         return super().forward(x) if norm is None else channel_norm(x, *norm[:5])
 
 
-# --- sums, layouts and products -----------------------------------------------------------------------
+# --- sums and layouts ---------------------------------------------------------------------------------
 
 
-def add_up(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
+def in_channels_last(x: Tensor) -> Tensor:
+    """x itself if it is channels-last, so that its stored statistics are found; else a channels-last copy."""
+    return x if is_channels_last(x) else laid_out(x, channels_last=True)
+
+
+def add_into(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
     """y + bias + residual for y (N, C, T, H, W), which is written to."""
     if (
         dispatch.is_plain_inference(y, (residual, bias))
@@ -102,28 +206,3 @@ def images_of(x: Tensor) -> Tensor:
 def video_of(images: Tensor, N: int) -> Tensor:
     """(N T, C, H, W) -> (N, C, T, H, W), a view."""
     return images.unflatten(0, (N, -1)).movedim(2, 1)
-
-
-def is_pointwise_3d(conv: Any, x: Tensor) -> bool:
-    """True if a call of ``conv`` on x (N, C, T, H, W) is PyTorch's 1x1x1 convolution, in the dtype of x."""
-    sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups, conv.in_channels
-    return (
-        type(conv) is nn.Conv3d
-        and sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1, x.shape[1])
-        and is_unhooked(conv)
-        and "_conv_forward" not in vars(conv)
-        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
-    )
-
-
-def pointwise_3d(conv: Any, x: Tensor) -> Tensor:
-    """conv(x), channels-last, for x (N, C, T, H, W), channels-last, if ``is_pointwise_3d(conv, x)``.
-
-    It is a matrix product. In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32,
-    and matrix products in fp32, which is slower.
-    """
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return linear(x.movedim(1, -1), conv.weight.flatten(1), conv.bias).movedim(-1, 1)
-    y = F.conv3d(x, conv.weight, conv.bias)
-    # Convolutions of a CPU may return another layout.
-    return y if is_channels_last(y) else laid_out(y, channels_last=True)

@@ -10,6 +10,8 @@ Further differences:
 
 - The frame of a first chunk, or of an image, has only zeros before it. So its convolution is 2-D, with the
   last third of the weight.
+- Where that is faster, the convolution of more frames is 2-D too: the three frames that it reads stand side
+  by side as channels (``is_faster_in_2d``).
 - conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
 - Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``).
 - A 1x1x1 convolution is a matrix product. Stock pads its input by nothing, which is a copy.
@@ -42,8 +44,10 @@ from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
 from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
-    add_up,
+    add_into,
+    convolve_windows,
     images_of,
+    is_faster_in_2d,
     is_plain_inference,
     norm_of,
     video_of,
@@ -125,9 +129,12 @@ def _convolve(
         if keep:
             kept = frames.clone() if frames is x else frames
     elif norm is not None or shift is not None or front:
+        window = taps[0] if front == taps[0] - 1 and is_faster_in_2d(conv, x) else 1
         frames, kept = pad_frames(
-            frames, cache if front else None, front=front, keep=keep, shift=shift, norm=norm
+            frames, cache if front else None, front=front, keep=keep, shift=shift, norm=norm, window=window
         )
+        if window > 1:
+            return convolve_windows(conv, frames, bias, (h, w)), kept
     if is_product and x.dtype in (torch.float16, torch.bfloat16):
         return linear(frames.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1), kept
     if is_alone:
@@ -186,7 +193,7 @@ class _FusedResidualBlock(nn.Module):
             residual, _ = _convolve(self.conv_shortcut, x)
         y = _step(self.conv1, x, feat_cache, feat_idx, norm=norms[0], has_bias=False)
         y = _step(self.conv2, y, feat_cache, feat_idx, norm=norms[1], shift=self.conv1.bias, has_bias=False)
-        return add_up(y, residual, self.conv2.bias)
+        return add_into(y, residual, self.conv2.bias)
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
         """The two norms with their activations; None if stock's forward has to run."""

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sdfastgn.kernels.common.layout import is_channels_last, laid_out
+from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
-from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import is_unhooked
-from sdfastgn.patches.core.statistics import add_bias
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.fusions.video import (
+    convolve_padded,
+    in_channels_last,
+    is_plain_conv3d,
+    is_plain_inference,
+)
 
 __all__ = ["WRAPPERS", "FusedWrapper", "convolve", "is_plain_wrapper"]
 
@@ -32,15 +33,7 @@ def is_plain_wrapper(conv: Any, x: Tensor, C: int) -> bool:
     """
     if type(conv) not in WRAPPERS or not is_unhooked(conv):
         return False
-    inner = conv.conv
-    return (
-        type(inner) is nn.Conv3d
-        and is_unhooked(inner)
-        and "_conv_forward" not in vars(inner)
-        and (inner.padding_mode, type(inner.padding), inner.in_channels) == ("zeros", tuple, C)
-        and (inner.weight.dtype, inner.weight.device) == (x.dtype, x.device)
-        and conv.pad_mode in _MODES
-    )
+    return is_plain_conv3d(conv.conv, x, C) and conv.pad_mode in _MODES
 
 
 def convolve(
@@ -62,22 +55,12 @@ def convolve(
         has_bias: False: the bias of ``conv`` is left to the next kernel.
         emits: True: a GroupNorm reads the result next, so its statistics are stored where that saves time.
     """
-    inner = conv.conv
-    bias = inner.bias if has_bias else None
     w, _, h, _, front, _ = conv.time_causal_padding
-    sizes = inner.kernel_size, inner.stride, inner.padding, inner.groups
-    is_product = sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1) and x.dtype in (torch.float16, torch.bfloat16)
-    frames = x if is_channels_last(x) else laid_out(x, channels_last=True)
+    frames = in_channels_last(x)
     if norm is not None or shift is not None or upsample != (1, 1, 1) or w or h or front:
-        padding: Any = {"front": front, "border": (h, w), "mode": _MODES[conv.pad_mode]}
-        frames, _ = pad_frames(frames, shift=shift, norm=norm, upsample=upsample, **padding)
-    if is_product:
-        return linear(frames.movedim(1, -1), inner.weight.flatten(1), bias).movedim(-1, 1)
-    where = inner.stride, inner.padding, inner.dilation, inner.groups
-    y = F.conv3d(frames, inner.weight, None if emits else bias, *where)
-    # Convolutions of a CPU may return another layout.
-    y = y if is_channels_last(y) else laid_out(y, channels_last=True)
-    return add_bias(y, bias) if emits else y
+        where: Any = {"front": front, "border": (h, w), "mode": _MODES[conv.pad_mode]}
+        frames, _ = pad_frames(frames, shift=shift, norm=norm, upsample=upsample, **where)
+    return convolve_padded(conv.conv, frames, conv.conv.bias if has_bias else None, emits=emits)
 
 
 class FusedWrapper(nn.Module):

@@ -1,4 +1,7 @@
-"""Separates the tensors in a call's arguments from everything else, and makes the key of the call's graph."""
+"""Separates the tensors in a call's arguments from all other values, and makes a key of the call.
+
+Calls with equal keys can share a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ _CONTAINERS = (list, tuple, dict)
 
 _INITIAL_ORDER = tuple(sdp_priority_order())
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# The orders of attention backends that PyTorch chooses by itself, without the user. On some GPUs it moves
-# cuDNN to the front at the first call of attention.
+# The orders of attention backends that PyTorch may have before a user changes the order.
+# On some GPUs PyTorch moves cuDNN to the front at the first call of attention.
 _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
 
 
@@ -41,22 +44,23 @@ class Unsupported(Exception):  # noqa: N818  # not an error: the call runs witho
 class Number(NamedTuple):
     """Describes an argument that may be a number, such as a timestep.
 
-    The model would turn the number into a 0-d tensor. A graph gets this tensor instead of the number, so one
-    graph serves all values. ``position``: index of the argument if it is positional.
+    The model's forward would turn the number into a 0-d tensor. A graph gets such a tensor instead of the
+    number, so one graph serves all numbers. ``position``: index of the argument if it is positional.
+    ``float_dtype``: dtype of the tensor if the number is a float.
     """
 
     position: int
-    float_dtype: torch.dtype  # dtype of the tensor that a float becomes
+    float_dtype: torch.dtype
 
 
 class _Slot(NamedTuple):
-    """Stands for a tensor that was taken out of the arguments. ``place``: its index in ``Call.tensors``."""
+    """Takes the place of a tensor in the arguments. ``place``: the tensor's index in ``Call.tensors``."""
 
     place: int
 
 
 class _Spec(NamedTuple):
-    """Describes a tensor: two tensors with equal specs can be arguments of the same graph."""
+    """Describes a tensor. Tensors with equal descriptions can be arguments of the same graph."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -75,8 +79,8 @@ class Call:
     Attributes:
         key: hashable. Calls with equal keys can share a graph: their arguments have the same structure,
             shapes, strides, dtypes, device and plain values.
-        tensors: the tensors, in the order in which they occur in the arguments. For an argument in
-            ``numbers``, the number if it is one.
+        tensors: the tensors, in the order in which they occur in the arguments. An argument that ``numbers``
+            names may be a number here.
         device: the device of all tensors.
 
     Raises Unsupported for tensors on several devices, and for objects other than tensors, plain values,
@@ -103,7 +107,7 @@ class Call:
         self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
 
     def buffers(self) -> list[Tensor]:
-        """A new tensor of the same shape, strides and dtype for each of ``tensors``. Values are undefined."""
+        """New uninitialized tensors with the shapes, strides and dtypes of ``tensors``."""
         return [_like(spec, self.device) for spec in self._specs]
 
     def fill(self, buffers: list[Tensor]) -> None:
@@ -119,19 +123,25 @@ class Call:
             copy_each(targets, sources)
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """(args, kwargs) of the call in new lists, tuples and dicts, with ``buffers`` instead of tensors."""
+        """(args, kwargs) of the call, with ``buffers`` instead of its tensors. Lists and dicts are new."""
         return [_fill_in(p, buffers) for p in self._args], {
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
-        """``value`` with a ``_Slot`` instead of each tensor. Appends a description of it to ``tokens``."""
+        """Returns ``value`` with a ``_Slot`` in place of each tensor. Appends its description to ``tokens``.
+
+        Args:
+            value: an argument, or a part of an argument.
+            tokens: the descriptions of all arguments, from which the key is made.
+            path: name of the argument, for errors.
+            number: says how to treat ``value`` if it may be a number.
+        """
         kind = type(value)
         if number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
-                # ``item`` need not wait for the GPU, because this tensor is on the CPU.
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            if kind in (int, float):  # it becomes a tensor of the same dtype as in diffusers' forward
+            if kind in (int, float):  # the number becomes a tensor of the dtype that diffusers' forward uses
                 dtype = torch.int64 if kind is int else number.float_dtype
                 spec = _Spec((), (), dtype)
                 return self._slot(value if dtype.is_floating_point else int(value), spec, tokens)
@@ -168,7 +178,7 @@ class Call:
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:
     if spec.is_lazy:
         raise Unsupported("a tensor is a lazy conjugate or negative")
-    # An expanded dimension (stride 0) has one element in memory.
+    # A dimension of stride 0 (an expanded one) has only one element in memory.
     once = [1 if stride == 0 else n for n, stride in zip(spec.shape, spec.stride, strict=True)]
     return torch.empty_strided(once, spec.stride, dtype=spec.dtype, device=device).expand(spec.shape)
 
@@ -194,7 +204,7 @@ def _fill_in(part: Any, buffers: list[Tensor]) -> Any:
 
 
 def global_state(device: torch.device) -> tuple[Any, ...]:
-    """The state of PyTorch's global switches that decide which kernels a call runs or what it returns."""
+    """The values of PyTorch's global settings that change which kernels a call runs or what it returns."""
     kind = device.type
     return (
         torch.is_inference_mode_enabled(),
@@ -209,8 +219,8 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
 def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with each tensor t in it replaced by ``fn(t)``, in new containers.
 
-    Raises Unsupported if anything in ``value`` is of another class than tensors, plain values, lists, tuples,
-    dicts and outputs of diffusers.
+    Raises Unsupported if ``value`` contains anything but tensors, plain values, lists, tuples, dicts and
+    outputs of diffusers.
     """
     kind = type(value)
     if isinstance(value, Tensor):
@@ -233,7 +243,7 @@ def static_copy(output: Any) -> Any:
 
 
 def clone_of(output: Any) -> Any:
-    """``output`` with copies of its tensors, so that no later call overwrites them.
+    """``output`` with copies of its tensors, which no later replay overwrites.
 
     A tensor that occurs twice is copied once. Raises Unsupported if ``output`` contains an object of an
     unknown class.
@@ -249,9 +259,10 @@ def clone_of(output: Any) -> Any:
 
 
 def structure_of(*values: Any) -> Any:
-    """``values`` as nested lists: a list for each list, tuple or dict, and the id of every other object.
+    """Returns ``values`` as nested lists, with the id of each object that is no list, tuple or dict.
 
-    If the results before and after a call are equal, the call has changed no list or dict in ``values``.
+    If the result after a call equals the result before it, the call has changed no list or dict in
+    ``values``.
     """
     return [
         structure_of(*(v.items() if isinstance(v, dict) else v))
@@ -262,7 +273,7 @@ def structure_of(*values: Any) -> Any:
 
 
 def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """(container, its content) for each list, dict and tuple in ``values``, including nested ones."""
+    """(container, content) for each list, dict and tuple in ``values``, also for nested ones."""
     found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     todo = list(values)
     while todo:
@@ -274,7 +285,7 @@ def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Give lists and dicts, in place, the content that ``contents_of`` recorded."""
+    """Give each list and dict, in place, the content that ``contents_of`` has recorded of it."""
     for value, content in containers:
         if type(value) is list:
             value[:] = content

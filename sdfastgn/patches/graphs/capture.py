@@ -1,4 +1,4 @@
-"""Captures one call of a module as a graph. ``CudaBackend`` is the part that talks to CUDA."""
+"""Captures one call of a module as a CUDA graph. Only ``CudaBackend`` in this file calls CUDA."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after
+from sdfastgn.patches.core.merged_adapters import frozen
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, static_copy, structure_of
 from sdfastgn.patches.graphs.watch import Watch
 
@@ -23,7 +24,7 @@ __all__ = ["Backend", "CudaBackend", "Graph", "Handle", "backend_of", "capture_c
 
 
 class Handle(Protocol):
-    """A captured call. ``output`` is what the forward returned. Each ``replay`` writes new values into it."""
+    """A captured call. ``output`` is the forward's result; each ``replay`` writes new values into it."""
 
     output: Any
 
@@ -31,10 +32,11 @@ class Handle(Protocol):
 
 
 class Backend(Protocol):
-    """Captures and replays graphs on one device. Tests use another backend, for the CPU.
+    """Captures and replays graphs on one device. ``CudaBackend`` is for GPUs; tests have one for the CPU.
 
-    All graphs of a device share one memory pool, so only one graph may run at a time. ``lock`` ensures this
-    between threads, and ``ordered`` between streams of the GPU.
+    All graphs of a device share one memory pool, so only one of them may run at a time. Each thread holds
+    ``lock`` while it starts a graph. On the GPU, ``ordered`` makes each graph wait for the end of the
+    previous graph, even if this runs on another stream.
     """
 
     lock: Any
@@ -43,7 +45,7 @@ class Backend(Protocol):
         """True if other code is capturing the current stream."""
 
     def allocating(self) -> AbstractContextManager[Any]:
-        """A context in which memory for a graph's inputs is allocated."""
+        """A context for allocating a graph's inputs. No other work gets their memory while the graph runs."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
         """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
@@ -52,13 +54,16 @@ class Backend(Protocol):
         """Capture a call of ``fn``. If this fails, raise the error and leave the device as it was."""
 
     def ordered(self) -> AbstractContextManager[Any]:
-        """A context whose GPU work waits for the GPU work of all earlier such contexts, on any stream."""
+        """A context whose GPU work starts after the GPU work of all earlier ``ordered`` contexts is done."""
 
     def wait(self) -> None:
-        """Block until the GPU work of all ``ordered`` contexts is done. After that graphs may be dropped."""
+        """Block until the GPU work of all ``ordered`` contexts is done. Then graphs may be dropped."""
 
     def memory(self) -> int:
-        """Size in bytes of the memory pool that the graphs share."""
+        """Size in bytes of the memory pool that the graphs share; 0 if PyTorch does not report it."""
+
+    def has_room(self) -> bool:
+        """True if at least as much memory is free as the graphs take, for models that run without graphs."""
 
 
 class Graph:
@@ -84,22 +89,23 @@ def capture_call(
         module: the module whose forward is captured.
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
-        watch_of_now: returns a Watch over the present state of ``module``. It is called just before the
-            capture.
-        is_warm: True if this thread has made a call of this kind before. Then kernels are compiled and cuDNN
-            has chosen its algorithms. If False, the forward runs once before the capture.
+        watch_of_now: returns a ``Watch`` that records the present state of ``module``. It is called just
+            before the capture.
+        is_warm: True if this thread has made a call of this kind before, so that kernels are compiled and
+            cuDNN has chosen its algorithms. If False, the forward runs once before the capture to do this.
 
     Raises:
         Unsupported: with the reason, if the capture fails, or if the forward changes the model, its tensors
-            or its arguments. A replay would not repeat changes made in Python, and would repeat all writes.
+            or its arguments. A replay would leave out changes that Python code makes, and would repeat writes
+            into tensors.
     """
     buffers = _buffers_of(call, backend)
 
     def run() -> Any:
         args, kwargs = call.rebuild(buffers)
         before = structure_of(args, kwargs)
-        # The forward runs outside of inference mode, because inference tensors do not count writes. The
-        # caller gets copies of the outputs, which are made in the caller's mode.
+        # Inference mode is turned off here, because inference tensors do not count writes. A caller in
+        # inference mode still gets inference tensors, because outputs are copied in the mode of the caller.
         with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
             output = type(module).forward(module, *args, **kwargs)
         if structure_of(args, kwargs) != before:
@@ -113,20 +119,20 @@ def capture_call(
     versions, writes = [buffer._version for buffer in buffers], watch.writes()
     graph = None
     try:
-        with backend.ordered():
+        with backend.ordered(), frozen():
             graph = Graph(buffers, backend.capture(run))
     except Unsupported:
         raise
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # A capture without a warm-up may fail if, since the earlier call, the model has changed or a tensor has
-    # another alignment. So it is tried once more, with a warm-up.
+    # ``graph`` is None if a capture without a warm-up failed. Since the earlier call the model may have
+    # changed, or a tensor's alignment. So the capture is tried once more, with a warm-up.
     if graph is None:
         return capture_call(module, call, backend, watch_of_now, is_warm=False)
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
-    if watch.writes() != writes:  # every replay would repeat the write, even if its result is discarded
+    if watch.writes() != writes:  # a replay would repeat these writes, even if its result is discarded
         raise Unsupported("its forward writes into its own tensors")
     if versions != [buffer._version for buffer in buffers]:
         raise Unsupported("its forward writes into its arguments")
@@ -152,7 +158,10 @@ def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Inside this context autocast keeps no cast weights: they are freed later, but replays read them."""
+    """A context in which autocast does not cache weights that it has cast to another dtype.
+
+    The end of autocast frees the cache, but replays would still read the cached weights.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -189,9 +198,9 @@ class CudaBackend:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # PyTorch's allocator reuses freed memory only for work on the stream where it was allocated. This
-        # stream runs nothing but captures. So if a graph is dropped while it still runs, nothing overwrites
-        # the graph's inputs.
+        # A graph may be dropped while the GPU still runs it. Then no other work may get the memory of its
+        # inputs. PyTorch's allocator reuses freed memory only on the stream where it was allocated, so the
+        # inputs are allocated on a stream that runs nothing but captures.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -204,14 +213,12 @@ class CudaBackend:
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()
-        # This list keeps the other graphs alive during the capture, because the allocator refuses a pool
-        # whose graphs have all been freed.
+        # The allocator refuses a pool without graphs, so this list keeps the graphs alive during the capture.
         others = list(self._alive)
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool
-        # The pool cannot use the memory that eager calls left in the allocator's cache. So the cache is
-        # emptied first.
+        # The pool cannot use memory in the allocator's cache, so the cache is emptied before the capture.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -232,18 +239,18 @@ class CudaBackend:
             graph.capture_end()
         except RuntimeError:
             # CUDA has invalidated the capture, for example because of a synchronization. Then PyTorch's
-            # ``capture_end`` stops halfway, and the allocator still believes that a capture is running. It
-            # would never empty its cache again, and would add no other graph to this pool.
+            # ``capture_end`` stops halfway, and the allocator still believes that a capture is running. In
+            # this state it never empties its cache, and adds no graph to this pool. ``end_pool`` ends it.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # ``capture_end`` had told the allocator already; the graph releases its pool itself
+                return  # the allocator knows already that the capture has ended; the graph frees its pool
             # The graph is kept alive, because the allocator of pinned memory has a callback that reads it.
             self._broken.append(graph)
             self._free_generator()
 
     def _free_generator(self) -> None:
-        # PyTorch's default generator may also believe that a capture is running, and would then refuse to
-        # draw. The end of a small successful capture resets it.
+        # After a failed capture PyTorch's default generator may also believe that the capture is running,
+        # and then refuses to draw. The end of a small capture that succeeds corrects this.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
         torch.zeros(1, device=self._device)
@@ -263,11 +270,18 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
+        if torch.cuda.get_allocator_backend() != "native":
+            return 0  # ComfyUI's default, cudaMallocAsync, raises an error if it is asked for a snapshot
         with self.lock:  # no other thread may add a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
         )
+
+    def has_room(self) -> bool:
+        # ``capture`` has emptied the allocator's cache, so nearly all memory that is not in use is free.
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free >= self.memory()
 
 
 _backends: dict[torch.device, CudaBackend] = {}
@@ -275,10 +289,11 @@ _backends_lock = threading.Lock()
 
 
 def _free_locks() -> None:
-    """Make new locks in a forked process, where the threads that could release the old locks do not exist.
+    """Make new locks in a forked process.
 
-    CUDA cannot be used in a forked process. Thanks to the new locks a call does not hang, but raises CUDA's
-    error about this.
+    If a thread held an old lock during the fork, this lock would never be released: the thread does not exist
+    in the forked process, so a call there would hang. CUDA cannot be used in a forked process. With new locks
+    a call raises CUDA's error about this.
     """
     global _backends_lock
     _backends_lock = threading.Lock()
@@ -290,7 +305,7 @@ os.register_at_fork(after_in_child=_free_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:
-    """The one backend of ``device``, made at the first call; None if ``device`` has no CUDA graphs."""
+    """The backend of ``device``, made at the first call; None if ``device`` has no CUDA graphs."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     backend = _backends.get(device)

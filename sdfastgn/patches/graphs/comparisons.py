@@ -1,12 +1,13 @@
-"""Classes with which a ``Watch`` records the state of a model, and later compares the model with the record.
+"""Classes with which a ``Watch`` records the state of a model, and later finds out whether it has changed.
 
-Each class records one kind of state:
+Each class is for one kind of state, and has these methods:
 
-- ``add`` takes a piece of the model and its name;
-- ``freeze`` stores the present values of all pieces;
-- ``same`` compares all pieces with these values at once, with loops that run in C. It runs at each call;
-- ``difference`` compares the pieces one by one, in Python. It returns a sentence on the first difference, or
-  None if there is none. It runs only after a change.
+- ``add`` registers a part of the model, such as a dict or a tensor, and a name for messages;
+- ``freeze`` records the present values of all registered parts;
+- ``same`` is True if all parts still have the recorded values. It runs at each call of the model, so its
+  loops run in C;
+- ``difference`` returns a sentence that describes the first change, or None if there is none. It runs only
+  after ``same`` was False.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _version_of = operator.attrgetter("_version")
 _content_of = operator.attrgetter("cell_contents")
 _END = object()
 
-# Number of significant decimal digits of a float that are shown: fp32 has no more.
+# Number of significant decimal digits in which floats are shown: more would exceed the precision of fp32.
 _FLOAT_DIGITS = 6
 
 
@@ -61,7 +62,7 @@ class Types:
 
 
 class _Containers:
-    """Base class: compares the items of containers. The items of all containers are kept in one list."""
+    """Base class: keeps the items of several containers in one list, to compare them later."""
 
     def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
         self._is_same = is_same
@@ -73,8 +74,8 @@ class _Containers:
 
         Args:
             items: an iterable of the container's items.
-            place: the container's place, for ``difference``. None if another comparison describes a change of
-                this container.
+            place: says where the container is, for the sentence of ``difference``. None if another object of
+                this file describes changes of this container.
         """
         self._items.append(items)
         self._places.append(place)
@@ -82,8 +83,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container between the two lines above. Then it is unknown which
-        # of the kept items belong to which container.
+        # False if another thread changed a container between the two lines above.
+        # Then ``difference`` does not know the container of each item.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -119,8 +120,8 @@ class Identities(_Containers):
         self._kept.append(_END)
 
     def same(self) -> bool:
-        # ``map`` stops at the end of the shorter side. Both sides end with _END, so that an additional or
-        # missing item is noticed all the same.
+        # ``map`` stops at the end of the shorter side, and would miss items that were added or removed at
+        # the end. So both sides get _END as their last item.
         now = chain(chain.from_iterable(self._items), (_END,))
         return all(map(operator.is_, now, self._kept))
 
@@ -140,7 +141,7 @@ class Attributes:
 
     Args:
         inert: names of attributes that may change.
-        plain_dicts: names of attributes whose values are always of the class dict itself, no subclass of it.
+        plain_dicts: names of attributes whose values are always plain dicts, never of a subclass of dict.
     """
 
     def __init__(self, inert: Collection[str], plain_dicts: Collection[str]) -> None:
@@ -150,7 +151,8 @@ class Attributes:
         self._places: list[Place] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
-        # The ``__dict__`` of each module that has dicts as attributes, and the function that returns these.
+        # ``_holders``: the ``__dict__`` of each module that has dicts as attributes.
+        # ``_dict_getters``: for each holder, a function that returns these attributes.
         self._holders: list[dict[str, Any]] = []
         self._dict_getters: list[Callable[[Any], Any]] = []
 
@@ -160,7 +162,7 @@ class Attributes:
         self._places.append(place)
         self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
         names = [key for key in keys if isinstance(attributes[key], dict) and key not in self._plain_dicts]
-        if names:  # the first name is given twice, because itemgetter returns no tuple for a single name
+        if names:  # the first name is passed twice: with only one name, itemgetter would return no tuple
             self._holders.append(attributes)
             self._dict_getters.append(operator.itemgetter(names[0], *names))
 
@@ -171,12 +173,10 @@ class Attributes:
 
     def same(self) -> bool:
         return (
-            # A dict of a user's class may be equal to the old one and yet return other values. So the classes
-            # of dicts are compared too.
+            # Classes of dicts are compared too: equal dicts of different classes may behave differently.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # ``map`` makes one tuple at a time. Making a list of two thousand tuples would start the garbage
-            # collector.
+            # A list of all these tuples would start the garbage collector. ``map`` frees each tuple at once.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
 
@@ -244,8 +244,8 @@ class _Tensors:
 class Memory(_Tensors):
     """Checks that tensors stay at their addresses.
 
-    The tensors' memory is not kept alive, so that a model that moves to another device can free it. New
-    memory may then get the same address. So weak references to the storages are checked too.
+    Old memory is not kept alive, so that a model that moves to another device can free it. Then new memory
+    may get the old address. So ``same`` also checks, with weak references, that the old storages still exist.
     """
 
     def freeze(self) -> None:
@@ -290,7 +290,7 @@ def _rounded(value: Any) -> Any:
 
 
 class Writes(_Tensors):
-    """Checks that nothing has been written into tensors on the CPU, by the number of writes."""
+    """Checks that nothing was written into tensors on the CPU. PyTorch counts the writes in ``_version``."""
 
     def freeze(self) -> None:
         self._versions = list(map(_version_of, self.tensors))

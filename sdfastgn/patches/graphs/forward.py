@@ -1,15 +1,14 @@
-"""A module's ``forward`` with CUDA graphs: it replays a graph, captures one, or runs eagerly.
+"""A module's ``forward`` with CUDA graphs: each call replays a graph, captures one, or runs eagerly.
 
-Each step of a call has its own file:
+A call takes these steps, each in its own file:
 
-1. Describe the call: ``arguments.py`` makes a key of the arguments, and ``models.py`` says when there can be
-   no graph.
-2. If ``store.py`` has a graph for the key and all weights are still at the addresses that the graph reads,
-   start the graph. While the GPU runs it, ``watch.py`` compares the model with its state at the capture. If
-   the model has changed, the result is discarded and the graphs are dropped.
-3. Without a graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that draws
-   random numbers is refused (``random_numbers.py``).
-4. Every other call runs eagerly, and its reason is counted for the report.
+1. ``models.py`` says whether the model can run as a graph, and ``arguments.py`` makes a key of the arguments.
+2. If ``store.py`` has a graph for the key, and all weights are still at the addresses that the graph reads,
+   the graph is started. While the GPU runs it, ``watch.py`` compares the model with its state at the capture.
+   If the model has changed, the result is discarded and the graphs are dropped.
+3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
+   draws random numbers is not captured (``random_numbers.py``).
+4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,9 +27,11 @@ from torch import nn
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
+from sdfastgn.patches.core.merged_adapters import Survey, scaled
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
 from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
-from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
+from sdfastgn.patches.graphs.lora_scale import LoraScale
+from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now, takes_gigabytes
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
@@ -38,38 +39,65 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["GraphedForward", "all_living"]
 
-# Maximum number of reasons that are counted separately. More occur only if each call has another reason.
+# Maximum number of reasons that are counted separately. All further reasons are counted as "other reasons".
 _MAX_REASONS = 64
 
-# id -> ``GraphedForward``, for all that exist. When memory is short, all of them drop their graphs. They are
-# not all found through modules: if another library wraps a ``GraphedForward``, the module has the wrapper.
+# id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, each of them drops
+# its graphs. A search through the modules would miss some: if another library wraps a ``GraphedForward``,
+# the module's ``__dict__`` has the wrapper.
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
 
 def all_living() -> list[GraphedForward]:
-    """All that exist in the process."""
-    # ``valuerefs`` copies the dict in one step. A loop over the dict itself would fail if another thread
-    # added an entry during the loop.
+    """All ``GraphedForward`` objects that exist in the process."""
+    # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
+class _Outdated(Exception):  # noqa: N818  # not an error: the call begins anew
+    """Raised if the model has changed since a ``_Current`` was made."""
+
+
+class _Current(NamedTuple):
+    """One call, with what was found out about it and about the present state of the module.
+
+    ``key``: its kind. ``survey``: the module's layers with merged weights of adapters. ``scale``: the factor
+    of all adapters that is among the arguments.
+    """
+
+    module: nn.Module
+    call: Call
+    backend: Backend
+    key: Any
+    survey: Survey
+    scale: LoraScale
+
+    def refresh(self) -> bool:
+        """Bring the merged weights up to date. False if they cannot be, as ``Survey.refresh`` says."""
+        with self.backend.ordered():
+            return self.survey.refresh(self.scale.factor)
+
+
 class GraphedForward(InstanceEntry):
-    """Replaces the ``forward`` of one module. In a copy or pickle of the module it begins without graphs.
+    """Replaces the ``forward`` of one module, and runs its calls as CUDA graphs where it can.
+
+    A copy or pickle of the module gets a new ``GraphedForward`` without graphs.
 
     Args:
         module: the module.
-        mode: ``"auto"`` captures the second call of a kind, True the first. False makes all calls eager.
-        backend: what captures and replays. None stands for the backend of the arguments' device. Tests pass
-            another one.
-        stands_over_own: True if the module's ``__dict__`` already had an entry "forward", the class's own
-            method. Then the entry gets this method again when this object is removed.
+        mode: ``"auto"``: the second call of a kind is captured. True: the first call of a kind is captured.
+            False: all calls run eagerly. Calls are of one kind if one graph serves them all.
+        backend: the object that captures and replays. None: the backend of the device of the arguments.
+            Tests pass a backend for the CPU.
+        stands_over_own: True if the module's ``__dict__`` had an entry "forward" before: the method of the
+            module's own class. Then removing this object restores that entry.
 
     Attributes:
         eager: reason -> number of calls that ran eagerly for this reason.
     """
 
-    # There is no __dict__, because functools.update_wrapper, which accelerate's hooks use, would copy its
-    # items into the wrapper.
+    # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
+    # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = ("_backend", "_policy", "_store", "eager", "mode", "stands_over_own")
 
     def __init__(
@@ -100,7 +128,7 @@ class GraphedForward(InstanceEntry):
         """The ``forward`` of the module's class. ``inspect.signature`` reads the parameters from it."""
         return class_forward(self.module)
 
-    # The next three attributes are those of a bound method. torch.export reads them.
+    # A bound method has the next three attributes. torch.export reads them.
 
     @property
     def __self__(self) -> nn.Module:
@@ -149,7 +177,12 @@ class GraphedForward(InstanceEntry):
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
         try:
-            return self._by_graph(module, args, kwargs)
+            try:
+                return self._by_graph(module, args, kwargs)
+            except _Outdated:
+                return self._by_graph(module, args, kwargs)
+        except _Outdated:
+            reason = "another thread changes it"
         except Unsupported as error:
             reason = str(error)
         except torch.OutOfMemoryError:
@@ -161,11 +194,11 @@ class GraphedForward(InstanceEntry):
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
-            # A call that succeeds in the stock model must not fail because graphs take memory. So it is tried
-            # again if dropping graphs has freed memory.
+            # A call that succeeds in the stock model must not fail because graphs take memory.
+            # So graphs are dropped, and if there were any, the call is repeated below.
             if not _give_memory_back():
                 raise
-        refill(containers)  # the failed call may have changed them: diffusers' UNet pops from a caller's list
+        refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
         return type(module).forward(module, *args, **kwargs)
 
     def clear(self) -> int:
@@ -178,19 +211,25 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def pool_bytes(self) -> dict[int, int]:
-        """{id of the backend: size of its memory pool in bytes}; empty without graphs.
+        """{id of the backend: size of its memory pool in bytes}; empty if there are no graphs.
 
-        All modules on one device share one pool. By the id, callers count a shared pool only once.
+        All modules on one device share one backend and one pool. The id lets callers count it only once. A
+        size is 0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
         """
         backend = self._store.backend
         return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
 
     def _by_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the call, from a graph. Raises Unsupported with the reason if it must run eagerly."""
+        """Run the call as a graph and return its result.
+
+        Raises Unsupported, with the reason, if the call must run eagerly.
+        """
         reason = "they are turned off" if self.mode is False else reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
-        call = Call(args, kwargs, numbers_of(module) or {})
+        survey = self._store.survey or Survey(module)
+        scale = LoraScale(module, kwargs, survey)
+        call = Call(args, scale.kwargs, numbers_of(module) or {})
         backend = self._backend or backend_of(call.device)  # type: ignore[arg-type]
         if backend is None:
             raise Unsupported(f"there are no graphs on {call.device}")
@@ -199,41 +238,46 @@ class GraphedForward(InstanceEntry):
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
         store = self._store
         if backend is not store.backend:
-            # ``clear`` takes the lock of the old backend, so the lock of the new one is taken only after it.
-            # Otherwise, if two models exchanged their devices, two threads could wait for each other's lock.
+            # ``clear`` takes the lock of the old backend, and returns before the new backend's lock is taken.
+            # A thread that held both could deadlock with another thread whose model moves the other way.
             self.clear()
             store.backend = backend
         with backend.lock:
             if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
-            output = self._replay_at_once(module, call, backend, key)
+            current = _Current(module, call, backend, key, survey, scale)
+            output = self._replay_at_once(current)
             if output is None:
-                output = self._replay_or_capture(module, call, backend, key)
+                output = self._replay_or_capture(current)
             if output is not None:
                 store.replays += 1
+                scale.end(module)
                 return output
-        self._rehearse(module, call, backend, key)  # without the lock, so that other threads go on
+        self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
 
-    def _replay_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """Start the call's graph. While the GPU runs it, check that the model is as it was at the capture.
+    def _replay_at_once(self, current: _Current) -> Any:
+        """Start the call's graph and, while the GPU runs it, check that the model has not changed.
 
-        Returns the result. Returns None if there is no graph, or if the model has changed.
+        Returns the graph's result. Returns None if the call has no graph, or if the model has changed since
+        the capture.
         """
-        graph, watch = self._store.find(key), self._store.watch
-        if graph is None or watch is None or not watch.is_in_place():
+        store = self._store
+        graph, watch = store.find(current.key), store.watch
+        if graph is None or watch is None or not (watch.is_in_place() and current.refresh()):
             return None
-        output = graph.run(call, backend)
-        return output if watch.unchanged(module) else None
+        output = graph.run(current.call, current.backend)
+        return output if watch.unchanged(current.module) else None
 
-    def _replay_or_capture(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """The result of ``call`` from its graph, which is captured first if it does not exist.
+    def _replay_or_capture(self, current: _Current) -> Any:
+        """Run the graph of the call and return its result. If it has no graph yet, capture it first.
 
-        Returns None if this is a first call of its kind, which mode "auto" does not capture. Raises
-        Unsupported with the reason if the call must run eagerly.
+        Returns None for the first call of a kind in mode "auto", which is not captured. Raises Unsupported,
+        with the reason, if the call must run eagerly.
         """
+        module, call, backend, key = current[:4]
         store, policy = self._store, self._policy
-        self._check_model(module)
+        self._check_model(current)
         graph = store.find(key)
         if graph is not None:
             return graph.run(call, backend)
@@ -242,16 +286,19 @@ class GraphedForward(InstanceEntry):
             if self.mode == "auto":
                 policy.first_call(key)
                 return None
-            self._rehearse(module, call, backend, key)
+            self._rehearse(current)
         is_warm = policy.is_warm(key)
         store.make_room()
         try:
-            # The first replay is inside ``undrawn`` too, because on a GPU not the capture but the replay
-            # draws the random numbers.
-            with undrawn(call.device, partial(run_on_copies, module, call, backend)):
-                watch_of_now = partial(self._watch_of, module, call.device)
-                graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
+            # ``undrawn`` includes the first replay: on a GPU the replay draws random numbers.
+            with (
+                scaled(current.scale.in_forward),
+                undrawn(call.device, partial(run_on_copies, module, call, backend)),
+            ):
+                graph = capture_call(module, call, backend, partial(self._watch_of, current), is_warm=is_warm)
                 store.add(key, graph)
+                if takes_gigabytes(module) and not backend.has_room():
+                    raise Unsupported(NO_MEMORY)
                 policy.was_captured(key)
                 return graph.run(call, backend)
         except Unsupported as error:
@@ -260,60 +307,73 @@ class GraphedForward(InstanceEntry):
             policy.refuse(key, str(error))
             raise
 
-    def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
-        """Compile the kernels for a kind of call in parallel, which is faster than one by one in the call.
+    def _rehearse(self, current: _Current) -> None:
+        """Compile the kernels that a kind of call needs, in parallel. The call itself compiles one by one.
 
-        To find these kernels, the forward runs once on copies of the arguments. This is done only for models
-        that may be captured. In other models one more run could have effects, such as a counter that changes.
+        To find these kernels, the forward runs once on copies of the arguments. In some models such an
+        additional run would have an effect, for instance on a counter. So it is left out for models that
+        cannot be captured.
         """
+        module, call, backend, key = current[:4]
         if self._policy.is_rehearsed(key):
             return
         run = partial(run_on_copies, module, call, backend)
         # An error here is ignored: the same error is raised in the call that follows, where the user sees it.
-        with contextlib.suppress(Exception):
-            if Watch(module, is_harmless).reason is None:
+        with contextlib.suppress(Exception), scaled(current.scale.in_forward):
+            if Watch(module, is_harmless, survey=current.survey).reason is None:
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
-    def _check_model(self, module: nn.Module) -> None:
-        """Drop the graphs if the model has changed. Raises Unsupported if it must not be captured now."""
+    def _check_model(self, current: _Current) -> None:
+        """Drop the graphs if the model has changed. Raises Unsupported if it must not be captured now.
+
+        Raises _Outdated if ``current`` was made for the model before the change.
+        """
         watch = self._store.watch
-        if watch is not None and not watch.unchanged(module):
+        if watch is not None and not (current.refresh() and watch.unchanged(current.module)):
             self._policy.model_changed(self._store.replays_of_state)
-            self._drop_changed(module, watch)
+            self._drop_changed(current, watch)
+        if self._store.survey not in (None, current.survey) or (
+            watch is not None and self._store.watch is None
+        ):
+            raise _Outdated
         self._policy.check_pause()
         watch = self._store.watch
         if watch is not None and watch.reason is not None:
             raise Unsupported(watch.reason)
+        if not current.refresh():
+            raise Unsupported(current.survey.reason)
 
-    def _drop_changed(self, module: nn.Module, watch: Watch) -> None:
-        """Drop the graphs because ``module`` has changed, and store in words what changed, for the report."""
+    def _drop_changed(self, current: _Current, watch: Watch) -> None:
+        """Drop the graphs because the model has changed, and store in words what changed, for the report."""
         if self.alive:
-            self._policy.last_change = watch.what_changed(module)
+            self._policy.last_change = current.survey.reason or watch.what_changed(current.module)
         self.clear()
 
-    def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
-        """The Watch over the present state of ``module``. Drops the graphs if they are of an earlier state.
+    def _watch_of(self, current: _Current) -> Watch:
+        """Returns a ``Watch`` that records the present state of the module.
 
-        Raises Unsupported if the module cannot be watched.
+        This is the existing one if the state has not changed since it was made. Otherwise the graphs are
+        dropped and a new ``Watch`` is made. Raises Unsupported if the state cannot be watched.
         """
+        module = current.module
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
-            self._drop_changed(module, watch)
+            self._drop_changed(current, watch)
             watch = None
         if watch is None:
             try:
-                watch = Watch(module, is_harmless, device)
+                watch = Watch(module, is_harmless, current.call.device, current.survey)
             except Exception as error:  # any class of error: Watch runs code of users' classes (properties)
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
-            self._store.begin(watch)
+            self._store.begin(watch, current.survey)
         if watch.reason is not None:
             raise Unsupported(watch.reason)
         return watch
 
 
 def _give_memory_back() -> int:
-    """Drop all graphs in the process, and pause captures. Returns the number of dropped graphs."""
+    """Drop all graphs in the process, and stop captures for a while. Returns the number of dropped graphs."""
     count = 0
     for graphed in all_living():
         dropped = graphed.clear()

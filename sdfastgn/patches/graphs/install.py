@@ -1,7 +1,8 @@
-"""Gives the models that ``models.py`` lists CUDA graphs, and takes the graphs away.
+"""Turns CUDA graphs on and off for models of the classes that ``models.py`` lists ("graphable" modules).
 
-A ``GraphedForward`` in the instance's ``__dict__`` replaces the class's ``forward``. A subclass would change
-the class name that ``save_pretrained`` writes and that pipelines look up.
+To turn graphs on, ``install`` puts a ``GraphedForward`` under the key "forward" into the module's
+``__dict__``. There it replaces the ``forward`` of the class. The class itself stays the same, because
+``save_pretrained`` writes its name and pipelines look it up.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ MODES = ("auto", True, False)
 
 @dataclass(frozen=True)
 class Graphs:
-    """The state of one module's graphs, and how its calls ran so far.
+    """What the report says about the graphs of one module.
 
+    ``path``, ``kind``: the module's dotted path and the name of its class.
     ``alive``: number of graphs that exist now. ``replays``: number of calls whose result came from a graph.
     ``eager``: reason -> number of calls that ran without a graph for this reason.
     ``last_change``: the last change of the model that made its graphs invalid; empty if there was none.
@@ -47,15 +49,15 @@ class Graphs:
 
 
 def has_graphable(root: nn.Module) -> bool:
-    """True if ``root`` or a module below it is of a class whose calls become graphs."""
+    """True if ``root`` or a module in it is graphable: of a class whose calls can run as graphs."""
     return any(True for _ in _outermost(root))
 
 
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
     """Give every graphable module in ``root`` a ``GraphedForward``, or remove it if ``mode`` is False.
 
-    Of nested graphable modules only the outermost one gets a ``GraphedForward``, because the inner ones are
-    part of its graphs.
+    If a graphable module contains others, only the outermost one gets a ``GraphedForward``: its graphs
+    include the calls of the inner ones.
     """
     for _, module in list(_outermost(root)):
         for inner in module.modules():
@@ -76,7 +78,7 @@ def remove(root: nn.Module) -> None:
 
 
 def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The models with graphs that have a module of ``roots`` in them."""
+    """The models with a ``GraphedForward`` that contain a module of ``roots``."""
     modules = {module for root in roots for module in root.modules()}
     owners = [owner for graphed in all_living() if (owner := graphed._module()) is not None]
     return [owner for owner in owners if not modules.isdisjoint(owner.modules())]
@@ -87,14 +89,13 @@ def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
         if device.type == "cuda":
             backend = backend_of(device)
-            # Synchronizing would break a capture in another thread. While this thread has the lock, no other
-            # thread captures.
+            # Synchronizing would break a capture in another thread. Captures hold this lock.
             with contextlib.nullcontext() if backend is None else backend.lock:
                 torch.cuda.synchronize(device)
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
-    """Yields (state, its ``GraphedForward`` or None) for every graphable module in ``root``."""
+    """Yields (``Graphs``, the ``GraphedForward`` or None) for every graphable module in ``root``."""
     for path, module in _outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
@@ -109,7 +110,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
 
 
 def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields (path, module) for each graphable module in ``root`` that is in no other graphable module."""
+    """Yields (path, module) for each graphable module in ``root`` that is inside no other graphable one."""
     seen = set()
     todo = [(path, root)]
     while todo:
@@ -127,7 +128,7 @@ def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _graphed(module: nn.Module) -> GraphedForward | None:
-    # accelerate's hooks move the ``forward`` that they find to ``_old_forward``.
+    # If the module has accelerate's hooks, they have moved its ``forward`` to ``_old_forward``.
     for name in ("forward", "_old_forward"):
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):
@@ -140,7 +141,7 @@ def _take_off(module: Any) -> None:
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
     for graphed in GraphedForward.of(module):
-        graphed.mode = False  # other code may still call it: then it only calls the class's forward
+        graphed.mode = False  # if other code kept ``graphed``, its calls run the class's forward from now on
         graphed.clear()
         replace_kept(
             module, graphed, class_forward(module)

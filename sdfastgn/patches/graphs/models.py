@@ -12,18 +12,25 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Number
 
-__all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
+__all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now", "takes_gigabytes"]
 
 # For models that turn a timestep that is a float into an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
-# Full name of a class whose calls become graphs -> its arguments that may be numbers. The keys are names, so
-# that diffusers need not be imported. Subclasses of these classes get no graphs. UNets for video are left
-# out: they keep a GPU busy without graphs, and their graphs would take gigabytes of memory.
+# UNets for video: full name of the class -> its arguments that may be numbers. Their graphs take gigabytes of
+# memory, so they are kept only if memory is left for the models beside them (``takes_gigabytes``).
+_VIDEO: dict[str, dict[str, Number]] = {
+    "diffusers.models.unets.unet_3d_condition.UNet3DConditionModel": _TIMESTEP,
+    "diffusers.models.unets.unet_i2vgen_xl.I2VGenXLUNet": _TIMESTEP,
+    "diffusers.models.unets.unet_motion_model.UNetMotionModel": _TIMESTEP,
+    "diffusers.models.unets.unet_spatio_temporal_condition.UNetSpatioTemporalConditionModel": _TIMESTEP,
+}
+# The same for all classes whose calls become graphs. The keys are names, so that diffusers need not be
+# imported. Subclasses of these classes get no graphs.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
+    **_VIDEO,
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": _TIMESTEP,
-    "diffusers.models.unets.unet_3d_condition.UNet3DConditionModel": _TIMESTEP,
     "diffusers.models.unets.unet_kandinsky3.Kandinsky3UNet": {"timestep": Number(1, torch.float32)},
     "diffusers.models.unets.unet_stable_cascade.StableCascadeUNet": {},
     "diffusers.models.controlnets.controlnet.ControlNetModel": _TIMESTEP,
@@ -42,6 +49,8 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "transformers.models.clip.modeling_clip.CLIPTextModel": {},
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
+# The model whose forward multiplies the scales of all LoRA layers by an argument.
+_TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
 _HARMLESS = (channels_last.enter, channels_last.leave)
 
 
@@ -64,8 +73,26 @@ def is_graphable(module: nn.Module) -> bool:
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
     """The arguments of ``module`` that may be numbers, by name; None if its calls never become graphs."""
+    return _GRAPHABLE.get(_class_name(module))
+
+
+def takes_gigabytes(module: nn.Module) -> bool:
+    """True if a graph of ``module`` may take so much memory that the models beside it have too little."""
+    return _class_name(module) in _VIDEO
+
+
+def _class_name(module: nn.Module) -> str:
     kind = stock_class(module)
-    return _GRAPHABLE.get(f"{kind.__module__}.{kind.__qualname__}")
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def lora_scale_of(module: nn.Module) -> str | None:
+    """The name of the argument in which ``module`` takes a scale of LoRAs; None if it takes none.
+
+    The argument is a dict, and the scale is its item "scale".
+    """
+    is_unet = f"{stock_class(module).__module__}.{stock_class(module).__qualname__}" == _TAKES_SCALE
+    return "cross_attention_kwargs" if is_unet else None
 
 
 def reason_now(module: nn.Module) -> str | None:

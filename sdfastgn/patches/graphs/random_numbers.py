@@ -1,4 +1,4 @@
-"""Refuses graphs for models that draw random numbers, and leaves the user's generators as they were."""
+"""Refuses graphs for models that draw random numbers. The user's random generators keep their states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _DrawsError(Exception):
 
 
 class _Guard(TorchDispatchMode):
-    """Inside this mode an operation of this thread that would draw random numbers raises ``_DrawsError``."""
+    """A mode in which an operation that would draw random numbers raises ``_DrawsError`` instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -31,7 +31,10 @@ class _Guard(TorchDispatchMode):
 
 
 def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for a call of attention with dropout 0, which draws no random numbers although its tag says so."""
+    """True for a call of attention with dropout 0.
+
+    PyTorch tags the operation as one that draws random numbers, but with dropout 0 it draws none.
+    """
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             p = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
@@ -40,9 +43,9 @@ def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _states(device: torch.device | None) -> list[Tensor]:
-    """The states of PyTorch's default generators, of the CPU and of a GPU ``device``.
+    """The states of PyTorch's default generators: of the CPU, and of ``device`` if it is a GPU.
 
-    Reading them does not wait for the GPU.
+    Reading the states does not wait for the GPU.
     """
     states = [torch.get_rng_state()]
     if device is not None and device.type == "cuda":
@@ -52,11 +55,12 @@ def _states(device: torch.device | None) -> list[Tensor]:
 
 @contextlib.contextmanager
 def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator[None]:
-    """A context for code that makes ``call``. If ``call`` has drawn random numbers, it raises Unsupported.
+    """A context for code that makes ``call``. Its end checks whether ``call`` has drawn random numbers.
 
-    Before that it resets PyTorch's default generators. But if another thread has drawn from them meanwhile,
-    they must not be reset. So if their states have changed, ``call`` is made once more, and is stopped before
-    it draws. Only if this shows that ``call`` draws, the generators are reset.
+    If PyTorch's default generators have the same states as before, nothing was drawn. Otherwise either
+    ``call`` or another thread has drawn. To find out, ``call`` is made once more, and is stopped before it
+    draws. If ``call`` draws, the generators get their former states again and Unsupported is raised. If it
+    does not, another thread has drawn, and the generators stay as they are.
     """
     before = _states(device)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from sdfastgn.patches.core.merged_adapters import Survey
 from sdfastgn.patches.graphs.capture import Backend, Graph
 from sdfastgn.patches.graphs.watch import Watch
 
@@ -23,14 +24,16 @@ class Store:
         backend: captures and replays the graphs; None before the module's first call.
         watch: records the state of the module from which the graphs were captured. None until the first
             capture is tried, and after ``clear``.
+        survey: the module's layers with merged weights of adapters, in the state that ``watch`` recorded.
         captured, replays, dropped: counts since the module was optimized.
     """
 
-    __slots__ = ("_graphs", "_replays_before", "backend", "captured", "dropped", "replays", "watch")
+    __slots__ = ("_graphs", "_replays_before", "backend", "captured", "dropped", "replays", "survey", "watch")
 
     def __init__(self) -> None:
         self.backend: Backend | None = None
         self.watch: Watch | None = None
+        self.survey: Survey | None = None
         self.captured = self.replays = self.dropped = 0
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # the last one was used most recently
         self._replays_before = 0
@@ -46,9 +49,9 @@ class Store:
         """Number of calls that were replayed since the last ``begin``."""
         return self.replays - self._replays_before
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watch, survey: Survey) -> None:
         """From now on store graphs of the state that ``watch`` has recorded. The store must be empty."""
-        self.watch = watch
+        self.watch, self.survey = watch, survey
         self._replays_before = self.replays
 
     def find(self, key: Any) -> Graph | None:
@@ -79,7 +82,7 @@ class Store:
             self._wait()
         self.dropped += count
         self._graphs.clear()
-        self.watch = None
+        self.watch = self.survey = None
         return count
 
     def _wait(self) -> None:

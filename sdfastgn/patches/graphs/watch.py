@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.core.class_forward import has_foreign_forward
 from sdfastgn.patches.core.instance_entries import GUARDS
+from sdfastgn.patches.core.merged_adapters import Survey
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
 from sdfastgn.patches.graphs.comparisons import (
     Attributes,
@@ -98,6 +99,8 @@ _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # run when a model is moved or copied. The dicts of forward hooks and buffers are here too, because only their
 # content is watched (``_see_hooks``, ``_see_module``).
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
+# Notes that diffusers' loader of LoRAs keeps in the root of a model. Its forward does not read them.
+_NOTES = frozenset(("peft_config", "_hf_peft_config_loaded", "lora_scale", "_safe_fusing"))
 
 
 class Watch:
@@ -114,6 +117,8 @@ class Watch:
             hook are part of the graph.
         device: the device of the capture. If it is not the CPU, a write into a tensor on the CPU counts as a
             change.
+        survey: the layers of ``root`` that run with merged weights of adapters. Only the addresses of these
+            weights are watched, because ``survey`` itself notices everything else about the layers.
 
     Attributes:
         reason: why the module must not be captured, or None. If there is a reason, the record ends at the
@@ -125,8 +130,10 @@ class Watch:
         root: nn.Module,
         is_harmless: Callable[[Any], bool] = lambda hook: False,
         device: torch.device | None = None,
+        survey: Survey | None = None,
     ) -> None:
         self.reason: str | None = None
+        self._merged = set() if survey is None else set(survey.layers)
         self._is_harmless = is_harmless
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
@@ -143,7 +150,9 @@ class Watch:
         )  # fmt: skip
         self._root_type = type(root)
         self._walk(root)
-        for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales):
+        for weight in () if survey is None else survey.parameters:
+            self._memory.add(weight, "merged weights of adapters")
+        for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales, self._merged):
             only_for_the_walk.clear()
         self._root_values = _own_values(root)
         if self.reason is not None:  # the reason may be a tensor without an address
@@ -260,6 +269,9 @@ class Watch:
 
     def _see_module(self, path: str, module: nn.Module, *, is_root: bool) -> list[tuple[str, Any]]:
         attributes = vars(module)
+        if module in self._merged:
+            self._types.add(module, path)
+            return []
         if not is_root:
             # These are recorded before a reason is looked for, because ``unchanged`` must notice when the
             # reason no longer holds.
@@ -277,7 +289,7 @@ class Watch:
             place = self._place(path, kind, entries)
             (self._held if entries else self._empty).add(entries.values() if entries else entries, place)
             found += ((joined(path, key), value) for key, value in entries.items())
-        inert = {*_INERT, *_ENTRIES, _OUR_ENTRY}
+        inert = {*_INERT, *_ENTRIES, _OUR_ENTRY, *(_NOTES if is_root else ())}
         return found + [(joined(path, key), value) for key, value in attributes.items() if key not in inert]
 
     def _see_attributes(self, path: str, attributes: dict[str, Any]) -> None:
@@ -365,7 +377,12 @@ def _has_slots(kind: type) -> bool:
 def _own_values(root: nn.Module) -> list[Any]:
     # These are read anew at each call. If a Watch kept the root's ``__dict__``, they would form a reference
     # cycle, and a model that nobody uses would stay in memory until the next garbage collection.
-    return [v for pair in vars(root).items() if pair[0] != _OUR_ENTRY and pair[0] not in _INERT for v in pair]
+    return [
+        part
+        for name, value in vars(root).items()
+        if name != _OUR_ENTRY and name not in _INERT and name not in _NOTES
+        for part in (name, value)
+    ]
 
 
 def _same(values: list[Any], others: list[Any]) -> bool:

@@ -1,10 +1,10 @@
 """Finds the device on which a ``DiffusionPipeline`` of diffusers works, faster than diffusers does.
 
-A pipeline reads its property ``_execution_device`` at the start of each image. Upstream's property looks for
-offload hooks in ``modules()`` of each model. The nested Python generators of ``modules()`` are slow: in an
-SDXL pipeline they take half of the CPU time that is spent outside of the models. Here the modules are visited
-level by level, in built-in functions. If there is no hook and all models are on one device, this device is
-the result. In all other cases upstream's code runs.
+A pipeline reads its property ``_execution_device`` at the start of each image. diffusers' property goes
+through ``modules()`` of each model and looks for offload hooks. The nested Python generators of ``modules()``
+are slow: in an SDXL pipeline they take half of the CPU time that is spent outside of the models. Here
+built-in functions look at all children of one depth at once. If no module has a hook and all models are on
+one device, this device is the result. In all other cases diffusers' code runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
-# Python modules with the base classes of models, whose property ``device`` is the first parameter's device.
+# Python modules with base classes of models whose property ``device`` is the device of the first parameter.
 _FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")
 
 
@@ -33,7 +33,8 @@ def _says_first_parameter(cls: type) -> bool:
 def _device_without_hooks(pipe: Any) -> torch.device | None:
     """The device of all models of ``pipe``.
 
-    None if they are on several devices, if a module has an offload hook, or if the answer is not certain.
+    None if diffusers' own code must find the device: because the models are on several devices, a module has
+    an offload hook, a model has no parameters, or a model's class defines ``device`` in another way.
     """
     roots = {part for part in vars(pipe).values() if isinstance(part, nn.Module)}
     devices = set()

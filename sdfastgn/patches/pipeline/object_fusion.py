@@ -1,8 +1,8 @@
-"""Fusions of objects that are no ``nn.Module``s, such as schedulers. For modules there is ``ClassSwap``.
+"""Fusions of objects that are not ``nn.Module``s, such as schedulers. (``ClassSwap`` is for modules.)
 
-The fused instance gets a subclass of its class. The subclass has the name and the Python module of the stock
-class, because ``save_pretrained`` writes both and pipelines look them up. If a new instance is made with the
-subclass, as by ``type(pipe.scheduler).from_config(...)``, it gets the stock class.
+A fused instance has a subclass of its stock class. The subclass has the name and the Python module of the
+stock class, because ``save_pretrained`` writes both and pipelines look them up. A new instance that is made
+with the subclass, as by ``type(pipe.scheduler).from_config(...)``, gets the stock class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "_sdfastgn_fusion"  # attribute of a fused class: its fusion's name
 
 @dataclass(frozen=True)
 class ObjectFusion:
-    """A fusion of instances of the classes in ``sources``.
+    """A fusion that makes instances of the classes in ``sources`` faster, by changing their class.
 
     Args:
         name: the fusion's name in reports.
@@ -31,8 +31,8 @@ class ObjectFusion:
         sources: the stock classes, and their methods that the fusion replaces or relies on. The installed
             code of these methods must be known.
         overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
-        heirs: True if subclasses of the stock classes that inherit all methods in ``sources`` are fused too.
-            False if only instances of the exact classes are fused.
+        heirs: True if instances of subclasses are fused too, provided that these inherit all methods in
+            ``sources`` unchanged. False if only instances of the exact classes are fused.
     """
 
     name: str
@@ -55,7 +55,10 @@ class ObjectFusion:
         return any(vars(base).get(_MARK) == self.name for base in type(part).__mro__[1:])
 
     def reason_to_skip(self, part: Any) -> str | None:
-        """Why ``part``, which is claimed but not fused, cannot be fused, or None. Changes nothing."""
+        """Why ``part`` cannot be fused; None if it can.
+
+        Called if the fusion claims it and it is not fused.
+        """
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
         source: Any = self._source_of(type(part))
@@ -89,13 +92,13 @@ class ObjectFusion:
         @functools.wraps(stock.__init__)
         def init(part: Any, *args: Any, **kwargs: Any) -> None:
             stock.__init__(part, *args, **kwargs)
-            self.undo(part)  # a new instance is stock, because ``optimize`` was not called for it
+            self.undo(part)  # a new instance gets the stock class: ``optimize`` was not called for it
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
             if not self.is_applied(part):  # other code has derived its class from the fused class
                 return (make, arguments, *state)
-            # Pickle finds classes by name, and by this name it would find the stock class.
+            # Pickle finds classes by name, and by the name of the fused class it would find the stock class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
@@ -104,9 +107,9 @@ class ObjectFusion:
 
 
 def _new(module: str, stock: type) -> Any:
-    """Make a fused instance without state, for copies and pickles.
+    """Make a fused instance without attributes; copies and pickles then set its attributes.
 
-    It is a stock instance if the installed code of upstream is not known.
+    The instance is a stock one if the installed upstream code is not a version that was tested.
     """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     source = fusion._source_of(stock)

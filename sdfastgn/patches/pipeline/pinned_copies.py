@@ -1,8 +1,8 @@
-"""Copies small tensors of diffusers to the GPU without waiting for the GPU.
+"""Copies small tensors of diffusers' schedulers to the GPU, without making the CPU wait for the GPU.
 
-diffusers copies noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) from pageable memory. In such a
-copy the CPU waits until the GPU has finished its earlier work, which during a step is the UNet. For a copy
-from pinned memory the CPU does not wait: the GPU makes the copy after its earlier work.
+Schedulers of diffusers copy noise from a CPU generator (Euler a, LCM) and sigmas (UniPC) out of pageable
+memory. For such a copy the CPU waits until the GPU has finished its earlier work, which is the UNet. For a
+copy out of pinned memory the CPU does not wait: the GPU makes the copy once its earlier work is done.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["WAITED_FOR", "PinnedCopies"]
 
-# Types of device for which the CPU waits when it copies to the device or reads from it.
+# Types of device for which the CPU waits when it reads from the device or copies pageable memory to it.
 WAITED_FOR = ("cuda",)
 
 
 class PinnedCopies(TorchFunctionMode):
-    """Inside this mode ``Tensor.to`` and ``torch.tensor`` copy to the GPU through pinned memory.
+    """A mode in which ``Tensor.to`` and ``torch.tensor`` copy to the GPU through pinned memory.
 
     ``to("cpu")`` of a tensor that was copied in this way does not wait either: it clones the pinned tensor.
-    ``torch.linalg.solve`` on the GPU does not check whether there is a solution, because the CPU would wait
-    for the check. If there is no solution, the result contains infinities or NaN.
+    ``torch.linalg.solve`` on the GPU does not check whether a solution exists, because the CPU would wait for
+    the result of the check. If no solution exists, the result has infinities or NaN.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class PinnedCopies(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id of the copy -> copy, pinned tensor
 
     def on_host(self, copy: Any) -> Tensor | None:
-        """The pinned tensor from which ``copy`` was made in this mode; None if it was not made so."""
+        """The pinned tensor from which this mode made ``copy``; None if this mode did not make it."""
         known = self._known.get(id(copy))
         return None if known is None else known[1]
 

@@ -1,16 +1,17 @@
-"""Schedulers whose steps do not wait for the GPU: PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC.
+"""Makes the steps of schedulers not wait for the GPU: PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC.
 
-A pipeline calls ``step`` with an element of ``scheduler.timesteps``, which is on the GPU. Upstream's PNDM,
-DDIM and LCM use this timestep as an index into a table on the CPU, and the other schedulers search for it
-among the timesteps. To read it, the CPU waits until the UNet is done, and then the GPU waits for the CPU.
+A pipeline calls ``step`` with a timestep: an element of ``scheduler.timesteps``, which is on the GPU.
+diffusers' PNDM, DDIM and LCM use the timestep as an index into a table on the CPU, and the other schedulers
+search for it among the timesteps. To read the timestep, the CPU waits until the UNet is done. Until the CPU
+goes on, the GPU has no work.
 
 Here ``set_timesteps`` keeps a copy of the timesteps on the CPU, and ``step`` reads the timestep from this
-copy. LCM also computes with the timestep. For this it takes the element on the GPU, because the CPU would
-round in another way. So the samples are the same, bit by bit. Tensors that a step copies to the GPU are
-copied by ``pinned_copies.py``.
+copy. LCM also computes with the timestep, and the CPU would round differently. So LCM takes the timestep on
+the GPU for its computation, and the samples are the same, bit by bit. ``pinned_copies.py`` makes the copies
+to the GPU that are part of a step.
 
-An in-place write to ``timesteps.data`` is not noticed, because PyTorch does not count it as a write. Dynamic
-thresholding still waits for the GPU.
+A write through ``timesteps.data`` is not noticed, because PyTorch does not count it. Dynamic thresholding
+still waits for the GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 
 
 class _Copy(NamedTuple):
-    """A scheduler's timesteps on the CPU, and what they were copied from."""
+    """A copy of a scheduler's timesteps on the CPU, and the tensor from which it was copied (``table``)."""
 
     on_host: Tensor
     table: Tensor
@@ -55,20 +56,20 @@ class _Copy(NamedTuple):
     )  # the storage of ``table``; it is kept alive so that no other storage gets its address
 
 
-# Scheduler -> its copy. The copy is not kept in the scheduler's ``__dict__``, because a deepcopy of the
-# scheduler would include it: new tensors begin to count their writes at zero, so ``version`` would be wrong.
+# Scheduler -> the copy of its timesteps. The copy is not in the scheduler's ``__dict__``, because a deepcopy
+# of the scheduler would include it with a wrong ``version``: new tensors count their writes from zero.
 _copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 
 
 def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tensor | None:
-    """The copy of the scheduler's timesteps on the CPU. It is made anew if the timesteps have changed.
+    """The copy of the scheduler's timesteps on the CPU. If the timesteps have changed, a new copy is made.
 
     Args:
         scheduler: the scheduler.
         table: its timesteps.
         on_host: the tensor on the CPU from which ``table`` was just copied; None if there is no such tensor.
 
-    Returns None if ``table`` is on the CPU, or if changes to it cannot be noticed.
+    Returns None if ``table`` is on the CPU, or if a write to it could not be noticed.
     """
     if type(table) is not Tensor or table.device.type not in pinned_copies.WAITED_FOR or table.is_inference():
         return None
@@ -102,7 +103,7 @@ def _index(element: Any, table: Tensor) -> int | None:
 
 
 def _on_host(scheduler: Any, timestep: Any) -> Any:
-    """The same timestep on the CPU if ``timestep`` is an element of ``scheduler.timesteps``, else itself."""
+    """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else ``timestep`` unchanged."""
     table = scheduler.timesteps
     if type(timestep) is not Tensor or (copy := _copy_of(scheduler, table)) is None:
         return timestep
@@ -111,7 +112,7 @@ def _on_host(scheduler: Any, timestep: Any) -> Any:
 
 
 def _on_device(scheduler: Any, timestep: Any) -> Any:
-    """The same timestep on the GPU if ``_on_host`` returned ``timestep``, else ``timestep`` itself."""
+    """``timestep`` on the GPU if it came from ``_on_host``, else ``timestep`` unchanged."""
     known = _copies.get(scheduler)
     index = None if known is None else _index(timestep, known.on_host)
     return timestep if known is None or index is None else known.table[index]
@@ -119,7 +120,7 @@ def _on_device(scheduler: Any, timestep: Any) -> Any:
 
 @contextlib.contextmanager
 def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
-    """Inside this context ``scheduler.timesteps`` is the copy on the CPU.
+    """A context in which ``scheduler.timesteps`` is the copy on the CPU.
 
     LCM's ``step`` reads the next timestep from ``scheduler.timesteps``.
     """
@@ -133,9 +134,9 @@ def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
 
 
 def _copies_to_it(stock: Any, generator: Any) -> bool:
-    """True if a step of the class ``stock`` copies tensors to the GPU.
+    """True if a step of a scheduler of the class ``stock`` copies tensors to the GPU.
 
-    Only then ``PinnedCopies`` saves more time than it takes.
+    ``PinnedCopies`` itself takes time, so it is used only for such steps.
     """
     generators = generator if isinstance(generator, list) else [generator]
     on_host = any(isinstance(each, torch.Generator) and each.device.type == "cpu" for each in generators)
@@ -143,9 +144,9 @@ def _copies_to_it(stock: Any, generator: Any) -> bool:
 
 
 def _is_recorded() -> bool:
-    """True while a compiler or tracer records the call.
+    """True while torch.compile or torch.jit.trace records the call.
 
-    Then upstream's code runs, because the timestep must not become a constant in the recorded code.
+    Then diffusers' code must run: with the code here, the timestep would be recorded as a constant.
     """
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
@@ -171,7 +172,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Outside of inference mode, because inference tensors count no writes. Gradients stay as they were.
+        # Inference tensors do not count writes. Leaving inference mode must not turn gradients on.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)

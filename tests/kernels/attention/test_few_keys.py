@@ -168,7 +168,7 @@ def test_without_triton(monkeypatch):
     ],
 )
 def test_gpus(capability, D, expected):
-    assert short_attention._runs_on(capability, D) is expected
+    assert short_attention.runs_on(capability, D) is expected
 
 
 def test_what_is_left_to_pytorch_on_amd(monkeypatch):
@@ -177,4 +177,4 @@ def test_what_is_left_to_pytorch_on_amd(monkeypatch):
     assert gpu.has_programmatic_launch(torch.device("cuda"))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not gpu.has_programmatic_launch(torch.device("cuda"))
-    assert not short_attention._runs_on((9, 4), 64)
+    assert not short_attention.runs_on((9, 4), 64)

@@ -165,6 +165,20 @@ def test_the_backward_in_eval_takes_the_averages_of_the_forward(device):
 
 
 @each_layout
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 23, 25)], ids=["small", "split"])
+def test_in_eval_an_infinite_input_does_not_reach_the_gradient(shape, layout, device):
+    x, weight, bias, dy = operands(shape, torch.float32, device, layout)
+    x[0, 3, 2, 2] = float("inf")
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    ones = torch.ones(6, device=device)
+    y = ours(*leaves, training=False, running=(ones, ones))
+    with kernels():
+        dx, _, dbias = torch.autograd.grad(y, leaves, dy)
+    torch.testing.assert_close(dx, dy * weight.view(-1, 1, 1) / (1 + 1e-4) ** 0.5)
+    torch.testing.assert_close(dbias, dy.sum((0, 2, 3)), atol=1e-4, rtol=1e-5)
+
+
+@each_layout
 @pytest.mark.multiprocessors(1)
 @pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])
 def test_chunks_of_several_tiles(shape, layout, device):
@@ -299,8 +313,8 @@ def test_running_averages_stay_where_there_are_no_samples():
 @pytest.mark.parametrize(
     ("kernel", "shape"),
     [
-        ("batch_small_kernel", (4, 3, 5, 5)),
-        ("batch_merge_kernel", (3, 34, 19, 23)),
+        ("channels_kernel", (4, 3, 5, 5)),
+        ("merge_kernel", (3, 34, 19, 23)),
         ("batch_apply_kernel", (3, 34, 19, 23)),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sdfastgn.kernels.batch_norm.config import as_rows, merge_config, position_factor, small_config
+from sdfastgn.kernels.batch_norm.config import as_rows, merge_config, moments_config, small_config
 from tests.kernels.gpus import GPUS
 
 SIZES = [
@@ -37,7 +37,6 @@ MULTIPROCESSORS = sorted({gpu.multiprocessors for gpu in GPUS.values()})
 @pytest.mark.parametrize(("N", "C", "HW"), SIZES)
 def test_a_small_tile_has_all_positions_and_fits_into_registers(N, C, HW, backward, channels_last):
     rows = as_rows(N, C, HW, channels_last)
-    assert rows.rows % position_factor(rows) == 0
     for sms in MULTIPROCESSORS:
         config = small_config(rows, C, sms, backward=backward)
         if config is None:
@@ -54,10 +53,24 @@ def test_a_small_tile_has_all_positions_and_fits_into_registers(N, C, HW, backwa
 @pytest.mark.parametrize("C", [1, 2, 3, 64, 2048])
 @pytest.mark.parametrize("partials", [1, 2, 66, 1056, 10**5])
 def test_a_merge_fits_into_registers(partials, C):
-    block, channels, num_warps = merge_config(partials, C)
-    assert channels <= 8
-    assert channels >= min(C, 8 if partials <= 1024 else 2)
-    assert partials <= block or channels <= 2
-    assert all(n & (n - 1) == 0 for n in (block, channels, num_warps))
-    assert num_warps <= 16
-    assert block * channels <= 512 * num_warps
+    config = merge_config(partials, C)
+    assert config.channels == config.block_c <= 8
+    assert config.channels >= min(C, 8 if partials <= 1024 else 2)
+    assert partials <= config.block_p or config.channels <= 2
+    assert all(n & (n - 1) == 0 for n in (config.block_p, config.channels, config.num_warps))
+    assert config.num_warps <= 16
+    assert config.block_p * config.channels <= 512 * config.num_warps
+
+
+@each_layout
+@pytest.mark.parametrize(("N", "C", "HW"), [*SIZES, (3, 6, 113 * 113), (2, 3, 1009), (7, 30, 35 * 35)])
+def test_a_merge_counts_the_positions_of_every_chunk_right(N, C, HW, channels_last):
+    """It takes all chunks of a channel for those of one sample, of which the last may be shorter."""
+    rows = as_rows(N, C, HW, channels_last)
+    for sms in MULTIPROCESSORS:
+        config = moments_config(rows, C, sms)
+        real = [min(config.rows, rows.rows - start) for start in range(0, rows.rows, config.rows)]
+        assert len(real) == config.chunks
+        partials = rows.samples * config.chunks * rows.width // C
+        taken = [min(config.rows, N * HW - p * config.rows) for p in range(partials)]
+        assert taken == real * (partials // len(real))

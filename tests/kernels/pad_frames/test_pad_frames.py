@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.pad_frames import op
@@ -47,7 +48,13 @@ def truth(
     if norm is not None:
         weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
         if isinstance(norm, GroupNorm):
-            u = true_group_norm(u, norm.num_groups, weight, bias, norm.eps, norm.activation)
+            act = "identity" if norm.modulation is not None else norm.activation
+            u = u.movedim(2, 1).flatten(0, 1) if norm.framewise else u
+            u = true_group_norm(u, norm.num_groups, weight, bias, norm.eps, act)
+            u = u.unflatten(0, (len(x), -1)).movedim(2, 1) if norm.framewise else u
+            if norm.modulation is not None:
+                factor, offset = true_modulation(norm.modulation.double(), x.shape[2:]).chunk(2, 1)
+                u = ACTIVATIONS[norm.activation](u * factor + offset)
         else:
             u = true_norm(u, weight, bias, norm)
     u = true_upsampling(u, upsample)
@@ -67,6 +74,14 @@ def true_norm(u, weight, bias, norm):
     u = u / (u.square().sum(1, keepdim=True) + norm.added).sqrt() * norm.scale
     u = (u if weight is None else u * weight) + (0 if bias is None else bias)
     return F.silu(u) if norm.activation == "silu" else u
+
+
+def true_modulation(z, size):
+    """As CogVideoX does it: the first of an odd number of frames apart."""
+    if size[0] == 1 or size[0] % 2 == 0:
+        return F.interpolate(z, size=size)
+    first = F.interpolate(z[:, :, :1], size=(1, *size[1:]))
+    return torch.cat((first, F.interpolate(z[:, :, 1:], size=(size[0] - 1, *size[1:]))), 2)
 
 
 def true_upsampling(u, times):
@@ -115,7 +130,12 @@ def groups(norm, num_groups=3, **options):
     return GroupNorm(num_groups, norm.weight, norm.bias, 1e-5, norm.activation, **options)
 
 
-NORMS = {"copy": lambda norm: None, "norm": lambda norm: norm, "groups": groups}
+NORMS = {
+    "copy": lambda norm: None,
+    "norm": lambda norm: norm,
+    "groups": groups,
+    "framewise": lambda norm: groups(norm, framewise=True),
+}
 
 
 @pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
@@ -146,12 +166,14 @@ def test_every_dtype_and_width(shape, dtype, device):
         check(x, cache, front=2, border=border, keep=2, norm=norm, shift=shift)
         for shifted in (None, shift):
             check(x, cache, front=2, border=border, keep=2, norm=groups(norm), shift=shifted)
+            each = groups(norm, framewise=True)
+            check(x, cache, front=2, border=border, keep=2, norm=each, shift=shifted)
     check(x, cache, front=2, keep=2)
     check(x, norm=Norm())
     check(x, norm=GroupNorm(2))
 
 
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 @pytest.mark.parametrize("upsample", [(1, 2, 2), (2, 2, 2), (2, 1, 1), (3, 1, 2)], ids=str)
 def test_upsampling(upsample, mode, kind, device):
@@ -177,7 +199,8 @@ def test_frames_behind(mode, kind, device):
     for T, front, back, times in ((1, 1, 1, 1), (3, 1, 2, 1), (3, 0, 1, 2), (2, 2, 0, 1)):
         x, cache, norm, shift = video((2, 6, T, 3, 5), device=device)
         options = {"front": front, "back": back, "mode": mode, "norm": NORMS[kind](norm)}
-        check(x, shift=shift, upsample=(times, 1, 1), **options)
+        if kind != "framewise":
+            check(x, shift=shift, upsample=(times, 1, 1), **options)
         for border in ((0, 0), (1, 2)):
             for keep in (1, front + back + T):
                 check(x, border=border, keep=keep, **options)
@@ -196,6 +219,55 @@ def test_an_eps_within_the_root(C, dtype, device):
     check(x * 1e-4, norm=Norm(scale=C**0.5, added=1e-8 * C))
     y, _ = run(torch.zeros_like(x), norm=Norm(added=1e-8))
     assert not y.any()
+
+
+@pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
+@pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
+def test_windows_are_frames_side_by_side(kind, mode, device):
+    for N, T, front, back, border, upsample in (
+        (2, 3, 2, 0, (0, 0), (1, 1, 1)),
+        (1, 1, 2, 1, (1, 2), (1, 1, 1)),
+        (2, 2, 1, 2, (0, 1), (2, 2, 1)),
+    ):
+        x, _, norm, shift = video((N, 6, T, 3, 5), device=device)
+        _, h, w = upsample
+        cache, *_ = video((N, 6, 2, 3 * h, 5 * w), device=device)
+        options = {"front": front, "back": back, "border": border, "mode": mode, "upsample": upsample}
+        options |= {"keep": 1, "shift": shift, "norm": NORMS[kind](norm)}
+        for cached in (None, to_layout(cache[:, :, :1], "channels_last")):
+            frames, kept = run(x, cached, **options)
+            for window in (2, 3):
+                y, also_kept = run(x, cached, **options, window=window)
+                assert is_channels_last(y)
+                count = frames.shape[2] - window + 1
+                wanted = torch.cat([frames[:, :, k : k + count] for k in range(window)], 1)
+                assert torch.equal(y, wanted)
+                assert torch.equal(kept, also_kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("frames", "of"), [(1, 1), (3, 3), (5, 3), (9, 3), (2, 2), (4, 2), (6, 2), (8, 1)], ids=str
+)
+def test_modulation(frames, of, dtype, device):
+    for N, h, w in ((1, 1, 1), (2, 2, 4)):
+        x, cache, norm, shift = video((N, 6, frames, 2 * h, 3 * w), dtype, device)
+        modulation = make((N, 12, of, 2, 3), dtype, device, "channels_first", seed=8)[0]
+        norm = groups(norm, modulation=modulation)
+        check(x, cache, front=2, keep=2, norm=norm)
+        check(x, front=2, border=(1, 1), mode="replicate", shift=shift, norm=norm)
+        check(x, norm=norm._replace(weight=None, bias=None, activation="identity"))
+
+
+@pytest.mark.parametrize("frames", [2, 3])
+@pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
+def test_modulation_with_frames_behind(mode, frames, device):
+    x, cache, norm, shift = video((2, 6, frames, 4, 6), device=device)
+    modulation = make((2, 12, 2, 2, 3), x.dtype, device, "channels_last", seed=8)[0]
+    for each in (groups(norm, modulation=modulation), groups(norm, modulation=modulation, framewise=True)):
+        options = {"front": 2, "back": 2, "border": (1, 2), "mode": mode, "keep": 3, "norm": each}
+        check(x, shift=shift, **options)
+        check(x, cache, **options)
 
 
 def test_statistics_that_are_given(device):
@@ -220,6 +292,7 @@ def test_every_layout(layout, device):
     x, cache, norm, shift = video((2, 6, 2, 3, 4), device=device, layout=layout)
     for each in (norm, groups(norm)):
         check(x, cache, front=2, border=(1, 1), keep=2, norm=each, shift=shift)
+    check(x, cache, front=2, keep=2, norm=groups(norm, framewise=True), shift=shift)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -329,6 +402,39 @@ ERRORS = [
     ({"shift": ones(3)}, ValueError, "shift must have shape (6,), got (3,)"),
     ({"norm": Norm(ones(6, 1, 1, 1))}, ValueError, "weight must have shape (6,), got (6, 1, 1, 1)"),
     ({"norm": Norm(activation="mish")}, ValueError, "unknown activation 'mish'"),
+    ({"norm": GroupNorm(2, modulation=3)}, TypeError, "modulation must be a torch.Tensor, got int"),
+    (
+        {"norm": GroupNorm(2, modulation=ones(1, 12, 2, 3, 4).half())},
+        TypeError,
+        "modulation must have the dtype",
+    ),
+    (
+        {"norm": GroupNorm(2, modulation=ones(1, 6, 2, 3, 4))},
+        ValueError,
+        "modulation must have shape (1, 12, t",
+    ),
+    ({"norm": GroupNorm(2, modulation=ones(1, 12, 2, 2, 4))}, ValueError, "got (1, 12, 2, 2, 4)"),
+    ({"norm": GroupNorm(2, modulation=ones(1, 12, 3, 3, 4))}, ValueError, "got (1, 12, 3, 3, 4)"),
+    (
+        {"x": ones(1, 6, 3, 3, 4), "norm": GroupNorm(2, modulation=ones(1, 12, 1, 3, 4))},
+        ValueError,
+        "got (1, 12, 1, 3, 4)",
+    ),
+    (
+        {"norm": GroupNorm(2, framewise=True), "upsample": (2, 1, 1)},
+        ValueError,
+        "upsample must be (1, 1, 1) with this norm, got (2, 1, 1)",
+    ),
+    (
+        {"norm": GroupNorm(2, statistics=ones(2, 1, 1, 6), framewise=True)},
+        ValueError,
+        "statistics must have shape (2, 2, P, 6), got (2, 1, 1, 6)",
+    ),
+    (
+        {"norm": GroupNorm(2, modulation=ones(1, 12, 1, 3, 4)), "upsample": (1, 2, 2)},
+        ValueError,
+        "upsample must be (1, 1, 1) with this norm, got (1, 2, 2)",
+    ),
     (
         {"mode": "circular"},
         ValueError,
@@ -355,6 +461,10 @@ ERRORS = [
         ValueError,
         "cache must have shape (1, 6, 1, 6, 8)",
     ),
+    ({"window": 0}, ValueError, "window=0 must be at least 1 and at most front + T + back, 4"),
+    ({"window": 5}, ValueError, "window=5 must be at least 1 and at most front + T + back, 4"),
+    ({"window": 1.5}, TypeError, "window must be an int, got 1.5"),
+    ({"window": 6, "back": 1}, ValueError, "window=6 must be at least 1 and at most front + T + back, 5"),
     ({"keep": 5}, ValueError, "keep=5 must be at most front + T + back, 4"),
     ({"x": ones(1, 6, 2, 0, 4), "mode": "replicate"}, ValueError, "mode 'replicate' needs elements"),
 ]
@@ -380,6 +490,8 @@ def test_real_shapes_on_the_gpu(shape, dtype):
     for each in (norm, groups(norm, 6)):
         check(x, front=2, border=(1, 1), mode="replicate", norm=each)
     check(x, front=2, border=(1, 1), mode="replicate", shift=shift, norm=groups(norm, 6))
-    check(x, cache, front=2, keep=2)
+    frames, _ = check(x, cache, front=2, keep=2)
+    windows, _ = run(x, cache, front=2, window=3)
+    assert torch.equal(windows, torch.cat([frames[:, :, k : k + shape[2]] for k in range(3)], 1))
     if x.numel() < 1e8:
         check(x, front=2, border=(1, 1), mode="replicate", upsample=(2, 2, 2))

@@ -53,9 +53,10 @@ def load_vae():
     return comfyui_models.load_vae(_VAE)
 
 
-def latent_of(model, kind, steps=2):
-    """The result of the node KSampler for an empty latent."""
+def latent_of(model, kind, steps=2, **options):
+    """The result of the node KSampler for an empty latent. options: further entries of the conditioning."""
     positive, negative = (comfyui_models.conditioning(KINDS[kind], seed) for seed in (5, 6))
+    positive[0][1].update(options)
     with torch.inference_mode():
         latent = {"samples": torch.zeros(1, 4, 16, 16)}
         return nodes.KSampler().sample(model, 3, steps, 4.0, "euler", "normal", positive, negative, latent)[
@@ -108,7 +109,7 @@ def snapshot(root):
         (path, type(module), sorted(vars(module)), *(dict(vars(module)[name]) for name in hooks))
         for path, module in root.named_modules()
     ] + [
-        (name, id(weight), weight.stride(), weight.is_inference(), weight.sum().item())
+        (name, id(weight), weight.stride(), weight.is_inference(), weight.float().sum().item())
         for name, weight in root.named_parameters()
     ]
 

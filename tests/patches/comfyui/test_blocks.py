@@ -1,6 +1,7 @@
 """Each of ComfyUI's blocks with the kernels that run on a GPU, in Triton's interpreter, beside stock."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from tests.patches.comfyui import comfy_checkout
 
 comfy_checkout.import_for_cpu()
 
+import comfy.ops  # noqa: E402
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer  # noqa: E402
 from comfy.ldm.modules.diffusionmodules import model as vae  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, Upsample  # noqa: E402
 from comfy.ops import disable_weight_init  # noqa: E402
 
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
+from sdfastgn.patches.comfyui.layers import has_steady_weights  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 
@@ -113,20 +116,115 @@ def test_as_stock(name, launches):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("casts", ["all", "norms"])
-def test_layers_that_cast_are_called(name, casts, launches):
-    _, stock, tensors = twins(name)
-    stock.double()
-    for module in stock.modules():
-        if hasattr(module, "comfy_cast_weights"):
-            is_norm = type(module).__name__ in ("GroupNorm", "LayerNorm")
-            module.comfy_cast_weights = casts == "all" or is_norm
-            if not module.comfy_cast_weights:
-                module.float()
+@pytest.mark.parametrize("casts", ["all", "norms", "fp8"])
+def test_layers_that_cast(name, casts, launches):
+    plain, stock, tensors = twins(name)
+    plain(*tensors)
+    expected = kernels_in(launches)
+    for layer in layers_of(stock):
+        layer.comfy_cast_weights = casts != "norms" or is_norm(layer)
+        if layer.comfy_cast_weights:
+            layer.to(torch.float8_e4m3fn if casts == "fp8" else torch.float64)
     fused = copy.deepcopy(stock)
     inject(fused)
-    has_any = any(getattr(module, "comfy_cast_weights", False) for module in stock.modules())
-    assert ("casts its weights at each call" in parts_of(fused)[1]) is has_any
+    assert not parts_of(fused)[1]
+    launches.clear()
+    cases.agree(fused(*tensors), stock(*tensors), 2e-4)
+    assert kernels_in(launches) == expected
+    eject(fused)
+    assert torch.equal(fused(*tensors), stock(*tensors))
+    assert [vars(m).keys() for m in fused.modules()] == [vars(m).keys() for m in stock.modules()]
+
+
+def layers_of(block):
+    return [module for module in block.modules() if hasattr(module, "comfy_cast_weights")]
+
+
+def is_norm(layer):
+    return type(layer).__name__ in ("GroupNorm", "LayerNorm")
+
+
+def kernels_in(launches):
+    return Counter(name for name, *_ in launches)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_functions_on_weights(name, launches):
+    """A LoRA with low VRAM is such a function. ComfyUI calls it with a copy of the weight at each call."""
+    _, stock, tensors = twins(name)
+    for layer in layers_of(stock):
+        layer.weight_function = [lambda weight: weight.mul_(0.5), lambda weight: weight + 0.1]
+        if layer.bias is not None:
+            layer.bias_function = [lambda bias: bias.sub_(1)]
+    fused = copy.deepcopy(stock)
+    inject(fused)
+    for _ in range(2):
+        cases.agree(fused(*tensors), stock(*tensors), 2e-4)
+    assert launches
+    assert not all(has_steady_weights(module) for module in fused.modules())
+
+
+@pytest.mark.parametrize("name", ["resblock", "tokens", "vae-attention"])
+def test_low_vram(name, monkeypatch, launches):
+    """The norms' weights come in a buffer that each later cast overwrites, as those on ComfyUI's streams."""
+    plain, stock, tensors = twins(name)
+    plain(*tensors)
+    norms = Counter({kernel: count for kernel, count in kernels_in(launches).items() if "norm" in kernel})
+    for layer in layers_of(stock):
+        layer.prev_comfy_cast_weights, layer.comfy_cast_weights = False, True
+    fused = copy.deepcopy(stock)
+    inject(fused)
+    [(reason, parts)] = parts_of(fused)[1].items()
+    assert reason == "ComfyUI moves its weights at each call"
+    assert not parts.keys() & {"group norms", "layer norms"}
+    expected = stock(*tensors)
+    buffer, lent = torch.empty(2**16, device=cases.WHERE["device"]), []
+
+    def cast_bias_weight(layer, input, offloadable):
+        assert offloadable
+        assert not lent
+        buffer.fill_(float("nan"))
+        views, start = [], 0
+        for weight in (layer.weight, layer.bias):
+            end = start + (0 if weight is None else weight.numel())
+            views.append(None if weight is None else buffer[start:end].view(weight.shape).copy_(weight))
+            start = end
+        lent.append((layer, *views))
+        return *views, ("a stream", *views)
+
+    def uncast_bias_weight(layer, weight, bias, handed_out):
+        assert lent.pop()[0] is layer
+        assert handed_out[0] == "a stream"
+
+    monkeypatch.setattr(comfy.ops, "cast_bias_weight", cast_bias_weight)
+    monkeypatch.setattr(comfy.ops, "uncast_bias_weight", uncast_bias_weight)
+    launches.clear()
+    cases.agree(fused(*tensors), expected, 2e-4)
+    assert not lent
+    assert norms <= kernels_in(launches)
+
+
+def test_an_unknown_cast_is_left_alone(monkeypatch):
+    cast = comfy.ops.cast_bias_weight
+    monkeypatch.setattr(comfy.ops, "cast_bias_weight", lambda *args, **kwargs: cast(*args, **kwargs))
+    _, stock, tensors = twins("resblock")
+    for layer in layers_of(stock):
+        layer.comfy_cast_weights = is_norm(layer)
+    fused = copy.deepcopy(stock)
+    inject(fused)
+    reason = "comfy.ops.cast_bias_weight of this ComfyUI is not a version that sdfastgn was tested with"
+    assert parts_of(fused)[1] == {reason: {"group norms": 2}}
+    assert not all(has_steady_weights(module) for module in fused.modules())
+    cases.agree(fused(*tensors), stock(*tensors), 2e-4)
+
+
+def test_a_hooked_layer_that_casts_is_called():
+    _, stock, tensors = twins("resblock")
+    for layer in layers_of(stock):
+        layer.double().comfy_cast_weights = True
+        layer.register_forward_hook(lambda layer, args, output: output * 2)
+    fused = copy.deepcopy(stock)
+    inject(fused)
     cases.agree(fused(*tensors), stock(*tensors), 2e-4)
 
 

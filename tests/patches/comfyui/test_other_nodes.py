@@ -8,13 +8,16 @@ from tests.patches.comfyui import comfy_checkout
 comfy_checkout.import_for_cpu()
 
 import comfy.sd  # noqa: E402
+from comfy import model_management  # noqa: E402
+from comfy.controlnet import ControlBase  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock  # noqa: E402
 
-from sdfastgn.patches.comfyui.graphs import graphs_of  # noqa: E402
+from sdfastgn.patches.comfyui.graphs import begin_run, calls_of_run, graphs_of  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import forward  # noqa: E402
+from tests.patches import cases  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, latent_of, lora_of, step, unet_of  # noqa: E402
 from tests.patches.graphs.tape import TapeBackend  # noqa: E402
@@ -33,8 +36,6 @@ def model():
 @pytest.fixture(autouse=True)
 def stock_again(model):
     yield
-    from comfy import model_management
-
     model_management.unload_all_models()
 
 
@@ -121,17 +122,32 @@ def test_a_wrapper_around_the_model(model):
     close(*both(model, transformer_options=wrapped))
 
 
-def control():
-    g = torch.Generator().manual_seed(4)
+def control(seed=4, output=(16, 16, 8, 8), inputs=()):
+    """What a ControlNet returns. output, inputs: the size of each tensor; None stands for no tensor.
 
-    def image(side):
-        return torch.randn(2, 320, side, side, generator=g)
+    The first block takes the last entry of its list.
+    """
+    g = torch.Generator().manual_seed(seed)
 
-    return {"input": [], "middle": [image(8)], "output": [image(16), image(16), image(8), image(8)][::-1]}
+    def images(sides):
+        return [side and torch.randn(2, 320, side, side, generator=g) for side in sides]
+
+    return {"input": images(inputs), "middle": images([8]), "output": images(output)}
 
 
-def test_a_controlnet(model):
-    close(*both(model, control=control))
+CONTROLS = {
+    "output": {},
+    "fewer than blocks": {"output": (8,)},
+    "more than blocks": {"output": (8, 16, 16, 8, 8)},
+    "none": {"output": (None, 16, None, 8)},
+    "input": {"output": (), "inputs": (8, None, 16, 16)},
+    "wrong size": {"output": (16, 16, 8, 16)},  # ComfyUI logs a warning
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_controlnet(model, name):
+    close(*both(model, control=lambda: control(**CONTROLS[name])))
 
 
 def test_an_unknown_release_is_left_alone(model, monkeypatch):
@@ -204,12 +220,11 @@ def test_a_lora_is_seen_by_graphs(model, tape):
 @pytest.mark.parametrize(
     "options",
     [
-        {"control": control},
         {"transformer_options": lambda: {"patches": {"middle_patch": [halved]}}},
         {"transformer_options": lambda: {"optimized_attention_override": lambda f, *a, **k: f(*a, **k)}},
         {"transformer_options": lambda: {"some_node": 1}},
     ],
-    ids=["control", "patch", "attention", "unknown"],
+    ids=["patch", "attention", "unknown"],
 )
 def test_calls_that_others_reach_into_are_no_graphs(model, tape, options):
     optimized = optimize_model(model, True)
@@ -219,6 +234,135 @@ def test_calls_that_others_reach_into_are_no_graphs(model, tape, options):
     assert tape.captures == 0
     step(optimized, KIND)
     assert tape.captures == 1
+    optimized.detach()
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_graphs_take_the_tensors_of_a_controlnet(model, tape, name):
+    model.patch_model(CPU)
+    stock, left = [], []
+    for seed in range(4):
+        left.append(control(seed, **CONTROLS[name]))
+        stock.append(step(model, KIND, control=left[-1]))
+    model.detach()
+    optimized = optimize_model(model)
+    optimized.patch_model(CPU)
+    begin_run(unet_of(model))
+    for seed, (expected, rest) in enumerate(zip(stock, left, strict=True)):
+        given = control(seed, **CONTROLS[name])
+        close(step(optimized, KIND, control=given), expected)
+        # Stock removes the tensors that it has used, and so do eager calls and replays.
+        assert {k: len(v) for k, v in given.items()} == {k: len(v) for k, v in rest.items()}
+        cases.agree([t for v in given.values() for t in v], [t for v in rest.values() for t in v])
+    assert tape.captures == 1
+    assert calls_of_run(unet_of(model)) == (3, {"first call of its kind": 1})
+    optimized.detach()
+
+
+def test_each_structure_of_control_has_its_own_graph(model, tape):
+    kinds = [*CONTROLS.values(), None]
+    made = [lambda kind=kind: None if kind is None else control(**kind) for kind in kinds]
+    expected = [both(model, control=make)[1] for make in made]
+    optimized = optimize_model(model, True)
+    optimized.patch_model(CPU)
+    begin_run(unet_of(model))
+    for _ in range(2):
+        for make, stock in zip(made, expected, strict=True):
+            close(step(optimized, KIND, control=make()), stock)
+    assert tape.captures == len(kinds)
+    assert calls_of_run(unet_of(model)) == (2 * len(kinds), {})
+    optimized.detach()
+
+
+class Control(ControlBase):
+    """A ControlNet without a model. Its tensors differ at each step. In the last steps it has none."""
+
+    def get_control(self, x_noisy, t, cond, batched_number, *options):
+        if t[0] < self.timestep_range[1]:
+            return None
+        found = control(int(t[0]))
+        parts = {k: [x[: len(x_noisy)] for x in v] for k, v in found.items()}
+        return self.control_merge(parts, None, x_noisy.dtype)
+
+
+def test_a_run_with_a_controlnet(model, tape):
+    def run(patcher):
+        found = Control()
+        found.set_cond_hint(None, strength=0.5, timestep_percent_range=(0.0, 0.5))
+        return latent_of(patcher, KIND, steps=8, control=found, control_apply_to_uncond=True)
+
+    stock = run(model)
+    assert (stock - latent_of(model, KIND, steps=8)).abs().max() > 1e-3 * stock.abs().max()
+    optimized = optimize_model(model, True)
+    for _ in range(2):
+        close(run(optimized), stock)
+        assert calls_of_run(unet_of(model)) == (8, {})
+    assert tape.captures == 2
+
+
+@pytest.mark.parametrize("kind", comfy_models.KINDS)
+def test_graphs_of_weights_that_are_cast(tape, kind):
+    model = comfy_models.load_model(kind, weight_dtype=torch.float8_e4m3fn)
+    stock = latent_of(model, kind, steps=4)
+    optimized = optimize_model(model)
+    close(latent_of(optimized, kind, steps=4), stock)
+    assert tape.captures == 1
+    # A LoRA is part of the weights, which it changes in place.
+    patched = optimized.clone()
+    patched.add_patches(lora_of(model), 1.0)
+    stock_patched = model.clone()
+    stock_patched.add_patches(lora_of(model), 1.0)
+    close(latent_of(patched, kind, steps=4), latent_of(stock_patched, kind, steps=4))
+    close(latent_of(optimized, kind, steps=4), stock)
+    assert graphs_of(unet_of(model)).eager == {"first call of its kind": 3}
+
+
+def test_graphs_cast_weights_at_each_replay(tape):
+    model = comfy_models.load_model(KIND, weight_dtype=torch.float8_e4m3fn)
+    optimized = optimize_model(model, True)
+    optimized.patch_model(CPU)
+    step(optimized, KIND)
+    for module in unet_of(model).modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.weight.data.copy_(torch.full_like(module.weight, 0.5))
+    found = step(optimized, KIND)
+    assert tape.captures == 1
+    optimized.detach()
+    close(found, step(model, KIND))
+
+
+def test_no_graphs_with_functions_on_weights(model, tape):
+    optimized = optimize_model(model, True)
+    optimized.add_weight_wrapper(
+        "diffusion_model.middle_block.0.in_layers.2.weight", lambda weight: weight * 0.5
+    )
+    optimized.patch_model(CPU)
+    begin_run(unet_of(model))
+    expected = step(optimized, KIND)
+    for _ in range(2):
+        assert torch.equal(step(optimized, KIND), expected)
+    assert tape.captures == 0
+    assert calls_of_run(unet_of(model)) == (0, {"they are turned off": 3})
+    optimized.detach()
+
+
+def test_an_interrupt_during_a_capture_ends_the_run(tape, monkeypatch):
+    """In ComfyUI before 0.22 the capture ignores the error. It must still come out of the call."""
+    model = comfy_models.load_model(KIND, weight_dtype=torch.float8_e4m3fn)
+    optimized = optimize_model(model)
+    optimized.patch_model(CPU)
+    step(optimized, KIND)
+    capture = tape.capture
+
+    def interrupted(fn):
+        model_management.interrupt_current_processing()
+        return capture(fn)
+
+    monkeypatch.setattr(tape, "capture", interrupted)
+    with pytest.raises(model_management.InterruptProcessingException):
+        step(optimized, KIND)
+    model_management.interrupt_current_processing(False)
+    monkeypatch.undo()
     optimized.detach()
 
 

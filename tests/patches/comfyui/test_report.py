@@ -15,7 +15,7 @@ from sdfastgn.patches.comfyui import inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import text_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
-from sdfastgn.patches.graphs import forward  # noqa: E402
+from sdfastgn.patches.graphs import capture, forward  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import latent_of  # noqa: E402
 from tests.patches.graphs.tape import TapeBackend  # noqa: E402
@@ -42,6 +42,7 @@ def tape(monkeypatch):
     monkeypatch.setattr(backend, "memory", lambda: 3 * 2**20, raising=False)
     monkeypatch.setattr(forward, "backend_of", lambda device: backend)
     monkeypatch.setattr(channels_last, "is_alone", lambda weight: True)  # a tape keeps its weights alive
+    return backend
 
 
 def lines_of(patcher):
@@ -83,6 +84,22 @@ def test_before_and_after_a_run(model, gpu_at_hand, tape):
     ]
     latent_of(optimized, KIND, steps=5)  # the counts are of this run alone
     assert lines_of(optimized)[2:] == ["Last run: 5 of 5 calls as CUDA graphs, which hold 3 MiB"]
+
+
+def test_memory_under_the_allocator_that_comfyui_chooses(monkeypatch):
+    def memory_snapshot():
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", memory_snapshot)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert capture.CudaBackend.memory(object()) == 0
+
+
+def test_an_allocator_that_does_not_tell_its_memory(model, gpu_at_hand, tape, monkeypatch):
+    monkeypatch.setattr(tape, "memory", lambda: 0)
+    optimized = optimize_model(model)
+    latent_of(optimized, KIND, steps=4)
+    assert lines_of(optimized)[2] == "Last run: 3 of 4 calls as CUDA graphs"
 
 
 def test_the_text_after_a_run_is_handed_on(model, gpu_at_hand, tape):

@@ -1,13 +1,13 @@
 """The script that times ComfyUI: its measurements on tiny models, and bad input."""
 
-import runpy
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.publish import comfyui_models
-from sdfastgn.cli import comfyui_checkout
+from scripts.publish import comfyui, comfyui_models
 from tests.command_line import exit_code
 from tests.patches.comfyui import comfy_checkout
 
@@ -17,28 +17,65 @@ from tests.patches.comfyui import comfy_models  # noqa: E402
 
 pytestmark = pytest.mark.fused_on_cpu
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "publish" / "comfyui.py"
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with the files of a tiny model, and a VAE of SD 1.5's own size."""
+    folder = tmp_path_factory.mktemp("files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comfyui_models, "MODELS", comfy_models.KINDS)
+        comfyui_models.write_files(folder, "sd15", "cpu")
+    return folder
 
 
-@pytest.mark.parametrize("variant", ["stock", "sdfastgn"])
-def test_what_it_measures(variant, monkeypatch, tmp_path, gpu_at_hand):
-    model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
-    monkeypatch.setattr(comfyui_checkout, "import_comfyui", lambda folder, *arguments: "0")
-    monkeypatch.setattr(comfyui_models, "load_model", lambda *_: model)
-    monkeypatch.setattr(comfyui_models, "load_vae", lambda *_: vae)
-    for name, value in {"synchronize": None, "get_device_name": "CPU", "max_memory_allocated": 2e9}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    script = runpy.run_path(str(SCRIPT))
-    script["seconds_of"].__globals__.update(WARM_UP_RUNS=0, TIMED_RUNS=1)
-    found = script["times_of"](variant, tmp_path, "sd15", 64, 1)
-    assert found["it_per_s"] > 0 < found["decode_ms"]
-    assert (found["comfyui"], found["gpu"], found["peak_gb"]) == ("0", "CPU", 2.0)
-    if variant == "sdfastgn":
-        every = {"sampler": True, "vae": True}
-        assert found["stock_repeats_itself"] == found["exact_after_ejection"] == every
-        assert 0 < found["latent_difference"] < 1e-4
-        assert 0 < found["image_difference"] < 1e-4
-        assert found["report"][0] == "UNetModel: faster"
+def case_of(variant, files, size=32):
+    folder = Path(os.environ["COMFYUI"])
+    return comfyui.Case(folder, False, "sd15", variant, size, 2, 2, files)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(comfyui_models, "MODELS", comfy_models.KINDS)
+    answers = {
+        "synchronize": None,
+        "get_allocator_backend": "native",
+        "get_device_name": "CPU",
+        "max_memory_allocated": 2e9,
+    }
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+def test_what_it_measures(on_the_cpu, files, gpu_at_hand):
+    found = {variant: comfyui.times_of(case_of(variant, files)) for variant in comfyui.VARIANTS}
+    times = ("first_s", "it_per_s", "decode_ms", "control_it_per_s", "lora_it_per_s", "changed_strength_s")
+    for each in found.values():
+        assert all(each[name] > 0 for name in times)
+        assert (each["gpu"], each["peak_gb"]) == ("CPU", 2.0)
+    ours, every = found["sdfastgn"], {"sampler": True, "vae": True}
+    assert ours["stock_repeats_itself"] == ours["exact_after_ejection"] == every
+    names = ("latent_difference", "lora_difference", "control_difference", "image_difference")
+    assert all(0 < ours[name] < 1e-3 for name in names)
+    assert ours["report"][0] == "UNetModel: faster"
+    assert "Without a graph: 2 (a ControlNet takes part)" in ours["control_report"]
+
+
+def test_a_row_that_cannot_be_measured_says_why(tmp_path):
+    case = case_of("stock", tmp_path)  # without the model's files
+    with ThreadPoolExecutor(1) as pool:
+        is_ready, has_none = pool.submit(lambda: None), pool.submit(lambda: "none here")
+        cannot = pool.submit(lambda: 1 / 0)
+        rows = [
+            comfyui._measured(pool, case, is_ready, True),
+            comfyui._measured(pool, case, has_none, False),
+            comfyui._measured(pool, case, cannot, False),
+        ]
+    assert [(row["status"], row["reason"]) for row in rows] == [
+        ("unavailable", "the time was over"),
+        ("unavailable", "none here"),
+        ("failed", "ZeroDivisionError: division by zero"),
+    ]
+    assert comfyui.line_of({**case.told(), **rows[0]}).endswith("sd15, stock: unavailable, the time was over")
 
 
 @pytest.mark.parametrize("arguments", [("nowhere",), (".", "--model", "sd3")])

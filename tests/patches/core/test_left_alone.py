@@ -5,7 +5,7 @@ import torch
 
 import sdfastgn
 from tests.coverage import networks
-from tests.patches.samples import snapshot
+from tests.patches.samples import make_unknown, snapshot
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -15,7 +15,9 @@ def row(name):
     return found.build()
 
 
-def test_a_video_autoencoder_that_repeats_borders():
+def test_a_video_autoencoder_that_repeats_borders(monkeypatch):
+    """No kernel repeats them if its convolutions are unknown."""
+    make_unknown(monkeypatch, "CogVideoXCausalConv3d.forward")
     model, call = row("Mochi")
     before = snapshot(model)
     with torch.no_grad():
@@ -26,14 +28,14 @@ def test_a_video_autoencoder_that_repeats_borders():
     report = sdfastgn.report(model)
     assert not report.fused
     assert report.channels_last_weights == 0
-    assert {entry.reason for entry in report.skipped} == {
+    assert {entry.reason for entry in report.skipped} >= {
         "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
     }
     with pytest.raises(ValueError, match="faster as it is"):
         sdfastgn.optimize(model, strict=True)
 
 
-@pytest.mark.parametrize("name", ["CogVideoX", "Allegro", "HunyuanVideo"])
+@pytest.mark.parametrize("name", ["CogVideoX", "Allegro", "HunyuanVideo", "Mochi"])
 def test_others_are_fused(name):
     model, _ = row(name)
     assert sdfastgn.report(sdfastgn.optimize(model)).fused

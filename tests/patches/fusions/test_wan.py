@@ -105,6 +105,19 @@ def test_a_video_in_chunks(build, launches):
 
 
 @each_family
+def test_convolutions_of_windows(build, monkeypatch):
+    found = []
+    convolve = fusion.convolve_windows
+    monkeypatch.setattr(fusion, "is_faster_in_2d", lambda conv, x: conv.kernel_size[0] > conv.stride[0])
+    monkeypatch.setattr(fusion, "convolve_windows", lambda *a: found.append(a) or convolve(*a))
+    models = twins(build)
+    same(models, decode_of(codes(3)))
+    decoded = len(found)
+    same(models, encode_of(pixels(models[0], 9)))
+    assert len(found) > decoded > 0
+
+
+@each_family
 def test_an_image(build):
     models = twins(build)
     same(models, decode_of(codes(1)))
@@ -442,8 +455,15 @@ def test_a_hook_in_a_residual_block_sees_what_it_saw(name):
 # --- numbers ------------------------------------------------------------------------
 
 
+def of_32_channels():
+    """On Hopper its largest frames have convolutions of windows."""
+    model = AutoencoderKLWan(**{**SIZES, "base_dim": 32})
+    model.spatial_compression_ratio = 2
+    return model
+
+
 @pytest.mark.gpu
-@each_family
+@pytest.mark.parametrize("build", [*FAMILIES, of_32_channels])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_no_less_exact_than_stock(build, dtype):
     if cases.WHERE["device"] == "cpu":

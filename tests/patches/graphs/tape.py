@@ -32,14 +32,20 @@ class _Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         returns = func._schema.returns
-        if not any(
-            r.alias_info is not None and not r.alias_info.is_write for r in returns
-        ):  # a view needs no repeating
+        may_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        # A view needs no repeating. ``aten.to`` and others return a view of their input or a copy.
+        if not (may_view and _storages(out) <= _storages((args, kwargs))):
             alias = lambda tree: tree_map_only(torch.Tensor, self._alias, tree)  # noqa: E731
-            written = any(r.alias_info is not None for r in returns) or not returns
+            written = any(r.alias_info is not None and r.alias_info.is_write for r in returns) or not returns
             self.own.update(t.data_ptr() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
             self.entries.append((func, alias(args), alias(kwargs), None if written else alias(out)))
         return out
+
+
+def _storages(tree):
+    """The addresses of the storages of all tensors in ``tree``."""
+    tensors = (t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor))
+    return {t.untyped_storage().data_ptr() for t in tensors}
 
 
 class _Allocations(TorchDispatchMode):
@@ -77,6 +83,7 @@ class TapeBackend:
         self.captures = self.rehearsals = 0
         self.fail = None
         self.busy = False
+        self.room = True
         self._allocations = _Allocations()
         self.kept = self._allocations.storages
 
@@ -106,3 +113,6 @@ class TapeBackend:
 
     def memory(self):
         return 1 << 20
+
+    def has_room(self):
+        return self.room

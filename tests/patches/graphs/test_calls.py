@@ -80,7 +80,8 @@ def test_each_kind_of_call_has_a_graph_of_its_own():
     for _ in range(3):
         for values in (inputs, *variants(inputs)):
             agree(run(unet, values), run(stock, values))
-    assert (state(unet).captured, state(unet).replays) == (7, 14)
+    # A scale of LoRAs is part of the merged weights, so it makes no kind of its own.
+    assert (state(unet).captured, state(unet).replays) == (6, 15)
 
 
 def test_nested_arguments_of_a_controlnet_and_sdxl():

@@ -5,24 +5,46 @@ from __future__ import annotations
 from scripts.publish.tables.pipelines import comfyui_markdown
 from sdfastgn.bench.documents import document, write_json
 
+SAME = {"sampler": True, "vae": True}
+CONFIG = {"model": "sdxl", "size": 1024, "steps": 30}
+
+
+def lines_of(tmp_path, config, rows):
+    content = document("comfyui", {"gpu": "GPU"}, config, [])
+    content["rows"] += rows
+    write_json(tmp_path / "a.json", content)
+    return comfyui_markdown(tmp_path).splitlines()
+
 
 def test_a_line_for_each_variant(tmp_path):
-    content = document("comfyui", {"gpu": "GPU"}, {"model": "sdxl", "size": 1024, "steps": 30}, [])
-    same = {"sampler": True, "vae": True}
-    ours = {"latent_difference": 1e-3, "image_difference": 0.02, "exact_after_ejection": same}
-    ours["stock_repeats_itself"] = same
-    content["rows"] += [
+    ours = {"latent_difference": 1e-3, "image_difference": 0.02, "exact_after_ejection": SAME}
+    ours["stock_repeats_itself"] = SAME
+    rows = [
         {"variant": "stock", "comfyui": "0.8.0", "it_per_s": 16.0, "decode_ms": 130.0},
         {"variant": "sdfastgn", "comfyui": "0.8.0", "it_per_s": 24.0, "decode_ms": 65.25, **ours},
     ]
-    write_json(tmp_path / "a.json", content)
-    lines = comfyui_markdown(tmp_path).splitlines()
-    assert lines[2] == "| SDXL 1024², 30 steps, stock | 16.0 | 1.00x | 130 | - | - | - |"
-    assert lines[3].endswith("**sdfastgn** | 24.0 | 1.50x | 65.2 | 1.0e-03 | 2.0e-02 | yes |")
+    lines = lines_of(tmp_path, CONFIG, rows)
+    assert lines[2] == "| SDXL 1024², 30 steps, 0.8.0, stock | 16.0 | 130 | - | - | - |"
+    assert lines[3].endswith("**sdfastgn** | 24.0 (1.50x) | 65.2 | 1.0e-03 | 2.0e-02 | yes |")
     assert lines[-1].startswith("ComfyUI 0.8.0, GPU")
-    content["rows"][1]["exact_after_ejection"] = {**same, "vae": False}
-    write_json(tmp_path / "a.json", content)
-    assert comfyui_markdown(tmp_path).splitlines()[3].endswith("| **no** |")
-    content["rows"][1]["stock_repeats_itself"] = {**same, "vae": False}
-    write_json(tmp_path / "a.json", content)
-    assert comfyui_markdown(tmp_path).splitlines()[3].endswith("| stock's own differ |")
+    rows[1]["exact_after_ejection"] = {**SAME, "vae": False}
+    assert lines_of(tmp_path, CONFIG, rows)[3].endswith("| **no** |")
+    rows[1]["stock_repeats_itself"] = {**SAME, "vae": False}
+    assert lines_of(tmp_path, CONFIG, rows)[3].endswith("| stock's own differ |")
+
+
+def test_a_row_is_compared_to_stock_with_the_same_release_and_setting(tmp_path):
+    def row(release, is_dynamic, variant, rate):
+        rates = {"it_per_s": rate, "lora_it_per_s": rate / 2, "control_it_per_s": rate / 4, "first_s": 3.21}
+        named = {"comfyui": release, "dynamic_vram": is_dynamic, "variant": variant, "status": "ok"}
+        return {**CONFIG, **named, **rates, "first_compiled": 7 * (variant == "sdfastgn")}
+
+    rows = [row("2.0", False, "stock", 10), row("2.0", True, "stock", 8), row("2.0", True, "sdfastgn", 16)]
+    rows.append({**row("1.0", False, "stock", 1), "status": "failed", "reason": "no memory", "it_per_s": 1})
+    header, _, _, _, ours, failed, _, source = lines_of(tmp_path, {}, rows)
+    assert header.count("|") == 6
+    assert ours.endswith(
+        "2.0 with DynamicVRAM, **sdfastgn** | 16.0 (2.00x) | 8.0 (2.00x) | 4.0 (2.00x) | 3.2 (compiles) |"
+    )
+    assert failed.startswith("| SDXL 1024², 30 steps, 1.0, stock: no memory | - |")
+    assert source.startswith("ComfyUI 2.0, 1.0, GPU")

@@ -1,0 +1,140 @@
+"""Makes images with ComfyUI as its executor does: plain, with a LoRA, and with a ControlNet."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.publish import comfyui_models
+
+
+class Images:
+    """One model of ComfyUI with a LoRA and a ControlNet from files that ``comfyui_models`` has written.
+
+    ComfyUI must be imported before.
+
+    Args:
+        model: a name in ``comfyui_models.MODELS``.
+        size: width and height in pixels.
+        steps: steps of the sampler.
+        files: folder with the model's files.
+        is_optimized: whether images are made by models and VAEs that sdfastgn has optimized.
+    """
+
+    def __init__(self, model: str, size: int, steps: int, files: Path, is_optimized: bool) -> None:
+        import comfy.sample
+
+        config = comfyui_models.MODELS[model]
+        self.steps, self.size, self.is_optimized = steps, size, is_optimized
+        self.files = {name: files / f"{model}_{name}.safetensors" for name in comfyui_models.FILES}
+        self.prompts = [comfyui_models.conditioning(config, seed) for seed in (5, 6)]
+        self.empty = torch.zeros(1, 4, size // 8, size // 8)
+        self.noise = comfy.sample.prepare_noise(self.empty, 3)
+
+    @torch.inference_mode()
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Load the checkpoint. Returns the latents and the pixels of the first image."""
+        import comfy.sd
+
+        self.loaded, _, self.vae, _ = comfy.sd.load_checkpoint_guess_config(
+            str(self.files["checkpoint"]), output_clip=False
+        )
+        self.model = self._optimized(self.loaded)
+        if self.is_optimized:
+            from sdfastgn.patches.comfyui.model_patcher import optimize_vae
+
+            self.vae = optimize_vae(self.vae)
+        latents = self.sample(self.model)
+        return latents, self.decode(latents)
+
+    def _optimized(self, model: Any) -> Any:
+        if not self.is_optimized:
+            return model
+        from sdfastgn.patches.comfyui.model_patcher import optimize_model
+
+        return optimize_model(model)
+
+    @torch.inference_mode()
+    def sample(self, model: Any, prompts: Any = None) -> Tensor:
+        """The latents that KSampler returns, on the CPU: (1, 4, size / 8, size / 8)."""
+        import comfy.sample
+
+        found = comfy.sample.sample(
+            model, self.noise, self.steps, 4.0, "euler", "normal", *(prompts or self.prompts), self.empty,
+            disable_pbar=True, seed=3,
+        )  # fmt: skip
+        _end_of_node()
+        return found
+
+    @torch.inference_mode()
+    def decode(self, latents: Tensor) -> Tensor:
+        """The pixels of ``latents``, (1, size, size, 3) on the CPU, in [0, 1]."""
+        found = self.vae.decode(latents)
+        _end_of_node()
+        return found
+
+    @torch.inference_mode()
+    def with_control(self) -> None:
+        """Load the ControlNet. ``controlled`` becomes the prompts to which it is applied."""
+        import comfy.controlnet
+
+        hint = torch.rand(1, 3, self.size, self.size, generator=torch.Generator().manual_seed(4))
+        net = comfy.controlnet.load_controlnet(str(self.files["control"])).copy()
+        net.set_cond_hint(hint, 0.5, (0.0, 1.0))
+        self.controlled = [
+            [[tokens, {**rest, "control": net, "control_apply_to_uncond": False}] for tokens, rest in prompt]
+            for prompt in self.prompts
+        ]
+
+    @torch.inference_mode()
+    def with_lora(self, strength: float) -> None:
+        """Read the LoRA. ``patched`` becomes the model to which it is applied."""
+        import comfy.sd
+        import comfy.utils
+
+        lora = comfy.utils.load_torch_file(str(self.files["lora"]), safe_load=True)
+        patched, _ = comfy.sd.load_lora_for_models(self.loaded, None, lora, strength, 0.0)
+        self.patched = self._optimized(patched)
+
+    def with_lora_changed(self, strength: float) -> Tensor:
+        """The pixels of the image with another strength of the LoRA."""
+        self.with_lora(strength)
+        return self.decode(self.sample(self.patched))
+
+    def text(self) -> str:
+        """The text on sdfastgn's node."""
+        from sdfastgn.patches.comfyui.report import text_of
+
+        return f"{text_of(self.model)}\n{text_of(self.vae.patcher)}"
+
+    def eject(self) -> None:
+        """Replace ``model`` and ``vae`` by clones with the same weights and without sdfastgn."""
+        self.vae = copy.copy(self.vae)
+        self.model, self.vae.patcher = _without(self.model), _without(self.vae.patcher)
+
+
+def _without(patcher: Any) -> Any:
+    plain = patcher.clone()
+    for name in list(plain.injections):
+        plain.remove_injections(name)
+    for kind in plain.callbacks:
+        plain.callbacks[kind].pop("sdfastgn", None)
+    return plain
+
+
+def _end_of_node() -> None:
+    """What ComfyUI's executor does after each node under DynamicVRAM."""
+    memory = sys.modules.get("comfy.memory_management")  # not in releases without DynamicVRAM
+    if getattr(memory, "aimdo_enabled", False):
+        import comfy.model_management
+        import comfy.model_prefetch
+        import comfy_aimdo.model_vbar
+
+        comfy.model_management.reset_cast_buffers()
+        comfy.model_prefetch.cleanup_prefetch_queues()
+        comfy_aimdo.model_vbar.vbars_reset_watermark_limits()

@@ -1,0 +1,121 @@
+"""Attention over the frames of a video: each pixel attends to the same pixel in all frames.
+
+Formula, for each sample, head, pixel p and frame t:
+
+    y[t, p] = sum_s softmax_s(scale * q[t, p] . k[s, p]) v[s, p],  over the frames s
+
+For PyTorch's kernels the frames of each pixel are a separate sequence. These kernels are made for many more
+keys than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. Here a tile has the frames of
+several pixels.
+
+In memory, tokens are in the order of the frames, and the tokens of one pixel have equal distances. The kernel
+reads and writes them at these places. So the tokens need not be copied to the order of the pixels and back.
+
+Numerics: as in ``attention/few_keys.py``.
+
+This is for inference only: there is no registered op and no backward. If the kernel cannot run, PyTorch's
+attention runs for one sample after the other.
+
+Source: Vaswani et al., 2017.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdfastgn.kernels.attention.few_keys import runs_on
+from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
+
+# Number of rows of a tile: on Hopper, four warps multiply 64 rows at once.
+_ROWS = 64
+# Minimum number of rows, and of columns, of a tile in a matrix product.
+_LEAST = 16
+# Maximum number of channels of a head.
+_MAX_HEAD_DIM = 256
+# Number of 16-bit elements of a 16-byte load.
+_VECTOR = 8
+_NUM_WARPS = 4
+
+
+def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
+    """Computes attention over the frames of a video, by the kernel if it can run, else in PyTorch.
+
+    Args:
+        q, k, v: (N, heads, frames * pixels, D), any strides. All tokens of the first frame come first.
+        frames: number of frames.
+
+    The arguments are not checked. Returns (N, frames * pixels, heads * D), contiguous.
+    """
+    if dispatch.is_plain_inference(q, (k, v)):
+        y = _by_kernel(q, k, v, frames)
+        if y is not None:
+            return y
+    N, H, tokens, D = q.shape
+
+    def of_pixels(t: Tensor) -> Tensor:
+        """(N, heads, frames * pixels, D) -> (N, pixels, heads, frames, D)"""
+        return t.unflatten(2, (frames, -1)).permute(0, 3, 1, 2, 4)
+
+    samples = zip(*(of_pixels(t) for t in (q, k, v)), strict=True)
+    found = [F.scaled_dot_product_attention(*sample).permute(2, 0, 1, 3) for sample in samples]
+    return torch.stack(found).reshape(N, tokens, H * D)
+
+
+# Kind of call -> its launch, or None if the kernel cannot run.
+_launches: PlanCache[Launch | None] = PlanCache()
+
+
+def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
+    """``attend_over_frames``, computed by the kernel; None if the kernel cannot run."""
+    key = plan_key((q, k, v, frames))
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _make_launch(q, k, v, frames) if key not in _launches and _fits(q, k, v, frames) else None
+        _launches[key] = launch
+        if launch is None:
+            return None
+    N, H, tokens, D = q.shape
+    y = torch.empty((N, tokens, H * D), dtype=q.dtype, device=q.device)
+    try:
+        launch.run(q, k, v, y)
+    except dispatch.KernelError:
+        return None
+    return y
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, frames: int) -> bool:
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.dtype == k.dtype == v.dtype
+        and q.shape == k.shape == v.shape
+        and q.numel() > 0
+        and next_power_of_2(frames) <= _ROWS
+        and q.shape[3] <= _MAX_HEAD_DIM
+        and q.shape[3] % _VECTOR == 0
+        and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
+        and (not q.is_cuda or runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
+    )
+
+
+def _make_launch(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Launch:
+    """Make the launch with one program for each tile of pixels of each head."""
+    from sdfastgn.kernels.attention import over_frames_kernels  # needs Triton
+
+    N, H, tokens, D = q.shape
+    pixels, rows = tokens // frames, next_power_of_2(frames)
+    return Launch(
+        over_frames_kernels._frames_attention_kernel, N * H * ceil_div(pixels, _ROWS // rows), _NUM_WARPS,
+        pdl=gpu.has_programmatic_launch(q.device),
+        P=pixels, T=frames, scale=math.log2(math.e) / math.sqrt(D),
+        q_n=q.stride(0) // _VECTOR, k_n=k.stride(0) // _VECTOR, v_n=v.stride(0) // _VECTOR,
+        H=H, D=D, Q_H=q.stride(1), Q_L=q.stride(2), K_H=k.stride(1), K_L=k.stride(2),
+        V_H=v.stride(1), V_L=v.stride(2), VECTOR=_VECTOR, ROWS=_ROWS, FRAMES=rows,
+        BLOCK_D=max(_LEAST, next_power_of_2(D)),
+    )  # fmt: skip

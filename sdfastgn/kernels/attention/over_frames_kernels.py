@@ -1,0 +1,64 @@
+"""The Triton kernel of attention over frames. ``attention/over_frames.py`` explains formula and numerics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from sdfastgn.kernels.common.activation_kernels import exp2
+
+
+@triton.jit(do_not_specialize=["P", "T", "q_n", "k_n", "v_n", "scale"])
+def _frames_attention_kernel(
+    q_ptr, k_ptr, v_ptr, y_ptr,
+    P, T, q_n, k_n, v_n, scale,
+    H: tl.constexpr, D: tl.constexpr, Q_H: tl.constexpr, Q_L: tl.constexpr, K_H: tl.constexpr,
+    K_L: tl.constexpr, V_H: tl.constexpr, V_L: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, FRAMES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Computes y. A program has all frames of ``ROWS // FRAMES`` pixels, for one head of one sample.
+
+    A tile has ``FRAMES`` rows for each pixel: T frames and padding. One matrix product computes the scores of
+    all rows of the tile with each other. The scores of rows of different pixels are dropped.
+
+    Tensors: ``q``, ``k``, ``v`` (N, H, T * P, D), fp16 or bf16, with contiguous channels; ``y``
+    (N, T * P, H, D), contiguous.
+
+    Numbers:
+        P: number of pixels of a frame.
+        T: number of frames.
+        q_n, k_n, v_n: strides of samples, in multiples of ``VECTOR`` elements.
+        scale: ``scale`` of the formula times log2(e), because the kernel computes powers of 2.
+
+    Constants:
+        Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads (H) and of tokens (L) in q, k and v.
+        BLOCK_D: D, padded to a power of 2.
+    """
+    PIXELS: tl.constexpr = ROWS // FRAMES
+    # Programs with neighboring numbers have different heads of the same pixels, which are neighbors in
+    # memory.
+    blocks = tl.cdiv(P, PIXELS)
+    h = (tl.program_id(0) % H).to(tl.int64)
+    first = tl.program_id(0) // H % blocks * PIXELS
+    n = (tl.program_id(0) // H // blocks).to(tl.int64)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    pixel = r // FRAMES
+    frame = r % FRAMES
+    row = (frame * P + first + pixel).to(tl.int64)[:, None]
+    mask = ((frame < T) & (first + pixel < P))[:, None] & (d < D)[None, :]
+    # The factor ``VECTOR`` tells Triton that rows start at multiples of 16 bytes, so that loads are vectors.
+    if PDL:
+        gdc_wait()
+    q = tl.load(q_ptr + n * q_n * VECTOR + h * Q_H + (row * Q_L + d[None, :]), mask=mask, other=0.0)
+    k = tl.load(k_ptr + n * k_n * VECTOR + h * K_H + (row * K_L + d[None, :]), mask=mask, other=0.0)
+    v = tl.load(v_ptr + n * v_n * VECTOR + h * V_H + (row * V_L + d[None, :]), mask=mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k)) * scale
+    # Each row keeps at least one score, the one with the first frame of its own pixel.
+    kept = (pixel[:, None] == pixel[None, :]) & (frame < T)[None, :]
+    scores = tl.where(kept, scores, float("-inf"))
+    p = exp2(scores - tl.max(scores, 1)[:, None])
+    y = tl.dot(p.to(v.dtype), v) / tl.sum(p, 1)[:, None]
+    out = y_ptr + ((n * T * P + row) * H + h) * D + d[None, :]
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)

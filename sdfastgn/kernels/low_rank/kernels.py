@@ -1,0 +1,79 @@
+"""Triton kernel of ``add_low_rank``. Op and launches: ``low_rank/op.py``.
+
+A program computes one tile of one matrix: it loads the tile of the weight, adds the product of each pair of
+factors, and stores the sum. One launch serves many matrices, so it reads addresses and sizes from tables:
+
+- ``tiles``: int32 (programs, 2), the matrix of each program and the number of the tile in it;
+- ``matrices``: int64 (matrices, 7), see the loads below;
+- ``factors``: int64 (pairs, 7), the pairs of one matrix one after the other;
+- ``scales``: fp32 (pairs,).
+
+Columns of a matrix are counted in the order of the weight's memory. For a 3 x 3 convolution whose weight is
+channels-last, a column is (place in the window, input channel). The factor a may have another order, so its
+address is found from both numbers.
+
+Offsets are int32, so a matrix has less than 2^31 elements.
+
+Numerics: products and sums in fp32, one rounding at the store.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_low_rank_kernel(
+    tiles_ptr, matrices_ptr, factors_ptr, scales_ptr,
+    WEIGHT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """out = weight + sum of scale * b @ a, for one tile. ``DEPTH``: how many ranks a product takes at once.
+
+    ``ALIGNED``: all weights and sums are at multiples of 16 bytes, and their columns multiples of 8.
+    """
+    program = tl.program_id(0)
+    matrix = matrices_ptr + tl.load(tiles_ptr + 2 * program) * 7
+    tile = tl.load(tiles_ptr + 2 * program + 1)
+    out = tl.load(matrix).to(tl.pointer_type(WEIGHT))
+    weight = tl.load(matrix + 1).to(tl.pointer_type(WEIGHT))
+    rows = tl.load(matrix + 2).to(tl.int32)
+    columns = tl.load(matrix + 3).to(tl.int32)
+    inner = tl.load(matrix + 4).to(tl.int32)
+    first = tl.load(matrix + 5).to(tl.int32)
+    pairs = tl.load(matrix + 6).to(tl.int32)
+    if ALIGNED:  # addresses from a table have no known alignment, and would be read 2 bytes at a time
+        out = tl.multiple_of(out, 16)
+        weight = tl.multiple_of(weight, 16)
+        columns = tl.multiple_of(columns, 8)
+
+    across = tl.cdiv(columns, COLUMNS)
+    m = (tile // across) * ROWS + tl.arange(0, ROWS)
+    n = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    in_tile = (m < rows)[:, None] & (n < columns)[None, :]
+    at = m[:, None] * columns + n[None, :]
+    total = tl.load(weight + at, mask=in_tile, other=0.0).to(tl.float32)
+    for pair in range(first, first + pairs):
+        factor = factors_ptr + pair * 7
+        a = tl.load(factor).to(tl.pointer_type(A))
+        b = tl.load(factor + 1).to(tl.pointer_type(B))
+        rank = tl.load(factor + 2).to(tl.int32)
+        a_row = tl.load(factor + 3).to(tl.int32)
+        a_inner = tl.load(factor + 4).to(tl.int32)
+        a_outer = tl.load(factor + 5).to(tl.int32)
+        b_row = tl.load(factor + 6).to(tl.int32)
+        a_at = (n % inner) * a_inner + (n // inner) * a_outer
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, rank, DEPTH):
+            k = start + tl.arange(0, DEPTH)
+            in_b = (m < rows)[:, None] & (k < rank)[None, :]
+            in_a = (k < rank)[:, None] & (n < columns)[None, :]
+            left = tl.load(b + m[:, None] * b_row + k[None, :], mask=in_b, other=0.0)
+            right = tl.load(a + k[:, None] * a_row + a_at[None, :], mask=in_a, other=0.0)
+            if A != B:
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            product = tl.dot(left, right, product, input_precision="ieee")
+        total += tl.load(scales_ptr + pair) * product
+    tl.store(out + at, total.to(WEIGHT), mask=in_tile)

@@ -1,0 +1,730 @@
+"""Runs a layer with LoRA adapters as one plain layer, whose weight is W + the sum of scale * B @ A.
+
+peft wraps a layer of the model and calls three layers instead of one for each adapter. Here the wrapper gets
+a *stand-in*: a plain ``nn.Linear`` or ``nn.Conv2d`` with merged weights in memory of its own. Fused code asks
+``plain_layer`` for the layer that it shall run, and the wrapper's own ``forward`` runs the stand-in too. The
+model's parameters are never touched.
+
+A wrapper takes part once ``adopt`` has given it a class of ``peft_layers.py``. At each call all that the
+merged weight is made of is compared with what it was: the adapters that are active, their scales, and the
+identity, address and number of writes of each tensor. If anything differs, the merged weight is written again
+into the same memory. So a CUDA graph that reads this memory stays valid.
+
+- Calls without graphs compare layer by layer (``merged_layer``).
+- For a graph, a ``Survey`` compares all layers of a model at once before each replay, in loops that run in C.
+
+Peft's own code runs with gradients, under a compiler, in traces, without kernels, and for every layer for
+which ``_source`` has a reason, such as hooks, dropout or DoRA.
+
+One change is not noticed: a write through ``.data`` of a tensor that was not reached through its wrapper
+(``model.parameters()``), because PyTorch does not count it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_expired
+from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
+from sdfastgn.patches.core.class_forward import change_class
+from sdfastgn.patches.core.fusion import is_unhooked, restore_class
+
+__all__ = [
+    "Merged",
+    "Survey",
+    "adopt",
+    "allow",
+    "forget",
+    "frozen",
+    "is_allowed",
+    "is_merged",
+    "know",
+    "leave",
+    "may_change",
+    "merged_in",
+    "merged_layer",
+    "must_release",
+    "plain_layer",
+    "release",
+    "scaled",
+    "stand_in_of",
+    "why_not",
+]
+
+_PEFT = "peft.tuners.lora.layer"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Attributes of a convolution that its stand-in and its adapters must have too.
+_OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
+# Number of sizes that the constructor of a layer takes.
+_SIZES = {nn.Linear: 2, nn.Conv2d: 3}
+_NO_MEMORY = "there was no memory for merged weights"
+
+# Wrapper -> its stand-in and what this was made of. It is not kept in the wrapper's ``__dict__``, so that it
+# is neither copied nor pickled.
+_records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
+# Wrapper -> all wrappers that were adopted with it.
+_siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+# Modules of models that must not get merged weights, and wrappers for which memory was short.
+_off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The classes of ``peft_layers.py``; empty until a model has a layer of peft.
+_classes: tuple[type, ...] = ()
+# Counts the times that other code may have written into a weight. PyTorch does not count all writes.
+_touches = 0
+# True while a graph is captured: then merged weights are read, and must not be written.
+_is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
+# The factor of all scales that was taken out of the arguments of the running call.
+_factor: ContextVar[float] = ContextVar("sdfastgn_adapter_factor", default=1.0)
+# (index of a GPU, handle of a stream) -> the stream, for those that have read merged weights since the last
+# write.
+_readers: dict[tuple[int, int], torch.cuda.Stream] = {}
+_changing = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The layers of one model that run with merged weights.
+
+    ``path``: the model's path. ``layers``: how many layers there are. ``bytes``: size of the merged weights.
+    ``adapters``: names of the adapters that are active in any of the layers.
+    """
+
+    path: str
+    layers: int
+    bytes: int
+    adapters: tuple[str, ...]
+
+
+class _Source(NamedTuple):
+    """What the merged weight and bias of one wrapper are made of.
+
+    ``pairs``: for each active adapter its weights A and B, B's bias or None, and the scale.
+    """
+
+    base: Any
+    weight: Tensor
+    bias: Tensor | None
+    pairs: tuple[tuple[Tensor, Tensor, Tensor | None, float], ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = [self.weight, self.bias, *(t for pair in self.pairs for t in pair[:3])]
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias is not None or any(pair[2] is not None for pair in self.pairs)
+
+    def scaled(self, factor: float) -> _Source:
+        """The same with all scales multiplied by ``factor``, as ``scale_layer`` of peft does."""
+        if factor == 1.0:
+            return self
+        return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
+
+    def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
+        return (
+            tuple(map(id, tensors)),
+            tuple(map(Tensor.data_ptr, tensors)),
+            tuple(map(_version_of, tensors)),
+            tuple(pair[3] for pair in self.pairs),
+        )
+
+
+class _Record:
+    """The stand-in of one wrapper, and the state from which its weight was computed."""
+
+    def __init__(self, source: _Source) -> None:
+        self.layer = _stand_in(source)
+        self.key: tuple[Any, ...] | None = None
+        self._tensors: list[Tensor] = []
+        self._storages: list[StorageWeakRef] = []
+        self._places: tuple[Any, ...] = ()
+        self._written: tuple[int, Any] = (0, None)
+
+    def fits(self, source: _Source) -> bool:
+        """True if the stand-in has the right memory and settings for ``source``."""
+        weight, bias, like = self.layer.weight, self.layer.bias, source.weight
+        return (
+            (weight.dtype, weight.device, weight.shape, weight.stride())
+            == (like.dtype, like.device, like.shape, like.stride())
+            and (bias is not None) == source.has_bias
+            and (
+                type(self.layer) is nn.Linear
+                or all(getattr(self.layer, name) == getattr(source.base, name) for name in _OF_CONV)
+            )
+        )
+
+    def is_of(self, source: _Source) -> bool:
+        """True if the merged weight was computed from exactly ``source``."""
+        return (
+            self.key is not None
+            and self.key == source.key(source.tensors)
+            and not any(map(is_expired, map(expiring, self._storages)))
+        )
+
+    def sums(self, source: _Source) -> Iterator[Sum]:
+        """What has to be computed. Until ``note`` is called, the stand-in is invalid."""
+        self.key = None
+        pairs = tuple(Factors(a, b, scale) for a, b, _, scale in source.pairs)
+        yield Sum(self.layer.weight, source.weight, pairs)
+        if self.layer.bias is not None:
+            out = self.layer.bias
+            own = torch.zeros_like(out) if source.bias is None else source.bias
+            biases = [(bias, scale) for _, _, bias, scale in source.pairs if bias is not None]
+            yield Sum(out, own, tuple(Factors(b.new_ones(1, 1), b.view(-1, 1), s) for b, s in biases))
+
+    def note(self, source: _Source, written: tuple[int, Any]) -> None:
+        """Take note that the stand-in was computed from ``source``. ``written``: (stream, event)."""
+        tensors = source.tensors
+        key = source.key(tensors)
+        if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
+            self._places = key[:2]
+            self._tensors = tensors  # kept, so that no other tensor gets their ids
+            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self._written = written
+        self.key = key
+
+    def wait(self) -> None:
+        """Let the current stream wait until the merged weight is written."""
+        stream, event = self._written
+        weight = self.layer.weight
+        _read_on(weight.device)
+        if event is not None and current_raw_stream(weight.device.index) != stream:
+            torch.cuda.current_stream(weight.device).wait_event(event)
+
+    def free(self) -> None:
+        """Free the memory. A Watch that still knows the weight sees that it has gone."""
+        self.key = None
+        for parameter in self.layer.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+
+_version_of = attrgetter("_version")
+
+
+# ---- which layers
+
+
+def know(classes: Iterable[type]) -> None:
+    """Take note of the classes of ``peft_layers.py``, which has been imported."""
+    global _classes
+    _classes = tuple(classes)
+
+
+def is_merged(layer: Any) -> bool:
+    """True if ``layer`` is a wrapper that has merged weights."""
+    return type(layer) in _classes and layer in _records
+
+
+def is_allowed(module: nn.Module) -> bool:
+    """True unless ``module`` is in a model for which ``allow`` forbade merged weights."""
+    return module not in _off
+
+
+def why_not(layer: Any) -> str | None:
+    """Why the wrapper ``layer`` cannot run with merged weights; None if it can."""
+    if layer in _short:
+        return _NO_MEMORY
+    if _kind_of(layer) is None:
+        return "its kind of adapter is not merged"
+    found = _source(layer)
+    return found if isinstance(found, str) else None
+
+
+def merged_in(root: nn.Module, path: str = "") -> Merged:
+    """What is merged in ``root`` now."""
+    layers = [module for module in root.modules() if is_merged(module)]
+    sizes = [t.nbytes for layer in layers for t in _records[layer].layer.parameters()]
+    names = dict.fromkeys(name for layer in layers for name in _active(vars(layer)))
+    return Merged(path or type(root).__name__, len(layers), sum(sizes), tuple(names))
+
+
+def allow(root: nn.Module, merges: bool) -> None:
+    """Give ``root`` merged weights, or forbid them and free those that there are."""
+    if not merges:
+        release(root)
+    for module in root.modules():
+        (_off.discard if merges else _off.add)(module)
+        _short.discard(module)
+    if merges:
+        adopt(root)
+
+
+def must_release(root: nn.Module, merges: bool) -> bool:
+    """True if ``allow(root, merges)`` would free merged weights."""
+    return not merges and any(map(is_merged, root.modules()))
+
+
+def _kind_of(layer: Any) -> type | None:
+    """The class of peft that ``layer`` has, or had before it was adopted, if it can be merged; else None."""
+    if type(layer) in _classes:
+        return type(layer)
+    kind = type(layer)
+    is_known = kind.__module__ == _PEFT and kind.__qualname__ in ("Linear", "Conv2d")
+    return kind if is_known else None
+
+
+def _active(own: dict[str, Any]) -> list[str]:
+    """Names of the adapters whose products a wrapper adds; empty if they are off or fused."""
+    if own["_disable_adapters"] or own["merged_adapters"]:
+        return []
+    names = own["_active_adapter"]
+    present = own["_modules"]["lora_A"]._modules
+    return [name for name in ([names] if isinstance(names, str) else names) if name in present]
+
+
+def _source(layer: nn.Module) -> _Source | str:
+    """What the merged weight of ``layer`` is made of, or the reason why it cannot be merged."""
+    own = vars(layer)
+    if type(own["scaling"]) is not dict:
+        return "its scales are in a dict of another class"
+    modules = own["_modules"]
+    base: Any = modules.get("base_layer")
+    kind = type(base)
+    if kind not in (nn.Linear, nn.Conv2d) or own.get("fan_in_fan_out"):
+        return "the layer in it is not plain"
+    if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
+        return "its convolution has groups, or was changed"
+    if not (is_unhooked(layer) and is_unhooked(base)):
+        return "it has hooks"
+    parameters = base._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    pairs = []
+    for name in _active(own):
+        pair = _pair(layer, kind, name)
+        if isinstance(pair, str):
+            return pair
+        pairs.append(pair)
+    source = _Source(base, weight, bias, tuple(pairs))
+    for tensor in source.tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dispatch.KERNEL_DTYPES:
+            return "a weight is not a plain tensor of fp16, bf16 or fp32"
+        if tensor.is_inference():
+            return "a weight was made in inference mode, so that writes into it are not counted"
+        if tensor.device != weight.device or tensor.device.type == "meta":
+            return "its weights are on several devices"
+    return source
+
+
+def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
+    """(A, B, B's bias or None, scale) of the adapter ``name``, or a reason."""
+    own: Any = vars(layer)
+    modules = own["_modules"]
+    if name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name):
+        return "its adapter is a variant of LoRA, such as DoRA"
+    first: Any = modules["lora_A"]._modules[name]
+    second: Any = modules["lora_B"]._modules[name]
+    if not (type(first) is type(second) is kind and is_unhooked(first) and is_unhooked(second)):
+        return "the adapter's layers are not plain, or have hooks"
+    if kind is nn.Conv2d and not _is_convolution_of(modules["base_layer"], first, second):
+        return "the adapter's convolution has other settings than its layer"
+    if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
+        return "its adapter has a dropout"
+    scale = own["scaling"][name]
+    if type(scale) not in (float, int):
+        return f"the adapter's scale is a {type(scale).__name__}"
+    a, b = first._parameters["weight"], second._parameters["weight"]
+    return a, b, second._parameters.get("bias"), scale
+
+
+def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:
+    """True if ``first`` sees the same windows as ``base``, and ``second`` only mixes channels.
+
+    peft does not copy dilation and the mode of padding.
+    """
+    return (
+        all(getattr(first, name) == getattr(base, name) for name in ("kernel_size", *_OF_CONV))
+        and second.kernel_size == second.stride == (1, 1)
+        and second.padding == (0, 0)
+    )
+
+
+# ---- what runs
+
+
+def plain_layer(layer: Any) -> Any:
+    """The layer that fused code runs instead of ``layer``: its stand-in if it has one, else ``layer``."""
+    if type(layer) not in _classes:
+        return layer
+    found = merged_layer(layer)
+    return layer if found is None else found
+
+
+def merged_layer(layer: nn.Module) -> Any:
+    """The stand-in of the wrapper ``layer`` with its present weights; None if peft's code must run."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    record = _records.get(layer)
+    if record is None and (layer in _off or layer in _short):
+        return None
+    _unfuse(layer)
+    is_frozen = _is_frozen.get()
+    source = _source(layer)
+    if isinstance(source, str) or not (is_frozen or _runs_merged(source.weight)):
+        return None
+    factor = _factor.get()
+    source = source.scaled(factor)
+    if record is not None and record.is_of(source) and record.fits(source):
+        if not is_frozen:
+            record.wait()
+        return record.layer
+    if is_frozen:
+        raise RuntimeError("an adapter changed during the call")
+    if source.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # other code captures this call, and would write the weights at each replay
+    try:
+        record, *_ = _write([(layer, source), *_outdated_siblings(layer, factor)])
+    except torch.OutOfMemoryError:
+        _short.add(layer)
+        forget(layer)
+        return None
+    return record.layer
+
+
+def _outdated_siblings(layer: nn.Module, factor: float) -> list[tuple[nn.Module, _Source]]:
+    """Other layers of the model of ``layer`` that need new merged weights. One launch computes them all."""
+    found = []
+    for other in _siblings.get(layer, ()):
+        record = _records.get(other)
+        source = None if record is None or other is layer else _source(other)
+        if isinstance(source, _Source):
+            scaled = source.scaled(factor)
+            if record is not None and record.fits(scaled) and not record.is_of(scaled):
+                found.append((other, scaled))
+    return found
+
+
+def _runs_merged(weight: Tensor) -> bool:
+    return dispatch.has_kernels(weight) and dispatch.is_untraced(weight, ())
+
+
+def _unfuse(layer: nn.Module) -> None:
+    """Subtract fused adapters that are turned off, which peft does in its next call."""
+    own: Any = vars(layer)
+    if own["_disable_adapters"] and own["merged_adapters"]:
+        layer.unmerge()  # type: ignore[operator]
+
+
+def _write(found: Iterable[tuple[nn.Module, _Source]]) -> list[_Record]:
+    """Compute the merged weights of all wrappers, in the current stream. Returns their records."""
+    global _touches
+    found = list(found)
+    devices = dict.fromkeys(source.weight.device for _, source in found)
+    with _changing, torch.no_grad():
+        _touches += 1  # a ``Survey`` may expect other values
+        for device in devices:
+            _wait_for_readers(device)
+        records = []
+        for layer, source in found:
+            record = _records.get(layer)
+            if record is None or not record.fits(source):
+                if record is not None:
+                    record.free()
+                record = _records[layer] = _Record(source)
+            records.append(record)
+        pairs = list(zip(records, found, strict=True))
+        add_low_rank([total for record, (_, source) in pairs for total in record.sums(source)])
+        written = {device: _written_now(device) for device in devices}
+        for record, (_, source) in pairs:
+            record.note(source, written[source.weight.device])
+    return records
+
+
+def _wait_for_readers(device: torch.device) -> None:
+    """Let the current stream of ``device`` wait for the other streams that read merged weights."""
+    if device.type == "cuda":
+        for key in [key for key in list(_readers) if key[0] == device.index]:
+            stream = _readers.pop(key, None)
+            if stream is not None and key[1] != current_raw_stream(device.index):
+                torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _read_on(device: torch.device) -> None:
+    """Take note that the current stream of ``device`` reads merged weights."""
+    if device.type == "cuda":
+        key = device.index, current_raw_stream(device.index)
+        if key not in _readers:
+            _readers[key] = torch.cuda.current_stream(device)
+
+
+def _written_now(device: torch.device) -> tuple[int, Any]:
+    """(the current stream of ``device``, an event after all of its work so far); (0, None) on a CPU."""
+    if device.type != "cuda":
+        return 0, None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return current_raw_stream(device.index), event
+
+
+def _stand_in(source: _Source) -> Any:
+    """A plain layer like ``source.base`` with memory for its own weight and bias."""
+    base, weight = source.base, source.weight
+    layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
+    # Only settings are copied: the base may have hooks, and entries of other code in its ``__dict__``.
+    for name, value in vars(layer).items():
+        if not isinstance(value, (dict, set)):
+            vars(layer)[name] = vars(base)[name]
+    # Outside of inference mode, because memory from inside would make inference tensors.
+    with torch.inference_mode(False), torch.no_grad():
+        place = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+        bias = weight.new_empty(len(weight)) if source.has_bias else None
+        vars(layer)["_parameters"] = {
+            "weight": nn.Parameter(place, requires_grad=False),
+            "bias": None if bias is None else nn.Parameter(bias, requires_grad=False),
+        }
+    return layer
+
+
+# ---- adopting and releasing
+
+
+def adopt(root: nn.Module) -> list[nn.Module]:
+    """Let all wrappers in ``root`` that can be merged run with merged weights, and return them.
+
+    Does nothing where no kernels run. If memory is short, no wrapper in ``root`` gets merged weights.
+    """
+    if _PEFT not in sys.modules or root in _off:
+        return []
+    from sdfastgn.patches.core.peft_layers import MERGED
+
+    with _changing:
+        found = [(m, s) for m in root.modules() if (s := _source_to_adopt(m)) is not None]
+        layers = [layer for layer, _ in found]
+        missing = [(layer, source) for layer, source in found if layer not in _records]
+        try:
+            for layer, source in missing:
+                _records[layer] = _Record(source)
+        except torch.OutOfMemoryError:
+            release(root)
+            _short.update(layers)
+            return []
+        for layer, _ in missing:
+            if type(layer) in MERGED:
+                change_class(layer, MERGED[type(layer)])
+        for module in root.modules() if missing else ():
+            if hasattr(module, "pack_merged"):
+                module.pack_merged()  # type: ignore[operator]
+        if missing:
+            group = weakref.WeakSet(layers)
+            for layer in layers:
+                _siblings[layer] = group
+    return layers
+
+
+def _source_to_adopt(module: nn.Module) -> _Source | None:
+    if _kind_of(module) is None or module in _off or module in _short:
+        return None
+    source = _source(module)
+    if isinstance(source, str):
+        forget(module)
+        return None
+    return source if _runs_merged(source.weight) else None
+
+
+def stand_in_of(layer: Any) -> Any:
+    """The stand-in of ``layer``, whose weights may be of the past; ``layer`` itself if it has none."""
+    record = _records.get(layer) if type(layer) in _classes else None
+    return layer if record is None else record.layer
+
+
+def release(root: nn.Module) -> None:
+    """Undo ``adopt``: give all wrappers in ``root`` peft's class again, and free the merged weights."""
+    for module in root.modules():
+        if type(module) in _classes:
+            restore_class(module)
+        leave(module)
+
+
+def leave(module: nn.Module) -> None:
+    """Forget all that is kept about ``module`` outside of it."""
+    forget(module)
+    _off.discard(module)
+    _short.discard(module)
+
+
+def forget(layer: nn.Module) -> None:
+    """Free the merged weights of ``layer``."""
+    global _touches
+    record = _records.pop(layer, None)
+    if record is not None:
+        _touches += 1
+        record.free()
+
+
+def may_change(layer: nn.Module) -> None:
+    """Take note that other code has reached the weights of ``layer``, so that they are merged again."""
+    global _touches
+    record = _records.get(layer)
+    if record is not None:
+        record.key = None
+        _touches += 1
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """In this context merged weights must be up to date. If they are not, a call raises RuntimeError."""
+    token = _is_frozen.set(True)
+    try:
+        yield
+    finally:
+        _is_frozen.reset(token)
+
+
+@contextmanager
+def scaled(factor: float) -> Iterator[None]:
+    """In this context all scales of adapters are multiplied by ``factor``."""
+    token = _factor.set(factor)
+    try:
+        yield
+    finally:
+        _factor.reset(token)
+
+
+class Survey:
+    """All layers of ``root`` that run with merged weights. If there are new ones, they are adopted.
+
+    Attributes:
+        layers: the wrappers.
+        takes_scale: True if ``root`` has no other layers with adapters. Then a scale that is an argument of
+            the model's call can become part of the merged weights.
+        reason: why the last ``refresh`` returned False.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.layers = adopt(root)
+        merged = set(self.layers)
+        self.takes_scale = _PEFT not in sys.modules or all(
+            module in merged for module in root.modules() if hasattr(type(module), "scale_layer")
+        )
+        self.reason = ""
+        self._records = [_records[layer] for layer in self.layers]
+        self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
+        self._factor: float | None = None
+        self._before: list[Any] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The merged weights and biases."""
+        return [p for record in self._records for p in record.layer.parameters()]
+
+    def refresh(self, factor: float = 1.0) -> bool:
+        """Bring all merged weights up to date, in the current stream.
+
+        Returns False if a layer cannot be merged any more, or has other memory now. ``factor``: multiplies
+        all scales.
+        """
+        try:
+            return not self.layers or self._refresh(factor)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError) as error:
+            # Another thread is adding or deleting an adapter, so that dicts change or do not fit together.
+            self._factor = None
+            self.reason = f"its adapters were changed during a call: {one_line(error)}"
+            return False
+
+    def _refresh(self, factor: float) -> bool:
+        for device in self._devices:
+            _read_on(device)
+        is_same = (
+            self._factor is not None
+            and self._seen() == self._before
+            and not any(map(is_expired, self._storage_ids))
+        )
+        if is_same and factor == self._factor:
+            return True
+        self._factor = None
+        if not (is_same or self._find()):
+            return False
+        found = []
+        for layer, record, source in zip(self.layers, self._records, self._sources, strict=True):
+            scaled = source.scaled(factor)
+            if not (is_same or (_records.get(layer) is record and record.fits(scaled))):
+                self.reason = "a layer with an adapter has other memory or settings"
+                return False
+            if is_same or not record.is_of(scaled):
+                found.append((layer, scaled))
+        if found:
+            _write(found)
+            self._before[0] = _touches
+        self._factor = factor
+        return True
+
+    def _find(self) -> bool:
+        """Find out what all merged weights are made of. False if one of them cannot be merged any more."""
+        for layer in self.layers:
+            _unfuse(layer)
+        self._look()
+        self._sources: list[_Source] = []
+        for layer in self.layers:
+            source = _source(layer)
+            if isinstance(source, str) or not _runs_merged(source.weight):
+                why = source if isinstance(source, str) else "no kernels run"
+                self.reason = f"an adapter cannot be merged any more: {why}"
+                return False
+            self._sources.append(source)
+        return True
+
+    def _look(self) -> None:
+        """Find the dicts and tensors that ``_seen`` reads, and store what it reads now."""
+        owns = list(map(vars, self.layers))
+        bases = [own["_modules"]["base_layer"] for own in owns]
+        parts = [own["_modules"][side]._modules for own in owns for side in ("lora_A", "lora_B")]
+        adapters = [module for part in parts for module in part.values()]
+        running = [*self.layers, *bases, *adapters]
+        self._owns = owns
+        self._children = [own["_modules"] for own in owns] + parts
+        self._running = running
+        self._dicts = list(map(vars, running))
+        self._hooks = [vars(module)[name] for module in running for name in _HOOKS]
+        self._parameters = [module._parameters for module in (*bases, *adapters)]
+        self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
+        self._tensors = [t for part in self._parameters for t in part.values() if t is not None]
+        # Kept, so that no other object gets the id of one of them.
+        self._kept = [child for children in self._children for child in children.values()]
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
+        self._storage_ids = list(map(expiring, self._storages))
+        self._before = self._seen()
+
+    def _seen(self) -> list[Any]:
+        """Everything that decides the merged weights, in lists that are made and compared in C."""
+        owns = self._owns
+        scales = list(map(_scales_of, owns))
+        return [
+            _touches,
+            list(map(type, self._running)),
+            list(map(id, chain.from_iterable(map(dict.values, self._children)))),
+            list(map(id, chain.from_iterable(map(dict.values, self._parameters)))),
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(_version_of, self._tensors)),
+            list(map(_disabled_of, owns)),
+            list(map(len, map(_fused_of, owns))),
+            list(chain.from_iterable(map(_active_of, owns))),
+            list(map(type, scales)),
+            list(chain.from_iterable(map(dict.values, scales))),
+            list(map(_settings_of, self._convs)),
+            list(map(len, self._dicts)),
+            any(self._hooks),
+        ]
+
+
+_disabled_of = itemgetter("_disable_adapters")
+_fused_of = itemgetter("merged_adapters")
+_active_of = itemgetter("_active_adapter")
+_scales_of = itemgetter("scaling")
+_settings_of = itemgetter(*_OF_CONV)

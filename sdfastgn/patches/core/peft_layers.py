@@ -1,0 +1,51 @@
+"""peft's LoRA layers for linear layers and convolutions, as subclasses that run with merged weights.
+
+This file imports peft. So it is imported only once a model has a layer of peft, or by pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.lora import layer as lora
+from torch import nn
+
+from sdfastgn.patches.core import merged_adapters
+from sdfastgn.patches.core.fusion import register_fused
+
+__all__ = ["MERGED", "MergedConv2d", "MergedLinear"]
+
+# Attributes through which other code reaches the weights, and may then write into them.
+_DOORS = frozenset(("base_layer", "lora_A", "lora_B"))
+
+
+class _MergedLayer(nn.Module):
+    """The methods that both classes replace. ``merged_adapters.py`` says what merged weights are."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = None if args or kwargs else merged_adapters.merged_layer(self)
+        return super().forward(x, *args, **kwargs) if layer is None else layer(x)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DOORS:
+            merged_adapters.may_change(self)
+        return super().__getattr__(name)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``.to()`` and similar methods: the merged weights are freed, and made anew at the next call."""
+        merged_adapters.forget(self)
+        return super()._apply(*args, **kwargs)
+
+
+class MergedLinear(_MergedLayer, lora.Linear):
+    """``peft.tuners.lora.layer.Linear``."""
+
+
+class MergedConv2d(_MergedLayer, lora.Conv2d):
+    """``peft.tuners.lora.layer.Conv2d``."""
+
+
+MERGED: dict[type[nn.Module], type[nn.Module]] = {lora.Linear: MergedLinear, lora.Conv2d: MergedConv2d}
+for _stock, _merged in MERGED.items():
+    register_fused(_merged, _stock)
+merged_adapters.know(MERGED.values())

@@ -1,0 +1,40 @@
+"""diffusers' ``AlphaBlender``, which mixes what frames and time make of a video: the factors of the mix.
+
+The blocks of Stable Video Diffusion mix by ``alpha * spatial + (1 - alpha) * temporal``, where alpha may
+differ from frame to frame. Their fusions compute it in one pass (``core/statistics.py``, ``blend``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.resnet import AlphaBlender
+from torch import Tensor
+
+from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.tested_sources import tested
+
+__all__ = ["SOURCE", "factors_of", "is_plain_blender"]
+
+SOURCE = tested(AlphaBlender, "__init__", "get_alpha", "forward")
+
+
+def is_plain_blender(mixer: Any) -> bool:
+    """True if a call of ``mixer`` is diffusers' and does nothing else."""
+    is_own = not {"get_alpha", "forward"} & vars(mixer).keys()
+    return type(mixer) is AlphaBlender and is_own and is_unhooked(mixer)
+
+
+def factors_of(mixer: Any, image_only_indicator: Tensor | None, x: Tensor) -> Tensor:
+    """(2, N) fp32, contiguous: the factors of spatial and of temporal for each frame, rounded as in stock.
+
+    Args:
+        mixer: an ``AlphaBlender``.
+        image_only_indicator: (videos, frames); None if the strategy of the mixer needs none.
+        x: (N, ...), what is mixed, where N is the number of frames of all videos.
+    """
+    alpha = mixer.get_alpha(image_only_indicator, 3).to(x.dtype).flatten()
+    if mixer.switch_spatial_to_temporal_mix:
+        alpha = 1.0 - alpha
+    return torch.stack((alpha, 1.0 - alpha)).float().expand(2, len(x)).contiguous()

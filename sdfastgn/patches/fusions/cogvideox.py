@@ -1,0 +1,385 @@
+"""diffusers' autoencoder of CogVideoX: norm, SiLU, cached frames and padding in one pass per convolution.
+
+Each causal convolution reads two frames before its own: the last ones of the batch of frames before, which
+stock keeps in ``conv_cache``, or copies of the first frame. Stock makes a pass over memory each for the norm,
+for its factors and offsets, for SiLU, for the concatenation with the cache and for the copy into the cache.
+Here one kernel (``pad_frames``) writes all of that: what the convolution reads, and the new entry of
+``conv_cache``. The entry has stock's frames and values.
+
+Further differences:
+
+- A spatial norm scales and moves the result of a GroupNorm by two 1x1x1 convolutions of the latents. Stock
+  upsamples the latents to the size of the norm's input first. These convolutions compute each position by
+  itself, so here they run on the latents as they are, and the kernel of the norm upsamples what they return.
+  They have no entry in ``conv_cache``, because stock never reads it.
+- conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual. That kernel also
+  computes the statistics that the next norm reads.
+- Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``). Frames
+  are repeated after it, because it computes each frame by itself.
+- Downsampling writes the mean of two frames into the padded input of its convolution.
+- A 1x1x1 convolution is a matrix product.
+
+All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
+one, and each of them is still fused by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    CogVideoXCausalConv3d,
+    CogVideoXDecoder3D,
+    CogVideoXEncoder3D,
+    CogVideoXResnetBlock3D,
+    CogVideoXSafeConv3d,
+    CogVideoXSpatialNorm3D,
+)
+from diffusers.models.downsampling import CogVideoXDownsample3D
+from diffusers.models.upsampling import CogVideoXUpsample3D
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
+from sdfastgn.kernels.pad_frames.op import GroupNorm, modulation_times, pad_frames
+from sdfastgn.kernels.upsample.conv import upsample_conv2d
+from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
+from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.statistics import add, add_bias
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
+from sdfastgn.patches.fusions.video import (
+    can_fuse,
+    convolve_padded,
+    images_of,
+    in_channels_last,
+    is_plain_conv3d,
+    is_plain_inference,
+    norm_operands,
+    video_of,
+)
+
+__all__ = ["CONV", "FUSIONS", "convolve", "is_plain"]
+
+# GiB of an input in two bytes an element, above which upstream convolves its frames in parts.
+_LARGEST_INPUT = 2
+
+_IDENTITY = nn.Identity()
+
+
+# --- what may run fused -----------------------------------------------------------------------------
+
+
+def is_plain(conv: Any, x: Tensor, C: int) -> bool:
+    """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
+    and on the device of x.
+    """
+    return (
+        type(conv) in (CogVideoXCausalConv3d, FusedCogVideoXCausalConv3d)
+        and is_unhooked(conv)
+        and is_plain_conv3d(conv.conv, x, C, CogVideoXSafeConv3d)
+        and conv.conv.dilation == (1, 1, 1)
+    )
+
+
+def _fits(cache: Any, conv: Any, x: Tensor, C: int) -> bool:
+    """True if ``cache`` is None or what ``conv`` keeps in ``conv_cache`` of C channels in the size of x."""
+    if cache is None or conv.pad_mode == "replicate":
+        return True
+    return (
+        isinstance(cache, Tensor)
+        and (cache.dtype, cache.device) == (x.dtype, x.device)
+        and cache.shape == (x.shape[0], C, conv.time_kernel_size - 1, *x.shape[3:])
+    )
+
+
+def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | None) -> bool:
+    """True if ``act(norm(u, zq))`` is upstream's, for u of C channels in the size and dtype of x.
+
+    If ``zq`` is None, ``norm`` is a GroupNorm.
+    """
+    if zq is None:
+        return can_fuse(norm, act, x, C)
+    if type(norm) not in (CogVideoXSpatialNorm3D, FusedCogVideoXSpatialNorm3D) or not is_unhooked(norm):
+        return False
+    if (zq.dim(), zq.dtype, zq.device, len(zq)) != (5, x.dtype, x.device, len(x)):
+        return False
+    found = modulation_times(x.shape, zq.shape)
+    # PyTorch rounds other factors, and may take another neighbor.
+    are_exact = found is not None and all(times & (times - 1) == 0 for times in found[0])
+    return (
+        are_exact
+        and can_fuse(norm.norm_layer, act, x, C)
+        and all(
+            is_plain(conv, zq, zq.shape[1])
+            and (conv.conv.kernel_size, conv.conv.stride) == ((1, 1, 1), (1, 1, 1))
+            and conv.conv.out_channels == C
+            for conv in (norm.conv_y, norm.conv_b)
+        )
+    )
+
+
+# --- what runs --------------------------------------------------------------------------------------
+
+
+def _norm(norm: Any, act: nn.Module, x: Tensor, zq: Tensor | None, *, is_shifted: bool = False) -> GroupNorm:
+    """``act(norm(x, zq))`` as operands of a kernel, if ``_has_plain_norm``."""
+    if zq is None:
+        return norm_operands(norm, act, x, is_shifted=is_shifted)
+    zq = in_channels_last(zq)
+    convs = norm.conv_y.conv, norm.conv_b.conv
+    modulation = torch.cat([convolve_padded(conv, zq, conv.bias).movedim(1, -1) for conv in convs], -1)
+    operands = norm_operands(norm.norm_layer, act, x, is_shifted=is_shifted)
+    return operands._replace(modulation=modulation.movedim(-1, 1))
+
+
+def convolve(
+    conv: Any,
+    x: Tensor,
+    cache: Tensor | None,
+    *,
+    shift: Tensor | None = None,
+    norm: GroupNorm | None = None,
+    has_bias: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, kept): ``conv(norm(x + shift), cache)``, channels-last, and the new cache.
+
+    Args:
+        conv: a causal convolution, for which ``is_plain`` is true.
+        x: (N, C, T, H, W).
+        cache: the frames before x, or None.
+        shift, norm: as in ``pad_frames``.
+        has_bias: False: the bias of ``conv`` is left to the next kernel.
+    """
+    inner, front = conv.conv, conv.time_kernel_size - 1
+    frames, kept = in_channels_last(x), None
+    # A convolution that repeats borders pads nothing and keeps nothing. Others pad each frame with zeros.
+    repeats = conv.pad_mode == "replicate"
+    h, w = (conv.height_pad, conv.width_pad) if repeats else (0, 0)
+    if norm is not None or shift is not None or front or h or w:
+        cache, keep = (None, 0) if repeats or not front else (cache, front)
+        where: Any = {"front": front, "border": (h, w), "mode": "replicate", "keep": keep}
+        frames, kept = pad_frames(frames, cache, shift=shift, norm=norm, **where)
+    bias = inner.bias if has_bias else None
+    size = frames.numel() * 2 / 1024**3
+    if size <= _LARGEST_INPUT or inner.stride[0] > 1:
+        return convolve_padded(inner, frames, bias), kept
+    T = frames.shape[2] - front
+    step = math.ceil(T / (int(size / _LARGEST_INPUT) + 1))
+    parts = (in_channels_last(frames[:, :, at : at + step + front]) for at in range(0, T, step))
+    return add_bias(torch.cat([convolve_padded(inner, part, None) for part in parts], 2), bias), kept
+
+
+class FusedCogVideoXCausalConv3d(CogVideoXCausalConv3d):
+    """``CogVideoXCausalConv3d``. inputs (N, C, T, H, W); the result lies as ``inputs``."""
+
+    def forward(self, inputs: Tensor, conv_cache: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x, C = inputs, inputs.shape[1]
+        if not (is_plain_inference(x) and is_plain(self, x, C) and _fits(conv_cache, self, x, C)):
+            return super().forward(x, conv_cache)
+        y, kept = convolve(self, x, conv_cache)
+        return y if is_channels_last(x) else y.contiguous(), kept
+
+
+class FusedCogVideoXSpatialNorm3D(CogVideoXSpatialNorm3D):
+    """``CogVideoXSpatialNorm3D``. f (N, C, T, H, W) -> the same, channels-last."""
+
+    def forward(self, f: Tensor, zq: Tensor, conv_cache: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        if not (is_plain_inference(f) and _has_plain_norm(self, _IDENTITY, f, f.shape[1], zq)):
+            return super().forward(f, zq, conv_cache)
+        f = in_channels_last(f)
+        y, _ = pad_frames(f, norm=_norm(self, _IDENTITY, f, zq))
+        return y, {"conv_y": None, "conv_b": None}
+
+
+class FusedCogVideoXResnetBlock3D(CogVideoXResnetBlock3D):
+    """``CogVideoXResnetBlock3D``. inputs (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last."""
+
+    def forward(
+        self, inputs: Tensor, temb: Any = None, zq: Tensor | None = None, conv_cache: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        cache, act = conv_cache or {}, self.nonlinearity
+        if temb is not None or not (is_plain_inference(inputs) and self._runs_fused(inputs, zq, cache)):
+            return super().forward(inputs, temb, zq, conv_cache)
+        x, new = in_channels_last(inputs), {}
+        norm = _norm(self.norm1, act, x, zq)
+        h, new["conv1"] = convolve(self.conv1, x, cache.get("conv1"), norm=norm, has_bias=False)
+        norm, shift = _norm(self.norm2, act, h, zq, is_shifted=True), self.conv1.conv.bias
+        h, new["conv2"] = convolve(self.conv2, h, cache.get("conv2"), shift=shift, norm=norm, has_bias=False)
+        if self.in_channels != self.out_channels:
+            if self.use_conv_shortcut:
+                x, new["conv_shortcut"] = convolve(self.conv_shortcut, x, cache.get("conv_shortcut"))
+            else:
+                x = convolve_padded(self.conv_shortcut, x, self.conv_shortcut.bias)
+        return add(h, x, self.conv2.conv.bias), new
+
+    def _runs_fused(self, x: Tensor, zq: Tensor | None, cache: Any) -> bool:
+        if (self.dropout.training and self.dropout.p) or not is_unhooked(self.dropout):
+            return False
+        C, C_out = self.in_channels, self.out_channels
+        if C_out != C:
+            shortcut = self.conv_shortcut
+            has_plain_shortcut = (
+                is_plain(shortcut, x, C) and _fits(cache.get("conv_shortcut"), shortcut, x, C)
+                if self.use_conv_shortcut
+                else is_plain_conv3d(shortcut, x, C, CogVideoXSafeConv3d)
+            )
+            if not has_plain_shortcut:
+                return False
+        return (
+            x.shape[1] == C
+            and all(
+                is_plain(conv, x, channels) and _fits(cache.get(name), conv, x, channels)
+                for name, conv, channels in (("conv1", self.conv1, C), ("conv2", self.conv2, C_out))
+            )
+            and _has_plain_norm(self.norm1, self.nonlinearity, x, C, zq)
+            and _has_plain_norm(self.norm2, self.nonlinearity, x, C_out, zq)
+        )
+
+
+def _is_plain_2d(conv: Any, x: Tensor) -> bool:
+    """True if a call of ``conv`` on the frames of x is PyTorch's convolution, in the dtype of x."""
+    return (
+        is_plain_conv(conv)
+        and (conv.padding_mode, type(conv.padding), conv.in_channels) == ("zeros", tuple, x.shape[1])
+        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
+    )
+
+
+class FusedCogVideoXUpsample3D(CogVideoXUpsample3D):
+    """``CogVideoXUpsample3D``. inputs (N, C, T, H, W) -> (N, C_out, T', 2H, 2W), channels-last.
+
+    T' is 2 T if ``compress_time`` and T is even, 2 T - 1 if ``compress_time`` and T is odd, else T.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not (is_plain_inference(inputs) and _is_plain_2d(self.conv, inputs)):
+            return super().forward(inputs)
+        N, _, T, _, _ = inputs.shape
+        images, bias = images_of(in_channels_last(inputs)), None
+        if convolves_at_low_resolution(self.conv, images):
+            y = upsample_conv2d(images, self.conv.weight, self.conv.bias)
+        else:
+            y, bias = conv_without_bias(self.conv, upsample_nearest_2x(images))
+        y = in_channels_last(video_of(y, N))
+        if self.compress_time and T > 1:
+            # The first of an even number of frames is doubled too: it stands before itself.
+            where: Any = {"front": 1 - T % 2, "mode": "replicate", "upsample": (2, 1, 1)}
+            return pad_frames(y, shift=bias, **where)[0]
+        return add_bias(y, bias)
+
+
+class FusedCogVideoXDownsample3D(CogVideoXDownsample3D):
+    """``CogVideoXDownsample3D``. x (N, C, T, H, W) -> (N, C_out, T', H // 2, W // 2), channels-last.
+
+    T' is T / 2 rounded up if ``compress_time``, else T.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (is_plain_inference(x) and _is_plain_2d(self.conv, x)):
+            return super().forward(x)
+        x = in_channels_last(x)
+        N, C, T, H, W = x.shape
+        single = T % 2 if self.compress_time else T
+        shape = (N, C, single + (T - single) // 2, H + 1, W + 1)
+        padded = empty_laid_out(x, shape, channels_last=True)
+        padded[..., H:, :] = padded[..., W:] = 0
+        centre = padded[..., :H, :W]
+        centre[:, :, :single] = x[:, :, :single]
+        if single < T:
+            pairs = x[:, :, single:].unflatten(2, (-1, 2))
+            torch.mean(pairs, 3, out=centre[:, :, single:])
+        y, bias = conv_without_bias(self.conv, images_of(padded))
+        return add_bias(in_channels_last(video_of(y, N)), bias)
+
+
+def _leave(half: Any, x: Tensor, zq: Tensor | None, cache: Any, new: dict[str, Any]) -> Tensor:
+    """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
+    norm, act, conv, C = half.norm_out, half.conv_act, half.conv_out, x.shape[1]
+    given = cache.get("conv_out")
+    if _has_plain_norm(norm, act, x, C, zq) and is_plain(conv, x, C) and _fits(given, conv, x, C):
+        x, new["conv_out"] = convolve(conv, x, given, norm=_norm(norm, act, x, zq))
+        return x.contiguous()
+    if zq is None:
+        x = norm(x)
+    else:
+        x, new["norm_out"] = norm(x, zq, conv_cache=cache.get("norm_out"))
+    x, new["conv_out"] = conv(act(x), conv_cache=given)
+    return x.contiguous()
+
+
+class FusedCogVideoXEncoder3D(CogVideoXEncoder3D):
+    """``CogVideoXEncoder3D``. Videos (N, 3, T, H, W) -> (N, C, T', H', W')."""
+
+    def forward(
+        self, sample: Tensor, temb: Any = None, conv_cache: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if temb is not None or not is_plain_inference(sample):
+            return super().forward(sample, temb, conv_cache)
+        cache, new = conv_cache or {}, {}
+        x, new["conv_in"] = self.conv_in(in_channels_last(sample), conv_cache=cache.get("conv_in"))
+        blocks = {f"down_block_{i}": block for i, block in enumerate(self.down_blocks)}
+        for name, block in (blocks | {"mid_block": self.mid_block}).items():
+            x, new[name] = block(x, None, None, conv_cache=cache.get(name))
+        return _leave(self, x, None, cache, new), new
+
+
+class FusedCogVideoXDecoder3D(CogVideoXDecoder3D):
+    """``CogVideoXDecoder3D``. Latents (N, C, T, H, W) -> videos (N, 3, T', H', W')."""
+
+    def forward(
+        self, sample: Tensor, temb: Any = None, conv_cache: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if temb is not None or not is_plain_inference(sample):
+            return super().forward(sample, temb, conv_cache)
+        cache, new = conv_cache or {}, {}
+        zq = in_channels_last(sample)
+        x, new["conv_in"] = self.conv_in(zq, conv_cache=cache.get("conv_in"))
+        blocks = {f"up_block_{i}": block for i, block in enumerate(self.up_blocks)}
+        for name, block in ({"mid_block": self.mid_block} | blocks).items():
+            x, new[name] = block(x, None, zq, conv_cache=cache.get(name))
+        return _leave(self, x, zq, cache, new), new
+
+
+# --- fusions ----------------------------------------------------------------------------------------
+
+# What a causal convolution relies on.
+CONV = (
+    tested(CogVideoXCausalConv3d, "__init__", "forward", "fake_context_parallel_forward"),
+    tested(CogVideoXSafeConv3d, "forward"),
+)
+_NORM = tested(CogVideoXSpatialNorm3D, "__init__", "forward")
+
+
+def _fusion(name: str, fused: Any, *relied: Any, layers: tuple[str, ...] = (), act: str = "") -> ClassSwap:
+    """``act``: the attribute of the activation that the fused class runs, if it has one."""
+    stock = fused.__bases__[0]
+    own = tested(stock, "__init__", "forward")
+    return ClassSwap(
+        f"cogvideox_{name}",
+        stock,
+        fused,
+        sources=relied if stock is CogVideoXCausalConv3d else (own, *relied),
+        check=lambda module: activation_reason(getattr(module, act)) if act else None,
+        layers=layers,
+    )
+
+
+FUSIONS: tuple[ClassSwap, ...] = (
+    _fusion("conv", FusedCogVideoXCausalConv3d, *CONV, layers=("conv",)),
+    _fusion("spatial_norm", FusedCogVideoXSpatialNorm3D, *CONV, layers=("norm_layer",)),
+    _fusion(
+        "resnet_block",
+        FusedCogVideoXResnetBlock3D,
+        *(_NORM, *CONV),
+        layers=("norm1", "norm2", "conv_shortcut"),
+        act="nonlinearity",
+    ),
+    _fusion("upsample", FusedCogVideoXUpsample3D, layers=("conv",)),
+    _fusion("downsample", FusedCogVideoXDownsample3D, layers=("conv",)),
+    _fusion("encoder", FusedCogVideoXEncoder3D, *CONV, layers=("norm_out",), act="conv_act"),
+    _fusion("decoder", FusedCogVideoXDecoder3D, *(_NORM, *CONV), layers=("norm_out",), act="conv_act"),
+)

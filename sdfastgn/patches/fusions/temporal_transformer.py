@@ -1,0 +1,180 @@
+"""diffusers' ``TransformerTemporalModel`` and AnimateDiff's motion modules: attention over frames.
+
+Upstream copies the image to the order of the pixels, (N, H, W, frames, C), where the frames of each pixel are
+neighbors. At the end it copies the result back, to a channels-first image. Here the tokens stay in the order
+of the channels-last image, (N, frames, H, W, C). Only the attention depends on the order. It finds the frames
+of a pixel by their distance in memory.
+
+Each residual add and the LayerNorm after it are one kernel, which also adds the positional embedding of the
+frames, as in ``transformer_block.py``. The last sum also computes the statistics of the next block's norm.
+
+Upstream's forward runs with gradients, under autocast or a compiler, with text or other arguments, and if a
+block is not plain (FreeNoise, hooks, chunks).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import SinusoidalPositionalEmbedding
+from diffusers.models.transformers.transformer_temporal import (
+    TransformerTemporalModel,
+    TransformerTemporalModelOutput,
+)
+from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
+from torch import Tensor
+
+from sdfastgn.kernels.layer_norm.grouped import Groups
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, stock_class
+from sdfastgn.patches.core.linear import call_linear
+from sdfastgn.patches.core.statistics import add, as_video
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.attention import FusedAttention
+from sdfastgn.patches.fusions.tokens import add_feed_forward, grouped_norm, is_plain_norm
+from sdfastgn.patches.fusions.transformer_block import layers_of
+from sdfastgn.patches.fusions.video import is_plain_inference
+
+__all__ = [
+    "FUSION",
+    "MOTION",
+    "FusedAnimateDiffTransformer3D",
+    "FusedTransformerTemporalModel",
+    "attends_over_frames",
+    "image_of",
+    "tokens_of",
+]
+
+
+class FusedTransformerTemporalModel(TransformerTemporalModel):
+    """``TransformerTemporalModel`` without copies of the image. hidden_states (N * frames, C, H, W)."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        timestep: Any = None,
+        class_labels: Any = None,
+        num_frames: int = 1,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        others = encoder_hidden_states, timestep, class_labels
+        if cross_attention_kwargs or not _runs_fused(self, hidden_states, num_frames, others):
+            return super().forward(
+                hidden_states, *others, num_frames, cross_attention_kwargs, return_dict=return_dict
+            )
+        output = _over_frames(self, hidden_states, num_frames)
+        return TransformerTemporalModelOutput(sample=output) if return_dict else (output,)
+
+
+class FusedAnimateDiffTransformer3D(AnimateDiffTransformer3D):
+    """``AnimateDiffTransformer3D`` without copies of the image. hidden_states (N * frames, C, H, W)."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        timestep: Any = None,
+        class_labels: Any = None,
+        num_frames: int = 1,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+    ) -> Tensor:
+        others = encoder_hidden_states, timestep, class_labels
+        if cross_attention_kwargs or not _runs_fused(self, hidden_states, num_frames, others):
+            return super().forward(hidden_states, *others, num_frames, cross_attention_kwargs)
+        return _over_frames(self, hidden_states, num_frames)
+
+
+def tokens_of(images: Tensor) -> Tensor:
+    """(N, C, *spatial) -> (N, tokens, C), a view if the images are channels-last."""
+    return images.movedim(1, -1).flatten(1, -2)
+
+
+def image_of(tokens: Tensor, like: Tensor) -> Tensor:
+    """Tokens in the order of the channels-last images ``like`` (N, _, H, W) -> (N, C, H, W), a view."""
+    N, _, H, W = like.shape
+    return tokens.reshape(N, H, W, tokens.shape[-1]).permute(0, 3, 1, 2)
+
+
+def attends_over_frames(attn: Any, x: Tensor) -> bool:
+    """True if ``attn.over_frames`` is upstream's attention of pixels with tokens like x (N, tokens, C)."""
+    return isinstance(attn, FusedAttention) and attn.runs_over_frames(x)
+
+
+def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> bool:
+    return (
+        is_plain_inference(x, dim=4)
+        and len(x) % frames == 0
+        and all(other is None for other in others)
+        and all(_block_is_plain(block, x, frames) for block in model.transformer_blocks)
+    )
+
+
+def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
+    """True if ``_block`` computes what a call of ``block`` does. x: the images."""
+    # A hook would see tokens of another shape.
+    if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
+        return False
+    tokens = tokens_of(x[:1])
+    attentions = (block.attn1,) if block.attn2 is None else (block.attn1, block.attn2)
+    norms = (block.norm1, block.norm3) if block.attn2 is None else (block.norm1, block.norm2, block.norm3)
+    return (
+        block.norm_type == "layer_norm"
+        and block._chunk_size is None
+        and all(map(is_plain_norm, norms))
+        and all(attends_over_frames(attn, tokens) for attn in attentions)
+        and (block.pos_embed is None or _fits(block.pos_embed, x, frames))
+    )
+
+
+def _fits(embedding: Any, x: Tensor, frames: int) -> bool:
+    if type(embedding) is not SinusoidalPositionalEmbedding:
+        return False
+    pe = embedding.pe
+    return frames <= pe.shape[1] and (pe.dtype, pe.device) == (x.dtype, x.device)
+
+
+def _over_frames(model: Any, x: Tensor, frames: int) -> Tensor:
+    """The forward of ``model`` for images x (N * frames, C, H, W)."""
+    tokens = call_linear(model.proj_in, tokens_of(model.norm(as_video(x, frames))))
+    for block in model.transformer_blocks:
+        tokens = _block(block, tokens, frames)
+    return add(image_of(call_linear(model.proj_out, tokens), x), x)
+
+
+def _block(block: Any, x: Tensor, frames: int) -> Tensor:
+    """A ``BasicTransformerBlock`` over frames. x (N, frames * pixels, C), in the order of the frames."""
+    pixels = x.shape[1] // frames
+    position = None if block.pos_embed is None else block.pos_embed.pe[0, :frames]
+    groups = Groups(pixels, position=position)
+    h, _ = grouped_norm(block.norm1, x, groups)
+    h = block.attn1.over_frames(h, frames)
+    if block.attn2 is not None:
+        h, x = grouped_norm(block.norm2, h, groups, x)
+        h = block.attn2.over_frames(h, frames)
+    return add_feed_forward(block.ff, layers_of(block.ff), block.norm3, h, x)
+
+
+_SOURCES = (
+    tested(BasicTransformerBlock, "__init__", "forward"),
+    tested(Attention, "__init__", "forward"),
+    tested(FeedForward, "__init__", "forward"),
+    tested(SinusoidalPositionalEmbedding, "__init__", "forward"),
+)
+_LAYERS = ("norm", "proj_in", "proj_out")
+FUSION = ClassSwap(
+    "transformer_temporal",
+    TransformerTemporalModel,
+    FusedTransformerTemporalModel,
+    sources=(tested(TransformerTemporalModel, "__init__", "forward"), *_SOURCES),
+    layers=_LAYERS,
+)
+MOTION = ClassSwap(
+    "motion_module",
+    AnimateDiffTransformer3D,
+    FusedAnimateDiffTransformer3D,
+    sources=(tested(AnimateDiffTransformer3D, "__init__", "forward"), *_SOURCES),
+    layers=_LAYERS,
+)

@@ -1,0 +1,53 @@
+"""The scale of all LoRAs that a call may have among its arguments.
+
+diffusers multiplies the scales in all LoRA layers by this number at the begin of a forward, and divides them
+at its end. If all of these layers run with merged weights, the number is taken out of the arguments and
+becomes part of the merged weights. So calls with different scales share one graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from sdfastgn.patches.core.merged_adapters import Survey
+from sdfastgn.patches.graphs.models import lora_scale_of
+
+__all__ = ["LoraScale"]
+
+_ITEM = "scale"
+
+
+class LoraScale:
+    """The scale of one call.
+
+    Attributes:
+        kwargs: the call's keyword arguments, without the scale if it becomes part of the merged weights.
+        factor: the scale; 1.0 if there is none.
+        in_forward: ``factor`` if it was taken out of ``kwargs``, else 1.0. In the forward all scales of
+            merged layers must be multiplied by it.
+    """
+
+    __slots__ = ("factor", "in_forward", "kwargs")
+
+    def __init__(self, module: nn.Module, kwargs: dict[str, Any], survey: Survey) -> None:
+        self.kwargs, self.factor, self.in_forward = kwargs, 1.0, 1.0
+        name = lora_scale_of(module) or ""
+        options = kwargs.get(name)
+        if type(options) is not dict or type(options.get(_ITEM)) not in (int, float):
+            return
+        self.factor = options[_ITEM]
+        if survey.takes_scale:
+            self.in_forward = self.factor
+            others = {key: value for key, value in options.items() if key != _ITEM}
+            self.kwargs = {key: value for key, value in kwargs.items() if key != name}
+            if others:
+                self.kwargs[name] = others
+
+    def end(self, module: nn.Module) -> None:
+        """Do what diffusers does after a call with the scale 0: give all LoRAs their first scale again."""
+        if self.factor == 0 and self.in_forward == 0:
+            from diffusers.utils.peft_utils import unscale_lora_layers
+
+            unscale_lora_layers(module, 0.0)

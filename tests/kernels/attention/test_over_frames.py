@@ -1,0 +1,79 @@
+"""Attention of pixels over the frames of a video, against fp64."""
+
+import pytest
+import torch
+
+from sdfastgn.kernels.attention.over_frames import attend_over_frames
+from tests.kernels.samples import DTYPES, kernels
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_gradients")
+run = kernels(direct=True)(attend_over_frames)
+# (N, heads, frames, pixels, D): tiles of several pixels and of one, with rows and columns that are padding.
+SHAPES = [
+    (2, 2, 3, 37, 8),
+    (1, 3, 14, 9, 40),
+    (2, 1, 16, 5, 16),
+    (1, 2, 25, 3, 24),
+    (1, 1, 40, 2, 80),
+    (2, 2, 1, 70, 8),
+]
+BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-6}
+
+
+def made(shape, dtype, device, seed=0):
+    """(q, k, v), each a part of one tensor, as after one product."""
+    N, H, T, P, D = shape
+    x = torch.randn(N, T * P, 3 * H, D, generator=torch.Generator().manual_seed(seed))
+    return x.to(device, dtype).transpose(1, 2).chunk(3, 1)
+
+
+def truth(q, k, v, frames):
+    q, k, v = (t.double().unflatten(2, (frames, -1)).transpose(2, 3) for t in (q, k, v))
+    weights = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
+    return (weights @ v).transpose(2, 3).flatten(2, 3).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape(shape, dtype, launches, device):
+    if dtype is torch.bfloat16 and device == "cpu":
+        pytest.skip("Triton's interpreter multiplies the bits of bf16 as integers")
+    q, k, v = made(shape, dtype, device)
+    y = run(q, k, v, shape[2])
+    assert y.is_contiguous()
+    assert (y.double() - truth(q, k, v, shape[2])).abs().max() < BOUNDS[dtype]
+    assert len(launches) == (dtype != torch.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 200.0])
+def test_flat_and_peaked_weights(scale, device):
+    q, k, v = made((1, 2, 5, 7, 16), torch.float16, device)
+    y = run(q * scale, k, v, 5)
+    assert (y.double() - truth(q * scale, k, v, 5)).abs().max() < BOUNDS[torch.float16]
+
+
+def test_a_nan_stays_in_its_pixel(device):
+    q, k, v = made((1, 1, 3, 6, 16), torch.float16, device)
+    k[:, :, 2] = float("nan")  # the third pixel of the first frame
+    found = run(q, k, v, 3).isnan().any(-1).view(3, 6)
+    assert found.any(0).tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 65, 2, 16), (1, 1, 3, 2, 12), (1, 1, 3, 2, 264)], ids=["frames", "odd-channels", "wide"]
+)
+def test_what_does_not_fit_runs_in_pytorch(shape, launches, device):
+    q, k, v = made(shape, torch.float16, device)
+    y = run(q, k, v, shape[2])
+    assert (y.double() - truth(q, k, v, shape[2])).abs().max() < BOUNDS[torch.float16]
+    assert not launches
+
+
+def test_gradients(launches, device):
+    q, k, v = (t.detach().requires_grad_() for t in made((2, 2, 3, 4, 8), torch.float32, device))
+    with torch.enable_grad():
+        found = torch.autograd.grad(run(q, k, v, 3).square().sum(), (q, k, v))
+        wanted = torch.autograd.grad(truth(q, k, v, 3).square().sum(), (q, k, v))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert not launches

@@ -1,0 +1,129 @@
+"""A UNet on a GPU: CUDA graphs with a ControlNet and with fp8 weights, and low VRAM with ComfyUI's streams.
+
+ComfyUI itself runs as on a machine without a GPU. The tests move the UNet.
+"""
+
+import pytest
+import torch
+
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_for_cpu()
+
+from comfy import model_management  # noqa: E402
+
+from sdfastgn.patches.comfyui.graphs import begin_run, calls_of_run  # noqa: E402
+from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
+from tests.patches.comfyui import comfy_models  # noqa: E402
+from tests.patches.comfyui.comfy_models import unet_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+KINDS = list(comfy_models.KINDS)
+
+
+def noise(seed, *shape):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=g).to(DEVICE, torch.float16)
+
+
+def control(seed):
+    return {
+        "input": [],
+        "middle": [noise(seed, 2, 320, 8, 8)],
+        "output": [None, noise(seed + 1, 2, 320, 16, 16), noise(seed + 2, 2, 320, 8, 8)],
+    }
+
+
+def step(unet, kind, seed, **options):
+    context = noise(seed + 3, 2, 77, comfy_models.KINDS[kind]["context_dim"])
+    y = noise(seed + 4, 2, 2816) if kind == "sdxl" else None
+    timesteps = torch.tensor([5.0 + seed] * 2, device=DEVICE)
+    with torch.inference_mode():
+        x = noise(seed, 2, 4, 16, 16)
+        return unet(x, timesteps, context, y=y, transformer_options={}, **options)
+
+
+def agree(found, expected):
+    """Within fp16's rounding."""
+    assert torch.isfinite(expected).all()
+    assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float8_e4m3fn], ids=["fp16", "fp8"])
+def test_graphs_with_a_controlnet(weight_dtype):
+    model = comfy_models.load_model("sd15", weight_dtype=weight_dtype)
+    unet = unet_of(model).to(DEVICE)
+    makes = [lambda seed=seed: control(seed) for seed in range(4)] + [lambda: None] * 2
+    stock = [step(unet, "sd15", seed, control=make()) for seed, make in enumerate(makes)]
+    inject(unet, True)
+    begin_run(unet)
+    for _ in range(2):
+        for seed, make in enumerate(makes):
+            agree(step(unet, "sd15", seed, control=make()), stock[seed])
+    assert calls_of_run(unet) == (12, {})
+    eject(unet)
+    again = [step(unet, "sd15", seed, control=make()) for seed, make in enumerate(makes)]
+    assert all(torch.equal(a, b) for a, b in zip(again, stock, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_of_fp8_weights(kind):
+    """The casts are part of the graph: it reads weights that were written in place."""
+    model = comfy_models.load_model(kind, weight_dtype=torch.float8_e4m3fn)
+    unet = unet_of(model).to(DEVICE)
+    norm = unet.out[0]
+
+    def results():
+        norm.weight.data.copy_(torch.full_like(norm.weight, 1.0, dtype=torch.float16))
+        first = [step(unet, kind, seed) for seed in range(3)]
+        norm.weight.data.copy_(torch.full_like(norm.weight, 0.5, dtype=torch.float16))
+        return [*first, step(unet, kind, 3)]
+
+    stock = results()
+    inject(unet)
+    begin_run(unet)
+    for found, expected in zip(results(), stock, strict=True):
+        agree(found, expected)
+    assert calls_of_run(unet) == (3, {"first call of its kind": 1})
+    eject(unet)
+    assert all(torch.equal(a, b) for a, b in zip(results(), stock, strict=True))
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """ComfyUI moves weights on two streams of its own. Returns the streams from which weights were taken."""
+    monkeypatch.setattr(model_management, "NUM_STREAMS", 2)
+    monkeypatch.setattr(model_management, "STREAMS", {})
+    monkeypatch.setattr(model_management, "stream_counters", {})
+    taken = []
+    wait_stream = torch.cuda.Stream.wait_stream
+    monkeypatch.setattr(
+        torch.cuda.Stream, "wait_stream", lambda self, other: taken.append(self) or wait_stream(self, other)
+    )
+    yield taken
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["fp16", "fp8"])
+@pytest.mark.parametrize("which", ["all", "norms"])
+def test_low_vram(kind, dtype, which, streams):
+    model = comfy_models.load_model(kind, weight_dtype=dtype)
+    unet = unet_of(model).to(DEVICE)
+    for layer in unet.modules():
+        is_norm = type(layer).__name__ in ("GroupNorm", "LayerNorm")
+        if hasattr(layer, "comfy_cast_weights") and (which == "all" or is_norm):
+            for weight in layer.parameters():
+                weight.data = weight.data.cpu().pin_memory()
+            layer.prev_comfy_cast_weights, layer.comfy_cast_weights = layer.comfy_cast_weights, True
+    stock = [step(unet, kind, seed) for seed in range(4)]
+    assert set(model_management.STREAMS[torch.device(DEVICE, 0)]) <= set(streams)
+    inject(unet, True)
+    begin_run(unet)
+    for seed, expected in enumerate(stock):
+        agree(step(unet, kind, seed), expected)
+    assert calls_of_run(unet) == (0, {"they are turned off": 4})
+    eject(unet)
+    assert all(torch.equal(step(unet, kind, seed), expected) for seed, expected in enumerate(stock))

@@ -1,0 +1,346 @@
+"""CUDA graphs of models with merged adapters: a switch writes new weights, and keeps the graphs."""
+
+import copy
+import random
+import threading
+
+import pytest
+import torch
+from diffusers.utils.peft_utils import set_weights_and_activate_adapters
+from peft import LoraConfig
+from peft.utils.hotswap import hotswap_adapter_from_state_dict
+
+import sdfastgn
+from sdfastgn.patches.core import merged_adapters
+from tests.patches.graphs.cases import DEVICES, agree, make, run, same_results, state
+
+pytestmark = pytest.mark.fused_on_cpu
+
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "conv1", "proj_in", "net.0.proj", "net.2", "time_emb_proj"]
+FEW = ["to_q", "conv1"]
+
+
+def add(unet, name, seed, targets=TARGETS, **options):
+    torch.manual_seed(seed)
+    options = {"r": 3, "lora_alpha": 4, "init_lora_weights": False, **options}
+    unet.add_adapter(LoraConfig(target_modules=targets, **options), adapter_name=name)
+
+
+def two(unet):
+    add(unet, "a", 5)
+    add(unet, "b", 6, FEW)
+    unet.set_adapter("a")
+
+
+def wrappers(unet):
+    return [module for module in unet.modules() if hasattr(module, "set_scale")]
+
+
+def weights(names, numbers):
+    return lambda unet: set_weights_and_activate_adapters(unet, names, numbers)
+
+
+@torch.no_grad()
+def write_a(unet):
+    for name, parameter in unet.named_parameters():
+        if "lora_A.a" in name:
+            parameter.mul_(2.0)
+
+
+@torch.no_grad()
+def write_weights(unet):
+    for name, parameter in unet.named_parameters():
+        if "base_layer.weight" in name:
+            parameter.mul_(1.2)
+
+
+def through_data(unet):
+    for wrapper in wrappers(unet):
+        wrapper.lora_B["a"].weight.data += 0.1
+
+
+def other_memory(unet):
+    for name, parameter in unet.named_parameters():
+        if "lora_B.a" in name:
+            parameter.data = parameter.data * 3
+
+
+def same_address(unet):
+    """New values at the address of the old ones, in another storage."""
+    for name, parameter in unet.named_parameters():
+        if "lora_B.a" in name:
+            kept = parameter.data.mul(3)
+            parameter.data = torch.empty(0, device=parameter.device)
+            parameter.data = kept.clone()
+
+
+def replaced(unet):
+    for wrapper in wrappers(unet):
+        wrapper.lora_B["a"].weight = torch.nn.Parameter(wrapper.lora_B["a"].weight.detach() * 2)
+
+
+def loaded(unet):
+    unet.load_state_dict({k: v * (2 if ".lora_B.a" in k else 1) for k, v in unet.state_dict().items()})
+
+
+def hotswapped(unet):
+    old = {k: v for k, v in unet.state_dict().items() if ".lora_" in k and ".a." in k}
+    hotswap_adapter_from_state_dict(unet, {k: v * 2 for k, v in old.items()}, "a", unet.peft_config["a"])
+
+
+def fused_and_unfused(unet):
+    unet.fuse_lora(lora_scale=0.5)
+    unet.unfuse_lora()
+
+
+# Each changes the output. None changes the layers that have adapters.
+SWITCHES = {
+    "other-adapter": lambda u: u.set_adapter("b"),
+    "both": lambda u: u.set_adapter(["a", "b"]),
+    "weights": weights(["a", "b"], [0.3, -0.7]),
+    "weight-0": weights(["a"], [0.0]),
+    "scale": weights(["a"], [-0.5]),
+    "off": lambda u: u.disable_adapters(),
+    "fused": lambda u: u.fuse_lora(lora_scale=0.5),
+    "fused-and-unfused": fused_and_unfused,
+    "deleted": lambda u: u.delete_adapters("a"),
+    "third": lambda u: add(u, "c", 7, FEW),
+    "written": write_a,
+    "weights-written": write_weights,
+    "data": through_data,
+    "other-memory": other_memory,
+    "same-address": same_address,
+    "replaced": replaced,
+    "loaded": loaded,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_keeps_the_graph(name, device, monkeypatch):
+    unet, stock, inputs = make(device)
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    before = state(unet)
+    SWITCHES[name](unet), SWITCHES[name](stock)
+    expected = run(stock, inputs)
+    with monkeypatch.context() as unrefreshed:  # so that this test can fail
+        unrefreshed.setattr(merged_adapters.Survey, "refresh", lambda self, factor: True)
+        assert (run(unet, inputs) - expected).abs().max() > 2e-3
+    for _ in range(2):
+        agree(run(unet, inputs), expected)
+    after = state(unet)
+    assert (after.captured, after.dropped, after.last_change) == (before.captured, before.dropped, "")
+    assert after.eager == before.eager
+
+
+def test_hotswap():
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    hotswapped(unet), hotswapped(stock)
+    same_results(unet, stock, inputs, 2)
+    assert state(unet).captured == 1
+
+
+def test_every_switch_one_after_the_other():
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 2)
+    for name in (
+        "weights",
+        "fused",
+        "off",
+        "written",
+        "scale",
+        "fused-and-unfused",
+        "both",
+        "third",
+        "deleted",
+    ):
+        for model in (unet, stock):
+            if name == "scale":
+                model.enable_adapters()
+            SWITCHES[name](model)
+        same_results(unet, stock, inputs, 1)
+    assert (state(unet).captured, state(unet).last_change) == (1, "")
+
+
+def test_a_scale_in_the_arguments_shares_the_graph():
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    for scale in (1.0, 0.5, 0.25, -1.0, None, 2.0, 0.5):
+        values = inputs if scale is None else {**inputs, "cross_attention_kwargs": {"scale": scale}}
+        agree(run(unet, values), run(stock, values))
+    assert (state(unet).captured, state(unet).replays) == (1, 6)
+
+
+def test_scale_0_in_the_arguments_resets_the_scales_as_in_stock():
+    unet, stock, inputs = make()
+    for model in (unet, stock):
+        two(model)
+        weights(["a"], [0.3])(model)
+    same_results(unet, stock, inputs, 2)
+    zero = {**inputs, "cross_attention_kwargs": {"scale": 0.0}}
+    agree(run(unet, zero), run(stock, zero))
+    same_results(unet, stock, inputs, 2)
+    assert state(unet).captured == 1
+
+
+def test_a_scale_in_the_arguments_beside_a_layer_that_is_not_merged():
+    unet, stock, inputs = make()
+    for model in (unet, stock):
+        add(model, "a", 5, ["to_q", "conv1"])
+        add(model, "b", 6, ["to_v"], use_dora=True)
+        model.set_adapter(["a", "b"])
+    same_results(unet, stock, inputs, 2)
+    for scale in (0.5, 0.5, 0.25, 0.25):
+        values = {**inputs, "cross_attention_kwargs": {"scale": scale}}
+        agree(run(unet, values), run(stock, values))
+    same_results(unet, stock, inputs, 2)
+
+
+def circular(modules):
+    for module in modules:
+        if isinstance(module, torch.nn.Conv2d):
+            module.padding_mode = "circular"
+
+
+# Changes of the layers themselves: one new capture.
+STRUCTURES = {
+    "more-layers": lambda u: add(u, "c", 7, ["linear_1", "conv2"]),
+    "unloaded": lambda u: u.unload_lora(),
+    "hooked": lambda u: wrappers(u)[0].register_forward_hook(lambda m, i, y: y * 2),
+    "inner-hook": lambda u: wrappers(u)[0].lora_A["a"].register_forward_hook(lambda m, i, y: y * 2),
+    "dropout": lambda u: wrappers(u)[0].lora_dropout.update({"a": torch.nn.Dropout(0.5).eval()}),
+    "dora": lambda u: add(u, "c", 7, FEW, use_dora=True),
+    "moved": lambda u: u.to(torch.float64).to(torch.float32),
+    "padding": lambda u: circular(w.base_layer for w in wrappers(u)),
+    "seamless": lambda u: circular(u.modules()),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_other_changes(name):
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    STRUCTURES[name](unet), STRUCTURES[name](stock)
+    same_results(unet, stock, inputs, 4)
+    weights(["b"], [0.5])(unet) if name != "unloaded" else None
+    weights(["b"], [0.5])(stock) if name != "unloaded" else None
+    same_results(unet, stock, inputs, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "calls"),
+    [pytest.param("cpu", 60, id="tape"), pytest.param("cuda", 3000, id="graph", marks=pytest.mark.gpu)],
+)
+def test_a_thread_that_changes_adapters_between_calls(device, calls):
+    """Each change is between two calls, but made by another thread. No result is stale or mixed."""
+    unet, stock, inputs = make(device)
+    two(unet), two(stock)
+    states = [
+        weights(["a"], [1.0]),
+        weights(["a"], [-0.5]),
+        weights(["a", "b"], [0.5, 1.0]),
+        weights(["b"], [0.7]),
+        weights(["b"], [0.0]),
+    ]
+    expected = []
+    for change in states:
+        change(stock)
+        expected.append(run(stock, inputs))
+    chance, turn = random.Random(3), threading.Barrier(2)
+    chosen = [0]
+
+    def keep_changing():
+        for _ in range(calls):
+            turn.wait()
+            if chance.random() < 0.6:
+                chosen[0] = chance.randrange(len(states))
+                states[chosen[0]](unet)
+            turn.wait()
+
+    states[0](unet)
+    thread = threading.Thread(target=keep_changing)
+    thread.start()
+    try:
+        for _ in range(calls):
+            turn.wait()
+            turn.wait()
+            agree(run(unet, inputs), expected[chosen[0]])
+    finally:
+        turn.abort()
+        thread.join()
+    assert state(unet).captured == 1
+
+
+@pytest.mark.gpu
+def test_streams_take_turns_with_new_scales():
+    """The weights are written in one stream after another has read them, and read by the next one."""
+    unet, stock, inputs = make("cuda")
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    scales = [0.2, 1.0, -0.4]
+    expected = []
+    for scale in scales:
+        weights(["a"], [scale])(stock)
+        expected.append(run(stock, inputs))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for i in range(300):
+        weights(["a"], [scales[i % 3]])(unet)
+        with torch.cuda.stream(streams[i % 2 if i % 5 else 2]):
+            results.append(run(unet, inputs))
+    torch.cuda.synchronize()
+    for i, result in enumerate(results):
+        agree(result, expected[i % 3])
+    assert state(unet).captured == 1
+
+
+def test_the_report_and_restore():
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    same_results(unet, stock, inputs, 3)
+    report = sdfastgn.report(unet)
+    [merged] = report.merged
+    assert (merged.layers, merged.adapters) == (len(wrappers(unet)), ("a",))
+    own = [w.base_layer for w in wrappers(unet)]
+    assert merged.bytes == sum(p.nbytes for base in own for p in base.parameters())
+    assert "merged LoRA in UNet2DConditionModel:" in str(report)
+    assert not report.skipped
+    sdfastgn.restore(unet)
+    assert [type(m) for m in unet.modules()] == [type(m) for m in stock.modules()]
+    after = unet.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(run(unet, inputs), run(stock, inputs))
+    assert not sdfastgn.report(unet).merged
+
+
+def test_not_merged_if_not_wanted():
+    unet, stock, inputs = make(merge_adapters=False)
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    assert not sdfastgn.report(unet).merged
+    assert "(merge_adapters is False)" in str(sdfastgn.report(unet).skipped[0].reason)
+    sdfastgn.optimize(unet)
+    same_results(unet, stock, inputs, 3)
+    assert sdfastgn.report(unet).merged
+    sdfastgn.optimize(unet, merge_adapters=False)
+    same_results(unet, stock, inputs, 3)
+    assert not sdfastgn.report(unet).merged
+
+
+def test_a_copy_merges_for_itself():
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    other, other_stock = copy.deepcopy(unet), copy.deepcopy(stock)
+    for model in (other, other_stock):
+        model.set_adapter("b")
+    same_results(other, other_stock, inputs, 3)
+    same_results(unet, stock, inputs, 2)
