@@ -27,6 +27,7 @@ _OWN_FILES = (
     ("attention", ATTENTION),
     ("statistics", NORMALIZATION),
     ("linear", GEMM),
+    ("low_rank", GEMM),
     ("geglu", POINTWISE),
     ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these kernels
 )

@@ -63,7 +63,10 @@ def same_gradients(models, *args, bound=1e-5, **options):
 
 
 def compiles_to_stocks_graph(models, call):
-    """Assert that torch.compile sees diffusers' own forward: the same operations, the same bits."""
+    """Assert that torch.compile sees diffusers' own forward: the same operations, and on a CPU the same bits.
+
+    On a GPU cuDNN may choose another algorithm for weights in another layout.
+    """
     torch._dynamo.reset()
     targets = []
 
@@ -73,7 +76,10 @@ def compiles_to_stocks_graph(models, call):
 
     found = [call(torch.compile(model, backend=backend, fullgraph=True)) for model in models]
     assert targets[0] == targets[1]
-    assert torch.equal(*found)
+    if WHERE["device"] == "cpu":
+        assert torch.equal(*found)
+    else:
+        agree(*found)
 
 
 def passes(launches):

@@ -291,7 +291,7 @@ def _of_cogvideox():
 
 def _of_mochi():
     """Samples of the blocks of Mochi's autoencoder."""
-    x = video(2, 32, 2, 3, 2).requires_grad_()
+    x = video(2, 32, 2, 3, 2).contiguous().requires_grad_()
     Norm, Block = mochi.MochiChunkedGroupNorm3D, mochi.MochiResnetBlock3D
     return [
         ("mochi_norm", lambda: Norm(32), lambda m: m(x)),

@@ -107,6 +107,9 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
         scales = [pair.scale for total, _, _ in found for pair in total.pairs]
         tables = _tables(kind, matrices, factors)
         on_gpu = torch.tensor(scales or [0.0], dtype=torch.float32).to(kind.device, non_blocking=True)
+        if kind.device.type == "cuda":  # the tables may be freed while the kernel waits in this stream
+            for table in tables[1:]:
+                table.record_stream(torch.cuda.current_stream(kind.device))
         # In a rehearsal launches are only noted. But the caller takes the sums as written.
         token = rehearsal.set(None)
         try:
@@ -116,6 +119,8 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
 
 
 class _Tables(NamedTuple):
+    """``launch`` and the tables of ``low_rank/kernels.py`` that do not depend on the scales."""
+
     launch: Launch
     tiles: Tensor
     matrices: Tensor

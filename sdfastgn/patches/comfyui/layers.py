@@ -93,8 +93,12 @@ LAYERS = tuple(_Layer(plain) for plain in (nn.Conv2d, nn.Linear, nn.GroupNorm, n
 
 
 def _casts(module: Any) -> bool:
-    names = "comfy_cast_weights", "weight_function", "bias_function"
-    return any(getattr(module, name, False) for name in names)
+    return getattr(module, "comfy_cast_weights", False) or _has_functions(module)
+
+
+def _has_functions(module: Any) -> bool:
+    """True if there are functions on the weights of ``module``."""
+    return bool(getattr(module, "weight_function", ()) or getattr(module, "bias_function", ()))
 
 
 def _has_low_vram(module: nn.Module) -> bool:
@@ -108,13 +112,17 @@ def has_steady_weights(module: Any) -> bool:
     A cast on the GPU becomes part of the graph. Weights that are moved, patched by functions, or cast by
     unknown code have no graphs.
     """
+    has_other_class = vars(module).get(_STOCK_CLASS, type(module)) is not type(module)
+    if has_other_class or not hasattr(module, "comfy_cast_weights"):
+        return True
     if type(getattr(module, "weight", None)) not in (type(None), Tensor, nn.Parameter):
         return False  # quantized
     if not _casts(module):
         return True
-    if _has_low_vram(module) or module.weight_function or module.bias_function:
+    if _has_low_vram(module) or _has_functions(module):
         return False
-    return any(layer.is_applied(module) or layer.reason_to_skip(module) is None for layer in LAYERS)
+    own = (layer for layer in LAYERS if layer.claims(module))
+    return any(layer.is_applied(module) or layer.reason_to_skip(module) is None for layer in own)
 
 
 def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:

@@ -93,5 +93,8 @@ def optimize_vae(vae: Any) -> Any:
         raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
     optimized = copy.copy(vae)
     optimized.patcher = optimize_model(vae.patcher, False)
-    optimized.first_stage_model = optimized.patcher.model  # another model if ``vae`` is dynamic
+    optimized.first_stage_model = optimized.patcher.model
+    if optimized.first_stage_model is not vae.first_stage_model:
+        # The second model of a dynamic VAE has the dtypes of its file: a dynamic layer casts at each call.
+        optimized.first_stage_model.to(vae.vae_dtype)
     return optimized

@@ -51,6 +51,7 @@ __all__ = [
     "allow",
     "forget",
     "frozen",
+    "give_back",
     "is_allowed",
     "is_merged",
     "know",
@@ -505,6 +506,9 @@ def adopt(root: nn.Module) -> list[nn.Module]:
     with _changing:
         found = [(m, s) for m in root.modules() if (s := _source_to_adopt(m)) is not None]
         layers = [layer for layer, _ in found]
+        for layer, source in found:
+            if layer in _records and not _records[layer].fits(source):
+                forget(layer)
         missing = [(layer, source) for layer, source in found if layer not in _records]
         try:
             for layer, source in missing:
@@ -548,6 +552,15 @@ def release(root: nn.Module) -> None:
         if type(module) in _classes:
             restore_class(module)
         leave(module)
+
+
+def give_back(root: nn.Module) -> int:
+    """Free the merged weights in ``root`` because memory is short. Returns the number of their layers."""
+    layers = [module for module in root.modules() if is_merged(module)]
+    if layers:
+        release(root)
+        _short.update(layers)
+    return len(layers)
 
 
 def leave(module: nn.Module) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
-from sdfastgn.patches.core.merged_adapters import Survey, scaled
+from sdfastgn.patches.core.merged_adapters import Survey, give_back, scaled
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
 from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.lora_scale import LoraScale
@@ -194,8 +194,8 @@ class GraphedForward(InstanceEntry):
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
-            # A call that succeeds in the stock model must not fail because graphs take memory.
-            # So graphs are dropped, and if there were any, the call is repeated below.
+            # A call that succeeds in the stock model must not fail because graphs take memory. So graphs are
+            # dropped, or merged weights. If there were any, the call is repeated below.
             if not _give_memory_back():
                 raise
         refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
@@ -373,11 +373,17 @@ class GraphedForward(InstanceEntry):
 
 
 def _give_memory_back() -> int:
-    """Drop all graphs in the process, and stop captures for a while. Returns the number of dropped graphs."""
+    """Drop all graphs in the process, and stop captures for a while. Without graphs, free merged weights.
+
+    Returns the number of dropped graphs, or of layers whose merged weights were freed.
+    """
     count = 0
     for graphed in all_living():
         dropped = graphed.clear()
         if dropped:
             graphed._policy.pause_without_memory()
             count += dropped
-    return count
+    if count:
+        return count
+    modules = [module for graphed in all_living() if (module := graphed._module()) is not None]
+    return sum(map(give_back, modules))

@@ -101,11 +101,23 @@ def test_else_it_runs_as_stock(gpu_at_hand, monkeypatch, lacks, expected):
     assert torch.equal(latent_of(optimized, KIND), expected)
 
 
-def test_a_vae():
+@pytest.mark.parametrize("dtype_of_file", [torch.float32, torch.float16], ids=str)
+def test_a_vae(dtype_of_file):
+    """A dynamic layer casts at each call. So a second model may have the dtypes of its file."""
     latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     vae = comfy_models.load_vae()
+    weights = vae.first_stage_model.state_dict()
+    with torch.inference_mode():
+        vae.first_stage_model.load_state_dict({key: w.to(dtype_of_file) for key, w in weights.items()})
     expected = image_of(vae, latent)
-    vae.patcher, loads = dynamic(vae.patcher, lambda: comfy_models.load_vae().patcher)
+
+    def load():
+        patcher = comfy_models.load_vae().patcher
+        with torch.inference_mode():
+            patcher.model.to(dtype_of_file)
+        return patcher
+
+    vae.patcher, loads = dynamic(vae.patcher, load)
     optimized = optimize_vae(vae)
     assert optimized.first_stage_model is optimized.patcher.model
     assert optimized.first_stage_model is not vae.first_stage_model

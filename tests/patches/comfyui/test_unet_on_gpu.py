@@ -51,10 +51,16 @@ def agree(found, expected):
     assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
 
 
+@torch.inference_mode()
+def on_gpu(model):
+    """The UNet of ``model``, moved as ComfyUI moves it: its weights are inference tensors."""
+    return unet_of(model).to(DEVICE)
+
+
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float8_e4m3fn], ids=["fp16", "fp8"])
 def test_graphs_with_a_controlnet(weight_dtype):
     model = comfy_models.load_model("sd15", weight_dtype=weight_dtype)
-    unet = unet_of(model).to(DEVICE)
+    unet = on_gpu(model)
     makes = [lambda seed=seed: control(seed) for seed in range(4)] + [lambda: None] * 2
     stock = [step(unet, "sd15", seed, control=make()) for seed, make in enumerate(makes)]
     inject(unet, True)
@@ -72,7 +78,7 @@ def test_graphs_with_a_controlnet(weight_dtype):
 def test_graphs_of_fp8_weights(kind):
     """The casts are part of the graph: it reads weights that were written in place."""
     model = comfy_models.load_model(kind, weight_dtype=torch.float8_e4m3fn)
-    unet = unet_of(model).to(DEVICE)
+    unet = on_gpu(model)
     norm = unet.out[0]
 
     def results():
@@ -111,12 +117,13 @@ def streams(monkeypatch):
 @pytest.mark.parametrize("which", ["all", "norms"])
 def test_low_vram(kind, dtype, which, streams):
     model = comfy_models.load_model(kind, weight_dtype=dtype)
-    unet = unet_of(model).to(DEVICE)
+    unet = on_gpu(model)
     for layer in unet.modules():
         is_norm = type(layer).__name__ in ("GroupNorm", "LayerNorm")
         if hasattr(layer, "comfy_cast_weights") and (which == "all" or is_norm):
-            for weight in layer.parameters():
-                weight.data = weight.data.cpu().pin_memory()
+            with torch.inference_mode():
+                for weight in layer.parameters():
+                    weight.data = weight.data.cpu().pin_memory()
             layer.prev_comfy_cast_weights, layer.comfy_cast_weights = layer.comfy_cast_weights, True
     stock = [step(unet, kind, seed) for seed in range(4)]
     assert set(model_management.STREAMS[torch.device(DEVICE, 0)]) <= set(streams)

@@ -372,7 +372,6 @@ CHANGES = {
     "another-norm": lambda m: setattr(m.norm1, "norm_layer", nn.Identity()),
     "a-norm-without-weights": lambda m: setattr(m.norm1, "norm_layer", nn.GroupNorm(2, 6, affine=False)),
     "another-activation": lambda m: setattr(m, "nonlinearity", nn.Tanh()),
-    "another-mode": lambda m: setattr(m.conv2, "pad_mode", "first"),
     "dropout": _dropout_of_all,
 }
 

@@ -321,6 +321,22 @@ def test_the_report_and_restore():
     assert not sdfastgn.report(unet).merged
 
 
+def test_merged_weights_are_given_back_if_memory_is_short():
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+
+    def run_out(*_):
+        if any(map(merged_adapters.is_merged, unet.modules())):
+            raise torch.OutOfMemoryError("for the test")
+
+    unet.mid_block.register_forward_pre_hook(run_out)
+    same_results(unet, stock, inputs, 2)
+    report = sdfastgn.report(unet)
+    assert not report.merged
+    assert "no memory for merged weights" in report.skipped[0].reason
+
+
 def test_not_merged_if_not_wanted():
     unet, stock, inputs = make(merge_adapters=False)
     two(unet), two(stock)
