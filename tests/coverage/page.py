@@ -38,8 +38,8 @@ of a CUDA graph. The UNets and VAEs of SD1.5 and SDXL are among the
 no line.
 
 A network that would be slower keeps stock's code and layout, and the report says why. The
-autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's refiner and Mochi repeat the border of
-a video before each convolution, and PyTorch does that slowly in channels-last. A kernel repeats
+autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's refiner and Mochi repeat the border
+of a video before each convolution, and PyTorch does that slowly in channels-last. A kernel repeats
 their borders. If one of these convolutions cannot be fused, the whole autoencoder stays as it is.
 
 <!-- table:real_sizes -->
