@@ -45,7 +45,8 @@ def calls():
         yield shape, torch.float16, "tokens"
     for shape in SUITES["batch_norm"].shape_sets["all"]:
         yield shape, torch.float16, "batch"
-    yield from cases("sm_90")
+    # Without merged weights, whose launch needs tables of addresses: these tensors have none.
+    yield from (case for case in cases("sm_90") if case[2] != "merged")
 
 
 @pytest.fixture
