@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.attention.config import VECTOR
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
@@ -38,9 +39,7 @@ MAX_KEYS = 128
 # Maximum number of channels of a head.
 _MAX_HEAD_DIM = 256
 # Minimum number of rows, and of columns, of a tile in a matrix product.
-_LEAST = 16
-# Number of 16-bit elements of a 16-byte load.
-_VECTOR = 8
+LEAST = 16
 
 # --- launch configuration -------------------------------------------------------------------------
 
@@ -62,9 +61,9 @@ class AttentionConfig:
 
 def attention_config(D: int, S: int) -> AttentionConfig:
     """The tiles for ``S`` keys, 1 to ``MAX_KEYS``, and heads of ``D`` channels, at most 256."""
-    block_d = max(_LEAST, next_power_of_2(D))
-    head = max(_LEAST, next_power_of_2(S + 1) // 2)
-    tail = max(_LEAST, next_power_of_2(S - head)) if head < S else 0
+    block_d = max(LEAST, next_power_of_2(D))
+    head = max(LEAST, next_power_of_2(S + 1) // 2)
+    tail = max(LEAST, next_power_of_2(S - head)) if head < S else 0
     if head == tail:
         head, tail = 2 * head, 0
     # A program has 64 queries. With 128 queries a thread took 195 registers, and SDXL's 320 programs did not
@@ -90,16 +89,26 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     It is not checked that the tensors are on one device.
     """
     return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and q.dtype == k.dtype == v.dtype
-        and dispatch.runs_in_triton(q)
+        dispatch.runs_in_triton(q)
         and q.dim() == 4
         and k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3])
         and 0 < k.shape[2] <= MAX_KEYS
-        and q.shape[3] <= _MAX_HEAD_DIM
-        and q.shape[3] % _VECTOR == 0
+        and fits_heads(q, k, v)
+    )
+
+
+def fits_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if q, k and v have the dtype, channels, strides and GPU that the kernels of short sequences need.
+
+    The three have the axes samples, heads, tokens and channels.
+    """
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.dtype == k.dtype == v.dtype
         and q.numel() > 0
-        and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
+        and q.shape[3] <= _MAX_HEAD_DIM
+        and q.shape[3] % VECTOR == 0
+        and all(t.stride(3) == 1 and not any(s % VECTOR for s in t.stride()[:3]) for t in (q, k, v))
         and (not q.is_cuda or runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
     )
 
@@ -131,10 +140,10 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
     return Launch(
         few_keys_kernels._short_attention_kernel, programs, config.num_warps, pdl=pdl,
         L=L, H=H, S=k.shape[2], D=D, scale=scale * math.log2(math.e),
-        q_n=q.stride(0) // _VECTOR, Q_H=q.stride(1), Q_L=q.stride(2),
-        k_n=k.stride(0) // _VECTOR, K_H=k.stride(1), K_L=k.stride(2),
-        v_n=v.stride(0) // _VECTOR, V_H=v.stride(1), V_L=v.stride(2),
-        VECTOR=_VECTOR, BLOCK_M=config.block_m, BLOCK_D=config.block_d, HEAD=config.head, TAIL=config.tail,
+        q_n=q.stride(0) // VECTOR, Q_H=q.stride(1), Q_L=q.stride(2),
+        k_n=k.stride(0) // VECTOR, K_H=k.stride(1), K_L=k.stride(2),
+        v_n=v.stride(0) // VECTOR, V_H=v.stride(1), V_L=v.stride(2),
+        VECTOR=VECTOR, BLOCK_M=config.block_m, BLOCK_D=config.block_d, HEAD=config.head, TAIL=config.tail,
     )  # fmt: skip
 
 

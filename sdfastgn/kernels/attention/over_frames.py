@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.kernels.attention.few_keys import runs_on
+from sdfastgn.kernels.attention.config import VECTOR
+from sdfastgn.kernels.attention.few_keys import LEAST, fits_heads
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
@@ -35,12 +36,6 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 # Number of rows of a tile: on Hopper, four warps multiply 64 rows at once.
 _ROWS = 64
-# Minimum number of rows, and of columns, of a tile in a matrix product.
-_LEAST = 16
-# Maximum number of channels of a head.
-_MAX_HEAD_DIM = 256
-# Number of 16-bit elements of a 16-byte load.
-_VECTOR = 8
 _NUM_WARPS = 4
 
 
@@ -91,17 +86,7 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, frames: int) -> bool:
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and q.dtype == k.dtype == v.dtype
-        and q.shape == k.shape == v.shape
-        and q.numel() > 0
-        and next_power_of_2(frames) <= _ROWS
-        and q.shape[3] <= _MAX_HEAD_DIM
-        and q.shape[3] % _VECTOR == 0
-        and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
-        and (not q.is_cuda or runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
-    )
+    return q.shape == k.shape == v.shape and next_power_of_2(frames) <= _ROWS and fits_heads(q, k, v)
 
 
 def _make_launch(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Launch:
@@ -114,8 +99,8 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Launch:
         over_frames_kernels._frames_attention_kernel, N * H * ceil_div(pixels, _ROWS // rows), _NUM_WARPS,
         pdl=gpu.has_programmatic_launch(q.device),
         P=pixels, T=frames, scale=math.log2(math.e) / math.sqrt(D),
-        q_n=q.stride(0) // _VECTOR, k_n=k.stride(0) // _VECTOR, v_n=v.stride(0) // _VECTOR,
+        q_n=q.stride(0) // VECTOR, k_n=k.stride(0) // VECTOR, v_n=v.stride(0) // VECTOR,
         H=H, D=D, Q_H=q.stride(1), Q_L=q.stride(2), K_H=k.stride(1), K_L=k.stride(2),
-        V_H=v.stride(1), V_L=v.stride(2), VECTOR=_VECTOR, ROWS=_ROWS, FRAMES=rows,
-        BLOCK_D=max(_LEAST, next_power_of_2(D)),
+        V_H=v.stride(1), V_L=v.stride(2), VECTOR=VECTOR, ROWS=_ROWS, FRAMES=rows,
+        BLOCK_D=max(LEAST, next_power_of_2(D)),
     )  # fmt: skip
