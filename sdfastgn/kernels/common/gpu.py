@@ -57,16 +57,19 @@ def num_sms(device: torch.device) -> int:
 
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if ``device`` has programmatic dependent launch: NVIDIA from sm_90 on, Triton >= 3.5."""
-    if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's type is "cuda" too
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return HAS_GDC and _compute_capability(device) >= (9, 0)
 
 
 def is_hopper(device: torch.device) -> bool:
     """True if ``device`` is an NVIDIA GPU of the Hopper generation: H100, H200."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return _compute_capability(device) == (9, 0)
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD's type is "cuda" too
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 def l2_bytes(device: torch.device) -> int:
