@@ -27,7 +27,9 @@ __all__ = [
     "is_faster_in_2d",
     "is_plain_conv3d",
     "is_plain_inference",
+    "is_product",
     "norm_operands",
+    "product_of",
     "video_of",
 ]
 
@@ -50,8 +52,9 @@ def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
 def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
     """True if a 2-D convolution of windows of frames is faster than ``conv``, a 3-D convolution.
 
-    So it is on Hopper for channels that are a multiple of 32 but not of 64, such as the 96 of Wan's largest
-    frames. For these cuDNN's 3-D convolutions run code of the GPU generation before.
+    The 2-D convolution is faster on Hopper if the number of channels is a multiple of 32 but not of 64, such
+    as the 96 channels of Wan's largest frames. There cuDNN's 3-D convolutions use code for the previous GPU
+    generation.
     """
     return (
         gpu.is_hopper(x.device)
@@ -77,9 +80,8 @@ def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: t
     """
     # (C_out, k C, height, width), channels-last as cuDNN wants it.
     weight = conv.weight.permute(0, 3, 4, 2, 1).flatten(3).contiguous().movedim(-1, 1)
-    images = windows.movedim(2, 1).flatten(0, 1)
-    y = F.conv2d(images, weight, bias, conv.stride[1:], padding, conv.dilation[1:])
-    return y.unflatten(0, (windows.shape[0], -1)).movedim(2, 1)
+    y = F.conv2d(images_of(windows), weight, bias, conv.stride[1:], padding, conv.dilation[1:])
+    return video_of(y, windows.shape[0])
 
 
 def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:
@@ -122,14 +124,25 @@ def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
         frames: (N, C, T, H, W), channels-last.
         bias: the bias of ``conv``, or None if the next kernel adds it.
     """
-    sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
-    is_product = sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1)
-    # In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32, matrix products do not.
-    if is_product and frames.dtype in (torch.float16, torch.bfloat16):
-        return linear(frames.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
+    if conv.padding == (0, 0, 0) and is_product(conv, frames):
+        return product_of(conv, frames, bias)
     y = F.conv3d(frames, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
     # Convolutions of a CPU may return another layout.
     return add_bias(in_channels_last(y), bias)
+
+
+def is_product(conv: Any, x: Tensor) -> bool:
+    """True if ``conv``, a 3-D convolution without padding, is to be computed as a matrix product.
+
+    In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32, matrix products do not.
+    """
+    is_pointwise = (conv.kernel_size, conv.stride, conv.groups) == ((1, 1, 1), (1, 1, 1), 1)
+    return is_pointwise and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """``conv(x)`` as a matrix product, for x (N, C, T, H, W) that is channels-last. The result is, too."""
+    return linear(x.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
 
 
 def in_channels_last(x: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
-from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import pointwise
@@ -47,8 +46,11 @@ from sdfastgn.patches.fusions.video import (
     add_into,
     convolve_windows,
     images_of,
+    in_channels_last,
     is_faster_in_2d,
     is_plain_inference,
+    is_product,
+    product_of,
     video_of,
 )
 
@@ -134,10 +136,9 @@ def _convolve(
     bias = conv.bias if has_bias else None
     w, _, h, _, front, _ = conv._padding
     taps, where = conv.kernel_size, (conv.dilation, conv.groups)
-    is_product = (taps, conv.stride, conv.groups) == ((1, 1, 1), (1, 1, 1), 1) and not (w or h or front)
     # The frames before it are zeros.
     is_alone = cache is None and (x.shape[2], taps[0], conv.dilation[0]) == (1, front + 1, 1) and keep <= 1
-    frames, kept = x if is_channels_last(x) else laid_out(x, channels_last=True), None
+    frames, kept = in_channels_last(x), None
     if is_alone:
         if norm is not None or shift is not None:
             frames, _ = pad_frames(frames, shift=shift, norm=norm)
@@ -150,8 +151,8 @@ def _convolve(
         )
         if window > 1:
             return convolve_windows(conv, frames, bias, (h, w)), kept
-    if is_product and x.dtype in (torch.float16, torch.bfloat16):
-        return linear(frames.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1), kept
+    if not (w or h or front) and is_product(conv, x):
+        return product_of(conv, frames, bias), kept
     if is_alone:
         image, weight = frames[:, :, 0], conv.weight[:, :, -1]
         y = F.conv2d(image, weight, bias, conv.stride[1:], (h, w), conv.dilation[1:], conv.groups)
