@@ -1,6 +1,7 @@
 """The fused autoencoder of CogVideoX: whole ones, in tiles, slices and batches of frames, and its blocks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,18 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import cogvideox as fusion
-from tests.kernels.samples import kernels
-from tests.patches import cases, samples
-from tests.patches.samples import randomize, snapshot
+from tests.patches import cases, samples, video_cases
+from tests.patches.samples import randomize
+from tests.patches.video_cases import (
+    codes,
+    decode_of,
+    drop_all,
+    encode_of,
+    hooks_see_the_same,
+    is_restored_bit_by_bit,
+    recorded,
+    video,
+)
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
@@ -39,26 +49,11 @@ def twins(dtype=torch.float32, **options):
     return cases.twins(autoencoder(**options).to(cases.WHERE["device"], dtype))
 
 
-def codes(frames, batch=1, latents=(2, 3)):
-    return cases.noise(batch, 4, frames, *latents, mean=0.0)
-
-
-def pixels(frames, batch=1, latents=(2, 3)):
-    return cases.noise(batch, 3, frames, *(4 * size for size in latents), mean=0.0)
-
-
-def decode_of(z):
-    return lambda model: model.decode(z).sample
-
-
-def encode_of(x):
-    return lambda model: model.encode(x).latent_dist.parameters
+pixels = partial(video_cases.pixels, 4)
 
 
 def same(models, call, bound=5e-5):
-    fused, stock = (call(model) for model in models)
-    assert stock.std() > 1e-2
-    cases.agree(fused, stock, bound)
+    fused, stock = video_cases.same(models, call, bound)
     assert fused.stride() == stock.stride()
 
 
@@ -70,10 +65,6 @@ def causal(C_in=6, C_out=10, kernel_size=3, **options):
 def block(C_in=6, C_out=10, **options):
     options = {"groups": 2, "temb_channels": 0, "spatial_norm_dim": 4, **options}
     return randomize(stock_file.CogVideoXResnetBlock3D(C_in, C_out, **options)).to(cases.WHERE["device"])
-
-
-def video(*shape, seed=0):
-    return samples.video(*shape, seed=seed).to(cases.WHERE["device"])
 
 
 def layouts(*shape):
@@ -96,12 +87,7 @@ def contents(cache):
 @pytest.fixture
 def convolutions(monkeypatch):
     """A list of the causal convolutions that run fused."""
-    found = []
-    original = fusion.convolve
-    monkeypatch.setattr(
-        fusion, "convolve", lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o)
-    )
-    return found
+    return recorded(monkeypatch, fusion, "convolve")
 
 
 # --- whole models -------------------------------------------------------------------
@@ -212,18 +198,7 @@ def test_calls_leave_nothing_for_the_next_one():
 
 def test_restored_bit_by_bit():
     stock = autoencoder().to(cases.WHERE["device"])
-    calls = decode_of(codes(3)), encode_of(pixels(9))
-    expected = [call(stock) for call in calls]
-    before = snapshot(stock)
-    sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
-    for call in calls:
-        call(stock)
-    sdfastgn.restore(stock)
-    assert snapshot(stock) == before
-    with kernels():  # on a GPU stock's convolutions choose by the layout
-        for call, want in zip(calls, expected, strict=True):
-            assert torch.equal(call(stock), want)
+    is_restored_bit_by_bit(stock, decode_of(codes(3)), encode_of(pixels(9)))
 
 
 @pytest.mark.parametrize("pays", [False, True])
@@ -347,22 +322,9 @@ PARTS = ["norm1", "norm1.norm_layer", "norm1.conv_y", "norm2.conv_b.conv", "nonl
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_a_layer_sees_what_it_saw(name):
-    seen = [], []
     models = cases.twins(block())
     x, zq = video(1, 6, 3, 4, 4), video(1, 4, 3, 2, 2)
-    for model, found in zip(models, seen, strict=True):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, found=found: found.append((y[0] if isinstance(y, tuple) else y).clone())
-        )
-    cases.agree(*(m(x, None, zq)[0] for m in models))
-    assert seen[0]
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
-
-
-def _dropout_of_all(model):
-    model.dropout.p = 1.0
-    model.dropout.train()
+    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x, None, zq)[0] for m in models)))
 
 
 CHANGES = {
@@ -372,7 +334,7 @@ CHANGES = {
     "another-norm": lambda m: setattr(m.norm1, "norm_layer", nn.Identity()),
     "a-norm-without-weights": lambda m: setattr(m.norm1, "norm_layer", nn.GroupNorm(2, 6, affine=False)),
     "another-activation": lambda m: setattr(m, "nonlinearity", nn.Tanh()),
-    "dropout": _dropout_of_all,
+    "dropout": drop_all,
 }
 
 

@@ -1,6 +1,7 @@
 """The fused autoencoder of HunyuanVideo: whole ones, in tiles and slices, and its blocks one by one."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,19 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import hunyuan_video as fusion
-from tests.kernels.samples import kernels
-from tests.patches import cases, samples
+from tests.patches import cases, samples, video_cases
 from tests.patches.samples import randomize, snapshot
+from tests.patches.video_cases import (
+    codes,
+    decode_of,
+    drop_all,
+    encode_of,
+    hooks_see_the_same,
+    is_restored_bit_by_bit,
+    recorded,
+    same,
+    video,
+)
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
@@ -33,38 +44,13 @@ def twins(dtype=torch.float32):
     return cases.twins(autoencoder().to(cases.WHERE["device"], dtype))
 
 
-def codes(frames, batch=1, latents=(2, 3)):
-    return cases.noise(batch, 4, frames, *latents, mean=0.0)
-
-
-def pixels(frames, batch=1, latents=(2, 3)):
-    return cases.noise(batch, 3, frames, *(8 * size for size in latents), mean=0.0)
-
-
-def decode_of(z):
-    return lambda model: model.decode(z).sample
-
-
-def encode_of(x):
-    return lambda model: model.encode(x).latent_dist.parameters
-
-
-def same(models, call, bound=5e-5):
-    fused, stock = (call(model) for model in models)
-    assert stock.std() > 1e-2
-    cases.agree(fused, stock, bound)
-    return fused, stock
+pixels = partial(video_cases.pixels, 8)
 
 
 @pytest.fixture
 def convolutions(monkeypatch):
     """A list of the convolutions that run fused."""
-    found = []
-    original = fusion._convolve
-    monkeypatch.setattr(
-        fusion, "_convolve", lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o)
-    )
-    return found
+    return recorded(monkeypatch, fusion, "_convolve")
 
 
 @pytest.fixture
@@ -174,18 +160,7 @@ def test_the_result_may_be_written_to():
 
 def test_restored_bit_by_bit():
     stock = autoencoder().to(cases.WHERE["device"])
-    calls = decode_of(codes(2)), encode_of(pixels(5))
-    expected = [call(stock) for call in calls]
-    before = snapshot(stock)
-    sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
-    for call in calls:
-        call(stock)
-    sdfastgn.restore(stock)
-    assert snapshot(stock) == before
-    with kernels():  # on a GPU stock's convolutions choose by the layout
-        for call, want in zip(calls, expected, strict=True):
-            assert torch.equal(call(stock), want)
+    is_restored_bit_by_bit(stock, decode_of(codes(2)), encode_of(pixels(5)))
 
 
 @pytest.mark.parametrize("pays", [False, True])
@@ -250,10 +225,6 @@ def block(C_in=6, C_out=10):
     return randomize(module).to(cases.WHERE["device"])
 
 
-def video(*shape):
-    return samples.video(*shape).to(cases.WHERE["device"])
-
-
 def test_a_block_is_three_convolutions(convolutions):
     fused, _ = cases.twins(block())
     fused(video(1, 6, 2, 3, 4))
@@ -303,22 +274,9 @@ PARTS = ["norm1", "norm2", "nonlinearity", "conv1", "conv1.conv", "conv2", "conv
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_a_layer_sees_what_it_saw(name):
-    seen = [], []
     models = cases.twins(block())
     x = video(1, 6, 3, 3, 4)
-    for model, found in zip(models, seen, strict=True):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, found=found: found.append(y.clone())
-        )
-    cases.agree(*(m(x) for m in models))
-    assert seen[0]
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
-
-
-def _dropout_of_all(model):
-    model.dropout.p = 1.0
-    model.dropout.train()
+    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x) for m in models)))
 
 
 CHANGES = {
@@ -329,7 +287,7 @@ CHANGES = {
     "a-norm-without-weights": lambda m: setattr(m, "norm1", nn.GroupNorm(2, 6, affine=False)),
     "another-activation": lambda m: setattr(m, "nonlinearity", nn.Tanh()),
     "another-mode": lambda m: setattr(m.conv2, "pad_mode", "reflect"),
-    "dropout": _dropout_of_all,
+    "dropout": drop_all,
 }
 
 

@@ -1,16 +1,26 @@
 """The fused autoencoder of Mochi: whole ones, in tiles and slices, and its blocks."""
 
+from functools import partial
+
 import pytest
-import torch
 from diffusers import AutoencoderKLMochi
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox, autoencoder_kl_mochi
 from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import mochi as fusion
-from tests.kernels.samples import kernels
-from tests.patches import cases, samples
-from tests.patches.samples import randomize, snapshot
+from tests.patches import cases, samples, video_cases
+from tests.patches.samples import randomize
+from tests.patches.video_cases import (
+    codes,
+    decode_of,
+    encode_of,
+    hooks_see_the_same,
+    is_restored_bit_by_bit,
+    recorded,
+    same,
+    video,
+)
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
@@ -36,45 +46,17 @@ def twins():
     return cases.twins(autoencoder().to(cases.WHERE["device"]))
 
 
-def codes(frames, batch=1, latents=(2, 3)):
-    return cases.noise(batch, 4, frames, *latents, mean=0.0)
-
-
-def pixels(frames, batch=1, latents=(2, 3)):
-    return cases.noise(batch, 3, frames, *(4 * size for size in latents), mean=0.0)
-
-
-def decode_of(z):
-    return lambda model: model.decode(z).sample
-
-
-def encode_of(x):
-    return lambda model: model.encode(x).latent_dist.parameters
-
-
-def same(models, call, bound=5e-5):
-    fused, stock = (call(model) for model in models)
-    assert stock.std() > 1e-2
-    cases.agree(fused, stock, bound)
+pixels = partial(video_cases.pixels, 4)
 
 
 def block(C=32):
     return randomize(autoencoder_kl_mochi.MochiResnetBlock3D(C)).to(cases.WHERE["device"])
 
 
-def video(*shape, seed=0):
-    return samples.video(*shape, seed=seed).to(cases.WHERE["device"])
-
-
 @pytest.fixture
 def convolutions(monkeypatch):
     """A list of the convolutions of blocks that run fused."""
-    found = []
-    original = fusion.convolve
-    monkeypatch.setattr(
-        fusion, "convolve", lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o)
-    )
-    return found
+    return recorded(monkeypatch, fusion, "convolve")
 
 
 # --- whole models -------------------------------------------------------------------
@@ -115,18 +97,7 @@ def test_slices_tiles_and_strided_inputs():
 
 def test_restored_bit_by_bit():
     stock = autoencoder().to(cases.WHERE["device"])
-    calls = decode_of(codes(2)), encode_of(pixels(6))
-    expected = [call(stock) for call in calls]
-    before = snapshot(stock)
-    sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
-    for call in calls:
-        call(stock)
-    sdfastgn.restore(stock)
-    assert snapshot(stock) == before
-    with kernels():  # on a GPU stock's convolutions choose by the layout
-        for call, want in zip(calls, expected, strict=True):
-            assert torch.equal(call(stock), want)
+    is_restored_bit_by_bit(stock, decode_of(codes(2)), encode_of(pixels(6)))
 
 
 def test_an_unknown_block_is_left(monkeypatch):
@@ -170,17 +141,9 @@ PARTS = ["norm1", "norm1.norm_layer", "nonlinearity", "conv1", "conv1.conv", "co
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_a_layer_sees_what_it_saw(name):
-    seen = [], []
     models = cases.twins(block())
     x = video(1, 32, 2, 3, 4)
-    for model, found in zip(models, seen, strict=True):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, found=found: found.append((y[0] if isinstance(y, tuple) else y).clone())
-        )
-    cases.agree(*(m(x)[0] for m in models))
-    assert seen[0]
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
+    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x)[0] for m in models)))
 
 
 CHANGES = {

@@ -11,9 +11,18 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import wan as fusion
-from tests.kernels.samples import kernels
-from tests.patches import cases, samples
-from tests.patches.samples import randomize, snapshot
+from tests.patches import cases, samples, video_cases
+from tests.patches.samples import randomize
+from tests.patches.video_cases import (
+    codes,
+    decode_of,
+    drop_all,
+    encode_of,
+    hooks_see_the_same,
+    is_restored_bit_by_bit,
+    recorded,
+    video,
+)
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
@@ -65,12 +74,7 @@ def twins(build, dtype=torch.float32, scale=0.5):
 
 
 def pixels(model, frames, batch=1, latents=(2, 3)):
-    ratio = model.spatial_compression_ratio
-    return cases.noise(batch, 3, frames, *(ratio * size for size in latents), mean=0.0)
-
-
-def codes(frames, batch=1, latents=(2, 3)):
-    return cases.noise(batch, 4, frames, *latents, mean=0.0)
+    return video_cases.pixels(model.spatial_compression_ratio, frames, batch, latents)
 
 
 def same(models, call):
@@ -78,17 +82,6 @@ def same(models, call):
     assert fused.abs().max() < 1 or "encode" in call.__name__
     assert fused.stride() == stock.stride()
     cases.agree(fused, stock)
-
-
-def decode_of(z):
-    return lambda model: model.decode(z).sample
-
-
-def encode_of(x):
-    def encode(model):
-        return model.encode(x).latent_dist.parameters
-
-    return encode
 
 
 @each_family
@@ -145,18 +138,7 @@ def test_calls_leave_nothing_for_the_next_one(build):
 @each_family
 def test_restored_bit_by_bit(build):
     stock = randomize(build()).to(cases.WHERE["device"])
-    z, x = codes(2), pixels(stock, 5)
-    expected = [call(stock) for call in (decode_of(z), encode_of(x))]
-    before = snapshot(stock)
-    sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
-    for call in (decode_of(z), encode_of(x)):
-        call(stock)
-    sdfastgn.restore(stock)
-    assert snapshot(stock) == before
-    with kernels():  # on a GPU stock's convolutions choose by the layout
-        for call, want in zip((decode_of(z), encode_of(x)), expected, strict=True):
-            assert torch.equal(call(stock), want)
+    is_restored_bit_by_bit(stock, decode_of(codes(2)), encode_of(pixels(stock, 5)))
 
 
 # --- the cache ----------------------------------------------------------------------
@@ -229,7 +211,7 @@ def test_the_cache_of_a_half_is_stocks_after_each_chunk(half):
 def test_stocks_cache_is_taken_and_left(monkeypatch):
     """A model that is optimized or restored between two chunks."""
     fused, stock = cases.twins(block())
-    parts = samples.video(1, 6, 4, 3, 4).to(cases.WHERE["device"]).split((1, 1, 2), 2)
+    parts = video(1, 6, 4, 3, 4).split((1, 1, 2), 2)
     mixed, expected = [None] * 2, [None] * 2
     for part, model in zip(parts, (stock, fused, stock), strict=True):
         cases.agree(model(part, mixed, [0]), stock(part, expected, [0]))
@@ -277,17 +259,12 @@ def test_a_wrong_cache_is_seen(mutant, monkeypatch):
 @pytest.fixture
 def convolutions(monkeypatch):
     """A list of the convolutions that run fused."""
-    found = []
-    original = fusion._convolve
-    monkeypatch.setattr(
-        fusion, "_convolve", lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o)
-    )
-    return found
+    return recorded(monkeypatch, fusion, "_convolve")
 
 
 def test_a_block_is_three_convolutions(convolutions):
     fused, _ = cases.twins(block())
-    fused(samples.video(1, 6, 1, 3, 4).to(cases.WHERE["device"]))
+    fused(video(1, 6, 1, 3, 4))
     assert convolutions == [fused.conv_shortcut, fused.conv1, fused.conv2]
 
 
@@ -296,25 +273,16 @@ PARTS = ["norm1", "norm2", "nonlinearity", "conv1", "conv2", "conv_shortcut", "d
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_a_layer_sees_what_it_saw(name):
-    seen = [], []
     models = cases.twins(block())
-    x = samples.video(1, 6, 3, 3, 4).to(cases.WHERE["device"])
-    for model, found in zip(models, seen, strict=True):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, found=found: found.append(y.clone())
-        )
+    x = video(1, 6, 3, 3, 4)
     caches = [None] * 2, [None] * 2
-    for part in x.split((1, 2), 2):
-        cases.agree(*(m(part, c, [0]) for m, c in zip(models, caches, strict=True)))
+
+    def call():
+        for part in x.split((1, 2), 2):
+            cases.agree(*(m(part, c, [0]) for m, c in zip(models, caches, strict=True)))
+
+    hooks_see_the_same(models, name, call)
     same_cache(*caches)
-    assert seen[0]
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
-
-
-def _dropout_of_all(model):
-    model.dropout.p = 1.0
-    model.dropout.train()
 
 
 CHANGES = {
@@ -326,7 +294,7 @@ CHANGES = {
         setattr(m.norm1, "channel_first", False), setattr(m.norm1, "gamma", nn.Parameter(torch.ones(1)))
     ),
     "another-activation": lambda m: setattr(m, "nonlinearity", nn.Tanh()),
-    "dropout": _dropout_of_all,
+    "dropout": drop_all,
 }  # fmt: skip
 
 
@@ -336,7 +304,7 @@ def test_changed_layers_run_stocks_code(change):
     for model in models:
         change(model)
         model.to(cases.WHERE["device"])
-    x = samples.video(1, 6, 2, 3, 4).to(cases.WHERE["device"])
+    x = video(1, 6, 2, 3, 4)
     cases.agree(*(model(x) for model in models))
 
 
@@ -355,14 +323,14 @@ def test_another_number_of_cached_frames_is_skipped(monkeypatch):
 
 def test_gradients_are_stocks_and_only_norms_are_fused(convolutions):
     models = cases.twins(block())
-    x = samples.video(1, 6, 2, 3, 4).to(cases.WHERE["device"])
+    x = video(1, 6, 2, 3, 4)
     cases.same_gradients(models, x)
     assert not convolutions
 
 
 def test_autocast_runs_stocks_code(convolutions):
     models = cases.twins(block())
-    x = samples.video(1, 6, 2, 3, 4).to(cases.WHERE["device"])
+    x = video(1, 6, 2, 3, 4)
     with torch.autocast(cases.WHERE["device"], torch.bfloat16):
         found = [model(x) for model in models]
     assert not convolutions
@@ -370,14 +338,12 @@ def test_autocast_runs_stocks_code(convolutions):
 
 
 def test_under_a_compiler_the_graph_is_diffusers_own():
-    cases.compiles_to_stocks_graph(
-        cases.twins(block()), lambda m: m(samples.video(1, 6, 2, 3, 4).to(cases.WHERE["device"]))
-    )
+    cases.compiles_to_stocks_graph(cases.twins(block()), lambda m: m(video(1, 6, 2, 3, 4)))
 
 
 def test_a_cache_of_another_dtype_runs_stocks_code(convolutions):
     models = cases.twins(block())
-    x = samples.video(1, 6, 1, 3, 4).to(cases.WHERE["device"])
+    x = video(1, 6, 1, 3, 4)
     caches = [[cases.noise(1, C, 2, 3, 4).double() for C in (6, 10)] for _ in models]
     for model, cache in zip(models, caches, strict=True):
         with pytest.raises(RuntimeError):  # a convolution of fp64 frames with fp32 weights
@@ -431,7 +397,7 @@ def test_no_less_exact_than_stock(build, dtype):
 def test_every_pair_of_chunks_is_the_whole():
     """However a video is cut, a causal block gives the same."""
     fused, _ = cases.twins(block(C_out=6))
-    x = samples.video(1, 6, 4, 3, 4).to(cases.WHERE["device"])
+    x = video(1, 6, 4, 3, 4)
     whole = fused(x)
     for first, second in itertools.product((1, 2), (1, 2)):
         cases.agree(

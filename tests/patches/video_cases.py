@@ -1,0 +1,84 @@
+"""What tests of autoencoders for videos share: inputs, calls, and checks that each family passes."""
+
+import torch
+
+import sdfastgn
+from tests.kernels.samples import kernels
+from tests.patches import cases, samples
+from tests.patches.samples import snapshot
+
+
+def codes(frames, batch=1, latents=(2, 3)):
+    return cases.noise(batch, 4, frames, *latents, mean=0.0)
+
+
+def pixels(ratio, frames, batch=1, latents=(2, 3)):
+    """ratio: pixels per latent, along each side."""
+    return cases.noise(batch, 3, frames, *(ratio * size for size in latents), mean=0.0)
+
+
+def video(*shape, seed=0):
+    return samples.video(*shape, seed=seed).to(cases.WHERE["device"])
+
+
+def decode_of(z):
+    def decode(model):
+        return model.decode(z).sample
+
+    return decode
+
+
+def encode_of(x):
+    def encode(model):
+        return model.encode(x).latent_dist.parameters
+
+    return encode
+
+
+def same(models, call, bound=5e-5):
+    """Assert that both models give the same, and return both results. The results must not be near 0."""
+    fused, stock = (call(model) for model in models)
+    assert stock.std() > 1e-2
+    cases.agree(fused, stock, bound)
+    return fused, stock
+
+
+def recorded(monkeypatch, module, name):
+    """A list of the layers with which the function ``name`` of ``module`` is called from now on."""
+    found = []
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o))
+    return found
+
+
+def is_restored_bit_by_bit(stock, *calls):
+    expected = [call(stock) for call in calls]
+    before = snapshot(stock)
+    sdfastgn.optimize(stock)
+    assert sdfastgn.report(stock).channels_last_weights > 0
+    for call in calls:
+        call(stock)
+    sdfastgn.restore(stock)
+    assert snapshot(stock) == before
+    with kernels():  # on a GPU stock's convolutions choose by the layout
+        for call, want in zip(calls, expected, strict=True):
+            assert torch.equal(call(stock), want)
+
+
+def hooks_see_the_same(models, layer, call):
+    """Assert that a hook on ``layer`` sees stock's results while ``call`` calls both models."""
+    seen = [], []
+    for model, found in zip(models, seen, strict=True):
+        model.get_submodule(layer).register_forward_hook(
+            lambda m, args, y, found=found: found.append((y[0] if isinstance(y, tuple) else y).clone())
+        )
+    call()
+    assert seen[0]
+    for ours, theirs in zip(*seen, strict=True):
+        cases.agree(ours, theirs)
+
+
+def drop_all(model):
+    """A dropout that drops all."""
+    model.dropout.p = 1.0
+    model.dropout.train()
