@@ -1,9 +1,9 @@
 """Finds layers with an adapter, such as a LoRA, and says why some of them run stock's code.
 
 peft replaces a layer of the model by a wrapper, which keeps the layer as its child. Wrappers of LoRAs run
-with merged weights (``merged_adapters.py``). Fusions call any other wrapper as stock's code does: it runs
-the layer and the adapter's own small matrix products, and adds the results. peft is not imported: a wrapper
-is recognized by the names of its children.
+with merged weights (``merged_adapters.py``). Fusions call any other wrapper as stock's code does: the
+wrapper runs the layer and the adapter's own small matrix products, and adds the results. peft is not
+imported: a wrapper is recognized by the names of its children.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
-# cuDNN fuses convolution, bias and ReLU only for multiples of this number of channels, which has 16 bytes.
+# cuDNN fuses convolution, bias and ReLU only for multiples of this number of channels: 16 bytes of 16 bits.
 _CUDNN_CHANNELS = 8
 
 

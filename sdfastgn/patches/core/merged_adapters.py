@@ -14,7 +14,7 @@ into the same memory. So a CUDA graph that reads this memory stays valid.
 - For a graph, a ``Survey`` compares all layers of a model at once before each replay, in loops that run in C.
 
 Peft's own code runs with gradients, under a compiler, in traces, without kernels, and for every layer for
-which ``_source`` has a reason, such as hooks, dropout or DoRA.
+which ``source_of`` has a reason, such as hooks, dropout or DoRA.
 
 One change is not noticed: a write through ``.data`` of a tensor that was not reached through its wrapper
 (``model.parameters()``), because PyTorch does not count it.
@@ -30,8 +30,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,9 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_expired
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
+from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of, version_of
 from sdfastgn.patches.core.class_forward import change_class
-from sdfastgn.patches.core.fusion import is_unhooked, restore_class
+from sdfastgn.patches.core.fusion import restore_class
 
 __all__ = [
     "Merged",
@@ -69,8 +70,6 @@ __all__ = [
 
 _PEFT = "peft.tuners.lora.layer"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Attributes of a convolution that its stand-in and its adapters must have too.
-_OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 # Number of sizes that the constructor of a layer takes.
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
 _NO_MEMORY = "there was no memory for merged weights"
@@ -111,45 +110,10 @@ class Merged:
     adapters: tuple[str, ...]
 
 
-class _Source(NamedTuple):
-    """What the merged weight and bias of one wrapper are made of.
-
-    ``pairs``: for each active adapter its weights A and B, B's bias or None, and the scale.
-    """
-
-    base: Any
-    weight: Tensor
-    bias: Tensor | None
-    pairs: tuple[tuple[Tensor, Tensor, Tensor | None, float], ...]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        found = [self.weight, self.bias, *(t for pair in self.pairs for t in pair[:3])]
-        return [tensor for tensor in found if tensor is not None]
-
-    @property
-    def has_bias(self) -> bool:
-        return self.bias is not None or any(pair[2] is not None for pair in self.pairs)
-
-    def scaled(self, factor: float) -> _Source:
-        """The same with all scales multiplied by ``factor``, as ``scale_layer`` of peft does."""
-        if factor == 1.0:
-            return self
-        return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
-
-    def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        return (
-            tuple(map(id, tensors)),
-            tuple(map(Tensor.data_ptr, tensors)),
-            tuple(map(_version_of, tensors)),
-            tuple(pair[3] for pair in self.pairs),
-        )
-
-
 class _Record:
     """The stand-in of one wrapper, and the state from which its weight was computed."""
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: Source) -> None:
         self.layer = _stand_in(source)
         self.key: tuple[Any, ...] | None = None
         self._tensors: list[Tensor] = []
@@ -157,7 +121,7 @@ class _Record:
         self._places: tuple[Any, ...] = ()
         self._written: tuple[int, Any] = (0, None)
 
-    def fits(self, source: _Source) -> bool:
+    def fits(self, source: Source) -> bool:
         """True if the stand-in has the right memory and settings for ``source``."""
         weight, bias, like = self.layer.weight, self.layer.bias, source.weight
         return (
@@ -166,11 +130,11 @@ class _Record:
             and (bias is not None) == source.has_bias
             and (
                 type(self.layer) is nn.Linear
-                or all(getattr(self.layer, name) == getattr(source.base, name) for name in _OF_CONV)
+                or all(getattr(self.layer, name) == getattr(source.base, name) for name in OF_CONV)
             )
         )
 
-    def is_of(self, source: _Source) -> bool:
+    def is_of(self, source: Source) -> bool:
         """True if the merged weight was computed from exactly ``source``."""
         return (
             self.key is not None
@@ -178,7 +142,7 @@ class _Record:
             and not any(map(is_expired, map(expiring, self._storages)))
         )
 
-    def sums(self, source: _Source) -> Iterator[Sum]:
+    def sums(self, source: Source) -> Iterator[Sum]:
         """What has to be computed. Until ``note`` is called, the stand-in is invalid."""
         self.key = None
         pairs = tuple(Factors(a, b, scale) for a, b, _, scale in source.pairs)
@@ -189,7 +153,7 @@ class _Record:
             biases = [(bias, scale) for _, _, bias, scale in source.pairs if bias is not None]
             yield Sum(out, own, tuple(Factors(b.new_ones(1, 1), b.view(-1, 1), s) for b, s in biases))
 
-    def note(self, source: _Source, written: tuple[int, Any]) -> None:
+    def note(self, source: Source, written: tuple[int, Any]) -> None:
         """Take note that the stand-in was computed from ``source``. ``written``: (stream, event)."""
         tensors = source.tensors
         key = source.key(tensors)
@@ -213,9 +177,6 @@ class _Record:
         self.key = None
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)
-
-
-_version_of = attrgetter("_version")
 
 
 # ---- which layers
@@ -243,7 +204,7 @@ def why_not(layer: Any) -> str | None:
         return _NO_MEMORY
     if _kind_of(layer) is None:
         return "its kind of adapter is not merged"
-    found = _source(layer)
+    found = source_of(layer)
     return found if isinstance(found, str) else None
 
 
@@ -251,7 +212,7 @@ def merged_in(root: nn.Module, path: str = "") -> Merged:
     """What is merged in ``root`` now."""
     layers = [module for module in root.modules() if is_merged(module)]
     sizes = [t.nbytes for layer in layers for t in _records[layer].layer.parameters()]
-    names = dict.fromkeys(name for layer in layers for name in _active(vars(layer)))
+    names = dict.fromkeys(name for layer in layers for name in active_adapters(vars(layer)))
     return Merged(path or type(root).__name__, len(layers), sum(sizes), tuple(names))
 
 
@@ -280,81 +241,6 @@ def _kind_of(layer: Any) -> type | None:
     return kind if is_known else None
 
 
-def _active(own: dict[str, Any]) -> list[str]:
-    """Names of the adapters whose products a wrapper adds; empty if they are off or fused."""
-    if own["_disable_adapters"] or own["merged_adapters"]:
-        return []
-    names = own["_active_adapter"]
-    present = own["_modules"]["lora_A"]._modules
-    return [name for name in ([names] if isinstance(names, str) else names) if name in present]
-
-
-def _source(layer: nn.Module) -> _Source | str:
-    """What the merged weight of ``layer`` is made of, or the reason why it cannot be merged."""
-    own = vars(layer)
-    if type(own["scaling"]) is not dict:
-        return "its scales are in a dict of another class"
-    modules = own["_modules"]
-    base: Any = modules.get("base_layer")
-    kind = type(base)
-    if kind not in (nn.Linear, nn.Conv2d) or own.get("fan_in_fan_out"):
-        return "the layer in it is not plain"
-    if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
-        return "its convolution has groups, or was changed"
-    if not (is_unhooked(layer) and is_unhooked(base)):
-        return "it has hooks"
-    parameters = base._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    pairs = []
-    for name in _active(own):
-        pair = _pair(layer, kind, name)
-        if isinstance(pair, str):
-            return pair
-        pairs.append(pair)
-    source = _Source(base, weight, bias, tuple(pairs))
-    for tensor in source.tensors:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dispatch.KERNEL_DTYPES:
-            return "a weight is not a plain tensor of fp16, bf16 or fp32"
-        if tensor.is_inference():
-            return "a weight was made in inference mode, so that writes into it are not counted"
-        if tensor.device != weight.device or tensor.device.type == "meta":
-            return "its weights are on several devices"
-    return source
-
-
-def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
-    """(A, B, B's bias or None, scale) of the adapter ``name``, or a reason."""
-    own: Any = vars(layer)
-    modules = own["_modules"]
-    if name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name):
-        return "its adapter is a variant of LoRA, such as DoRA"
-    first: Any = modules["lora_A"]._modules[name]
-    second: Any = modules["lora_B"]._modules[name]
-    if not (type(first) is type(second) is kind and is_unhooked(first) and is_unhooked(second)):
-        return "the adapter's layers are not plain, or have hooks"
-    if kind is nn.Conv2d and not _is_convolution_of(modules["base_layer"], first, second):
-        return "the adapter's convolution has other settings than its layer"
-    if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
-        return "its adapter has a dropout"
-    scale = own["scaling"][name]
-    if type(scale) not in (float, int):
-        return f"the adapter's scale is a {type(scale).__name__}"
-    a, b = first._parameters["weight"], second._parameters["weight"]
-    return a, b, second._parameters.get("bias"), scale
-
-
-def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:
-    """True if ``first`` sees the same windows as ``base``, and ``second`` only mixes channels.
-
-    peft does not copy dilation and the mode of padding.
-    """
-    return (
-        all(getattr(first, name) == getattr(base, name) for name in ("kernel_size", *_OF_CONV))
-        and second.kernel_size == second.stride == (1, 1)
-        and second.padding == (0, 0)
-    )
-
-
 # ---- what runs
 
 
@@ -375,7 +261,7 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     _unfuse(layer)
     is_frozen = _is_frozen.get()
-    source = _source(layer)
+    source = source_of(layer)
     if isinstance(source, str) or not (is_frozen or _runs_merged(source.weight)):
         return None
     factor = _factor.get()
@@ -397,13 +283,13 @@ def merged_layer(layer: nn.Module) -> Any:
     return record.layer
 
 
-def _outdated_siblings(layer: nn.Module, factor: float) -> list[tuple[nn.Module, _Source]]:
+def _outdated_siblings(layer: nn.Module, factor: float) -> list[tuple[nn.Module, Source]]:
     """Other layers of the model of ``layer`` that need new merged weights. One launch computes them all."""
     found = []
     for other in _siblings.get(layer, ()):
         record = _records.get(other)
-        source = None if record is None or other is layer else _source(other)
-        if isinstance(source, _Source):
+        source = None if record is None or other is layer else source_of(other)
+        if isinstance(source, Source):
             scaled = source.scaled(factor)
             if record is not None and record.fits(scaled) and not record.is_of(scaled):
                 found.append((other, scaled))
@@ -421,7 +307,7 @@ def _unfuse(layer: nn.Module) -> None:
         layer.unmerge()  # type: ignore[operator]
 
 
-def _write(found: Iterable[tuple[nn.Module, _Source]]) -> list[_Record]:
+def _write(found: Iterable[tuple[nn.Module, Source]]) -> list[_Record]:
     """Compute the merged weights of all wrappers, in the current stream. Returns their records."""
     global _touches
     found = list(found)
@@ -472,7 +358,7 @@ def _written_now(device: torch.device) -> tuple[int, Any]:
     return current_raw_stream(device.index), event
 
 
-def _stand_in(source: _Source) -> Any:
+def _stand_in(source: Source) -> Any:
     """A plain layer like ``source.base`` with memory for its own weight and bias."""
     base, weight = source.base, source.weight
     layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
@@ -530,10 +416,10 @@ def adopt(root: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _source_to_adopt(module: nn.Module) -> _Source | None:
+def _source_to_adopt(module: nn.Module) -> Source | None:
     if _kind_of(module) is None or module in _off or module in _short:
         return None
-    source = _source(module)
+    source = source_of(module)
     if isinstance(source, str):
         forget(module)
         return None
@@ -683,9 +569,9 @@ class Survey:
         for layer in self.layers:
             _unfuse(layer)
         self._look()
-        self._sources: list[_Source] = []
+        self._sources: list[Source] = []
         for layer in self.layers:
-            source = _source(layer)
+            source = source_of(layer)
             if isinstance(source, str) or not _runs_merged(source.weight):
                 why = source if isinstance(source, str) else "no kernels run"
                 self.reason = f"an adapter cannot be merged any more: {why}"
@@ -724,7 +610,7 @@ class Survey:
             list(map(id, chain.from_iterable(map(dict.values, self._children)))),
             list(map(id, chain.from_iterable(map(dict.values, self._parameters)))),
             list(map(Tensor.data_ptr, self._tensors)),
-            list(map(_version_of, self._tensors)),
+            list(map(version_of, self._tensors)),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
             list(chain.from_iterable(map(_active_of, owns))),
@@ -740,4 +626,4 @@ _disabled_of = itemgetter("_disable_adapters")
 _fused_of = itemgetter("merged_adapters")
 _active_of = itemgetter("_active_adapter")
 _scales_of = itemgetter("scaling")
-_settings_of = itemgetter(*_OF_CONV)
+_settings_of = itemgetter(*OF_CONV)

@@ -147,7 +147,7 @@ class FusedAttention(Attention):
         found = plain_parameters(linears)
         if found is None or not is_one_product(x, found):
             return None
-        # Merged weights of adapters are packed apart from the weights of the layers themselves.
+        # Merged weights of adapters are packed separately from the weights of the layers themselves.
         return joined(self if linears[-1] is self.to_v else linears[-1], found)
 
     def _pack(self) -> None:

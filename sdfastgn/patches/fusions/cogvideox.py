@@ -64,7 +64,7 @@ from sdfastgn.patches.fusions.video import (
 
 __all__ = ["CONV", "FUSIONS", "convolve", "is_plain"]
 
-# GiB of an input in two bytes an element, above which upstream convolves its frames in parts.
+# Size of an input in GiB, at two bytes per element. Upstream convolves the frames of larger inputs in parts.
 _LARGEST_INPUT = 2
 
 _IDENTITY = nn.Identity()
@@ -152,7 +152,7 @@ def convolve(
         x: (N, C, T, H, W).
         cache: the frames before x, or None.
         shift, norm: as in ``pad_frames``.
-        has_bias: False: the bias of ``conv`` is left to the next kernel.
+        has_bias: False if the next kernel adds the bias of ``conv``.
     """
     inner, front = conv.conv, conv.time_kernel_size - 1
     frames, kept = in_channels_last(x), None

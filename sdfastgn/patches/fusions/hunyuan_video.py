@@ -81,7 +81,7 @@ def _convolve(
         conv: a causal convolution, for which ``_is_plain_conv`` is true.
         x: (N, C, T, H, W).
         shift, norm, upsample: as in ``pad_frames``.
-        has_bias: False: the bias of ``conv`` is left to the next kernel.
+        has_bias: False if the next kernel adds the bias of ``conv``.
     """
     w, _, h, _, front, _ = conv.time_causal_padding
     frames = in_channels_last(x)
@@ -92,7 +92,7 @@ def _convolve(
 
 
 class FusedHunyuanVideoCausalConv3d(HunyuanVideoCausalConv3d):
-    """``HunyuanVideoCausalConv3d``. x (N, C, T, H, W); the result lies as x."""
+    """``HunyuanVideoCausalConv3d``. x (N, C, T, H, W). The result has the layout of x."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states
@@ -146,8 +146,8 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
 
 
 def _runs_fused(half: Any, x: Tensor) -> bool:
-    """True if the first convolution of an encoder or decoder runs fused, and its last norm, SiLU and
-    convolution.
+    """True if the first convolution of the encoder or decoder ``half`` can run fused, and also its last norm,
+    SiLU and convolution.
     """
     if not (is_plain_inference(x) and _is_plain_conv(half.conv_in, x, x.shape[1])):
         return False

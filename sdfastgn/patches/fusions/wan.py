@@ -2,9 +2,9 @@
 
 Both have the same blocks under two names. They compute a video in chunks. Each causal convolution reads two
 frames before its chunk: the last frames of the chunk before, which stock keeps in ``feat_cache``, or zeros.
-Stock makes a pass over memory each for the norm, for its factors, for SiLU, for the copy into the cache,
-for the concatenation with the cache and for padding. Here one kernel (``pad_frames``) writes all of that:
-what the convolution reads, and the new entry of ``feat_cache``. The entry has stock's frames and values.
+Stock makes one pass over memory for each of these: the norm, its factors, SiLU, the copy into the cache, the
+concatenation with the cache, and padding. Here one kernel (``pad_frames``) writes all of that: what the
+convolution reads, and the new entry of ``feat_cache``. The entry has stock's frames and values.
 
 Further differences:
 
@@ -63,7 +63,7 @@ __all__ = ["FUSIONS"]
 
 # Frames of an entry of ``feat_cache``, upstream's CACHE_T.
 _CACHE_T = 2
-# Least norm that upstream divides by: the default of F.normalize.
+# Smallest norm that upstream divides by. It is the default of F.normalize.
 _EPS = 1e-12
 # Stock and fused classes of both autoencoders; the end of this file adds them.
 _NORMS: set[type[nn.Module]] = set()
@@ -131,7 +131,7 @@ def _convolve(
         cache: frames before x, not more than ``conv`` pads; or None.
         keep: number of frames to return.
         shift, norm: as in ``pad_frames``.
-        has_bias: False: the bias of ``conv`` is left to the next kernel.
+        has_bias: False if the next kernel adds the bias of ``conv``.
     """
     bias = conv.bias if has_bias else None
     w, _, h, _, front, _ = conv._padding
@@ -193,7 +193,10 @@ class _FusedNorm(nn.Module):
 
 
 class _FusedConv(nn.Module):
-    """``WanCausalConv3d``. x (N, C, T, H, W), cache_x the frames before it or None; the result lies as x."""
+    """``WanCausalConv3d``. x (N, C, T, H, W), cache_x the frames before it or None.
+
+    The result has the layout of x.
+    """
 
     def forward(self: Any, x: Tensor, cache_x: Any = None) -> Tensor:
         front = self._padding[4]

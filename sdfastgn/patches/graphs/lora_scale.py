@@ -1,8 +1,8 @@
 """The scale of all LoRAs that a call may have among its arguments.
 
-diffusers multiplies the scales in all LoRA layers by this number at the begin of a forward, and divides them
-at its end. If all of these layers run with merged weights, the number is taken out of the arguments and
-becomes part of the merged weights. So calls with different scales share one graph.
+diffusers multiplies the scales in all LoRA layers by this number at the beginning of a forward, and divides
+them by it at the end. If all of these layers run with merged weights, the number is taken out of the
+arguments and becomes part of the merged weights. So calls with different scales share one graph.
 """
 
 from __future__ import annotations

@@ -1,0 +1,131 @@
+"""What the merged weight of a layer with LoRA adapters is made of (``merged_adapters.py``)."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.fusion import is_unhooked
+
+__all__ = ["OF_CONV", "Source", "active_adapters", "source_of", "version_of"]
+
+# Attributes of a convolution that its stand-in and its adapters must have too.
+OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
+
+# tensor -> how many times it was written into, as far as PyTorch counts.
+version_of = attrgetter("_version")
+
+
+class Source(NamedTuple):
+    """What the merged weight and bias of one wrapper are made of.
+
+    ``base``: the wrapped layer, with ``weight`` and ``bias``. ``pairs``: for each active adapter its weights
+    A and B, the bias of B or None, and the scale.
+    """
+
+    base: Any
+    weight: Tensor
+    bias: Tensor | None
+    pairs: tuple[tuple[Tensor, Tensor, Tensor | None, float], ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = [self.weight, self.bias, *(t for pair in self.pairs for t in pair[:3])]
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias is not None or any(pair[2] is not None for pair in self.pairs)
+
+    def scaled(self, factor: float) -> Source:
+        """Returns this source with all scales multiplied by ``factor``, as peft's ``scale_layer`` does."""
+        if factor == 1.0:
+            return self
+        return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
+
+    def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
+        """What changes if the merged weight would. ``tensors``: ``self.tensors``."""
+        return (
+            tuple(map(id, tensors)),
+            tuple(map(Tensor.data_ptr, tensors)),
+            tuple(map(version_of, tensors)),
+            tuple(pair[3] for pair in self.pairs),
+        )
+
+
+def active_adapters(own: dict[str, Any]) -> list[str]:
+    """Names of the adapters whose products a wrapper adds; empty if they are off or fused."""
+    if own["_disable_adapters"] or own["merged_adapters"]:
+        return []
+    names = own["_active_adapter"]
+    present = own["_modules"]["lora_A"]._modules
+    return [name for name in ([names] if isinstance(names, str) else names) if name in present]
+
+
+def source_of(layer: nn.Module) -> Source | str:
+    """What the merged weight of ``layer`` is made of, or the reason why it cannot be merged."""
+    own = vars(layer)
+    if type(own["scaling"]) is not dict:
+        return "its scales are in a dict of another class"
+    modules = own["_modules"]
+    base: Any = modules.get("base_layer")
+    kind = type(base)
+    if kind not in (nn.Linear, nn.Conv2d) or own.get("fan_in_fan_out"):
+        return "the layer in it is not plain"
+    if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
+        return "its convolution has groups, or was changed"
+    if not (is_unhooked(layer) and is_unhooked(base)):
+        return "it has hooks"
+    parameters = base._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    pairs = []
+    for name in active_adapters(own):
+        pair = _pair(layer, kind, name)
+        if isinstance(pair, str):
+            return pair
+        pairs.append(pair)
+    source = Source(base, weight, bias, tuple(pairs))
+    for tensor in source.tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dispatch.KERNEL_DTYPES:
+            return "a weight is not a plain tensor of fp16, bf16 or fp32"
+        if tensor.is_inference():
+            return "a weight was made in inference mode, so that writes into it are not counted"
+        if tensor.device != weight.device or tensor.device.type == "meta":
+            return "its weights are on several devices"
+    return source
+
+
+def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
+    """(A, B, bias of B or None, scale) of the adapter ``name``, or the reason why it cannot be merged."""
+    own: Any = vars(layer)
+    modules = own["_modules"]
+    if name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name):
+        return "its adapter is a variant of LoRA, such as DoRA"
+    first: Any = modules["lora_A"]._modules[name]
+    second: Any = modules["lora_B"]._modules[name]
+    if not (type(first) is type(second) is kind and is_unhooked(first) and is_unhooked(second)):
+        return "the adapter's layers are not plain, or have hooks"
+    if kind is nn.Conv2d and not _is_convolution_of(modules["base_layer"], first, second):
+        return "the adapter's convolution has other settings than its layer"
+    if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
+        return "its adapter has a dropout"
+    scale = own["scaling"][name]
+    if type(scale) not in (float, int):
+        return f"the adapter's scale is a {type(scale).__name__}"
+    a, b = first._parameters["weight"], second._parameters["weight"]
+    return a, b, second._parameters.get("bias"), scale
+
+
+def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:
+    """True if ``first`` sees the same windows as ``base``, and ``second`` only mixes channels.
+
+    peft gives ``first`` neither the dilation nor the padding mode of ``base``.
+    """
+    return (
+        all(getattr(first, name) == getattr(base, name) for name in ("kernel_size", *OF_CONV))
+        and second.kernel_size == second.stride == (1, 1)
+        and second.padding == (0, 0)
+    )
