@@ -310,6 +310,8 @@ def _channel_norms(shape, dtype):
     pad_frames(x, norm=silu, shift=weight, **padded)
     pad_frames(x, front=2, window=3, norm=silu, keep=2, shift=weight)
     pad_frames(x, upsample=(2, 2, 2), **padded)
+    pad_frames(x, front=1, back=1, mode="replicate", norm=silu._replace(added=1e-6))
+    pad_frames(x, front=2, border=(1, 1), mode="reflect", norm=silu)
     if shape[1] <= 512:  # no model has a GroupNorm of more channels in its videos
         grouped = GroupNorm(groups, weight, weight, activation="silu")
         pad_frames(x, norm=grouped, shift=weight, **padded)

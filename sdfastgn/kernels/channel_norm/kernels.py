@@ -28,9 +28,12 @@ from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 
 @triton.jit
-def divisor(x, eps, WIDE: tl.constexpr):
-    """Computes (the norm of each row, max(norm, eps)). ``x``: a tile whose padding must be 0."""
-    norm = square_root(row_sum(x * x, WIDE))
+def divisor(x, eps, WIDE: tl.constexpr, added=0.0):
+    """Computes (the norm of each row, max(norm, eps)), where norm is sqrt(sum of squares + ``added``).
+
+    ``x``: a tile whose padding must be 0.
+    """
+    norm = square_root(row_sum(x * x, WIDE) + added)
     return norm, tl.where(norm < eps, eps, norm)
 
 

@@ -7,8 +7,8 @@ reads x and writes y.
 Pointers (all but x and y may be None):
 
 - ``x``: (N, T, H, W, C), fp16, bf16 or fp32;
-- ``y``: (N, front + frames - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C) in the dtype of x.
-  ``frames``, ``height`` and ``width`` are the sizes of x after upsampling;
+- ``y``: (N, front + frames + back - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C) in the dtype of
+  x. ``frames``, ``height`` and ``width`` are the sizes of x after upsampling;
 - ``shift``: (C,), added before the norm of each position's channels;
 - ``weight``, ``bias``: (C,), the parameters of that norm;
 - ``table``: fp32, written by ``merge_kernel`` of ``group_norm/kernels.py`` for a GroupNorm, whose shift it
@@ -38,12 +38,12 @@ from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
 
 
 @triton.jit
-def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, REPLICATE: tl.constexpr):
+def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, MODE: tl.constexpr):
     """Computes where the rows ``row`` of a sample of y lie in x: (t, at, h, w, is_centre).
 
     t, h and w are the frame, line and column, counted from the first element of the upsampled x. at is
-    h * width + w. is_centre is True outside the borders. If ``REPLICATE``, rows in borders get the line and
-    column of the nearest position outside the borders.
+    h * width + w. is_centre is True outside the borders. In a ``MODE`` other than "zeros", rows in borders
+    get the line and column of the position outside the borders whose value they take.
     """
     if BORDER:
         w = row % (width + 2 * pad_w) - pad_w
@@ -51,9 +51,12 @@ def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, REPLI
         h = line % (height + 2 * pad_h) - pad_h
         t = line // (height + 2 * pad_h) - front
         is_centre = (w >= 0) & (w < width) & (h >= 0) & (h < height)
-        if REPLICATE:
+        if MODE == "replicate":
             w = tl.minimum(tl.maximum(w, 0), width - 1)
             h = tl.minimum(tl.maximum(h, 0), height - 1)
+        if MODE == "reflect":
+            w = width - 1 - tl.abs(width - 1 - tl.abs(w))
+            h = height - 1 - tl.abs(height - 1 - tl.abs(h))
         at = h * width + w
     else:
         t = row // (height * width) - front
@@ -123,6 +126,7 @@ def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.con
         "height",
         "width",
         "front",
+        "back",
         "cached",
         "keep",
         "pad_h",
@@ -131,13 +135,15 @@ def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.con
         "table_plane",
         "scale",
         "eps",
+        "added",
     ]
 )
 def _frames_kernel(
     x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, modulation_ptr, cache_ptr, y_ptr, kept_ptr,
-    rows, frames, height, width, front, cached, keep, pad_h, pad_w, table_offset, table_plane, scale, eps,
+    rows, frames, height, width, front, back, cached, keep, pad_h, pad_w, table_offset, table_plane,
+    scale, eps, added,
     C: tl.constexpr, NORM: tl.constexpr, FRAMEWISE: tl.constexpr, FOLD: tl.constexpr,
-    BORDER: tl.constexpr, REPLICATE: tl.constexpr,
+    BORDER: tl.constexpr, MODE: tl.constexpr,
     APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
     WINDOW: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
@@ -157,7 +163,8 @@ def _frames_kernel(
         FRAMEWISE: True if the table has values for each frame, not for each sample.
         FOLD: True if the table has no mean (``merge_kernel``).
         BORDER: True if ``pad_h`` or ``pad_w`` is not 0.
-        REPLICATE: True if padding repeats the nearest element of cache and x. Otherwise padding is 0.
+        MODE: the values of padding. "zeros"; "replicate" for the nearest element of cache and x; "reflect",
+            which is the same along T and mirrors along H and W.
         TIMES_T, TIMES_H, TIMES_W: number of copies of each element of x along T, H and W. If there is a
             modulation, number of copies of each element of the modulation.
         APART: True if the first frame is not repeated.
@@ -172,14 +179,15 @@ def _frames_kernel(
     in_row = c < C
     is_row = r < rows - first
     image = height * width
-    t, at, h, w, is_centre = _places(first + r, front, height, width, pad_h, pad_w, BORDER, REPLICATE)
-    is_kept = is_row & is_centre & (t >= frames - keep)
-    kept_row = (n * keep + t - (frames - keep)) * image + at
+    t, at, h, w, is_centre = _places(first + r, front, height, width, pad_h, pad_w, BORDER, MODE)
+    unkept = frames + back - keep
+    is_kept = is_row & is_centre & (t >= unkept)
+    kept_row = (n * keep + t - unkept) * image + at
     is_there = is_row
-    if REPLICATE:
-        t = tl.maximum(t, -cached)
+    if MODE != "zeros":
+        t = tl.minimum(tl.maximum(t, -cached), frames - 1)
     else:
-        is_there = is_row & is_centre & (t >= -cached)
+        is_there = is_row & is_centre & (t >= -cached) & (t < frames)
     is_new = is_there & (t >= 0)
     row_before = _row_before(n, t, h, w, frames, height, width, APART, TIMES_T, TIMES_H, TIMES_W)
     x_row = row_before if modulation_ptr is None else (n * frames + t) * image + at
@@ -194,7 +202,7 @@ def _frames_kernel(
     if NORM == "channel":
         weight = per_channel(weight_ptr, own, in_row, 1.0)
         bias = per_channel(bias_ptr, own, in_row, 0.0)
-        _, divided_by = divisor(y, eps, WIDE)
+        _, divided_by = divisor(y, eps, WIDE, added)
         y = activate(y * (scale / divided_by) * weight + bias, ACTIVATION, PAIRS)
     if NORM == "group":
         of = n * frames + t if FRAMEWISE else n

@@ -7,14 +7,16 @@ kernel does all of these. For x (N, C, T, H, W):
 
     u = act(norm(x + shift))        or act(norm(x + shift) * factor + offset), or x + shift
     v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), the first frame once along T
-    w = v after ``front`` frames, which end with the cache. The frames before the cache are 0
+    w = v between ``front`` frames, which end with the cache, and ``back`` frames. Except for the cache, these
+        frames are 0
     y = w with ``border`` zeros around each frame
     kept = the last ``keep`` frames of w
 
 With a ``window`` of more than one frame, frame t of the result has the channels of the frames t, t + 1, ...
 of this y side by side. A 2-D convolution of the result then computes the same as a 3-D convolution of y.
 
-In mode "replicate" each zero is replaced by the nearest element, as in torch.nn.functional.pad.
+In mode "replicate" each zero is replaced by the nearest element, as in torch.nn.functional.pad. Mode
+"reflect" does the same along T. Along H and W it mirrors each frame without its outermost line or column.
 
 On a GPU the kernel of ``pad_frames/kernels.py`` runs; that file explains layouts and numerics. For a
 GroupNorm, the kernels of its statistics run first. Everywhere else, and if gradients are wanted,
@@ -46,17 +48,27 @@ from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_
 
 # Maximum number of rows, which the kernel numbers by int32.
 _MAX_ROWS = 2**31 - 1
-_MODES = ("zeros", "replicate")
+# What stands in frames and in borders, as modes of torch.nn.functional.pad.
+_FILLS = {
+    "zeros": ("constant", "constant"),
+    "replicate": ("replicate", "replicate"),
+    "reflect": ("replicate", "reflect"),
+}
 
 
 class Norm(NamedTuple):
-    """A norm of the channels of each position: the arguments of ``channel_norm`` after x."""
+    """A norm of the channels of each position: the arguments of ``channel_norm`` after x, and ``added``.
+
+    ``added`` is added to the sum of squares: a position is divided by max(sqrt(||x||^2 + added), eps). So C
+    times the eps of an RMSNorm gives that RMSNorm.
+    """
 
     weight: Tensor | None = None
     bias: Tensor | None = None
     scale: float = 1.0
     eps: float = 1e-12
     activation: str = "identity"
+    added: float = 0.0
 
 
 class GroupNorm(NamedTuple):
@@ -84,8 +96,8 @@ class GroupNorm(NamedTuple):
 
 
 def _check_mode(name: str, mode: Any) -> None:
-    if mode not in _MODES:
-        raise ValueError(f"{name}: mode must be one of {_MODES}, got {mode!r}")
+    if mode not in _FILLS:
+        raise ValueError(f"{name}: mode must be one of {tuple(_FILLS)}, got {mode!r}")
 
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
@@ -107,7 +119,9 @@ class PadFramesCall(NamedTuple):
     scale: float
     eps: float
     activation: Annotated[str, Value(check_activation)]
+    added: float
     front: int
+    back: int
     pad_h: int
     pad_w: int
     mode: Annotated[str, Value(_check_mode)]
@@ -131,7 +145,7 @@ class PadFramesCall(NamedTuple):
     def padded(self) -> tuple[int, int, int, int, int]:
         """The shape of y."""
         (N, C), (T, H, W) = self.x.shape[:2], self.upsampled
-        frames = self.front + T - self.window + 1
+        frames = self.front + T + self.back - self.window + 1
         return N, self.window * C, frames, H + 2 * self.pad_h, W + 2 * self.pad_w
 
 
@@ -158,13 +172,14 @@ def _call_of(
     shift: Tensor | None,
     norm: Norm | GroupNorm | None,
     front: int,
+    back: int,
     border: tuple[int, int],
     mode: str,
     keep: int,
     upsample: tuple[int, int, int],
     window: int,
 ) -> PadFramesCall:
-    where = (front, *border, mode, keep, *upsample, window)
+    where = (front, back, *border, mode, keep, *upsample, window)
     if isinstance(norm, GroupNorm):
         groups, weight, bias, eps, activation, statistics, modulation, framewise = norm
         operands: Any = (
@@ -178,6 +193,7 @@ def _call_of(
             1.0,
             eps,
             activation,
+            0.0,
         )
     else:
         weight, bias, *numbers = norm or Norm()
@@ -202,6 +218,7 @@ def reference_pad_frames(
     cache: Tensor | None = None,
     *,
     front: int = 0,
+    back: int = 0,
     border: tuple[int, int] = (0, 0),
     mode: str = "zeros",
     keep: int = 0,
@@ -225,16 +242,25 @@ def reference_pad_frames(
             u = u * factor + offset
         u = ACTIVATIONS[norm.activation](u)
     elif norm is not None:
-        u = reference_channel_norm(u, *norm)
+        u = _channel_norm(u, norm)
     u = _upsampled(u.to(x.dtype), upsample)
     known = u if cache is None else torch.cat((cache, u), 2)
-    fill = "constant" if mode == "zeros" else mode
-    frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], 0), fill)
-    y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), fill)
+    of_frames, of_borders = _FILLS[mode]
+    frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], back), of_frames)
+    y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), of_borders)
     count = y.shape[2] - window + 1
     y = torch.cat([y[:, :, k : k + count] for k in range(window)], 1)
     kept = laid_out(frames[:, :, -keep:].clone(), channels_last=True) if keep else None
     return laid_out(y, channels_last=True), kept
+
+
+def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
+    if not norm.added:
+        return reference_channel_norm(u, *norm[:5])
+    # One more channel, whose square is ``added``.
+    more = u.new_full((u.shape[0], 1, *u.shape[2:]), math.sqrt(norm.added))
+    weight, bias = (t if t is None else F.pad(t, (0, 1)) for t in norm[:2])
+    return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]
 
 
 def _upsampled(u: Tensor, times: tuple[int, int, int], first_once: bool = True) -> Tensor:
@@ -256,7 +282,8 @@ def _plan(call: PadFramesCall) -> Any:
 
 
 def _has_kernel(call: PadFramesCall) -> bool:
-    rows = call.x.shape[0] * (call.front + call.upsampled[0]) * math.prod(call.padded[3:])
+    frames = call.front + call.upsampled[0] + call.back
+    rows = call.x.shape[0] * frames * math.prod(call.padded[3:])
     return call.x.numel() > 0 and fits(call.x.shape[1]) and rows <= _MAX_ROWS
 
 
@@ -272,6 +299,7 @@ def pad_frames(
     cache: Tensor | None = None,
     *,
     front: int = 0,
+    back: int = 0,
     border: tuple[int, int] = (0, 0),
     mode: str = "zeros",
     keep: int = 0,
@@ -289,22 +317,24 @@ def pad_frames(
         cache: (N, C, T', H'', W'') in the dtype and on the device of x, or None: the frames before x, already
             normalized and upsampled. T' is at most ``front``.
         front: number of frames before the frames of x, including the frames of the cache.
+        back: number of frames after the frames of x.
         border: (rows above and below each frame, columns left and right of each frame).
-        mode: the values of borders and of the frames before the cache. "zeros", or "replicate" for the
-            nearest element.
-        keep: number of frames of ``kept``, at most ``front`` + T''.
+        mode: the values of borders, of the frames before the cache and of the ``back`` frames. "zeros";
+            "replicate" for the nearest element; or "reflect", which repeats the nearest frame and mirrors
+            each frame in its borders. The borders must then be smaller than the frame.
+        keep: number of frames of ``kept``, at most ``front`` + T'' + ``back``.
         shift: (C,) or None, added to x first. For example the bias of the convolution that made x.
         norm: the norm of x + shift, with an activation. None: x + shift is not normalized.
         upsample: (t, h, w), the number of copies of each element along T, H and W. The first frame is not
             repeated along T.
         window: number of frames that each frame of y has side by side, as channels. Frame t of y has the
             frames t, t + 1, ... t + ``window`` - 1 of the y for a window of 1. Then a 2-D convolution of y
-            can compute a 3-D one. At most ``front`` + T''.
+            can compute a 3-D one. At most ``front`` + T'' + ``back``.
 
     Returns:
         (y, kept). T'', H'' and W'' are the sizes after upsampling. y is (N, window C,
-        front + T'' - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''): a
-        copy of the last frames, without borders and windows. It is None if ``keep`` is 0.
+        front + T'' + back - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'',
+        W''): a copy of the last frames, without borders and windows. It is None if ``keep`` is 0.
 
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. shift and the tensors of norm may have
         any of these dtypes, but a modulation must have the dtype of x. Both results have the dtype of x.
@@ -317,7 +347,7 @@ def pad_frames(
 
     Source: torch.nn.functional.pad and interpolate.
     """
-    call = _call_of(x, cache, shift, norm, front, border, mode, keep, upsample, window)
+    call = _call_of(x, cache, shift, norm, front, back, border, mode, keep, upsample, window)
     if dispatch.is_plain_inference(x, call):
         try:
             # Calls with invalid arguments never have a plan, so only calls without a plan are checked.
@@ -335,20 +365,20 @@ def pad_frames(
             _check(_NAME, call)
             raise
     _check(_NAME, call)
-    where: Any = {"front": front, "border": border, "mode": mode, "keep": keep, "upsample": upsample}
-    return reference_pad_frames(x, cache, shift=shift, norm=norm, window=window, **where)
+    where: Any = {"front": front, "back": back, "border": border, "mode": mode, "keep": keep}
+    return reference_pad_frames(x, cache, shift=shift, norm=norm, upsample=upsample, window=window, **where)
 
 
 def _check_sizes(name: str, call: PadFramesCall) -> None:
     x, cache = call.x, call.cache
     if x.dim() != 5:
         raise ValueError(f"{name}: x must be (N, C, T, H, W), got shape {tuple(x.shape)}")
-    for label in ("front", "pad_h", "pad_w", "keep"):
+    for label in ("front", "back", "pad_h", "pad_w", "keep"):
         as_size(name, "border" if label.startswith("pad") else label, getattr(call, label))
     for times in (call.times_t, call.times_h, call.times_w):
         if as_size(name, "upsample", times) == 0:
             raise ValueError(f"{name}: upsample must be positive, got 0")
-    frames, *image = call.upsampled
+    image = call.upsampled[1:]
     if cache is not None:
         check_input(name, "cache", cache)
         wanted = (*x.shape[:2], cache.shape[2] if cache.dim() == 5 else "T'", *image)
@@ -358,14 +388,18 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
                 f"got {tuple(cache.shape)}"
             )
         check_device(name, "cache", cache, x)
-    if call.keep > call.front + frames:
-        raise ValueError(f"{name}: keep={call.keep} must be at most front + T, {call.front + frames}")
-    if as_size(name, "window", call.window) not in range(1, max(1, call.front + frames) + 1):
+    frames = call.front + call.upsampled[0] + call.back
+    if call.keep > frames:
+        raise ValueError(f"{name}: keep={call.keep} must be at most front + T + back, {frames}")
+    if as_size(name, "window", call.window) not in range(1, max(1, frames) + 1):
         raise ValueError(
-            f"{name}: window={call.window} must be at least 1 and at most front + T, {call.front + frames}"
+            f"{name}: window={call.window} must be at least 1 and at most front + T + back, {frames}"
         )
-    if call.mode == "replicate" and 0 in x.shape[2:]:
-        raise ValueError(f"{name}: mode 'replicate' needs elements, x has shape {tuple(x.shape)}")
+    if call.mode != "zeros" and 0 in x.shape[2:]:
+        raise ValueError(f"{name}: mode {call.mode!r} needs elements, x has shape {tuple(x.shape)}")
+    if call.mode == "reflect" and (call.pad_h >= image[0] or call.pad_w >= image[1]):
+        border = (call.pad_h, call.pad_w)
+        raise ValueError(f"{name}: border must be smaller than the frame {tuple(image)}, got {border}")
     if call.modulation is not None:
         _check_modulation(name, call)
     upsample = call.times_t, call.times_h, call.times_w

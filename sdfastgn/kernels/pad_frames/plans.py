@@ -42,17 +42,18 @@ class PadFramesPlan:
         times, apart = (call.times_t, call.times_h, call.times_w), True
         if call.modulation is not None:
             times, apart = modulation_times(x.shape, call.modulation.shape) or (times, apart)
-        rows = (call.front + frames) * math.prod(self.shape[3:])
+        rows = (call.front + frames + call.back) * math.prod(self.shape[3:])
         config = rows_config(N * rows, C, x.itemsize, vector_width(x.itemsize, C), gpu.num_sms(x.device))
         self.launch = Launch(
             kernels._frames_kernel, N * ceil_div(rows, config.rows), config.num_warps,
             pdl=gpu.has_programmatic_launch(x.device),
             rows=rows, frames=frames, height=height, width=width,
-            front=call.front, cached=call.cached, keep=call.keep, pad_h=call.pad_h, pad_w=call.pad_w,
+            front=call.front, back=call.back, cached=call.cached, keep=call.keep,
+            pad_h=call.pad_h, pad_w=call.pad_w,
             **({"table_offset": 0, "table_plane": 0} if self.table is None else self.table.memory),
-            scale=call.scale, eps=call.eps, C=C, NORM=call.norm, FRAMEWISE=call.framewise,
-            FOLD=x.dtype != torch.float32, BORDER=bool(call.pad_h or call.pad_w),
-            REPLICATE=call.mode == "replicate",
+            scale=call.scale, eps=call.eps, added=call.added,
+            C=C, NORM=call.norm, FRAMEWISE=call.framewise,
+            FOLD=x.dtype != torch.float32, BORDER=bool(call.pad_h or call.pad_w), MODE=call.mode,
             APART=apart, TIMES_T=times[0], TIMES_H=times[1], TIMES_W=times[2],
             WINDOW=call.window, **norm_constants(call, config),
         )  # fmt: skip

@@ -31,7 +31,17 @@ run = kernels(direct=True)(pad_frames)
 
 
 def truth(
-    x, cache=None, *, front=0, border=(0, 0), mode="zeros", keep=0, shift=None, norm=None, upsample=(1, 1, 1)
+    x,
+    cache=None,
+    *,
+    front=0,
+    back=0,
+    border=(0, 0),
+    mode="zeros",
+    keep=0,
+    shift=None,
+    norm=None,
+    upsample=(1, 1, 1),
 ):
     """Computes (y, kept) in fp64."""
     u = x.double() if shift is None else x.double() + shift.double().view(-1, 1, 1, 1)
@@ -46,14 +56,24 @@ def truth(
                 factor, offset = true_modulation(norm.modulation.double(), x.shape[2:]).chunk(2, 1)
                 u = ACTIVATIONS[norm.activation](u * factor + offset)
         else:
-            u = true_channel_norm(u, weight, bias, *norm[2:])
+            u = true_norm(u, weight, bias, norm)
     u = true_upsampling(u, upsample)
     known = u if cache is None else torch.cat((cache.double(), u), 2)
     missing = front + u.shape[2] - known.shape[2]
     fill = "constant" if mode == "zeros" else "replicate"
+    of_borders = "reflect" if mode == "reflect" else fill
     h, w = border
-    kept = F.pad(known, (0, 0, 0, 0, missing, 0), fill)[:, :, known.shape[2] + missing - keep :]
-    return F.pad(known, (w, w, h, h, missing, 0), fill), kept
+    whole = F.pad(known, (0, 0, 0, 0, missing, back), fill)
+    return F.pad(whole, (w, w, h, h, 0, 0), of_borders), whole[:, :, whole.shape[2] - keep :]
+
+
+def true_norm(u, weight, bias, norm):
+    if not norm.added:
+        return true_channel_norm(u, weight, bias, *norm[2:5])
+    weight, bias = ((t if t is None else t.view(-1, 1, 1, 1)) for t in (weight, bias))
+    u = u / (u.square().sum(1, keepdim=True) + norm.added).sqrt() * norm.scale
+    u = (u if weight is None else u * weight) + (0 if bias is None else bias)
+    return F.silu(u) if norm.activation == "silu" else u
 
 
 def true_modulation(z, size):
@@ -121,7 +141,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["zeros", "replicate"])
+@pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
 @pytest.mark.parametrize("border", [(0, 0), (1, 1), (2, 0), (0, 3)], ids=str)
 @pytest.mark.parametrize("kind", NORMS)
 def test_every_number_of_frames(kind, border, mode, device):
@@ -176,19 +196,47 @@ def test_upsampling(upsample, mode, kind, device):
             check(x, cache, keep=2, shift=shift, **options)
 
 
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
+def test_frames_behind(mode, kind, device):
+    for T, front, back, times in ((1, 1, 1, 1), (3, 1, 2, 1), (3, 0, 1, 2), (2, 2, 0, 1)):
+        x, cache, norm, shift = video((2, 6, T, 3, 5), device=device)
+        options = {"front": front, "back": back, "mode": mode, "norm": NORMS[kind](norm)}
+        if kind != "framewise":
+            check(x, shift=shift, upsample=(times, 1, 1), **options)
+        for border in ((0, 0), (1, 2)):
+            for keep in (1, front + back + T):
+                check(x, border=border, keep=keep, **options)
+        if front == 2:
+            check(x, cache, border=(1, 1), keep=3, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("C", [6, 1500])
+def test_an_eps_within_the_root(C, dtype, device):
+    x, _, norm, shift = video((2, C, 2, 3, 2), dtype, device)
+    for each in (norm._replace(added=1e-2 * C), Norm(scale=C**0.5, added=1e-8 * C)):
+        check(x, front=1, norm=each)
+        check(x, shift=shift, norm=each)
+    # What is small is not blown up.
+    check(x * 1e-4, norm=Norm(scale=C**0.5, added=1e-8 * C))
+    y, _ = run(torch.zeros_like(x), norm=Norm(added=1e-8))
+    assert not y.any()
+
+
+@pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
 @pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 def test_windows_are_frames_side_by_side(kind, mode, device):
-    for N, T, front, border, upsample in (
-        (2, 3, 2, (0, 0), (1, 1, 1)),
-        (1, 1, 2, (1, 2), (1, 1, 1)),
-        (2, 2, 1, (0, 1), (2, 2, 1)),
+    for N, T, front, back, border, upsample in (
+        (2, 3, 2, 0, (0, 0), (1, 1, 1)),
+        (1, 1, 2, 1, (1, 2), (1, 1, 1)),
+        (2, 2, 1, 2, (0, 1), (2, 2, 1)),
     ):
         x, _, norm, shift = video((N, 6, T, 3, 5), device=device)
         _, h, w = upsample
         cache, *_ = video((N, 6, 2, 3 * h, 5 * w), device=device)
-        options = {"front": front, "border": border, "mode": mode, "upsample": upsample, "keep": 1}
-        options |= {"shift": shift, "norm": NORMS[kind](norm)}
+        options = {"front": front, "back": back, "border": border, "mode": mode, "upsample": upsample}
+        options |= {"keep": 1, "shift": shift, "norm": NORMS[kind](norm)}
         for cached in (None, to_layout(cache[:, :, :1], "channels_last")):
             frames, kept = run(x, cached, **options)
             for window in (2, 3):
@@ -212,6 +260,17 @@ def test_modulation(frames, of, dtype, device):
         check(x, cache, front=2, keep=2, norm=norm)
         check(x, front=2, border=(1, 1), mode="replicate", shift=shift, norm=norm)
         check(x, norm=norm._replace(weight=None, bias=None, activation="identity"))
+
+
+@pytest.mark.parametrize("frames", [2, 3])
+@pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
+def test_modulation_with_frames_behind(mode, frames, device):
+    x, cache, norm, shift = video((2, 6, frames, 4, 6), device=device)
+    modulation = make((2, 12, 2, 2, 3), x.dtype, device, "channels_last", seed=8)[0]
+    for each in (groups(norm, modulation=modulation), groups(norm, modulation=modulation, framewise=True)):
+        options = {"front": 2, "back": 2, "border": (1, 2), "mode": mode, "keep": 3, "norm": each}
+        check(x, shift=shift, **options)
+        check(x, cache, **options)
 
 
 def test_statistics_that_are_given(device):
@@ -379,8 +438,19 @@ ERRORS = [
         ValueError,
         "upsample must be (1, 1, 1) with this norm, got (1, 2, 2)",
     ),
-    ({"mode": "reflect"}, ValueError, "mode must be one of ('zeros', 'replicate'), got 'reflect'"),
+    (
+        {"mode": "circular"},
+        ValueError,
+        "mode must be one of ('zeros', 'replicate', 'reflect'), got 'circular'",
+    ),
+    (
+        {"mode": "reflect", "border": (1, 4)},
+        ValueError,
+        "border must be smaller than the frame (3, 4), got (1, 4)",
+    ),
     ({"front": -1}, ValueError, "front must not be negative, got -1"),
+    ({"back": -1}, ValueError, "back must not be negative, got -1"),
+    ({"back": 1.5}, TypeError, "back must be an int, got 1.5"),
     ({"border": (0, 1.5)}, TypeError, "border must be an int, got 1.5"),
     ({"upsample": (1, 0, 2)}, ValueError, "upsample must be positive, got 0"),
     ({"upsample": (1, 2.5, 2)}, TypeError, "upsample must be an int, got 2.5"),
@@ -394,10 +464,11 @@ ERRORS = [
         ValueError,
         "cache must have shape (1, 6, 1, 6, 8)",
     ),
-    ({"window": 0}, ValueError, "window=0 must be at least 1 and at most front + T, 4"),
-    ({"window": 5}, ValueError, "window=5 must be at least 1 and at most front + T, 4"),
+    ({"window": 0}, ValueError, "window=0 must be at least 1 and at most front + T + back, 4"),
+    ({"window": 5}, ValueError, "window=5 must be at least 1 and at most front + T + back, 4"),
     ({"window": 1.5}, TypeError, "window must be an int, got 1.5"),
-    ({"keep": 5}, ValueError, "keep=5 must be at most front + T, 4"),
+    ({"window": 6, "back": 1}, ValueError, "window=6 must be at least 1 and at most front + T + back, 5"),
+    ({"keep": 5}, ValueError, "keep=5 must be at most front + T + back, 4"),
     ({"x": ones(1, 6, 2, 0, 4), "mode": "replicate"}, ValueError, "mode 'replicate' needs elements"),
 ]
 
