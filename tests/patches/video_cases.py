@@ -43,9 +43,12 @@ def same(models, call, bound=5e-5):
     return fused, stock
 
 
-def recorded(monkeypatch, module, name):
-    """A list of the layers with which the function ``name`` of ``module`` is called from now on."""
-    found = []
+def recorded(monkeypatch, module, name, found=None):
+    """A list of the layers with which the function ``name`` of ``module`` is called from now on.
+
+    ``found``: the list that gets them. None: a new list.
+    """
+    found = [] if found is None else found
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda conv, *a, **o: found.append(conv) or original(conv, *a, **o))
     return found

@@ -30,76 +30,18 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 )
 from torch import Tensor
 
-from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
 from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.left_alone import pads_quickly
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.video import (
-    can_fuse,
-    convolve_padded,
-    in_channels_last,
-    is_plain_conv3d,
-    is_plain_inference,
-    norm_operands,
-)
+from sdfastgn.patches.fusions.video import can_fuse, in_channels_last, is_plain_inference, norm_operands
+from sdfastgn.patches.fusions.wrapped_conv import WRAPPERS, FusedWrapper, convolve, is_plain_wrapper
 
 __all__ = ["FUSIONS"]
 
-# ``pad_mode`` of a convolution -> the mode of ``pad_frames``.
-_MODES = {"replicate": "replicate", "constant": "zeros"}
 
-
-# --- what may run fused -----------------------------------------------------------------------------
-
-
-def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
-    """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
-    and on the device of x.
-    """
-    if type(conv) not in (HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d) or not is_unhooked(conv):
-        return False
-    return is_plain_conv3d(conv.conv, x, C) and conv.pad_mode in _MODES
-
-
-# --- what runs --------------------------------------------------------------------------------------
-
-
-def _convolve(
-    conv: Any,
-    x: Tensor,
-    *,
-    shift: Tensor | None = None,
-    norm: GroupNorm | None = None,
-    upsample: tuple[int, int, int] = (1, 1, 1),
-    has_bias: bool = True,
-) -> Tensor:
-    """``conv`` of norm(x + shift), upsampled; channels-last.
-
-    Args:
-        conv: a causal convolution, for which ``_is_plain_conv`` is true.
-        x: (N, C, T, H, W).
-        shift, norm, upsample: as in ``pad_frames``.
-        has_bias: False if the next kernel adds the bias of ``conv``.
-    """
-    w, _, h, _, front, _ = conv.time_causal_padding
-    frames = in_channels_last(x)
-    if norm is not None or shift is not None or upsample != (1, 1, 1) or w or h or front:
-        where: Any = {"front": front, "border": (h, w), "mode": _MODES[conv.pad_mode]}
-        frames, _ = pad_frames(frames, shift=shift, norm=norm, upsample=upsample, **where)
-    return convolve_padded(conv.conv, frames, conv.conv.bias if has_bias else None)
-
-
-class FusedHunyuanVideoCausalConv3d(HunyuanVideoCausalConv3d):
-    """``HunyuanVideoCausalConv3d``. x (N, C, T, H, W). The result has the layout of x."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states
-        if not (is_plain_inference(x) and _is_plain_conv(self, x, x.shape[1])):
-            return super().forward(x)
-        y = _convolve(self, x)
-        return y if is_channels_last(x) else y.contiguous()
+class FusedHunyuanVideoCausalConv3d(FusedWrapper, HunyuanVideoCausalConv3d):
+    pass
 
 
 class FusedHunyuanVideoUpsampleCausal3D(HunyuanVideoUpsampleCausal3D):
@@ -111,9 +53,9 @@ class FusedHunyuanVideoUpsampleCausal3D(HunyuanVideoUpsampleCausal3D):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x, factor = hidden_states, self.upsample_factor
         are_whole = all(type(times) is int and times > 0 for times in factor)
-        if not (are_whole and is_plain_inference(x) and _is_plain_conv(self.conv, x, x.shape[1])):
+        if not (are_whole and is_plain_inference(x) and is_plain_wrapper(self.conv, x, x.shape[1])):
             return super().forward(x)
-        return _convolve(self.conv, x, upsample=factor)
+        return convolve(self.conv, x, upsample=factor, emits=True)
 
 
 class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
@@ -124,22 +66,24 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
         if not (is_plain_inference(x) and self._runs_fused(x)):
             return super().forward(x)
         x = in_channels_last(x)
-        h = _convolve(self.conv1, x, norm=norm_operands(self.norm1, act, x), has_bias=False)
+        h = convolve(self.conv1, x, norm=norm_operands(self.norm1, act, x), has_bias=False)
         bias = self.conv1.conv.bias
         norm = norm_operands(self.norm2, act, h, is_shifted=True)
-        h = _convolve(self.conv2, h, shift=bias, norm=norm, has_bias=False)
-        residual = x if self.conv_shortcut is None else _convolve(self.conv_shortcut, x)
+        h = convolve(self.conv2, h, shift=bias, norm=norm, has_bias=False)
+        residual = x if self.conv_shortcut is None else convolve(self.conv_shortcut, x)
         return add(h, residual, self.conv2.conv.bias)
 
     def _runs_fused(self, x: Tensor) -> bool:
         if (self.dropout.training and self.dropout.p) or not is_unhooked(self.dropout):
             return False
         C, shortcut = x.shape[1], self.conv_shortcut
-        if not _is_plain_conv(self.conv1, x, C) or not (shortcut is None or _is_plain_conv(shortcut, x, C)):
+        if not is_plain_wrapper(self.conv1, x, C) or not (
+            shortcut is None or is_plain_wrapper(shortcut, x, C)
+        ):
             return False
         C_out = self.conv1.conv.out_channels
         return (
-            _is_plain_conv(self.conv2, x, C_out)
+            is_plain_wrapper(self.conv2, x, C_out)
             and can_fuse(self.norm1, self.nonlinearity, x, C)
             and can_fuse(self.norm2, self.nonlinearity, x, C_out)
         )
@@ -149,15 +93,15 @@ def _runs_fused(half: Any, x: Tensor) -> bool:
     """True if the first convolution of the encoder or decoder ``half`` can run fused, and also its last norm,
     SiLU and convolution.
     """
-    if not (is_plain_inference(x) and _is_plain_conv(half.conv_in, x, x.shape[1])):
+    if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return False
     C = half.conv_norm_out.num_channels
-    return can_fuse(half.conv_norm_out, half.conv_act, x, C) and _is_plain_conv(half.conv_out, x, C)
+    return can_fuse(half.conv_norm_out, half.conv_act, x, C) and is_plain_wrapper(half.conv_out, x, C)
 
 
 def _leave(half: Any, x: Tensor) -> Tensor:
     """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
-    return _convolve(half.conv_out, x, norm=norm_operands(half.conv_norm_out, half.conv_act, x)).contiguous()
+    return convolve(half.conv_out, x, norm=norm_operands(half.conv_norm_out, half.conv_act, x)).contiguous()
 
 
 class FusedHunyuanVideoEncoder3D(HunyuanVideoEncoder3D):
@@ -166,7 +110,7 @@ class FusedHunyuanVideoEncoder3D(HunyuanVideoEncoder3D):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not _runs_fused(self, hidden_states):
             return super().forward(hidden_states)
-        x = _convolve(self.conv_in, hidden_states)
+        x = convolve(self.conv_in, hidden_states, emits=True)
         for block in self.down_blocks:
             x = block(x)
         return _leave(self, self.mid_block(x))
@@ -178,7 +122,7 @@ class FusedHunyuanVideoDecoder3D(HunyuanVideoDecoder3D):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not _runs_fused(self, hidden_states):
             return super().forward(hidden_states)
-        x = self.mid_block(_convolve(self.conv_in, hidden_states))
+        x = self.mid_block(convolve(self.conv_in, hidden_states, emits=True))
         for block in self.up_blocks:
             x = block(x)
         return _leave(self, x)
@@ -186,6 +130,7 @@ class FusedHunyuanVideoDecoder3D(HunyuanVideoDecoder3D):
 
 # --- fusions ----------------------------------------------------------------------------------------
 
+WRAPPERS.update((HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d))
 _CONV = tested(HunyuanVideoCausalConv3d, "__init__", "forward")
 
 

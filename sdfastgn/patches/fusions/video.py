@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
-from sdfastgn.kernels.pad_frames.op import GroupNorm
+from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.patches.core.fusion import activation_of, is_unhooked
@@ -18,6 +19,8 @@ from sdfastgn.patches.core.statistics import add_bias, take_statistics
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = [
+    "NORMS",
+    "FusedRMSNorm",
     "add_into",
     "can_fuse",
     "convolve_padded",
@@ -28,10 +31,16 @@ __all__ = [
     "is_plain_conv3d",
     "is_plain_inference",
     "is_product",
+    "norm_of",
     "norm_operands",
     "product_of",
     "video_of",
 ]
+
+# Stock and fused classes of norms that compute the same as ``WanRMS_norm``. Files of fusions add them.
+NORMS: set[type[nn.Module]] = set()
+# Smallest norm that upstream divides by. It is the default of F.normalize.
+_EPS = 1e-12
 
 
 def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
@@ -47,6 +56,9 @@ def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
         and dispatch.has_kernels(x)
         and not torch.is_autocast_enabled(x.device.type)
     )
+
+
+# --- convolutions -------------------------------------------------------------------------------------
 
 
 def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
@@ -97,6 +109,41 @@ def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Con
     )
 
 
+def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None, *, emits: bool = True) -> Tensor:
+    """``conv(frames)``, channels-last, without padding. A 1x1x1 convolution is a matrix product.
+
+    Args:
+        conv: a convolution, for which ``is_plain_conv3d`` is true.
+        frames: (N, C, T, H, W), channels-last.
+        bias: the bias of ``conv``, or None if the next kernel adds it.
+        emits: True if a GroupNorm reads the result next. Then the pass that adds the bias also stores the
+            statistics of the sum, where that saves time.
+    """
+    if conv.padding == (0, 0, 0) and is_product(conv, frames):
+        return product_of(conv, frames, bias)
+    where = conv.stride, conv.padding, conv.dilation, conv.groups
+    # Convolutions of a CPU may return another layout.
+    y = in_channels_last(F.conv3d(frames, conv.weight, None if emits else bias, *where))
+    return add_bias(y, bias) if emits else y
+
+
+def is_product(conv: Any, x: Tensor) -> bool:
+    """True if ``conv``, a 3-D convolution without padding, is to be computed as a matrix product.
+
+    In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32, matrix products do not.
+    """
+    is_pointwise = (conv.kernel_size, conv.stride, conv.groups) == ((1, 1, 1), (1, 1, 1), 1)
+    return is_pointwise and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """``conv(x)`` as a matrix product, for x (N, C, T, H, W) that is channels-last. The result is, too."""
+    return linear(x.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
+
+
+# --- norms --------------------------------------------------------------------------------------------
+
+
 def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
     """True if ``act(norm(u))`` is PyTorch's, for u of C channels in the dtype of x."""
     return (
@@ -116,33 +163,33 @@ def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = Fa
     return GroupNorm(int(norm.num_groups), norm.weight, norm.bias, float(norm.eps), activation, statistics)
 
 
-def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
-    """``conv(frames)``, channels-last, without padding. A 1x1x1 convolution is a matrix product.
+def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
+    """``act(norm(u))`` as operands of a kernel, for u of the rank and dtype of x; None if it is not plain."""
+    activation = "identity" if act is None else activation_of(act)
+    if activation is None or (act is not None and not is_unhooked(act)):
+        return None
+    if not (type(norm) in NORMS and is_unhooked(norm) and norm.channel_first):
+        return None
+    has_bias = isinstance(norm.bias, Tensor)
+    if norm.gamma.dim() != x.dim() - 1 or norm.gamma.dtype != x.dtype or not (has_bias or norm.bias == 0):
+        return None
+    return Norm(norm.gamma.flatten(), norm.bias.flatten() if has_bias else None, norm.scale, _EPS, activation)
 
-    Args:
-        conv: a convolution, for which ``is_plain_conv3d`` is true.
-        frames: (N, C, T, H, W), channels-last.
-        bias: the bias of ``conv``, or None if the next kernel adds it.
+
+class FusedRMSNorm(nn.Module):
+    """A base class for the fused classes of ``WanRMS_norm`` and of norms that compute the same.
+
+    x (N, C, *spatial). The result has the same shape and is channels-last.
     """
-    if conv.padding == (0, 0, 0) and is_product(conv, frames):
-        return product_of(conv, frames, bias)
-    y = F.conv3d(frames, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
-    # Convolutions of a CPU may return another layout.
-    return add_bias(in_channels_last(y), bias)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        norm = None
+        if not torch.compiler.is_compiling() and dispatch.has_kernels(x):
+            norm = norm_of(self, None, x)
+        return super().forward(x) if norm is None else channel_norm(x, *norm[:5])
 
 
-def is_product(conv: Any, x: Tensor) -> bool:
-    """True if ``conv``, a 3-D convolution without padding, is to be computed as a matrix product.
-
-    In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32, matrix products do not.
-    """
-    is_pointwise = (conv.kernel_size, conv.stride, conv.groups) == ((1, 1, 1), (1, 1, 1), 1)
-    return is_pointwise and x.dtype in (torch.float16, torch.bfloat16)
-
-
-def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """``conv(x)`` as a matrix product, for x (N, C, T, H, W) that is channels-last. The result is, too."""
-    return linear(x.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
+# --- sums and layouts ---------------------------------------------------------------------------------
 
 
 def in_channels_last(x: Tensor) -> Tensor:

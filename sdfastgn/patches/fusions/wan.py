@@ -32,17 +32,17 @@ from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.wide_heads import attend
-from sdfastgn.kernels.channel_norm.op import channel_norm
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
 from sdfastgn.patches.fusions.video import (
+    NORMS,
+    FusedRMSNorm,
     add_into,
     convolve_windows,
     images_of,
@@ -50,6 +50,7 @@ from sdfastgn.patches.fusions.video import (
     is_faster_in_2d,
     is_plain_inference,
     is_product,
+    norm_of,
     product_of,
     video_of,
 )
@@ -63,10 +64,7 @@ __all__ = ["FUSIONS"]
 
 # Frames of an entry of ``feat_cache``, upstream's CACHE_T.
 _CACHE_T = 2
-# Smallest norm that upstream divides by. It is the default of F.normalize.
-_EPS = 1e-12
 # Stock and fused classes of both autoencoders; the end of this file adds them.
-_NORMS: set[type[nn.Module]] = set()
 _CONVS: set[type[nn.Module]] = set()
 _UPSAMPLES: set[type[nn.Module]] = set()
 
@@ -83,19 +81,6 @@ def _is_plain_conv(conv: Any, x: Tensor) -> bool:
         and conv.padding_mode == "zeros"
         and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
     )
-
-
-def _norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
-    """``act(norm(u))`` as operands of a kernel, for u of the rank and dtype of x; None if it is not plain."""
-    activation = "identity" if act is None else activation_of(act)
-    if activation is None or (act is not None and not is_unhooked(act)):
-        return None
-    if not (type(norm) in _NORMS and is_unhooked(norm) and norm.channel_first):
-        return None
-    has_bias = isinstance(norm.bias, Tensor)
-    if norm.gamma.dim() != x.dim() - 1 or norm.gamma.dtype != x.dtype or not (has_bias or norm.bias == 0):
-        return None
-    return Norm(norm.gamma.flatten(), norm.bias.flatten() if has_bias else None, norm.scale, _EPS, activation)
 
 
 def _fits(cache: Any, x: Tensor, C: int) -> bool:
@@ -182,16 +167,6 @@ def _given(feat_idx: Any) -> tuple[Any, ...]:
 # Each of these stands before a stock class among the bases of a fused class.
 
 
-class _FusedNorm(nn.Module):
-    """``WanRMS_norm``. x (N, C, *spatial) -> the same, channels-last."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        norm = None
-        if not torch.compiler.is_compiling() and dispatch.has_kernels(x):
-            norm = _norm_of(self, None, x)
-        return super().forward(x) if norm is None else channel_norm(x, *norm)
-
-
 class _FusedConv(nn.Module):
     """``WanCausalConv3d``. x (N, C, T, H, W), cache_x the frames before it or None.
 
@@ -243,7 +218,7 @@ class _FusedResidualBlock(nn.Module):
             and _fits(feat_cache[feat_idx[0] + 1], x, self.out_dim)
         ):
             return None
-        first, second = (_norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
+        first, second = (norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
         return None if first is None or second is None else (first, second)
 
 
@@ -330,7 +305,7 @@ class _FusedHalf(nn.Module):
             return None
         if feat_cache is not None and (feat_idx is None or not _fits(feat_cache[feat_idx[0]], x, x.shape[1])):
             return None
-        return _norm_of(self.norm_out, self.nonlinearity, x)
+        return norm_of(self.norm_out, self.nonlinearity, x)
 
 
 class _FusedEncoder(_FusedHalf):
@@ -350,7 +325,7 @@ class _FusedDecoder(_FusedHalf):
         return x
 
 
-class FusedWanRMSNorm(_FusedNorm, wan.WanRMS_norm):
+class FusedWanRMSNorm(FusedRMSNorm, wan.WanRMS_norm):
     pass
 
 
@@ -380,7 +355,7 @@ class FusedWanDecoder3d(_FusedDecoder, wan.WanDecoder3d):
 
 if qwen_image is not None:
 
-    class FusedQwenImageRMSNorm(_FusedNorm, qwen_image.QwenImageRMS_norm):
+    class FusedQwenImageRMSNorm(FusedRMSNorm, qwen_image.QwenImageRMS_norm):
         pass
 
     class FusedQwenImageCausalConv3d(_FusedConv, qwen_image.QwenImageCausalConv3d):
@@ -432,7 +407,7 @@ def _fusions(
         "attention": ("to_qkv", "proj"),
         **dict.fromkeys(("encoder", "decoder"), ("conv_in", "norm_out", "conv_out")),
     }
-    _NORMS.update((stock["norm"], classes["norm"]))
+    NORMS.update((stock["norm"], classes["norm"]))
     _CONVS.update((stock["conv"], classes["conv"]))
     _UPSAMPLES.add(upsample)
     return tuple(

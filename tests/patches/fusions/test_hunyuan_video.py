@@ -11,6 +11,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import hunyuan_video as fusion
+from sdfastgn.patches.fusions import wrapped_conv
 from tests.patches import cases, samples, video_cases
 from tests.patches.samples import randomize, snapshot
 from tests.patches.video_cases import (
@@ -50,7 +51,8 @@ pixels = partial(video_cases.pixels, 8)
 @pytest.fixture
 def convolutions(monkeypatch):
     """A list of the convolutions that run fused."""
-    return recorded(monkeypatch, fusion, "_convolve")
+    found = recorded(monkeypatch, fusion, "convolve")
+    return recorded(monkeypatch, wrapped_conv, "convolve", found)
 
 
 @pytest.fixture

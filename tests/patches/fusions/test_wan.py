@@ -54,11 +54,13 @@ def qwen_image():
     return AutoencoderKLQwenImage(**SIZES)
 
 
+needs_wan_22 = pytest.mark.skipif(
+    not hasattr(autoencoders.vae, "AutoencoderMixin"),
+    reason="before diffusers 0.36 its encoder refuses small images",
+)
 FAMILIES = [
     pytest.param(wan, id="wan-2.1"),
-    pytest.param(wan_22, id="wan-2.2",
-                 marks=pytest.mark.skipif(not hasattr(autoencoders.vae, "AutoencoderMixin"),
-                                          reason="before diffusers 0.36 its encoder refuses small images")),
+    pytest.param(wan_22, id="wan-2.2", marks=needs_wan_22),
     pytest.param(qwen_image, id="qwen-image",
                  marks=pytest.mark.skipif(fusion.qwen_image is None, reason="a diffusers before Qwen-Image")),
 ]  # fmt: skip
@@ -365,6 +367,55 @@ def test_a_hook_within_a_whole_model(layer):
     for model in models:
         model.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
     same(models, decode_of(codes(2)))
+
+
+# --- the blocks of Wan 2.2 ------------------------------------------------------------
+
+# Channels of input and output, and whether frames are resampled too.
+SHORTCUTS = [(8, 8, True), (8, 4, True), (4, 8, True), (8, 1, True), (8, 8, False), (8, 4, False),
+             (4, 8, False), (3, 6, True), (2, 16, True)]  # fmt: skip
+
+
+def residual_block(kind, C_in, C_out, temporal):
+    if kind == "up":
+        module = fusion.wan.WanResidualUpBlock(C_in, C_out, 1, temperal_upsample=temporal, up_flag=True)
+    else:
+        module = fusion.wan.WanResidualDownBlock(C_in, C_out, 0.0, 1, temporal, True)
+    return randomize(module).to(cases.WHERE["device"])
+
+
+@needs_wan_22
+@pytest.mark.parametrize(("C_in", "C_out", "temporal"), SHORTCUTS, ids=str)
+@pytest.mark.parametrize("kind", ["up", "down"])
+def test_shortcuts_around_resampling(kind, C_in, C_out, temporal, monkeypatch):
+    models = cases.twins(residual_block(kind, C_in, C_out, temporal))
+    runs = []
+    shortcut = models[0].avg_shortcut
+    original = type(shortcut).forward
+    monkeypatch.setattr(
+        type(shortcut), "forward", lambda self, *a, **o: runs.append(self) or original(self, *a, **o)
+    )
+    parts = samples.video(2, C_in, 5, 4, 6).to(cases.WHERE["device"]).split((1, 4), 2)
+    caches = [None] * 8, [None] * 8
+    for i, part in enumerate(parts):
+        options = {"first_chunk": i == 0} if kind == "up" else {}
+        cases.agree(*(m(part, c, [0], **options) for m, c in zip(models, caches, strict=True)))
+        same_cache(*caches)
+    # The first frame of a pair is padded by stock.
+    uneven = kind == "down" and temporal
+    assert runs.count(shortcut) == int(uneven)
+
+
+@needs_wan_22
+@pytest.mark.parametrize("name", ["avg_shortcut", "upsampler", "resnets.1"])
+def test_a_hook_in_a_residual_block_sees_what_it_saw(name):
+    models = cases.twins(residual_block("up", 8, 4, True))
+    seen = [], []
+    for model, found in zip(models, seen, strict=True):
+        model.get_submodule(name).register_forward_hook(lambda m, args, y, found=found: found.append(y))
+    x = samples.video(1, 8, 1, 4, 6).to(cases.WHERE["device"])
+    cases.agree(*(m(x, [None] * 8, [0], first_chunk=True) for m in models))
+    cases.agree(*(found[0] for found in seen))
 
 
 # --- numbers ------------------------------------------------------------------------
