@@ -13,19 +13,26 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the classes of models for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-_VIDEO_AUTOENCODERS = (
-    "AutoencoderKLWan",
-    "AutoencoderKLQwenImage",
-    "AutoencoderKLHunyuanVideo",
-    "AutoencoderKLCogVideoX",
-)
+# Autoencoder for video -> number of frames of the video in its small call. Video autoencoders encode the
+# first frame alone, and the further frames in chunks of four or eight. 0: an autoencoder for images.
+_VIDEO_AUTOENCODERS = {
+    "AutoencoderKLWan": 5,
+    "AutoencoderKLQwenImage": 5,
+    "AutoencoderKLHunyuanVideo": 5,
+    "AutoencoderKLHunyuanVideo15": 5,
+    "AutoencoderKLHunyuanImageRefiner": 5,
+    "AutoencoderKLHunyuanImage": 0,
+    "AutoencoderKLCogVideoX": 5,
+    "AutoencoderKLCosmos": 9,
+    "AutoencoderKLLTXVideo": 9,
+    "AutoencoderKLLTX2Video": 9,
+}
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
 # Number of latents along a side in the small call of an autoencoder for images.
 _LATENTS = 8
-# Number of latents along a side in the small call of an autoencoder for video, and number of frames of the
-# video. Video autoencoders encode the first frame alone, and the further frames in chunks of four.
-_VIDEO_LATENTS, _FRAMES = 2, 5
+# Number of latents along a side in the small call of an autoencoder for video.
+_VIDEO_LATENTS = 2
 
 
 def unet_inputs(
@@ -87,7 +94,11 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         # CogVideoX's autoencoder sets no ratio: each level except the last halves the size.
         ratio = getattr(video_model, "spatial_compression_ratio", None)
         side = _VIDEO_LATENTS * (ratio or 2 ** (len(config["block_out_channels"]) - 1))
-        return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))
+        frames = _VIDEO_AUTOENCODERS[kind]
+        sample = draw(1, 3, *([frames] if frames else []), side, side, seed=0)
+        if config.get("timestep_conditioning"):
+            return functools.partial(model, sample, torch.full((1,), 0.05, dtype=dtype, device=device))
+        return functools.partial(model, sample)
     if kind == "AutoencoderTiny":
         return functools.partial(_encode_and_decode, model, config, draw)
     if kind not in _UNETS:

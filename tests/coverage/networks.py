@@ -228,6 +228,76 @@ def _():
     return decodes(network, 1, 8, 2, 4, 4)
 
 
+@autoencoders("LTX-Video 0.9.5")
+def _():
+    network = model(
+        "AutoencoderKLLTXVideo",
+        latent_channels=8,
+        block_out_channels=(8,) * 4,
+        decoder_block_out_channels=(8, 16),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 3,
+        decoder_spatio_temporal_scaling=(True,) * 2,
+        upsample_factor=(2, 2),
+        upsample_residual=(True, True),
+        timestep_conditioning=True,
+        patch_size=1,
+    )
+    return Built(network, lambda: network.decode(noise(1, 8, 2, 2, 2), noise(1))[0])
+
+
+@autoencoders("LTX-2")
+def _():
+    network = model(
+        "AutoencoderKLLTX2Video",
+        latent_channels=8,
+        block_out_channels=(8,) * 4,
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 4,
+        patch_size=1,
+    )
+    return decodes(network, 1, 8, 2, 2, 2)
+
+
+@autoencoders("Cosmos")
+def _():
+    sizes = {"encoder_block_out_channels": (8,) * 4, "decode_block_out_channels": (8,) * 4}
+    network = model("AutoencoderKLCosmos", **sizes, latent_channels=4, num_layers=1)
+    return decodes(network, 1, 4, 2, 2, 2)
+
+
+def hunyuan_15(name):
+    sizes = {"block_out_channels": (16, 32), "latent_channels": 4, "layers_per_block": 1}
+    network = model(name, **sizes, spatial_compression_ratio=2, temporal_compression_ratio=2)
+    return decodes(network, 1, 4, 2, 2, 2)
+
+
+@autoencoders("HunyuanVideo 1.5")
+def _():
+    return hunyuan_15("AutoencoderKLHunyuanVideo15")
+
+
+@autoencoders("HunyuanImage, refiner")
+def _():
+    return hunyuan_15("AutoencoderKLHunyuanImageRefiner")
+
+
+@autoencoders("HunyuanImage")
+def _():
+    network = model(
+        "AutoencoderKLHunyuanImage",
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=2,
+        sample_size=8,
+    )
+    return decodes(network, 1, 4, 2, 3)
+
+
 @autoencoders("VQModel")
 def _():
     sizes = {"block_out_channels": (32, 64), "norm_num_groups": 8}

@@ -20,7 +20,8 @@ stock's within the dtype's rounding, and the restored one bit by bit, in every r
 from that run: `python -m tests.coverage.page --write docs/coverage.md` renews it.
 
 - **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused. In
-  the autoencoders of Wan and Qwen-Image it is every RMSNorm.
+  the autoencoders of Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner, LTX-Video and LTX-2
+  it is every RMSNorm.
 - **partly**: the last column says which parts keep stock's code or a separate pass, and why.
 - **left alone**: nothing is fused, and the call is stock's.
 
@@ -37,9 +38,9 @@ of a CUDA graph. The UNets and VAEs of SD1.5 and SDXL are among the
 no line.
 
 A network that would be slower keeps stock's code and layout, and the report says why. The
-autoencoders of HunyuanVideo and Mochi repeat the border of a video before each convolution, and
-PyTorch does that slowly in channels-last. A kernel repeats their borders. If one of these
-convolutions cannot be fused, the whole autoencoder stays as it is.
+autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's refiner and Mochi repeat the border
+of a video before each convolution, and PyTorch does that slowly in channels-last. A kernel repeats
+their borders. If one of these convolutions cannot be fused, the whole autoencoder stays as it is.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->

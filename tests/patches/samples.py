@@ -11,6 +11,7 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
+from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan_video
 from diffusers.models.autoencoders import autoencoder_kl_mochi as mochi
 from diffusers.models.autoencoders import autoencoder_kl_wan
@@ -34,6 +35,7 @@ from diffusers.models.upsampling import CogVideoXUpsample3D, Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
+from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15, ltx, wan_residual
 from sdfastgn.patches.fusions.wan import qwen_image
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -51,7 +53,7 @@ def randomize(module):
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in module.parameters():
-            if p.dim() == 1 or p.numel() == len(p):  # gammas of Wan's norms are (C, 1, 1, 1)
+            if p.dim() == 1 or (p.dim() and p.numel() == len(p)):  # gammas of Wan's norms are (C, 1, 1, 1)
                 p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
     return module.eval()
 
@@ -221,6 +223,22 @@ def _of_wan(family, module, prefix):
     return [(f"{family}_{name}", build, call) for name, build, call in found]
 
 
+def _of_wan_residual():
+    """Samples of the blocks that only Wan 2.2's autoencoder has."""
+    Down, Up = autoencoder_kl_wan.WanResidualDownBlock, autoencoder_kl_wan.WanResidualUpBlock
+    x = video(1, 12, 5, 4, 6)
+    return [
+        (
+            "wan_residual_down_block",
+            lambda: Down(12, 24, 0.0, 1, True, True),
+            lambda m: in_chunks(m, x, 1, 4),
+        ),
+        ("wan_residual_down_block-last", lambda: Down(12, 12, 0.0, 1), lambda m: m(x)),
+        ("wan_residual_up_block", lambda: Up(12, 6, 1, 0.0, False, True), lambda m: m(x)),
+        ("wan_residual_up_block-last", lambda: Up(12, 12, 1), lambda m: m(x)),
+    ]
+
+
 def _of_hunyuan_video():
     """Samples of the blocks of HunyuanVideo's autoencoder."""
     Conv, Block = hunyuan_video.HunyuanVideoCausalConv3d, hunyuan_video.HunyuanVideoResnetBlockCausal3D
@@ -280,6 +298,121 @@ def _of_mochi():
         ("mochi_resnet_block", lambda: Block(32), lambda m: m(x)[0]),
         ("mochi_up_block", lambda: mochi.MochiUpBlock3D(32, 5), lambda m: m(x)[0]),
     ]
+
+
+def _of_hunyuan_video_15(family, module, prefix, resampling=""):
+    """Samples of the blocks that the autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner share."""
+    names = ("RMS_norm", "CausalConv3d", "ResnetBlock", "AttnBlock", "Encoder3D", "Decoder3D")
+    Norm, Conv, Block, Attention, Encoder, Decoder = (getattr(module, prefix + name) for name in names)
+    Upsample, Downsample = (getattr(module, f"{prefix}{name}sample{resampling}") for name in ("Up", "Down"))
+    sizes = {"layers_per_block": 1, "temporal_compression_ratio": 2, "spatial_compression_ratio": 2}
+    x = video(2, 8, 3, 4, 2)
+    found = [
+        ("norm", lambda: Norm(8, images=False), lambda m: m(x)),
+        ("conv", lambda: Conv(8, 12), lambda m: m(x)),
+        ("resnet_block", lambda: Block(8, 12), lambda m: m(x)),
+        ("resnet_block-same", lambda: Block(8), lambda m: m(x.contiguous())),
+        ("attention", lambda: Attention(8), lambda m: m(x[:1])),
+        ("upsample", lambda: Upsample(8, 4), lambda m: m(x)),
+        ("upsample-2d", lambda: Upsample(8, 8, False), lambda m: m(x)),
+        ("downsample", lambda: Downsample(8, 16), lambda m: m(x)),
+        ("downsample-2d", lambda: Downsample(8, 8, False), lambda m: m(x)),
+        (
+            "encoder",
+            lambda: Encoder(3, 8, block_out_channels=(16, 32), **sizes),
+            lambda m: m(video(1, 3, 3, 4, 2)),
+        ),
+        (
+            "decoder",
+            lambda: Decoder(4, 3, block_out_channels=(32, 16), **sizes),
+            lambda m: m(video(1, 4, 2, 2, 1)),
+        ),
+    ]
+    return [(f"{family}_{name}", build, call) for name, build, call in found]
+
+
+def _of_hunyuan_image(module):
+    """Samples of the blocks of HunyuanImage's autoencoder."""
+    Block, Attention = module.HunyuanImageResnetBlock, module.HunyuanImageAttentionBlock
+    Upsample, Downsample = module.HunyuanImageUpsample, module.HunyuanImageDownsample
+    Encoder, Decoder = module.HunyuanImageEncoder2D, module.HunyuanImageDecoder2D
+    sizes = {"num_res_blocks": 1, "spatial_compression_ratio": 2}
+    x = image(2, 32, 4, 6)
+    found = [
+        ("resnet_block", lambda: Block(32, 32), lambda m: m(x)),
+        ("attention", lambda: Attention(32), lambda m: m(x)),
+        ("upsample", lambda: Upsample(32, 16), lambda m: m(x)),
+        ("downsample", lambda: Downsample(32, 64), lambda m: m(x)),
+        ("encoder", lambda: Encoder(3, 4, (32, 64), **sizes), lambda m: m(image(1, 3, 4, 6))),
+        ("decoder", lambda: Decoder(4, 3, (64, 32), **sizes), lambda m: m(image(1, 4, 2, 3))),
+    ]
+    return [(f"hunyuan_image_{name}", build, call) for name, build, call in found]
+
+
+def _of_cosmos():
+    """Samples of the blocks of Cosmos' autoencoder."""
+    encoder = {"in_channels": 3, "out_channels": 4, "num_resnet_blocks": 1, "patch_size": 2}
+    decoder = {"in_channels": 4, "out_channels": 3, "num_resnet_blocks": 1, "patch_size": 2}
+    sizes = {"block_out_channels": (8, 8, 8), "spatial_compression_ratio": 4, "temporal_compression_ratio": 4}
+    # Stock PyTorch crashes on a channels-last norm if only its weights need a gradient.
+    x = video(2, 8, 3, 4, 6).contiguous()
+    found = [
+        ("conv", lambda: cosmos.CosmosCausalConv3d(8, 12), lambda m: m(x)),
+        ("conv-1x1", lambda: cosmos.CosmosCausalConv3d(8, 12, 1, padding=0), lambda m: m(x)),
+        ("projection", lambda: cosmos.CosmosConvProjection3d(8, 12), lambda m: m(x)),
+        ("resnet_block", lambda: cosmos.CosmosResnetBlock3d(8, 12), lambda m: m(x)),
+        ("resnet_block-same", lambda: cosmos.CosmosResnetBlock3d(8, 8), lambda m: m(x)),
+        ("upsample", lambda: cosmos.CosmosUpsample3d(8), lambda m: m(x)),
+        ("downsample", lambda: cosmos.CosmosDownsample3d(8), lambda m: m(x)),
+        ("attention", lambda: cosmos.CosmosMidBlock3d(8, 1, 0.0), lambda m: m(x)),
+        (
+            "patch_embed",
+            lambda: cosmos.CosmosPatchEmbed3d(2),
+            lambda m: m(video(1, 3, 5, 4, 6).requires_grad_()),
+        ),
+        (
+            "unpatcher",
+            lambda: cosmos.CosmosUnpatcher3d(2),
+            lambda m: m(video(1, 24, 3, 2, 3).requires_grad_()),
+        ),
+        (
+            "encoder",
+            lambda: cosmos.CosmosEncoder3d(**encoder, **sizes),
+            lambda m: m(video(1, 3, 5, 8, 12).contiguous()),
+        ),
+        (
+            "decoder",
+            lambda: cosmos.CosmosDecoder3d(**decoder, **sizes),
+            lambda m: m(video(1, 4, 2, 2, 3).contiguous()),
+        ),
+    ]
+    return [(f"cosmos_{name}", build, call) for name, build, call in found]
+
+
+def _of_ltx(family, module, prefix, **options):
+    """Samples of the blocks that the autoencoders of LTX-Video and LTX-2 share."""
+    names = ("CausalConv3d", "ResnetBlock3d", "Upsampler3d", "Decoder3d")
+    Conv, Block, Upsampler, Decoder = (getattr(module, prefix + name) for name in names)
+    sizes = {
+        "block_out_channels": (8, 16),
+        "spatio_temporal_scaling": (True,) * 2,
+        "layers_per_block": (1,) * 3,
+    }
+    more = {"inject_noise": (False,) * 3, "upsample_residual": (True,) * 2, "upsample_factor": (2,) * 2}
+    x = video(2, 16, 3, 4, 2)
+    found = [
+        ("conv", lambda: Conv(16, 12), lambda m: m(x)),
+        ("resnet_block", lambda: Block(16, 12), lambda m: m(x)),
+        ("resnet_block-same", lambda: Block(16), lambda m: m(x.contiguous())),
+        ("upsampler", lambda: Upsampler(16, stride=(2, 2, 2)), lambda m: m(x)),
+        (
+            "upsampler-residual",
+            lambda: Upsampler(16, stride=(1, 2, 2), residual=True, upscale_factor=2),
+            lambda m: m(x),
+        ),
+        ("decoder", lambda: Decoder(4, 3, **sizes, **more, **options), lambda m: m(video(1, 4, 2, 2, 3))),
+    ]
+    return [(f"{family}_{name}", build, call) for name, build, call in found]
 
 
 # (id, builder, call); the id starts with the fusion's name.
@@ -542,7 +675,20 @@ SAMPLES = [
     *_of_hunyuan_video(),
     *_of_cogvideox(),
     *_of_mochi(),
+    *_of_cosmos(),
+    *_of_ltx("ltx", ltx.ltx, "LTXVideo"),
 ]
+if wan_residual.FUSIONS:
+    SAMPLES += _of_wan_residual()
+if hunyuan_video_15._video is not None:
+    SAMPLES += _of_hunyuan_video_15("hunyuan_video_15", hunyuan_video_15._video, "HunyuanVideo15")
+if hunyuan_video_15._refiner is not None:
+    refiner = hunyuan_video_15._refiner
+    SAMPLES += _of_hunyuan_video_15("hunyuan_image_refiner", refiner, "HunyuanImageRefiner", "DCAE")
+if ltx.ltx2 is not None:
+    SAMPLES += _of_ltx("ltx2", ltx.ltx2, "LTX2Video", spatial_padding_mode="reflect")
+if hunyuan_image._image is not None:
+    SAMPLES += _of_hunyuan_image(hunyuan_image._image)
 if qwen_image is not None:
     SAMPLES += _of_wan("qwen_image", qwen_image, "QwenImage")
 

@@ -2,11 +2,14 @@
 
 import copy
 
+import diffusers
 import pytest
 import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
+    AutoencoderKLCosmos,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
     AutoencoderKLWan,
     AutoencoderTiny,
     ControlNetModel,
@@ -128,14 +131,57 @@ def cogvideox_vae():
     return randomize(AutoencoderKLCogVideoX(**sizes, norm_num_groups=4))
 
 
+def hunyuan_video_15_vae(refiner=False):
+    name = "AutoencoderKLHunyuanImageRefiner" if refiner else "AutoencoderKLHunyuanVideo15"
+    sizes = {"block_out_channels": (16, 32), "latent_channels": 4, "layers_per_block": 1}
+    ratios = {"spatial_compression_ratio": 2, "temporal_compression_ratio": 2}
+    return randomize(getattr(diffusers, name)(**sizes, **ratios))
+
+
+def hunyuan_image_vae():
+    sizes = {"block_out_channels": (32, 32), "latent_channels": 4, "layers_per_block": 1, "sample_size": 4}
+    sizes |= {"in_channels": 3, "out_channels": 3, "spatial_compression_ratio": 2}
+    return randomize(diffusers.AutoencoderKLHunyuanImage(**sizes))
+
+
+def cosmos_vae():
+    sizes = {f"{half}_block_out_channels": (8,) * 4 for half in ("encoder", "decode")}
+    return randomize(AutoencoderKLCosmos(**sizes, latent_channels=4, num_layers=1))
+
+
+def ltx_vae(**options):
+    sizes = {"latent_channels": 4, "block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
+    counts = {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5}
+    return randomize(AutoencoderKLLTXVideo(**sizes, **counts, **options))
+
+
+def ltx2_vae():
+    sizes = {"latent_channels": 4, "block_out_channels": (8, 8, 16, 16)}
+    counts = {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 4}
+    channels = {"decoder_block_out_channels": (8, 16, 32)}
+    return randomize(diffusers.AutoencoderKLLTX2Video(**sizes, **counts, **channels, patch_size=2))
+
+
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    video_vae, hunyuan_video_vae, cogvideox_vae,
+    video_vae, hunyuan_video_vae, cogvideox_vae, cosmos_vae, ltx_vae,
+    lambda: ltx_vae(timestep_conditioning=True),
 ]  # fmt: skip
 
 
 NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "hunyuan-video-vae",
-         "cogvideox-vae"]  # fmt: skip
+         "cogvideox-vae", "cosmos-vae", "ltx-vae", "ltx-vae-conditioned"]  # fmt: skip
+# Of later releases of diffusers.
+LATER = {
+    "HunyuanVideo15": hunyuan_video_15_vae,
+    "HunyuanImageRefiner": lambda: hunyuan_video_15_vae(refiner=True),
+    "HunyuanImage": hunyuan_image_vae,
+    "LTX2Video": ltx2_vae,
+}
+for name, build in LATER.items():
+    if hasattr(diffusers, f"AutoencoderKL{name}"):
+        NAMES.append(name)
+        MODELS.append(build)
 each_model = pytest.mark.parametrize("build", MODELS, ids=NAMES)
 
 

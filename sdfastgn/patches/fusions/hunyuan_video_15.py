@@ -1,0 +1,348 @@
+"""diffusers' autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner: one pass per convolution.
+
+Both have the same blocks under two names. Norm, SiLU and the repeated borders and first frame are one pass,
+as in ``hunyuan_video.py``; the norm is that of Wan's autoencoder. Further differences from stock:
+
+- conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
+- Upsampling moves channels to positions, for the convolution's result and for its shortcut. Here one pass
+  reads both where they lie, and writes their sum. Downsampling is the same in the other direction.
+- A 1x1x1 convolution is a matrix product.
+- Each frame of HunyuanVideo 1.5 attends to itself and to the frames before it. Here it attends to these
+  frames alone. Stock computes all scores, and hides those of later frames with a mask that it fills position
+  by position.
+
+All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
+one, and each of them is still fused by itself. Norms are fused with gradients too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.attention.wide_heads import attend
+from sdfastgn.kernels.channel_norm.op import channel_norm
+from sdfastgn.kernels.common.layout import empty_laid_out, laid_out
+from sdfastgn.kernels.pad_frames.op import Norm
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason
+from sdfastgn.patches.core.left_alone import pads_quickly
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.packing import means_of, pack_sum, packed, unpack_sum
+from sdfastgn.patches.fusions.video import (
+    NORMS,
+    FusedRMSNorm,
+    add_into,
+    convolve_padded,
+    is_plain_conv3d,
+    is_plain_inference,
+    norm_of,
+)
+from sdfastgn.patches.fusions.wrapped_conv import WRAPPERS, FusedWrapper, convolve, is_plain_wrapper
+
+try:
+    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as _video
+except ImportError:  # a diffusers before HunyuanVideo 1.5
+    _video = None
+try:
+    from diffusers.models.autoencoders import autoencoder_kl_hunyuanimage_refiner as _refiner
+except ImportError:  # a diffusers before HunyuanImage's refiner
+    _refiner = None
+
+__all__ = ["FUSIONS"]
+
+
+def _is_pointwise(conv: Any, x: Tensor) -> bool:
+    """True if a call of ``conv`` on x (N, C, T, H, W) is PyTorch's 1x1x1 convolution, in the dtype of x."""
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
+    return sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1) and is_plain_conv3d(conv, x, x.shape[1])
+
+
+def _pointwise(conv: Any, x: Tensor) -> Tensor:
+    """conv(x), channels-last, for x channels-last, if ``_is_pointwise(conv, x)``."""
+    return convolve_padded(conv, x, conv.bias, emits=False)
+
+
+# Each of these stands before a stock class among the bases of a fused class.
+
+
+class _FusedResnetBlock(nn.Module):
+    """x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x = hidden_states
+        norms = self._norms(x)
+        if norms is None:
+            return super().forward(x)
+        x = laid_out(x, channels_last=True)
+        h = convolve(self.conv1, x, norm=norms[0], has_bias=False)
+        h = convolve(self.conv2, h, shift=self.conv1.conv.bias, norm=norms[1], has_bias=False)
+        residual = x if self.conv_shortcut is None else _pointwise(self.conv_shortcut, x)
+        return add_into(h, residual, self.conv2.conv.bias)
+
+    def _norms(self: Any, x: Tensor) -> tuple[Norm, Norm] | None:
+        """The two norms with their activations; None if stock's forward has to run."""
+        if not (is_plain_inference(x) and is_plain_wrapper(self.conv1, x, x.shape[1])):
+            return None
+        if not is_plain_wrapper(self.conv2, x, self.conv1.conv.out_channels):
+            return None
+        if not (self.conv_shortcut is None or _is_pointwise(self.conv_shortcut, x)):
+            return None
+        first, second = (norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
+        return None if first is None or second is None else (first, second)
+
+
+class _FusedAttention(nn.Module):
+    """x (N, C, T, H, W) -> the same. ``sees``: what a frame attends to, "all" or "earlier" frames."""
+
+    sees: str
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        layers = self.to_q, self.to_k, self.to_v, self.proj_out
+        if not (is_plain_inference(x) and all(_is_pointwise(layer, x) for layer in layers)):
+            return super().forward(x)
+        norm = norm_of(self.norm, None, x)
+        if norm is None:
+            return super().forward(x)
+        x = laid_out(x, channels_last=True)
+        normed = channel_norm(x, *norm[:5])
+        # (N, 1, T H W, C)
+        q, k, v = (_pointwise(layer, normed).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3])
+        if self.sees == "all":
+            y = attend(q, k, v)
+        else:
+            image = q.shape[2] // x.shape[2]
+            ends = range(image, q.shape[2] + 1, image)
+            y = torch.cat([attend(q[:, :, e - image : e], k[:, :, :e], v[:, :, :e]) for e in ends], 2)
+        y = y[:, 0].unflatten(1, x.shape[2:]).movedim(-1, 1)
+        return add_into(_pointwise(self.proj_out, y), x, None)
+
+
+class _FusedUpsample(nn.Module):
+    """x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last. ``alone``: how many of T frames stay
+    single where the others are doubled, as a function of T.
+    """
+
+    alone: Any
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        times = 2 if self.add_temporal_upsample else 1
+        if not (
+            is_plain_inference(x)
+            and is_plain_wrapper(self.conv, x, x.shape[1])
+            and x.shape[1] % (4 * times) == 0
+            and self.repeats * x.shape[1] == self.conv.conv.out_channels
+            and self.repeats % times == 0
+        ):
+            return super().forward(x)
+        x = laid_out(x, channels_last=True)
+        h = convolve(self.conv, x)
+        N, C_h, T, H, W = h.shape
+        alone = self.alone(T) if times == 2 else 0
+        y = empty_laid_out(x, (N, C_h // (4 * times), alone + (T - alone) * times, 2 * H, 2 * W), True)
+        if alone:
+            unpack_sum(y[:, :, :alone], h[:, :, :alone], x[:, :, :alone], (1, 2, 2))
+        if alone < T:
+            unpack_sum(y[:, :, alone:], h[:, :, alone:], x[:, :, alone:], (times, 2, 2))
+        return y
+
+
+class _FusedDownsample(nn.Module):
+    """x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last. ``alone``: as in
+    ``_FusedUpsample``.
+    """
+
+    alone: Any
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        times = 2 if self.add_temporal_downsample else 1
+        if not (is_plain_inference(x) and is_plain_wrapper(self.conv, x, x.shape[1])):
+            return super().forward(x)
+        N, C, T, H, W = x.shape
+        C_h = self.conv.conv.out_channels
+        alone = self.alone(T) if times == 2 else 0
+        if (T - alone) % times or H % 2 or W % 2 or C_h * self.group_size != C or self.group_size % times:
+            return super().forward(x)
+        x = laid_out(x, channels_last=True)
+        h = convolve(self.conv, x)
+        y = empty_laid_out(x, (N, 4 * times * C_h, alone + (T - alone) // times, H // 2, W // 2), True)
+        if alone:
+            # The convolution's channels twice, and means of half as many channels.
+            first, image = y[:, :, :alone].movedim(1, -1), (1, 2, 2)
+            first.unflatten(-1, (2, 2, 2, -1)).copy_(packed(h[:, :, :alone], image))
+            first.unflatten(-1, (1, 2, 2, -1)).add_(packed(means_of(x[:, :, :alone], 2 * C_h), image))
+        if alone < T:
+            means = means_of(x[:, :, alone:], C_h)
+            pack_sum(y[:, :, alone:], h[:, :, alone:], means, (times, 2, 2))
+        return y
+
+
+class _FusedHalf(nn.Module):
+    """An encoder or decoder: its first convolution, and its last norm, SiLU and convolution."""
+
+    def _norm(self: Any, x: Tensor) -> Norm | None:
+        """The last norm with its activation; None if stock's forward has to run."""
+        if not (is_plain_inference(x) and is_plain_wrapper(self.conv_in, x, x.shape[1])):
+            return None
+        if not is_plain_wrapper(self.conv_out, x, self.conv_out.conv.in_channels):
+            return None
+        return norm_of(self.norm_out, self.conv_act, x)
+
+
+class _FusedEncoder(_FusedHalf):
+    """Videos (N, 3, T, H, W) -> (N, C, T', H', W'), channels-first, as stock's result."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        norm = self._norm(hidden_states)
+        if norm is None:
+            return super().forward(hidden_states)
+        x = convolve(self.conv_in, hidden_states)
+        for block in self.down_blocks:
+            x = block(x)
+        x = self.mid_block(x)
+        y = convolve(self.conv_out, x, norm=norm)
+        return y.add_(means_of(x, x.shape[1] // self.group_size)).contiguous()
+
+
+class _FusedDecoder(_FusedHalf):
+    """Latents (N, C, T, H, W) -> videos (N, 3, T', H', W'), channels-first, as stock's result."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        norm = self._norm(hidden_states)
+        if norm is None:
+            return super().forward(hidden_states)
+        x = convolve(self.conv_in, hidden_states)
+        x.movedim(1, -1).unflatten(-1, (-1, self.repeat)).add_(hidden_states.movedim(1, -1)[..., None])
+        x = self.mid_block(x)
+        for block in self.up_blocks:
+            x = block(x)
+        return convolve(self.conv_out, x, norm=norm).contiguous()
+
+
+# --- fused classes ----------------------------------------------------------------------------------
+
+if _video is not None:
+
+    class FusedHunyuanVideo15RMSNorm(FusedRMSNorm, _video.HunyuanVideo15RMS_norm):
+        pass
+
+    class FusedHunyuanVideo15CausalConv3d(FusedWrapper, _video.HunyuanVideo15CausalConv3d):
+        pass
+
+    class FusedHunyuanVideo15ResnetBlock(_FusedResnetBlock, _video.HunyuanVideo15ResnetBlock):
+        pass
+
+    class FusedHunyuanVideo15AttnBlock(_FusedAttention, _video.HunyuanVideo15AttnBlock):
+        sees = "earlier"
+
+    class FusedHunyuanVideo15Upsample(_FusedUpsample, _video.HunyuanVideo15Upsample):
+        alone = staticmethod(lambda T: 1)
+
+    class FusedHunyuanVideo15Downsample(_FusedDownsample, _video.HunyuanVideo15Downsample):
+        alone = staticmethod(lambda T: 1)
+
+    class FusedHunyuanVideo15Encoder3D(_FusedEncoder, _video.HunyuanVideo15Encoder3D):
+        pass
+
+    class FusedHunyuanVideo15Decoder3D(_FusedDecoder, _video.HunyuanVideo15Decoder3D):
+        pass
+
+
+if _refiner is not None:
+
+    class FusedHunyuanImageRefinerRMSNorm(FusedRMSNorm, _refiner.HunyuanImageRefinerRMS_norm):
+        pass
+
+    class FusedHunyuanImageRefinerCausalConv3d(FusedWrapper, _refiner.HunyuanImageRefinerCausalConv3d):
+        pass
+
+    class FusedHunyuanImageRefinerResnetBlock(_FusedResnetBlock, _refiner.HunyuanImageRefinerResnetBlock):
+        pass
+
+    class FusedHunyuanImageRefinerAttnBlock(_FusedAttention, _refiner.HunyuanImageRefinerAttnBlock):
+        sees = "all"
+
+    class FusedHunyuanImageRefinerUpsample(_FusedUpsample, _refiner.HunyuanImageRefinerUpsampleDCAE):
+        alone = staticmethod(lambda T: T)
+
+    class FusedHunyuanImageRefinerDownsample(_FusedDownsample, _refiner.HunyuanImageRefinerDownsampleDCAE):
+        alone = staticmethod(lambda T: T)
+
+    class FusedHunyuanImageRefinerEncoder3D(_FusedEncoder, _refiner.HunyuanImageRefinerEncoder3D):
+        pass
+
+    class FusedHunyuanImageRefinerDecoder3D(_FusedDecoder, _refiner.HunyuanImageRefinerDecoder3D):
+        pass
+
+
+# --- fusions ----------------------------------------------------------------------------------------
+
+
+def _check(module: Any) -> str | None:
+    """Reason to skip: the activation of a block."""
+    act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
+    return None if act is None else activation_reason(act)
+
+
+def _fusions(family: str, **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
+    """One fusion for each of ``classes``: name -> fused class, whose last base is the stock class."""
+    stock: dict[str, Any] = {name: fused.__bases__[-1] for name, fused in classes.items()}
+    NORMS.update((stock["norm"], classes["norm"]))
+    WRAPPERS.update((stock["conv"], classes["conv"]))
+    norm, conv = (tested(stock[name], "__init__", "forward") for name in ("norm", "conv"))
+    # What the fused forward replaces besides the stock forward.
+    others = {"upsample": "_dcae_upsample_rearrange", "downsample": "_dcae_downsample_rearrange"}
+    if hasattr(stock["attention"], "prepare_causal_attention_mask"):
+        others["attention"] = "prepare_causal_attention_mask"
+    layers = {
+        "resnet_block": ("norm1", "conv1", "norm2", "conv2", "conv_shortcut"),
+        "attention": ("norm", "to_q", "to_k", "to_v", "proj_out"),
+        **dict.fromkeys(("upsample", "downsample"), ("conv",)),
+        **dict.fromkeys(("encoder", "decoder"), ("conv_in", "norm_out", "conv_out")),
+    }
+    found = []
+    for name, fused in classes.items():
+        own = tested(stock[name], "__init__", "forward", *filter(None, (others.get(name),)))
+        parts = () if name in ("norm", "conv") else (norm, conv)
+        found.append(
+            ClassSwap(
+                f"{family}_{name}",
+                stock[name],
+                fused,
+                sources=(own, *parts),
+                check=_check,
+                layers=layers.get(name, ()),
+            )
+        )
+        if name == "conv":
+            pads_quickly(found[-1])
+    return tuple(found)
+
+
+FUSIONS: tuple[ClassSwap, ...] = ()
+if _video is not None:
+    FUSIONS += _fusions(
+        "hunyuan_video_15",
+        norm=FusedHunyuanVideo15RMSNorm,
+        conv=FusedHunyuanVideo15CausalConv3d,
+        resnet_block=FusedHunyuanVideo15ResnetBlock,
+        attention=FusedHunyuanVideo15AttnBlock,
+        upsample=FusedHunyuanVideo15Upsample,
+        downsample=FusedHunyuanVideo15Downsample,
+        encoder=FusedHunyuanVideo15Encoder3D,
+        decoder=FusedHunyuanVideo15Decoder3D,
+    )
+if _refiner is not None:
+    FUSIONS += _fusions(
+        "hunyuan_image_refiner",
+        norm=FusedHunyuanImageRefinerRMSNorm,
+        conv=FusedHunyuanImageRefinerCausalConv3d,
+        resnet_block=FusedHunyuanImageRefinerResnetBlock,
+        attention=FusedHunyuanImageRefinerAttnBlock,
+        upsample=FusedHunyuanImageRefinerUpsample,
+        downsample=FusedHunyuanImageRefinerDownsample,
+        encoder=FusedHunyuanImageRefinerEncoder3D,
+        decoder=FusedHunyuanImageRefinerDecoder3D,
+    )

@@ -1,0 +1,373 @@
+"""diffusers' autoencoders of LTX-Video and LTX-2: norm, scale, shift, SiLU and padding in one pass.
+
+Both have almost the same blocks under two names. Each convolution reads its input behind copies of the first
+frame, if it is causal, or else between copies of the first and of the last frame. Borders are zeros or, in
+LTX-2's decoder, mirrored. One kernel (``pad_frames``) writes what the convolution reads: the norm, the scale
+and shift of the timestep, SiLU, and copies. Further differences:
+
+- conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
+- Upsampling moves channels to positions. Here one pass reads them where they lie, adds the bias or the
+  residual, and writes no frame that stock drops.
+- A 1x1x1 convolution is a matrix product.
+
+All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
+layer has hooks, an adapter or another dtype, or if a timestep is given for several samples, stock's forward
+runs. It calls convolutions one by one, and each of them is still fused by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders import autoencoder_kl_ltx as ltx
+from diffusers.models.normalization import RMSNorm
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last, laid_out
+from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
+from sdfastgn.kernels.product.op import linear
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.packing import Cell, cells_of
+from sdfastgn.patches.fusions.video import add_into, in_channels_last, is_plain_inference
+
+try:
+    from diffusers.models.autoencoders import autoencoder_kl_ltx2 as ltx2
+except ImportError:  # a diffusers before LTX-2
+    ltx2 = None
+
+__all__ = ["FUSIONS"]
+
+# Stock and fused classes of both autoencoders; the end of this file adds them.
+_CONVS: set[type[nn.Module]] = set()
+# ``padding_mode`` of a convolution, of its borders -> the mode of ``pad_frames``.
+_MODES = {"zeros": "replicate", "reflect": "reflect"}
+
+
+# --- what may run fused -----------------------------------------------------------------------------
+
+
+def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
+    """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
+    and on the device of x.
+    """
+    if type(conv) not in _CONVS or not is_unhooked(conv):
+        return False
+    inner = conv.conv
+    return (
+        type(inner) is nn.Conv3d
+        and is_unhooked(inner)
+        and "_conv_forward" not in vars(inner)
+        and inner.padding_mode in _MODES
+        and (type(inner.padding), inner.padding[0], inner.in_channels) == (tuple, 0, C)
+        and inner.kernel_size == conv.kernel_size
+        and (inner.weight.dtype, inner.weight.device) == (x.dtype, x.device)
+        and (inner.padding_mode == "zeros" or _is_larger(x, inner.padding))
+    )
+
+
+def _is_larger(x: Tensor, padding: Any) -> bool:
+    """True if frames of x are larger than their borders, so that these can be mirrored."""
+    return all(size > border for size, border in zip(x.shape[3:], padding[1:], strict=True))
+
+
+def _norm_of(norm: Any, act: Any, C: int, scale: Tensor | None, shift: Tensor | None) -> Norm | None:
+    """``act(norm(u) * scale + shift)`` as operands of a kernel, for u of C channels; None if it is not
+    plain.
+    """
+    activation = activation_of(act)
+    if activation is None or not (is_unhooked(act) and is_unhooked(norm)):
+        return None
+    if type(norm) is RMSNorm:
+        if norm.weight is not None or norm.bias is not None:
+            return None
+    elif ltx2 is None or type(norm) is not ltx2.PerChannelRMSNorm or norm.channel_dim != 1:
+        return None
+    return Norm(scale, shift, C**0.5, 0.0, activation, C * float(norm.eps))
+
+
+def _modulation(temb: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+    """(shift, 1 + scale, shift, 1 + scale, ...), each (C,), of one sample. temb: (1, C n, 1, 1, 1)."""
+    rows = (temb.flatten().unflatten(0, (len(table), -1)) + table).unbind(0)
+    return tuple(1 + row if i % 2 else row for i, row in enumerate(rows))
+
+
+# --- what runs --------------------------------------------------------------------------------------
+
+
+def _convolve(
+    conv: Any,
+    x: Tensor,
+    is_causal: bool,
+    *,
+    shift: Tensor | None = None,
+    norm: Norm | None = None,
+    has_bias: bool = True,
+) -> Tensor:
+    """``conv`` of norm(x + shift); channels-last.
+
+    Args:
+        conv: a convolution, for which ``_is_plain_conv`` is true.
+        x: (N, C, T, H, W).
+        is_causal: frames before x alone are copied, not those after it.
+        shift, norm: as in ``pad_frames``.
+        has_bias: False: the bias of ``conv`` is left to the next kernel.
+    """
+    inner = conv.conv
+    bias = inner.bias if has_bias else None
+    more = conv.kernel_size[0] - 1
+    front, back = (more, 0) if is_causal else (more // 2, more // 2)
+    padding = inner.padding
+    where: Any = {"front": front, "back": back, "mode": _MODES[inner.padding_mode]}
+    if inner.padding_mode != "zeros":
+        where["border"], padding = padding[1:], (0, 0, 0)
+    sizes = inner.kernel_size, inner.stride, inner.groups
+    frames = in_channels_last(x)
+    if norm is not None or shift is not None or more or where.get("border", (0, 0)) != (0, 0):
+        frames, _ = pad_frames(frames, shift=shift, norm=norm, **where)
+    if sizes == ((1, 1, 1), (1, 1, 1), 1) and x.dtype in (torch.float16, torch.bfloat16):
+        return linear(frames.movedim(1, -1), inner.weight.flatten(1), bias).movedim(-1, 1)
+    y = F.conv3d(frames, inner.weight, bias, inner.stride, padding, inner.dilation, inner.groups)
+    # Convolutions of a CPU may return another layout.
+    return laid_out(y, channels_last=True)
+
+
+def _unpack(y: Tensor, h: Tensor, more: Tensor, repeats: int, cell: Cell, first: int) -> None:
+    """Write h + more to y (N, C, T t, H h, W w), both with channels moved to the positions of a cell.
+
+    Args:
+        h: (N, C t h w, T, H, W).
+        more: (N, C / repeats t h w, T, H, W), or broadcasts to it; is repeated after its last channel.
+        cell: (t, h, w).
+        first: steps of t that are left out. Then y has T (t - first) frames.
+    """
+
+    def moved(u: Tensor) -> Tensor:
+        """(N, T, t, H, h, W, w, C)"""
+        cells = u.movedim(1, -1).unflatten(-1, (-1, *cell)).permute(0, 1, 5, 2, 6, 3, 7, 4)
+        return cells[:, :, first:]
+
+    cells = cells_of(y, (cell[0] - first, *cell[1:])).unflatten(-1, (repeats, -1))
+    torch.add(moved(h).unflatten(-1, (repeats, -1)), moved(more)[..., None, :], out=cells)
+
+
+class _FusedConv(nn.Module):
+    """x (N, C, T, H, W); the result lies as x."""
+
+    def forward(self: Any, hidden_states: Tensor, *causal: Any, **options: Any) -> Tensor:
+        x = hidden_states
+        if not (is_plain_inference(x) and _is_plain_conv(self, x, x.shape[1])):
+            return super().forward(x, *causal, **options)
+        y = _convolve(self, x, _is_causal(self, *causal, **options))
+        return y if is_channels_last(x) else y.contiguous()
+
+
+def _is_causal(conv: Any, causal: bool = True) -> bool:
+    """LTX-Video's convolutions know it, LTX-2's are told."""
+    return bool(getattr(conv, "is_causal", causal))
+
+
+class _FusedResnetBlock(nn.Module):
+    """inputs (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last."""
+
+    def forward(
+        self: Any, inputs: Tensor, temb: Tensor | None = None, generator: Any = None, **options: Any
+    ) -> Tensor:
+        x = inputs
+        norms = self._norms(x, temb)
+        if norms is None:
+            return super().forward(x, temb, generator, **options)
+        x = laid_out(x, channels_last=True)
+        causal = [_is_causal(conv, **options) for conv in (self.conv1, self.conv2)]
+        bias = self.conv1.conv.bias
+        has_noise = self.per_channel_scale1 is not None
+        h = _convolve(self.conv1, x, causal[0], norm=norms[0], has_bias=has_noise)
+        if has_noise:
+            h = self._with_noise(h, self.per_channel_scale1, generator)
+        shift = None if has_noise else bias
+        h = _convolve(self.conv2, h, causal[1], shift=shift, norm=norms[1], has_bias=False)
+        bias = self.conv2.conv.bias
+        if self.per_channel_scale2 is not None:
+            h = h if bias is None else h + bias.view(-1, 1, 1, 1)
+            h, bias = self._with_noise(h, self.per_channel_scale2, generator), None
+        residual = x
+        if self.norm3 is not None:
+            residual = self.norm3(x.movedim(1, -1)).movedim(-1, 1)
+        if self.conv_shortcut is not None:
+            residual = self.conv_shortcut(residual)
+        return add_into(h, laid_out(residual, channels_last=True), bias)
+
+    def _with_noise(self: Any, h: Tensor, scale: Tensor, generator: Any) -> Tensor:
+        noise = torch.randn(h.shape[-2:], generator=generator, device=h.device, dtype=h.dtype)[None]
+        return laid_out(h + (noise * scale)[None, :, None], channels_last=True)
+
+    def _norms(self: Any, x: Tensor, temb: Tensor | None) -> tuple[Norm, Norm] | None:
+        """The two norms with scale, shift and activation; None if stock's forward has to run."""
+        if not (is_plain_inference(x) and _is_plain_conv(self.conv1, x, x.shape[1])):
+            return None
+        C = self.conv1.conv.out_channels
+        if not _is_plain_conv(self.conv2, x, C) or not is_unhooked(self.dropout):
+            return None
+        if self.dropout.training and self.dropout.p:
+            return None
+        modulation: tuple[Tensor | None, ...] = (None,) * 4
+        table = self.scale_shift_table
+        if table is not None:
+            if temb is None or len(x) != 1 or (temb.dtype, table.dtype) != (x.dtype, x.dtype):
+                return None
+            modulation = _modulation(temb, table)
+        shift1, scale1, shift2, scale2 = modulation
+        first = _norm_of(self.norm1, self.nonlinearity, x.shape[1], scale1, shift1)
+        second = _norm_of(self.norm2, self.nonlinearity, C, scale2, shift2)
+        return None if first is None or second is None else (first, second)
+
+
+class _FusedUpsampler(nn.Module):
+    """x (N, C, T, H, W) -> (N, C_out, t T - t + 1, h H, w W), channels-last; (t, h, w) is the stride."""
+
+    def forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+        x, cell = hidden_states, self.stride
+        places = cell[0] * cell[1] * cell[2]
+        if not (is_plain_inference(x) and _is_plain_conv(self.conv, x, x.shape[1])):
+            return super().forward(x, **options)
+        inner = self.conv.conv
+        C_out, repeats = inner.out_channels // places, 1
+        if self.residual:
+            repeats = places // self.upscale_factor
+            if x.shape[1] % places or x.shape[1] // places * repeats != C_out:
+                return super().forward(x, **options)
+        x = laid_out(x, channels_last=True)
+        h = _convolve(self.conv, x, _is_causal(self.conv, **options), has_bias=self.residual)
+        # Stock drops the first steps of all frames' cells together, which are those of the first frame.
+        N, T = len(x), h.shape[2]
+        size = (N, C_out, cell[0] * (T - 1) + 1, cell[1] * h.shape[3], cell[2] * h.shape[4])
+        y = empty_laid_out(x, size, channels_last=True)
+        if self.residual:
+            more = x
+        else:
+            bias = h.new_zeros(h.shape[1]) if inner.bias is None else inner.bias
+            more = bias.view(1, -1, 1, 1, 1).expand(N, -1, T, 1, 1)
+        _unpack(y[:, :, :1], h[:, :, :1], more[:, :, :1], repeats, cell, cell[0] - 1)
+        if T > 1:
+            _unpack(y[:, :, 1:], h[:, :, 1:], more[:, :, 1:], repeats, cell, 0)
+        return y
+
+
+class _FusedDecoder(nn.Module):
+    """Latents (N, C, T, H, W) -> videos (N, 3, T', H', W')."""
+
+    def forward(self: Any, hidden_states: Tensor, temb: Any = None, causal: Any = None) -> Tensor:
+        x = hidden_states
+        given = () if not hasattr(self, "is_causal") else (causal,)
+        C = self.conv_out.conv.in_channels
+        table = self.scale_shift_table
+        fits = table is None or (temb is not None and len(x) == 1 and table.dtype == x.dtype)
+        if not (
+            fits
+            and is_plain_inference(x)
+            and _is_plain_conv(self.conv_out, x, C)
+            and _norm_of(self.norm_out, self.conv_act, C, None, None) is not None
+        ):
+            return super().forward(x, temb, *given)
+        options = {"causal": causal or self.is_causal} if given else {}
+        x = self.conv_in(x, **options)
+        if self.timestep_scale_multiplier is not None:
+            temb = temb * self.timestep_scale_multiplier
+        x = self.mid_block(x, temb, **options)
+        for block in self.up_blocks:
+            x = block(x, temb, **options)
+        shift = scale = None
+        if self.time_embedder is not None:
+            embedded = {"timestep": temb.flatten(), "resolution": None, "aspect_ratio": None}
+            temb = self.time_embedder(**embedded, batch_size=1, hidden_dtype=x.dtype)
+            shift, scale = _modulation(temb, table)
+        norm = _norm_of(self.norm_out, self.conv_act, C, scale, shift)
+        y = _convolve(self.conv_out, x, _is_causal(self.conv_out, **options), norm=norm)
+        p, p_t = self.patch_size, self.patch_size_t
+        # Patches of a channel are of frames, then columns, then rows.
+        cells = y.unflatten(1, (-1, p_t, p, p)).permute(0, 1, 5, 2, 6, 4, 7, 3)
+        return cells.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+# --- fused classes ----------------------------------------------------------------------------------
+
+
+class FusedLTXVideoCausalConv3d(_FusedConv, ltx.LTXVideoCausalConv3d):
+    pass
+
+
+class FusedLTXVideoResnetBlock3d(_FusedResnetBlock, ltx.LTXVideoResnetBlock3d):
+    pass
+
+
+class FusedLTXVideoUpsampler3d(_FusedUpsampler, ltx.LTXVideoUpsampler3d):
+    pass
+
+
+class FusedLTXVideoDecoder3d(_FusedDecoder, ltx.LTXVideoDecoder3d):
+    pass
+
+
+if ltx2 is not None:
+
+    class FusedLTX2VideoCausalConv3d(_FusedConv, ltx2.LTX2VideoCausalConv3d):
+        pass
+
+    class FusedLTX2VideoResnetBlock3d(_FusedResnetBlock, ltx2.LTX2VideoResnetBlock3d):
+        pass
+
+    class FusedLTX2VideoUpsampler3d(_FusedUpsampler, ltx2.LTX2VideoUpsampler3d):
+        pass
+
+    class FusedLTX2VideoDecoder3d(_FusedDecoder, ltx2.LTX2VideoDecoder3d):
+        pass
+
+
+# --- fusions ----------------------------------------------------------------------------------------
+
+
+def _check(module: Any) -> str | None:
+    """Reason to skip: the activation of a block."""
+    act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
+    return None if act is None else activation_reason(act)
+
+
+def _fusions(family: str, norm: type[nn.Module], **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
+    """One fusion for each of ``classes``: name -> fused class, whose last base is the stock class."""
+    stock: dict[str, Any] = {name: fused.__bases__[-1] for name, fused in classes.items()}
+    _CONVS.update((stock["conv"], classes["conv"]))
+    parts = tested(norm, "__init__", "forward"), tested(stock["conv"], "__init__", "forward")
+    relied = {"resnet_block": parts, "decoder": parts, "upsampler": parts[1:]}
+    layers = {"resnet_block": ("conv1.conv", "conv2.conv"), "decoder": ("conv_out.conv",)}
+    return tuple(
+        ClassSwap(
+            f"{family}_{name}",
+            stock[name],
+            fused,
+            sources=(tested(stock[name], "__init__", "forward"), *relied.get(name, ())),
+            check=_check,
+            layers=layers.get(name, ("conv",)),
+        )
+        for name, fused in classes.items()
+    )
+
+
+FUSIONS: tuple[ClassSwap, ...] = _fusions(
+    "ltx",
+    RMSNorm,
+    conv=FusedLTXVideoCausalConv3d,
+    resnet_block=FusedLTXVideoResnetBlock3d,
+    upsampler=FusedLTXVideoUpsampler3d,
+    decoder=FusedLTXVideoDecoder3d,
+)
+if ltx2 is not None:
+    FUSIONS += _fusions(
+        "ltx2",
+        ltx2.PerChannelRMSNorm,
+        conv=FusedLTX2VideoCausalConv3d,
+        resnet_block=FusedLTX2VideoResnetBlock3d,
+        upsampler=FusedLTX2VideoUpsampler3d,
+        decoder=FusedLTX2VideoDecoder3d,
+    )

@@ -1,0 +1,226 @@
+"""The fused autoencoder of Cosmos: whole ones, and their blocks."""
+
+from functools import partial
+
+import pytest
+import torch
+from diffusers import AutoencoderKLCosmos
+from torch import nn
+
+import sdfastgn
+from sdfastgn.patches.fusions import cosmos as fusion
+from tests.kernels.samples import kernels
+from tests.patches import cases, video_cases
+from tests.patches.samples import randomize, snapshot
+from tests.patches.video_cases import codes, decode_of, video
+
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
+
+stock_file = fusion.cosmos
+SIZES = {
+    "encoder_block_out_channels": (8, 8, 16, 16),
+    "decode_block_out_channels": (8, 16, 16, 16),
+    "latent_channels": 4,
+    "num_layers": 1,
+    "latents_mean": None,
+    "latents_std": None,
+}
+# Compression of space and of time; with (8, 4) a level resamples images alone.
+RATIOS = [(8, 8), (8, 4)]
+
+
+def autoencoder(space=8, time=8, **options):
+    ratios = {"spatial_compression_ratio": space, "temporal_compression_ratio": time}
+    return randomize(AutoencoderKLCosmos(**SIZES, **ratios, **options))
+
+
+def twins(*args, **options):
+    """(fused, stock)"""
+    return cases.twins(autoencoder(*args, **options).to(cases.WHERE["device"]))
+
+
+def encode_of(x):
+    return lambda model: model.encode(x).latent_dist.mode()
+
+
+pixels = partial(video_cases.pixels, 8)
+
+
+def same(models, call, bound=1e-4):
+    fused, stock = (call(model) for model in models)
+    assert stock.std() > 1e-2
+    cases.agree(fused, stock, bound)
+
+
+@pytest.fixture
+def no_stock_code(monkeypatch):
+    """Call it, and stock's padding, repetitions and wavelets must not run from then on."""
+
+    def refuse(*args, **options):
+        raise AssertionError("stock's code ran")
+
+    def forbid():
+        monkeypatch.setattr(torch.Tensor, "repeat_interleave", refuse)
+        for name in ("conv_transpose3d", "avg_pool3d"):
+            monkeypatch.setattr(nn.functional, name, refuse)
+        for cls in (stock_file.CosmosCausalConv3d, stock_file.CosmosPatchEmbed3d):
+            monkeypatch.setattr(cls, "forward", refuse)
+
+    return forbid
+
+
+@pytest.mark.parametrize("ratios", RATIOS, ids=str)
+@pytest.mark.parametrize("frames", [1, 2])
+def test_decode_and_encode(ratios, frames, no_stock_code):
+    models = twins(*ratios)
+    assert not sdfastgn.report(models[0]).skipped
+    calls = decode_of(codes(frames)), encode_of(pixels(ratios[1] * (frames - 1) + 1))
+    expected = [call(models[1]) for call in calls]
+    no_stock_code()
+    for call, want in zip(calls, expected, strict=True):
+        cases.agree(call(models[0]), want, 1e-4)
+
+
+def test_patches_without_wavelets():
+    models = twins(patch_type="rearrange")
+    same(models, decode_of(codes(2)))
+    same(models, encode_of(pixels(9)))
+
+
+def test_a_batch_in_slices():
+    models = twins()
+    same(models, decode_of(codes(2, batch=2, latents=(1, 2))))
+    same(models, encode_of(pixels(9, batch=2, latents=(1, 2))))
+    for model in models:
+        model.enable_slicing()
+    same(models, decode_of(codes(2, batch=2, latents=(1, 2))))
+
+
+def test_strided_input():
+    models = twins()
+    same(models, decode_of(codes(4, latents=(4, 6))[:, :, ::2, ::2, 1::2]))
+    same(models, encode_of(pixels(9, latents=(2, 1)).mT))
+
+
+def test_restored_bit_by_bit():
+    stock = autoencoder().to(cases.WHERE["device"])
+    calls = decode_of(codes(2)), encode_of(pixels(9))
+    expected = [call(stock) for call in calls]
+    before = snapshot(stock)
+    sdfastgn.optimize(stock)
+    assert sdfastgn.report(stock).channels_last_weights > 0
+    for call in calls:
+        call(stock)
+    sdfastgn.restore(stock)
+    assert snapshot(stock) == before
+    with kernels():  # on a GPU stock's convolutions choose by the layout
+        for call, want in zip(calls, expected, strict=True):
+            assert torch.equal(call(stock), want)
+
+
+HOOKED = ["conv_in", "mid_block.resnets.0.conv1.conv_t", "mid_block.attentions.0.to_q",
+          "mid_block.resnets.0.norm1", "mid_block.attentions.0.to_out.0", "conv_out.conv_s", "norm_out",
+          "up_blocks.1.upsamplers.0.conv2", "unpatch_embed"]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", HOOKED)
+def test_a_hook_within_a_decoder(layer):
+    models = twins()
+    for model in models:
+        model.decoder.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
+    same(models, decode_of(codes(2)))
+
+
+# --- blocks ---------------------------------------------------------------------------
+
+
+def block():
+    return randomize(stock_file.CosmosResnetBlock3d(8, 12)).to(cases.WHERE["device"])
+
+
+@pytest.mark.parametrize("cell", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("frames", [1, 4, 5])
+@pytest.mark.parametrize("name", ["CosmosUpsample3d", "CosmosDownsample3d"])
+def test_resampling(name, frames, cell):
+    models = cases.twins(randomize(getattr(stock_file, name)(6, *cell)).to(cases.WHERE["device"]))
+    x = video(2, 6, frames, 4, 6)
+    cases.agree(*(model(x) for model in models))
+    cases.agree(*(model(x.contiguous()) for model in models))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_wavelets(p):
+    for cls, x in (("PatchEmbed3d", pixels(2 * p + 1)), ("Unpatcher3d", video(2, 3 * p**3, 3, 2, 4))):
+        models = cases.twins(getattr(stock_file, f"Cosmos{cls}")(p).to(cases.WHERE["device"]))
+        cases.agree(*(model(x) for model in models))
+        assert type(models[0]) is getattr(fusion, f"FusedCosmos{cls}")
+
+
+PARTS = ["norm1", "norm1.norm", "conv1", "conv1.conv_s", "norm2", "conv2.conv_t", "conv_shortcut", "dropout"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_hook_on_a_layer_sees_what_it_saw(name):
+    seen = [], []
+    models = cases.twins(block())
+    for model, found in zip(models, seen, strict=True):
+        model.get_submodule(name).register_forward_hook(
+            lambda m, args, y, found=found: found.append(y.clone())
+        )
+    cases.agree(*(m(video(1, 8, 3, 4, 6)) for m in models))
+    assert seen[0]
+    for ours, theirs in zip(*seen, strict=True):
+        cases.agree(ours, theirs)
+
+
+CHANGES = {
+    "a-replaced-conv-forward": lambda m: setattr(
+        m.conv1.conv_t, "_conv_forward", lambda x, w, b: nn.functional.conv3d(x, 2 * w, b)
+    ),
+    "another-norm": lambda m: setattr(m, "norm1", nn.Identity()),
+    "groups": lambda m: setattr(m, "norm2", stock_file.CosmosCausalGroupNorm(12, 3)),
+    "another-mode": lambda m: setattr(m.conv2.conv_s, "pad_mode", "replicate"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changed_layers_run_stocks_code(change):
+    models = cases.twins(block())
+    for model in models:
+        change(model)
+        model.to(cases.WHERE["device"])
+    cases.agree(*(model(video(1, 8, 3, 4, 6)) for model in models))
+
+
+def test_with_gradients_stocks_code_runs(monkeypatch):
+    # Not their values: PyTorch's backward of a channels-last GroupNorm crashes on a CPU.
+    models = cases.twins(block())
+    monkeypatch.setattr(fusion, "_project", lambda *args, **options: pytest.fail("it ran fused"))
+    with torch.enable_grad():
+        found = [model(video(1, 8, 2, 4, 6)) for model in models]
+    assert all(y.requires_grad for y in found)
+    cases.agree(*found)
+
+
+def test_autocast_runs_stocks_code():
+    models = cases.twins(block())
+    with torch.autocast(cases.WHERE["device"], torch.bfloat16):
+        found = [model(video(1, 8, 2, 4, 6)) for model in models]
+    cases.agree(*found, bound=3e-2)
+
+
+# --- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_no_less_exact_than_stock(dtype):
+    if cases.WHERE["device"] == "cpu":
+        pytest.skip("about the GPU's convolutions")
+    models = [model.to(dtype) for model in twins()]
+    exact = autoencoder().to(cases.WHERE["device"], dtype).double()
+    calls = (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(17, latents=(17, 23)))
+    for call, x in calls:
+        truth = call(x.double())(exact)
+        errors = [float((call(x.to(dtype))(m).double() - truth).norm() / truth.norm()) for m in models]
+        assert errors[0] <= 1.1 * errors[1] + 1e-6
