@@ -17,6 +17,7 @@ from diffusers import (
     UNet2DModel,
 )
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import sdfastgn
 from sdfastgn import api, verification
@@ -37,16 +38,22 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def in_dtype(module, call, dtype):
-    """``call`` with all floats cast to ``dtype``."""
+    """``call`` with all floats cast to ``dtype``. A list is cast in place: caches of videos are lists."""
 
     def cast(t):
+        if isinstance(t, list):
+            t[:] = map(cast, t)
         return t.detach().to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
 
     def called(*args, **kwargs):
-        return module(*torch.utils._pytree.tree_map(cast, args), **torch.utils._pytree.tree_map(cast, kwargs))
+        args, kwargs = tree_map(cast, (args, kwargs), is_leaf=lambda t: isinstance(t, list))
+        return module(*args, **kwargs)
 
-    with torch.no_grad():
-        return call(called)
+    try:
+        with torch.no_grad():
+            return call(called)
+    except NotImplementedError as error:  # 3-D pooling of halves on a CPU
+        pytest.skip(str(error))
 
 
 def check(build, call, dtype):
