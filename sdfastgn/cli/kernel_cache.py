@@ -20,6 +20,7 @@ import torch
 import sdfastgn
 from sdfastgn.backend import triton_cache
 from sdfastgn.cli import checks, loading
+from sdfastgn.kernels.common import archive as kernel_archive
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.models import pipelines
@@ -37,22 +38,32 @@ _SIZE = re.compile(rf"({checks.DIGITS})(?:x({checks.DIGITS}))?")
 
 def run(
     *,
-    model: str,
+    model: str | None,
     sizes: Sequence[str] = (),
     batch: int = 1,
     dtype: str | None = None,
     device: str | None = None,
+    export: Path | None = None,
+    archive: Path | None = None,
 ) -> int:
     """Fill the cache and print what is in it. Returns 0, or 1 if a kernel cannot be compiled.
 
     Args:
-        model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline.
+        model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline. None to
+            do nothing but read ``archive``.
         sizes: pixels of the images, ``512`` or ``768x512`` (width first). Empty: the model's own size.
         batch: images per call. With guidance the UNet gets each image twice.
         dtype, device: as in ``bench``. Kernels are compiled for GPUs of the same generation as ``device``.
+        export: the file to which the model's compiled kernels are written.
+        archive: a file that ``export`` wrote before. Its kernels are added to the cache first.
 
     Raises OptionError for a bad option.
     """
+    if model is None:
+        if archive is None or export is not None:
+            raise OptionError("MODEL: give the model whose kernels are compiled")
+        _import(archive, _gpu("--device", device))
+        return 0
     checks.weights_source("MODEL", model, words=MODELS)
     if model in MODELS:
         native, scale = VAES[model]["sample_size"], latent_scale(VAES[model])
@@ -60,7 +71,10 @@ def run(
         native, scale = loading.text_to_image("MODEL", model)
     checks.positive("--batch", batch)
     wanted = [_size(text, scale) for text in sizes or [str(native)]]
+    checks.file_path("--export", export)
     device = _gpu("--device", device)
+    if archive is not None:
+        _import(archive, device)
     weights = DTYPES[loading.dtype_name("--dtype", dtype, device)]
     if model in MODELS:
         pipe = pipelines.build_pipeline(model, dtype=weights, device=device)
@@ -78,7 +92,18 @@ def run(
         f"{counted(count, 'kernel')}, {len(_code(cache) - before)} of them compiled now, in {seconds:.1f} s"
     )
     print(f"{cache}: {size / 2**20:.1f} MiB")
+    if export is not None:
+        written = kernel_archive.export(export, torch.device(device))
+        print(f"{export}: {counted(written, 'kernel')}, {export.stat().st_size / 2**20:.1f} MiB")
     return 0
+
+
+def _import(path: Path, device: str) -> None:
+    try:
+        added, present = kernel_archive.load(path, torch.device(device))
+    except (kernel_archive.ArchiveError, OSError) as error:
+        raise OptionError(f"--import: {error}") from None
+    print(f"{triton_cache()}: {counted(added, 'kernel')} added from {path}, {present} were there")
 
 
 def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,8 +16,11 @@ from sdfastgn.models.configurations import MODELS
 @command(name="warm-up")
 def warm_up(
     model: Annotated[
-        str, typer.Argument(help=f"Model: {', '.join(MODELS)}, a saved pipeline's path, or a Hub id.")
-    ],
+        str | None,
+        typer.Argument(
+            help=f"Model: {', '.join(MODELS)}, a saved pipeline's path, or a Hub id. Optional with --import."
+        ),
+    ] = None,
     size: Annotated[
         list[str] | None,
         typer.Option(
@@ -27,12 +31,30 @@ def warm_up(
         ),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Images per call.")] = 1,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="<path>", help="Write the model's compiled kernels to this file."),
+    ] = None,
+    archive: Annotated[
+        Path | None,
+        typer.Option(
+            "--import", metavar="<path>", help="First add the kernels of a file that --export has written."
+        ),
+    ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Compile a model's kernels into Triton's cache, for example when a container is built."""
+    """Compile a model's kernels into Triton's cache, or bring them from a machine with the same GPU."""
     from sdfastgn.cli.kernel_cache import run
 
     with one_line_errors():
-        code = run(model=model, sizes=size or (), batch=batch, dtype=dtype, device=device)
+        code = run(
+            model=model,
+            sizes=size or (),
+            batch=batch,
+            dtype=dtype,
+            device=device,
+            export=export,
+            archive=archive,
+        )
     raise typer.Exit(code)

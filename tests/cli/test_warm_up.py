@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import sdfastgn
 from sdfastgn.cli import kernel_cache
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.archive import ArchiveError
 from sdfastgn.models.pipelines import build_pipeline, load_pipeline
-from tests.command_line import invoke
+from tests.command_line import invoke, process
 
 
 class Rehearsal:
@@ -84,6 +86,31 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error(rehearsal, monkeypatch, ca
     assert not shown.out
 
 
+def test_export_and_import(rehearsal, tmp_path, monkeypatch):
+    """An import needs no model, and with a model it comes before the first kernel is compiled."""
+    calls = []
+    archive = mock.Mock(ArchiveError=ArchiveError)
+    archive.load.side_effect = lambda path, device: calls.append(("import", path.name)) or (3, 1)
+    archive.export.side_effect = lambda path, device: path.write_bytes(bytes(2**20)) and 4
+    monkeypatch.setattr(kernel_cache, "kernel_archive", archive)
+    monkeypatch.setattr(kernel_cache, "fill", lambda *_: calls.append("fill") or 2)
+    path = str(tmp_path / "kernels.zip")
+    result = invoke("warm-up", "--import", path)
+    assert result.exit_code == 0
+    assert result.stdout == f"{rehearsal.cache}: 3 kernels added from {path}, 1 were there\n"
+    result = invoke("warm-up", "tiny", "--import", path, "--export", path)
+    assert result.exit_code == 0
+    assert result.stdout.endswith(f"{path}: 4 kernels, 1.0 MiB\n")
+    assert calls == [("import", "kernels.zip"), ("import", "kernels.zip"), "fill"]
+
+
+def test_an_archive_that_is_of_no_use_is_an_error(rehearsal, tmp_path):
+    result = invoke("warm-up", "tiny", "--import", str(tmp_path / "missing"))
+    assert result.exit_code == 2
+    assert "--import: " in result.stderr
+    assert not rehearsal.devices
+
+
 @pytest.mark.gpu
 def test_nothing_is_left_to_compile(tmp_path, monkeypatch):
     """With a cache of its own, and then for a pipeline that makes its calls as graphs."""
@@ -101,3 +128,19 @@ def test_nothing_is_left_to_compile(tmp_path, monkeypatch):
         for width, height in ((64, 64), (80, 48)):
             pipe("a", width=width, height=height, num_inference_steps=2)
     assert not compiled
+
+
+@pytest.mark.gpu
+def test_nothing_is_left_to_compile_after_an_import(tmp_path):
+    """In processes of their own, each with an empty cache."""
+    path, archive = str(tmp_path / "pipe"), str(tmp_path / "kernels.zip")
+    build_pipeline("tiny", dtype=torch.float16, device="cuda").save_pretrained(path)
+    program = (sys.executable, "-m", "sdfastgn", "warm-up", path, "--size", "64")
+    done = process(*program, "--export", archive, TRITON_CACHE_DIR=str(tmp_path / "one"))
+    assert done.returncode == 0, done.stderr
+    done = process(*program, "--import", archive, TRITON_CACHE_DIR=str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    assert " 0 of them compiled now" in done.stdout
+    done = process(*program, TRITON_CACHE_DIR=str(tmp_path / "three"), SDFASTGN_KERNEL_ARCHIVE=archive)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr or "SDFASTGN" not in done.stderr

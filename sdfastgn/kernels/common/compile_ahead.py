@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sdfastgn.kernels.common import archive
 from sdfastgn.kernels.common.failures import forget
 
 # Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory.
@@ -55,6 +56,7 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
     Raises what ``call`` raises. Errors of the compilation are ignored here: they are raised again when the
     kernel is launched.
     """
+    archive.add_named(device)
     found = _Rehearsal(device)
     token = rehearsal.set(found)
     try:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import failures, gpu
+from sdfastgn.kernels.common import archive, failures, gpu
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 
 # The first parameters of each kind of launcher that this file can call.
@@ -107,8 +107,10 @@ class Launch:
                     rehearsed.add(self, tuple(None if t is None else t.dtype for t in tensors))
                 return
             compiled = self._through_triton(tensors)
-            if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-                self._direct = _direct_launcher(compiled)
+            if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+                archive.note(compiled)
+                if aligned:
+                    self._direct = _direct_launcher(compiled)
             return
         run, bound = direct
         run(self.programs, 1, 1, stream, *bound, *pointers, *self._values)
@@ -118,6 +120,7 @@ class Launch:
         device = next(t.device for t in tensors if t is not None)
         if self._direct is None:
             failures.check_gpu(device)
+            archive.add_named(device)
         try:
             return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
         except Exception as error:

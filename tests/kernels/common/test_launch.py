@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sdfastgn.kernels.common import compile_ahead
+from sdfastgn.kernels.common import archive, compile_ahead
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.launch import Launch
 
@@ -64,6 +64,13 @@ def made(number=7, block=16, kernel=None):
 
 
 X = torch.zeros(1)
+# What an archive of kernels reads of a compiled kernel.
+NOTED = {"hash": "0f" * 32, "metadata_group": {}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_noted(monkeypatch):
+    monkeypatch.setattr(archive, "_launched", {})
 
 
 def test_numbers_and_constants_are_bound_by_name():
@@ -214,7 +221,7 @@ class UnknownLauncher(Launcher36):
 )
 def test_launchers_of_each_triton(launcher, between):
     """The second call goes to the compiled kernel's own launcher if that is known."""
-    compiled = types.SimpleNamespace(run=launcher, function="f", packed_metadata="m")
+    compiled = types.SimpleNamespace(run=launcher, function="f", packed_metadata="m", **NOTED)
     kernel, launch = made(kernel=Kernel(made=compiled))
     for _ in range(2):
         launch.run(X, None)
@@ -230,7 +237,7 @@ def test_launchers_of_each_triton(launcher, between):
 def test_another_thread_may_launch_whatever_has_been_stored_so_far():
     """The first launch of a kernel stores its launcher; here another launch follows each store at once."""
     launcher = Launcher36()
-    kernel = Kernel(made=types.SimpleNamespace(run=launcher, function="f", packed_metadata="m"))
+    kernel = Kernel(made=types.SimpleNamespace(run=launcher, function="f", packed_metadata="m", **NOTED))
 
     class Interrupted(Launch):
         is_made = False
