@@ -187,7 +187,7 @@ class GraphedForward(InstanceEntry):
             reason = str(error)
         except torch.OutOfMemoryError:
             reason = NO_MEMORY
-            _give_memory_back()
+            self._give_memory_back()
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
@@ -196,7 +196,7 @@ class GraphedForward(InstanceEntry):
         except torch.OutOfMemoryError:
             # A call that succeeds in the stock model must not fail because graphs take memory. So graphs are
             # dropped, or merged weights. If there were any, the call is repeated below.
-            if not _give_memory_back():
+            if not self._give_memory_back():
                 raise
         refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
         return type(module).forward(module, *args, **kwargs)
@@ -209,6 +209,17 @@ class GraphedForward(InstanceEntry):
         with backend.lock:
             self._policy.forget_kinds()
             return self._store.clear()
+
+    def _give_memory_back(self) -> int:
+        """Call ``_drop_all``. If it dropped anything, this model is not captured for a while either.
+
+        Otherwise it would soon take the memory that it now got, and the next call of another model would drop
+        its graph again.
+        """
+        count = _drop_all()
+        if count:
+            self._policy.pause_without_memory()
+        return count
 
     def pool_bytes(self) -> dict[int, int]:
         """{id of the backend: size of its memory pool in bytes}; empty if there are no graphs.
@@ -372,7 +383,7 @@ class GraphedForward(InstanceEntry):
         return watch
 
 
-def _give_memory_back() -> int:
+def _drop_all() -> int:
     """Drop all graphs in the process, and stop captures for a while. Without graphs, free merged weights.
 
     Returns the number of dropped graphs, or of layers whose merged weights were freed.

@@ -298,6 +298,10 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
     assert (state(twin).alive, state(twin).dropped) == (0, 1)
     run(twin, inputs)
     assert "memory was short" in reasons_of(twin)
+    for _ in range(3):  # nor is the model captured that ran out of memory, which had no graph
+        run(unet, inputs)
+    assert state(unet).captured == 0
+    assert "memory was short" in reasons_of(unet)
     monkeypatch.setattr(
         UNet2DConditionModel, "forward", lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("x"))
     )
