@@ -1,4 +1,4 @@
-"""What the merged weight of a layer with LoRA adapters is made of (``merged_adapters.py``)."""
+"""Finds the tensors and scales from which ``merged_adapters.py`` computes merged weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["OF_CONV", "Source", "active_adapters", "source_of", "version_of"]
 
-# Attributes of a convolution that its stand-in and its adapters must have too.
+# Settings of a convolution. Its stand-in and its adapters must have the same.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
-# tensor -> how many times it was written into, as far as PyTorch counts.
+# Returns a tensor's version: the number of writes into it that PyTorch has counted.
 version_of = attrgetter("_version")
 
 
 class Source(NamedTuple):
-    """What the merged weight and bias of one wrapper are made of.
+    """The tensors and scales from which the merged weight and bias of one wrapper are computed.
 
-    ``base``: the wrapped layer, with ``weight`` and ``bias``. ``pairs``: for each active adapter its weights
-    A and B, the bias of B or None, and the scale.
+    Attributes:
+        base: the wrapped layer.
+        weight, bias: the parameters of ``base``.
+        pairs: (A, B, bias of B or None, scale) for each active adapter.
     """
 
     base: Any
@@ -47,7 +49,7 @@ class Source(NamedTuple):
         return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
 
     def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        """What changes if the merged weight would. ``tensors``: ``self.tensors``."""
+        """A value that changes if the merged weight would change. ``tensors``: ``self.tensors``."""
         return (
             tuple(map(id, tensors)),
             tuple(map(Tensor.data_ptr, tensors)),
@@ -57,7 +59,10 @@ class Source(NamedTuple):
 
 
 def active_adapters(own: dict[str, Any]) -> list[str]:
-    """Names of the adapters whose products a wrapper adds; empty if they are off or fused."""
+    """Names of the adapters that a wrapper applies. Empty if they are turned off or fused into the layer.
+
+    ``own``: the wrapper's ``__dict__``.
+    """
     if own["_disable_adapters"] or own["merged_adapters"]:
         return []
     names = own["_active_adapter"]
@@ -66,7 +71,7 @@ def active_adapters(own: dict[str, Any]) -> list[str]:
 
 
 def source_of(layer: nn.Module) -> Source | str:
-    """What the merged weight of ``layer`` is made of, or the reason why it cannot be merged."""
+    """The source of the merged weight of the wrapper ``layer``, or the reason why it cannot be merged."""
     own = vars(layer)
     if type(own["scaling"]) is not dict:
         return "its scales are in a dict of another class"
@@ -99,7 +104,10 @@ def source_of(layer: nn.Module) -> Source | str:
 
 
 def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
-    """(A, B, bias of B or None, scale) of the adapter ``name``, or the reason why it cannot be merged."""
+    """(A, B, bias of B or None, scale) of the adapter ``name``, or the reason why it cannot be merged.
+
+    ``layer``: the wrapper. ``kind``: the class of the wrapped layer.
+    """
     own: Any = vars(layer)
     modules = own["_modules"]
     if name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name):
@@ -120,9 +128,9 @@ def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
 
 
 def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:
-    """True if ``first`` sees the same windows as ``base``, and ``second`` only mixes channels.
+    """True if ``first`` (A) reads the same pixels as ``base``, and ``second`` (B) is a 1x1 convolution.
 
-    peft gives ``first`` neither the dilation nor the padding mode of ``base``.
+    This is not always so: peft gives ``first`` neither the dilation nor the padding mode of ``base``.
     """
     return (
         all(getattr(first, name) == getattr(base, name) for name in ("kernel_size", *OF_CONV))

@@ -6,10 +6,11 @@ first convolution makes its input channels-last. A hook on the last convolution 
 channels-first again, because callers of the stock model get a channels-first output.
 
 Channels-last is faster only where this project's kernels run. So a weight is converted if it is on a GPU and
-the kernels support its dtype. A weight that is not on a GPU yet is converted when the model is moved there:
-``.to()`` and similar methods call ``_apply``, which ``apply`` replaces in the ``__dict__`` of the model's
-root. A weight that leaves the GPU keeps channels-last, because it usually comes back. If the model then runs
-on a device without kernels, its first forward gives the weights their former layout.
+the kernels support its dtype. A weight that is not on a GPU yet is converted when the model is moved there.
+``.to()`` and similar methods call the method ``_apply``, which the function ``apply`` of this file replaces
+in the ``__dict__`` of the model's root. A weight that leaves the GPU stays channels-last, because it usually
+comes back. If the model then runs on a device without kernels, its first forward gives the weights their
+former layout.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ def _lay_out_as_stock(conv: nn.Module) -> None:
 
     The weights become channels-last again when the model is moved to a GPU.
     """
-    # ``valuerefs`` copies the table in one step, so other threads may add entries meanwhile.
+    # Other threads may add entries meanwhile. ``valuerefs`` copies the table in one step.
     entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
     roots = [root for entry in entries if (root := entry._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
@@ -267,7 +268,7 @@ def _unconvert(module: nn.Module) -> None:
     layout = vars(module).get(_STOCK_LAYOUT)
     if layout is None:
         return
-    # Goes through all parameters, because parametrizations, pruning and weight_norm rename the weight.
+    # All parameters are searched, because parametrizations, pruning and weight_norm rename the weight.
     for weight in (*module.parameters(), _offloaded(module)):
         # If the shape differs, the converted weight was replaced by another one, for instance by one with
         # more input channels for inpainting. The old strides do not fit the shape of the new weight.
@@ -279,9 +280,10 @@ def _unconvert(module: nn.Module) -> None:
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` the strides ``stride``.
 
-    The weight stays at its address unless it shares its memory with another tensor. ComfyUI restores the
-    stock strides after a run and converts the weight again before the next: CUDA graphs, which read the
-    address, stay usable. The weight never has wrong values in between, so Ctrl-C cannot spoil it.
+    The weight stays at its address unless it shares its memory with another tensor. So CUDA graphs, which
+    read this address, stay usable although ComfyUI restores the stock strides after a run and converts the
+    weight again before the next run. At every moment the weight has the right values, so Ctrl-C cannot spoil
+    it.
     """
     in_place = is_alone(weight)
     # PyTorch allows writes into an inference tensor only in inference mode. Inference mode must be off for

@@ -1,8 +1,9 @@
 """Changes the class of a module, and replaces its old bound ``forward`` wherever other code keeps it.
 
-Hooks of accelerate and diffusers, and wrappers of other code, keep the module's bound method ``forward`` in
-order to call it. A hook that is removed leaves this method in the instance's ``__dict__``. After a change of
-class, the kept method would still run the old class's code, and a ``super()`` call in it could fail.
+Hooks of accelerate and diffusers, and wrappers of other code, keep the module's bound method ``forward`` so
+that they can call it. When such a hook is removed, it puts the method into the instance's ``__dict__``. If
+the module's class changes, the kept method still runs the code of the old class, and a ``super()`` call in
+that code could fail.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Forward = Callable[..., Any]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
-# Maximum number of objects that are searched for a kept ``forward``. The limit does not matter for hooks and
-# wrappers: only a few references lead from the module to the place where they keep it.
+# Maximum number of objects that are searched for a kept ``forward``. Hooks and wrappers keep it only a few
+# references away from the module, so the search finds it long before this limit.
 _MAX_OBJECTS = 1000
 
 
@@ -53,7 +54,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
-    """In ``module``, in its hooks and in its wrappers, replace the kept ``forward``, ``old``, by ``new``."""
+    """Replace the ``forward`` ``old`` by ``new`` wherever ``module``, its hooks or its wrappers keep it."""
     attributes = vars(module)
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]

@@ -1,9 +1,9 @@
 """Calls of convolutions without separate passes over the result for bias, residual and ReLU.
 
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
-and applies ReLU before it writes the result (``conv_relu``). Both need a plain ``nn.Conv2d`` or
-``nn.Conv3d``, and a call on a GPU without gradients. Every other convolution, such as a LoRA layer or one
-with hooks, is called as in stock.
+and applies ReLU before it writes the result (``conv_relu``). ``pointwise`` computes 1x1 convolutions as
+matrix products. All need a plain ``nn.Conv2d`` or ``nn.Conv3d``, and a call on a GPU without gradients.
+Every other convolution, such as a LoRA layer or one with hooks, is called as in stock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CUDNN_CHANNELS = 8
 
 
 def is_plain_conv(conv: nn.Module) -> bool:
-    """True if a call of ``conv`` runs PyTorch's 2-D or 3-D convolution and nothing else.
+    """True if calling ``conv`` runs PyTorch's 2-D or 3-D convolution and nothing else.
 
     ``_conv_forward`` is checked too, because code for seamless tiling replaces it in the instance.
     """
@@ -91,7 +91,8 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
     """conv(x) for x (N, C, H, W), computed as a matrix product if ``conv`` is 1x1 and x is channels-last.
 
     The product is faster because it adds the bias before it writes the result. In fp32 the convolution is
-    called instead: by PyTorch's default convolutions use TF32, and matrix products use fp32, which is slower.
+    called instead. By default, PyTorch uses the faster TF32 for fp32 convolutions, but not for fp32 matrix
+    products.
     """
     conv = plain_layer(conv)
     if not (is_plain_conv(conv) and _is_product(conv, x)):

@@ -31,13 +31,13 @@ __all__ = ["one_at_a_time", "undisturbed"]
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.
 _LOOK_EVERY = 0.002
-# The key of a gate in its module's ``__dict__``.
+# The key under which a module's ``__dict__`` has its gate.
 # ``nn.Module.__call__`` calls the method of this name, and finds the gate before the class's method.
 # A hook cannot be the gate: fused code would take it for a hook of the user, and run the module as in stock.
 _GATE = "_call_impl"
-# The code object of ``nn.Module.__call__``. Only frames with this code have their locals read.
-# A second read of a frame's locals frees the values that the first read returned.
-# Were one of them a tensor, freeing it could let other threads run on in the middle of the search.
+# The code object of ``nn.Module.__call__``. Locals are only read from frames with this code, because reading
+# the locals of a frame a second time frees the values that the first reading returned. If one of them were a
+# tensor, freeing it could let other threads run in the middle of the search.
 _CALL = nn.Module.__call__.__code__
 
 one_at_a_time = threading.RLock()  # held during a change of any model
@@ -111,7 +111,7 @@ def _wait_for_others(call: str, change: _Change) -> None:
                 f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
                 f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
             )
-        change.done.wait(_LOOK_EVERY)  # a pause: ``done`` is set after the change
+        change.done.wait(_LOOK_EVERY)  # always times out, because ``done`` is set after the change
 
 
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
@@ -134,13 +134,13 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
 
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
-    """True if the call that has reached the gate was made inside a call of another one of ``modules``."""
+    """True if the call that waits at the gate was made inside a call of another module of ``modules``."""
     own_call = sys._getframe(2)  # the frame of the call that has reached the gate
     return _called_module(own_call.f_back, modules) is not None
 
 
 def _called_module(frame: FrameType | None, modules: set[nn.Module]) -> nn.Module | None:
-    """The outermost one of ``modules`` that is being called on the stack that ends at ``frame``; or None."""
+    """The outermost module of ``modules`` that is being called on the stack of ``frame``. None if none is."""
     found = None
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals["self"] in modules:

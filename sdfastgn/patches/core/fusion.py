@@ -79,8 +79,8 @@ class ClassSwap:
             so they are skipped.
         fused: the subclass that replaces ``stock``. It is defined at the top level of a Python module, where
             pickle finds it.
-        sources: the upstream methods that ``fused`` replaces or relies on. Instances are only fused if the
-            installed code of these methods is a version that was tested.
+        sources: the upstream methods that ``fused`` replaces or relies on. An instance is only fused if the
+            installed code of all these methods was tested.
         check: called with an instance. Returns the reason to skip it, or None.
         covers: called with an instance. Returns False if ``fused`` cannot compute what ``stock`` computes
             with the instance's settings. Then the fusion does not claim the instance.
@@ -160,8 +160,8 @@ def is_over_fused(module: nn.Module) -> bool:
 def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
     """True if the class of ``module`` is one of the classes ``stock``, or a user's subclass of one of them.
 
-    False for a subclass that diffusers or ComfyUI derived from a class of diffusers or ComfyUI. It belongs to
-    another kind of model, and reports do not list it.
+    False if both the class in ``stock`` and its subclass come from diffusers or ComfyUI. Such a subclass
+    belongs to another kind of model, and reports do not list it.
     """
     cls = type(module)
     if cls in stock:
@@ -207,7 +207,7 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """True if a call of ``module`` runs its class's forward and nothing else.
+    """True if calling ``module`` runs the forward of its class and nothing else.
 
     That is, the module has no hooks, and other code has put no ``forward`` into its ``__dict__``. Fused code
     checks this at each call, because hooks may be added at any time.

@@ -18,7 +18,7 @@ __all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
 
 
 class InstanceEntry:
-    """Base class of the entries. An entry has a weak reference to its module; the module owns the entry."""
+    """Base class of the entries. An entry has only a weak reference to the module that owns it."""
 
     __slots__ = ("__weakref__", "_module")
 
@@ -92,7 +92,7 @@ GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
 
 
 def guard(module: nn.Module) -> None:
-    """Make sure that shallow copies and replicas of ``module`` get none of its entries."""
+    """Put the ``GUARDS`` into ``module``, so that its shallow copies and replicas get no entries."""
     for name, kind in GUARDS.items():
         vars(module).setdefault(name, kind(module))
 

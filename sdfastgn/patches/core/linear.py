@@ -25,7 +25,7 @@ __all__ = ["call_linear", "fused_linear", "is_plain_linear", "linear_of"]
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """True if a call of ``module`` is one matrix product with a bias and nothing else.
+    """True if calling ``module`` runs one matrix product, adds its bias and does nothing else.
 
     False for layers with LoRA, hooks, quantized weights or sharded weights.
     """

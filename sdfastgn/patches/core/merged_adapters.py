@@ -1,23 +1,23 @@
 """Runs a layer with LoRA adapters as one plain layer, whose weight is W + the sum of scale * B @ A.
 
-peft wraps a layer of the model and calls three layers instead of one for each adapter. Here the wrapper gets
-a *stand-in*: a plain ``nn.Linear`` or ``nn.Conv2d`` with merged weights in memory of its own. Fused code asks
-``plain_layer`` for the layer that it shall run, and the wrapper's own ``forward`` runs the stand-in too. The
-model's parameters are never touched.
+peft replaces a layer of the model by a *wrapper*, which calls the layer and two small layers for each
+adapter. Here the wrapper gets a *stand-in*: a plain ``nn.Linear`` or ``nn.Conv2d`` with the merged weight in
+separate memory. Fused code gets the stand-in from ``plain_layer``, and the wrapper's own ``forward`` also
+runs it. The model's parameters are never changed.
 
-A wrapper takes part once ``adopt`` has given it a class of ``peft_layers.py``. At each call all that the
-merged weight is made of is compared with what it was: the adapters that are active, their scales, and the
-identity, address and number of writes of each tensor. If anything differs, the merged weight is written again
-into the same memory. So a CUDA graph that reads this memory stays valid.
+``adopt`` gives a wrapper its stand-in, and a class of ``peft_layers.py``. Each call checks whether the merged
+weight is up to date. It compares the active adapters, their scales, and the identity, address and version of
+each tensor with their values when the weight was computed. If anything differs, the merged weight is computed
+again into the same memory. So a CUDA graph that reads this memory stays valid.
 
 - Calls without graphs compare layer by layer (``merged_layer``).
-- For a graph, a ``Survey`` compares all layers of a model at once before each replay, in loops that run in C.
+- Before a graph is replayed, a ``Survey`` compares all layers of a model at once, in loops that run in C.
 
-Peft's own code runs with gradients, under a compiler, in traces, without kernels, and for every layer for
-which ``source_of`` has a reason, such as hooks, dropout or DoRA.
+peft's own code runs with gradients, under a compiler, in traces, where no kernels run, and for every layer
+for which ``source_of`` returns a reason, such as hooks, dropout or DoRA.
 
-One change is not noticed: a write through ``.data`` of a tensor that was not reached through its wrapper
-(``model.parameters()``), because PyTorch does not count it.
+One change is not noticed: a write through ``.data`` into a tensor that came from ``model.parameters()``.
+PyTorch does not count such a write, and the wrapper does not see that its tensor was read (``may_change``).
 """
 
 from __future__ import annotations
@@ -74,34 +74,39 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
 _NO_MEMORY = "there was no memory for merged weights"
 
-# Wrapper -> its stand-in and what this was made of. It is not kept in the wrapper's ``__dict__``, so that it
-# is neither copied nor pickled.
+# Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
+# are neither copied nor pickled.
 _records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
 # Wrapper -> all wrappers that were adopted with it.
 _siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-# Modules of models that must not get merged weights, and wrappers for which memory was short.
+# Modules of models for which ``allow`` forbade merged weights.
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Wrappers that have no merged weights because memory was short.
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # The classes of ``peft_layers.py``; empty until a model has a layer of peft.
 _classes: tuple[type, ...] = ()
-# Counts the times that other code may have written into a weight. PyTorch does not count all writes.
+# Counts the events after which a ``Survey`` must check all layers again: merged weights were written or
+# freed, or other code may have written into a weight.
 _touches = 0
-# True while a graph is captured: then merged weights are read, and must not be written.
+# True in ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
-# The factor of all scales that was taken out of the arguments of the running call.
+# The factor by which the running call multiplies all scales. It comes from the call's arguments.
 _factor: ContextVar[float] = ContextVar("sdfastgn_adapter_factor", default=1.0)
-# (index of a GPU, handle of a stream) -> the stream, for those that have read merged weights since the last
-# write.
+# (index of a GPU, handle of a stream) -> stream, for the streams that have read merged weights since these
+# were written last. The next write waits for these streams.
 _readers: dict[tuple[int, int], torch.cuda.Stream] = {}
 _changing = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The layers of one model that run with merged weights.
+    """Describes the layers of one model that run with merged weights.
 
-    ``path``: the model's path. ``layers``: how many layers there are. ``bytes``: size of the merged weights.
-    ``adapters``: names of the adapters that are active in any of the layers.
+    Attributes:
+        path: the model's path.
+        layers: number of these layers.
+        bytes: size of the merged weights.
+        adapters: names of the adapters that are active in at least one of these layers.
     """
 
     path: str
@@ -122,7 +127,10 @@ class _Record:
         self._written: tuple[int, Any] = (0, None)
 
     def fits(self, source: Source) -> bool:
-        """True if the stand-in has the right memory and settings for ``source``."""
+        """True if the stand-in can hold the merged weights of ``source``.
+
+        Its weight must have the same dtype, device, shape and strides, and its settings must be equal.
+        """
         weight, bias, like = self.layer.weight, self.layer.bias, source.weight
         return (
             (weight.dtype, weight.device, weight.shape, weight.stride())
@@ -135,7 +143,7 @@ class _Record:
         )
 
     def is_of(self, source: Source) -> bool:
-        """True if the merged weight was computed from exactly ``source``."""
+        """True if the merged weight was computed from the present values of ``source``."""
         return (
             self.key is not None
             and self.key == source.key(source.tensors)
@@ -143,7 +151,10 @@ class _Record:
         )
 
     def sums(self, source: Source) -> Iterator[Sum]:
-        """What has to be computed. Until ``note`` is called, the stand-in is invalid."""
+        """Yields the sums that ``add_low_rank`` must compute for the merged weight and bias.
+
+        Marks the stand-in as invalid until ``note`` is called.
+        """
         self.key = None
         pairs = tuple(Factors(a, b, scale) for a, b, _, scale in source.pairs)
         yield Sum(self.layer.weight, source.weight, pairs)
@@ -154,18 +165,21 @@ class _Record:
             yield Sum(out, own, tuple(Factors(b.new_ones(1, 1), b.view(-1, 1), s) for b, s in biases))
 
     def note(self, source: Source, written: tuple[int, Any]) -> None:
-        """Take note that the stand-in was computed from ``source``. ``written``: (stream, event)."""
+        """Record that the stand-in was computed from ``source``.
+
+        ``written``: (handle of the stream that writes the weights, event after this write).
+        """
         tensors = source.tensors
         key = source.key(tensors)
         if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
             self._places = key[:2]
-            self._tensors = tensors  # kept, so that no other tensor gets their ids
+            self._tensors = tensors  # while they are kept, no other tensor can have their ids
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._written = written
         self.key = key
 
     def wait(self) -> None:
-        """Let the current stream wait until the merged weight is written."""
+        """Make the current stream wait until the merged weight is written, and record that it reads it."""
         stream, event = self._written
         weight = self.layer.weight
         _read_on(weight.device)
@@ -173,7 +187,7 @@ class _Record:
             torch.cuda.current_stream(weight.device).wait_event(event)
 
     def free(self) -> None:
-        """Free the memory. A Watch that still knows the weight sees that it has gone."""
+        """Free the memory. The parameters stay, without elements, so that a graph's ``Watch`` notices."""
         self.key = None
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)
@@ -183,7 +197,7 @@ class _Record:
 
 
 def know(classes: Iterable[type]) -> None:
-    """Take note of the classes of ``peft_layers.py``, which has been imported."""
+    """Record the classes of ``peft_layers.py``, which calls this when it is imported."""
     global _classes
     _classes = tuple(classes)
 
@@ -209,7 +223,7 @@ def why_not(layer: Any) -> str | None:
 
 
 def merged_in(root: nn.Module, path: str = "") -> Merged:
-    """What is merged in ``root`` now."""
+    """Describes the merged layers in ``root``."""
     layers = [module for module in root.modules() if is_merged(module)]
     sizes = [t.nbytes for layer in layers for t in _records[layer].layer.parameters()]
     names = dict.fromkeys(name for layer in layers for name in active_adapters(vars(layer)))
@@ -217,7 +231,7 @@ def merged_in(root: nn.Module, path: str = "") -> Merged:
 
 
 def allow(root: nn.Module, merges: bool) -> None:
-    """Give ``root`` merged weights, or forbid them and free those that there are."""
+    """If ``merges``, give the layers in ``root`` merged weights. Otherwise forbid and free merged weights."""
     if not merges:
         release(root)
     for module in root.modules():
@@ -233,7 +247,10 @@ def must_release(root: nn.Module, merges: bool) -> bool:
 
 
 def _kind_of(layer: Any) -> type | None:
-    """The class of peft that ``layer`` has, or had before it was adopted, if it can be merged; else None."""
+    """The class of ``layer`` if it is a wrapper that can be merged: peft's, or ours once it was adopted.
+
+    None for all other layers.
+    """
     if type(layer) in _classes:
         return type(layer)
     kind = type(layer)
@@ -245,7 +262,7 @@ def _kind_of(layer: Any) -> type | None:
 
 
 def plain_layer(layer: Any) -> Any:
-    """The layer that fused code runs instead of ``layer``: its stand-in if it has one, else ``layer``."""
+    """The layer that fused code runs for ``layer``: its stand-in, brought up to date, or ``layer`` itself."""
     if type(layer) not in _classes:
         return layer
     found = merged_layer(layer)
@@ -253,7 +270,7 @@ def plain_layer(layer: Any) -> Any:
 
 
 def merged_layer(layer: nn.Module) -> Any:
-    """The stand-in of the wrapper ``layer`` with its present weights; None if peft's code must run."""
+    """The stand-in of the wrapper ``layer``, brought up to date first. None if peft's code must run."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     record = _records.get(layer)
@@ -273,7 +290,7 @@ def merged_layer(layer: nn.Module) -> Any:
     if is_frozen:
         raise RuntimeError("an adapter changed during the call")
     if source.weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # other code captures this call, and would write the weights at each replay
+        return None  # other code captures this call, and its graph would write the weights at each replay
     try:
         record, *_ = _write([(layer, source), *_outdated_siblings(layer, factor)])
     except torch.OutOfMemoryError:
@@ -284,7 +301,10 @@ def merged_layer(layer: nn.Module) -> Any:
 
 
 def _outdated_siblings(layer: nn.Module, factor: float) -> list[tuple[nn.Module, Source]]:
-    """Other layers of the model of ``layer`` that need new merged weights. One launch computes them all."""
+    """Other wrappers of the same model whose merged weights are outdated, with their sources.
+
+    The caller computes all of them in one launch.
+    """
     found = []
     for other in _siblings.get(layer, ()):
         record = _records.get(other)
@@ -301,19 +321,22 @@ def _runs_merged(weight: Tensor) -> bool:
 
 
 def _unfuse(layer: nn.Module) -> None:
-    """Subtract fused adapters that are turned off, which peft does in its next call."""
+    """If adapters of ``layer`` are fused but turned off, subtract them, as peft does in its next call."""
     own: Any = vars(layer)
     if own["_disable_adapters"] and own["merged_adapters"]:
         layer.unmerge()  # type: ignore[operator]
 
 
 def _write(found: Iterable[tuple[nn.Module, Source]]) -> list[_Record]:
-    """Compute the merged weights of all wrappers, in the current stream. Returns their records."""
+    """Compute the merged weights of the wrappers in ``found``, in the current stream.
+
+    Returns the records of the wrappers.
+    """
     global _touches
     found = list(found)
     devices = dict.fromkeys(source.weight.device for _, source in found)
     with _changing, torch.no_grad():
-        _touches += 1  # a ``Survey`` may expect other values
+        _touches += 1  # so that every ``Survey`` checks again
         for device in devices:
             _wait_for_readers(device)
         records = []
@@ -333,7 +356,7 @@ def _write(found: Iterable[tuple[nn.Module, Source]]) -> list[_Record]:
 
 
 def _wait_for_readers(device: torch.device) -> None:
-    """Let the current stream of ``device`` wait for the other streams that read merged weights."""
+    """Make the current stream of ``device`` wait for the other streams that read merged weights."""
     if device.type == "cuda":
         for key in [key for key in list(_readers) if key[0] == device.index]:
             stream = _readers.pop(key, None)
@@ -342,7 +365,7 @@ def _wait_for_readers(device: torch.device) -> None:
 
 
 def _read_on(device: torch.device) -> None:
-    """Take note that the current stream of ``device`` reads merged weights."""
+    """Record that the current stream of ``device`` reads merged weights."""
     if device.type == "cuda":
         key = device.index, current_raw_stream(device.index)
         if key not in _readers:
@@ -350,7 +373,7 @@ def _read_on(device: torch.device) -> None:
 
 
 def _written_now(device: torch.device) -> tuple[int, Any]:
-    """(the current stream of ``device``, an event after all of its work so far); (0, None) on a CPU."""
+    """Returns (handle of the current stream, event after all of its work so far); (0, None) on a CPU."""
     if device.type != "cuda":
         return 0, None
     event = torch.cuda.Event()
@@ -359,14 +382,15 @@ def _written_now(device: torch.device) -> tuple[int, Any]:
 
 
 def _stand_in(source: Source) -> Any:
-    """A plain layer like ``source.base`` with memory for its own weight and bias."""
+    """A plain layer with the settings of ``source.base`` and new, uninitialized weight and bias."""
     base, weight = source.base, source.weight
     layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
-    # Only settings are copied: the base may have hooks, and entries of other code in its ``__dict__``.
+    # Only the settings of a plain layer are copied. The base may also have hooks, and other code may have put
+    # entries into its ``__dict__``.
     for name, value in vars(layer).items():
         if not isinstance(value, (dict, set)):
             vars(layer)[name] = vars(base)[name]
-    # Outside of inference mode, because memory from inside would make inference tensors.
+    # Inference mode is off, because tensors that are made in it are inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         place = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
         bias = weight.new_empty(len(weight)) if source.has_bias else None
@@ -381,9 +405,9 @@ def _stand_in(source: Source) -> Any:
 
 
 def adopt(root: nn.Module) -> list[nn.Module]:
-    """Let all wrappers in ``root`` that can be merged run with merged weights, and return them.
+    """Give all wrappers in ``root`` that can be merged a stand-in, and return these wrappers.
 
-    Does nothing where no kernels run. If memory is short, no wrapper in ``root`` gets merged weights.
+    Where no kernels run, nothing is done. If there is not enough memory for all, no wrapper gets a stand-in.
     """
     if _PEFT not in sys.modules or root in _off:
         return []
@@ -427,7 +451,7 @@ def _source_to_adopt(module: nn.Module) -> Source | None:
 
 
 def stand_in_of(layer: Any) -> Any:
-    """The stand-in of ``layer``, whose weights may be of the past; ``layer`` itself if it has none."""
+    """The stand-in of ``layer``, whose weights may be outdated; ``layer`` itself if it has no stand-in."""
     record = _records.get(layer) if type(layer) in _classes else None
     return layer if record is None else record.layer
 
@@ -441,7 +465,7 @@ def release(root: nn.Module) -> None:
 
 
 def give_back(root: nn.Module) -> int:
-    """Free the merged weights in ``root`` because memory is short. Returns the number of their layers."""
+    """Free the merged weights in ``root`` because memory is short. Returns the number of freed layers."""
     layers = [module for module in root.modules() if is_merged(module)]
     if layers:
         release(root)
@@ -450,7 +474,7 @@ def give_back(root: nn.Module) -> int:
 
 
 def leave(module: nn.Module) -> None:
-    """Forget all that is kept about ``module`` outside of it."""
+    """Remove ``module`` from all tables of this file, and free its merged weights."""
     forget(module)
     _off.discard(module)
     _short.discard(module)
@@ -466,7 +490,7 @@ def forget(layer: nn.Module) -> None:
 
 
 def may_change(layer: nn.Module) -> None:
-    """Take note that other code has reached the weights of ``layer``, so that they are merged again."""
+    """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
     global _touches
     record = _records.get(layer)
     if record is not None:
@@ -476,7 +500,7 @@ def may_change(layer: nn.Module) -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """In this context merged weights must be up to date. If they are not, a call raises RuntimeError."""
+    """A context in which merged weights are never written. A call with outdated ones raises RuntimeError."""
     token = _is_frozen.set(True)
     try:
         yield
@@ -486,7 +510,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def scaled(factor: float) -> Iterator[None]:
-    """In this context all scales of adapters are multiplied by ``factor``."""
+    """A context in which all scales of adapters are multiplied by ``factor``."""
     token = _factor.set(factor)
     try:
         yield
@@ -495,12 +519,14 @@ def scaled(factor: float) -> Iterator[None]:
 
 
 class Survey:
-    """All layers of ``root`` that run with merged weights. If there are new ones, they are adopted.
+    """Keeps all merged weights of the model ``root`` up to date for its CUDA graphs.
+
+    The constructor also adopts layers that are new.
 
     Attributes:
-        layers: the wrappers.
-        takes_scale: True if ``root`` has no other layers with adapters. Then a scale that is an argument of
-            the model's call can become part of the merged weights.
+        layers: the wrappers in ``root`` that run with merged weights.
+        takes_scale: True if all layers with adapters in ``root`` are merged. Then a scale that is an argument
+            of the model's call can become part of the merged weights.
         reason: why the last ``refresh`` returned False.
     """
 
@@ -524,15 +550,16 @@ class Survey:
     def refresh(self, factor: float = 1.0) -> bool:
         """Bring all merged weights up to date, in the current stream.
 
-        Returns False if a layer cannot be merged any more, or has other memory now. ``factor``: multiplies
-        all scales.
+        Returns False if a layer cannot be merged any more, or if its stand-in no longer fits.
+
+        ``factor``: number by which all scales are multiplied.
         """
         try:
             return not self.layers or self._refresh(factor)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, LookupError, RuntimeError) as error:
-            # Another thread is adding or deleting an adapter, so that dicts change or do not fit together.
+            # Another thread is adding or deleting an adapter, so peft's dicts change or do not match.
             self._factor = None
             self.reason = f"its adapters were changed during a call: {one_line(error)}"
             return False
@@ -565,7 +592,7 @@ class Survey:
         return True
 
     def _find(self) -> bool:
-        """Find out what all merged weights are made of. False if one of them cannot be merged any more."""
+        """Find the sources of all merged weights. Returns False if a layer cannot be merged any more."""
         for layer in self.layers:
             _unfuse(layer)
         self._look()
@@ -580,7 +607,7 @@ class Survey:
         return True
 
     def _look(self) -> None:
-        """Find the dicts and tensors that ``_seen`` reads, and store what it reads now."""
+        """Collect the dicts and tensors that ``_seen`` reads, and store its present result."""
         owns = list(map(vars, self.layers))
         bases = [own["_modules"]["base_layer"] for own in owns]
         parts = [own["_modules"][side]._modules for own in owns for side in ("lora_A", "lora_B")]
@@ -594,14 +621,14 @@ class Survey:
         self._parameters = [module._parameters for module in (*bases, *adapters)]
         self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
         self._tensors = [t for part in self._parameters for t in part.values() if t is not None]
-        # Kept, so that no other object gets the id of one of them.
+        # While these are kept, no other object can have their ids.
         self._kept = [child for children in self._children for child in children.values()]
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
         self._storage_ids = list(map(expiring, self._storages))
         self._before = self._seen()
 
     def _seen(self) -> list[Any]:
-        """Everything that decides the merged weights, in lists that are made and compared in C."""
+        """Values that change if a merged weight would change. The lists are built and compared in C."""
         owns = self._owns
         scales = list(map(_scales_of, owns))
         return [

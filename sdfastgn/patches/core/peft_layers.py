@@ -1,6 +1,6 @@
-"""peft's LoRA layers for linear layers and convolutions, as subclasses that run with merged weights.
+"""Subclasses of peft's LoRA layers for ``nn.Linear`` and ``nn.Conv2d`` that run with merged weights.
 
-This file imports peft. So it is imported only once a model has a layer of peft, or by pickle.
+This file imports peft. So it is only imported when a model has a layer of peft, or when one is unpickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DOORS = frozenset(("base_layer", "lora_A", "lora_B"))
 
 
 class _MergedLayer(nn.Module):
-    """The methods that both classes replace. ``merged_adapters.py`` says what merged weights are."""
+    """The methods that both subclasses replace. ``merged_adapters.py`` explains merged weights."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = None if args or kwargs else merged_adapters.merged_layer(self)
@@ -32,7 +32,10 @@ class _MergedLayer(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``.to()`` and similar methods: the merged weights are freed, and made anew at the next call."""
+        """Frees the merged weights when ``.to()`` or a similar method moves the layer.
+
+        The next call computes them again.
+        """
         merged_adapters.forget(self)
         return super()._apply(*args, **kwargs)
 

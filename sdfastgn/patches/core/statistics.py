@@ -1,17 +1,17 @@
 """Hands the statistics of a tensor from the kernel that writes it to the GroupNorm that reads it.
 
-The last operation of a block is a sum, and the next block normalizes its result. If this saves time, the
-sum's kernel also computes the statistics of the result (``statistics/op.py``), and ``store_statistics`` keeps
-them. The GroupNorm that gets this tensor takes them with ``take_statistics``. The two blocks do not know each
-other: if other code runs in between, the norm still finds either valid statistics or none.
+The last operation of a block is a sum, and the next block normalizes the sum. If this saves time, the kernel
+of the sum also computes the statistics of its result (``statistics/op.py``), and ``store_statistics`` stores
+them. The GroupNorm that reads the result gets them with ``take_statistics``. Other code may run between the
+two blocks and change the tensor; then the norm finds no valid statistics and computes them itself.
 
 Statistics are kept in a table in this file. If they were an attribute of the tensor, deepcopies, pickles and
 ``torch.save`` would include them. An entry of the table is dropped when it is taken or when its tensor is
-freed. An entry is valid while its tensor is the same object at the same address with the same version.
-PyTorch raises a tensor's version at every write, also at a write through a view. A write through ``x.data``
-does not raise it, but diffusers never writes to the tensors between blocks in this way. Inference tensors
-have no version, so nothing is stored for them. Statistics that were stored before a capture are not valid in
-the capture: every replay would read these old statistics.
+freed. An entry is valid while its tensor is the same object with the same address and version counter.
+PyTorch increases the version at every write into the tensor or into a view of it. It does not count writes
+through ``x.data``, but diffusers never writes to the tensors between blocks in this way. Inference tensors
+have no version, so nothing is stored for them. Statistics that were stored before the capture of a CUDA graph
+are not valid during the capture, because every replay would read these old statistics.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def _forget(key: _Key) -> None:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...]:
-    """A value for comparison: statistics of ``x`` are valid while ``_state_of(x)`` is equal to its old value.
+    """The state of ``x``. Statistics of ``x`` are valid while it is equal to the state when they were stored.
 
-    The value changes when ``x`` is written or moved, when the current stream is another one, and when a
-    capture begins or ends.
+    The state changes when ``x`` is written to or moved, when another stream becomes the current one, and when
+    a capture begins or ends.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
@@ -100,7 +100,7 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
 
     Args:
         x, residual: (N, C, *spatial).
-        bias: (C,). It is the bias of the convolution that made x. None if the convolution has added it.
+        bias: (C,), the bias of the convolution that computed x. None if the convolution has added it.
         divisor: number by which the sum is divided.
     """
     if dispatch.is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
@@ -124,7 +124,7 @@ def blend(
 
     Args:
         x, residual: (N, C, *spatial).
-        bias: (C,). It is the bias of the convolution that made x. None if the convolution has added it.
+        bias: (C,), the bias of the convolution that computed x. None if the convolution has added it.
         factors: (2, N) fp32, contiguous.
         is_normalized: False if no norm reads the result, so that no statistics are needed.
     """

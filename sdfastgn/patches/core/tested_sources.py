@@ -1,10 +1,10 @@
 """Checks that the installed code of upstream methods is a version that sdfastgn was tested with.
 
-"Upstream" is diffusers, ComfyUI or PyTorch. A fused ``forward`` computes the same as the versions of the
-stock ``forward`` that it was tested with. If upstream changes the stock ``forward``, the pixels could differ.
-So the installed code of each method is compared with the tested versions, and a module whose class has
-unknown code is skipped with a reason. Each fusion's file names the methods that the fusion replaces or relies
-on. ``tested_sources.json`` has the hashes of the tested versions.
+"Upstream" is diffusers, ComfyUI or PyTorch. A fused ``forward`` was tested against certain versions of the
+stock ``forward``. After a change of the stock ``forward``, the images could differ. So the installed code of
+each method is compared with the tested versions, and a module whose class has unknown code is skipped with a
+reason. Each fusion's file names the methods that the fusion replaces or relies on. ``tested_sources.json``
+has the hashes of the tested versions.
 """
 
 from __future__ import annotations

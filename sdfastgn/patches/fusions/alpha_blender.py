@@ -1,7 +1,8 @@
-"""diffusers' ``AlphaBlender``, which mixes what frames and time make of a video: the factors of the mix.
+"""Factors of diffusers' ``AlphaBlender``, which mixes the results of spatial and of temporal layers.
 
-The blocks of Stable Video Diffusion mix by ``alpha * spatial + (1 - alpha) * temporal``, where alpha may
-differ from frame to frame. Their fusions compute it in one pass (``core/statistics.py``, ``blend``).
+The blocks of Stable Video Diffusion compute ``alpha * spatial + (1 - alpha) * temporal``, where alpha may
+differ from frame to frame. The fusions of these blocks compute the mix in one pass (``blend`` of
+``core/statistics.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SOURCE = tested(AlphaBlender, "__init__", "get_alpha", "forward")
 
 
 def is_plain_blender(mixer: Any) -> bool:
-    """True if a call of ``mixer`` is diffusers' and does nothing else."""
+    """True if calling ``mixer`` only runs diffusers' methods: it has no hooks or replaced methods."""
     is_own = not {"get_alpha", "forward"} & vars(mixer).keys()
     return type(mixer) is AlphaBlender and is_own and is_unhooked(mixer)
 
@@ -31,8 +32,8 @@ def factors_of(mixer: Any, image_only_indicator: Tensor | None, x: Tensor) -> Te
 
     Args:
         mixer: an ``AlphaBlender``.
-        image_only_indicator: (videos, frames); None if the strategy of the mixer needs none.
-        x: (N, ...), what is mixed, where N is the number of frames of all videos.
+        image_only_indicator: (videos, frames); None if the mixer's merge strategy needs none.
+        x: (N, ...), one of the tensors to mix, where N is the number of frames of all videos.
     """
     alpha = mixer.get_alpha(image_only_indicator, 3).to(x.dtype).flatten()
     if mixer.switch_spatial_to_temporal_mix:

@@ -77,35 +77,41 @@ class FusedAttention(Attention):
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
 
     def of_one_token(self, context: Any) -> Tensor | None:
-        """What attention to a single token is: the same vector for each query of a sample, (N, C).
+        """The result of attention to a single token, (N, C): the same vector for each query of a sample.
 
-        context: (N, 1, C'). None if the context is another one, or if the call would do anything else.
+        context: the token, (N, 1, C'). Returns None if ``context`` has another shape, or if a call of this
+        module would do anything besides projections and attention.
         """
         # The context of an IP-Adapter is a tuple.
         if not isinstance(context, Tensor) or context.dim() != 3 or context.shape[1] != 1:
             return None
-        # The softmax of one score is 1, so queries and keys do not matter. Hooks would see a single token.
+        # The softmax of one score is 1, so queries and keys do not matter. Modules with hooks are excluded,
+        # because their hooks would get one token instead of all.
         is_plain = is_plain_linear(self.to_q) and is_plain_linear(self.to_k)
         if not (is_plain and self._runs_in_order(context) and all(map(is_unhooked, self.modules()))):
             return None
         return self.to_out[1](call_linear(self.to_out[0], call_linear(self.to_v, context)))[:, 0]
 
     def runs_over_frames(self, x: Tensor) -> bool:
-        """True if ``over_frames`` computes what a call with the tokens of each pixel does."""
+        """True if ``over_frames`` may replace a call of this module. x: the tokens, (N, tokens, C)."""
         return self._runs_in_order(x) and self.cross_attention_dim == self.query_dim
 
     def over_frames(self, x: Tensor, frames: int) -> Tensor:
         """Self-attention of each pixel over the frames of its video.
 
-        x (N, frames * pixels, C) -> the same. The tokens are in the order of the frames. Stock needs them in
-        the order of the pixels, and copies them twice. Call it only if ``runs_over_frames(x)`` is True.
+        x (N, frames * pixels, C) -> the same. Tokens are ordered by frame, then by pixel. Stock needs the
+        opposite order, and copies the tokens before and after attention. Call this method only if
+        ``runs_over_frames(x)`` is True.
         """
         query, key, value = self._project(x, None)
         h = attend_over_frames(query, key, value, frames)
         return self.to_out[1](call_linear(self.to_out[0], h))
 
     def _runs_in_order(self, x: Tensor) -> bool:
-        """True if a call with tokens is projections, attention and ``to_out``, without hooks or residual."""
+        """True if a call with tokens x runs only the projections, attention and ``to_out``.
+
+        This excludes a norm, a residual, a rescaling, hooks and gradients.
+        """
         return (
             type(self.processor) is AttnProcessor2_0
             and is_unhooked(self)
@@ -143,11 +149,15 @@ class FusedAttention(Attention):
         return query, _split(to_k(context), heads), _split(to_v(context), heads)
 
     def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """(weight, bias) of one layer that computes all ``linears``; None if each must be called itself."""
+        """Returns (weight, bias) of one linear layer that computes all ``linears`` at once.
+
+        None if they must be called one by one.
+        """
         found = plain_parameters(linears)
         if found is None or not is_one_product(x, found):
             return None
-        # Merged weights of adapters are packed separately from the weights of the layers themselves.
+        # Packed memory has an owner: this module for the weights of its layers, and the last stand-in for
+        # merged weights of adapters (``pack_merged``).
         return joined(self if linears[-1] is self.to_v else linears[-1], found)
 
     def _pack(self) -> None:
@@ -159,7 +169,10 @@ class FusedAttention(Attention):
         return linears if same else linears[1:]
 
     def pack_merged(self) -> None:
-        """Put merged weights of adapters side by side. No graph must have been captured with them."""
+        """Moves the merged weights of adapters side by side in memory, so that one product can use them.
+
+        Their addresses change, so no CUDA graph must have been captured with them.
+        """
         linears = self._packed_linears()
         merged = [stand_in_of(linear) for linear in linears]
         if all(layer is not linear for layer, linear in zip(merged, linears, strict=True)):
@@ -182,7 +195,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
 
     ``is_prompt``: True if the keys come from a prompt, so that their number does not depend on the image.
     """
-    # Self-attention of a small image has few keys too. But the kernel would be compiled for each image size.
+    # Self-attention of a small image also has few keys. It does not use the kernel, which would have to be
+    # compiled for each image size.
     fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
     if fits and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
@@ -196,9 +210,9 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _is_plain_attention(attn: Any) -> bool:
-    """True if scaled_dot_product_attention gets exactly what the layers for q, k and v return.
+    """True if the results of ``to_q``, ``to_k`` and ``to_v`` are the inputs of scaled_dot_product_attention.
 
-    Then the module has no norms but ``group_norm``, which is for its input.
+    This excludes all norms except ``group_norm``, which normalizes the module's input.
     """
     return (
         attn.spatial_norm is None
@@ -218,8 +232,8 @@ class _AttentionFusion(ClassSwap):
 
 
 def _covers(attn: Attention) -> bool:
-    # If this is False, no call of the module could run fused. The processor is checked at each call instead,
-    # because users may change it at any time.
+    # Modules for which this is False are not fused, because none of their calls could run fused. The
+    # processor is checked at each call instead, because users may change it at any time.
     return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 
 

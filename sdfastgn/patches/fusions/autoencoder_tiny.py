@@ -1,9 +1,9 @@
 """diffusers' ``AutoencoderTiny`` (TAESD): channels-last, and convolutions with ReLU and skip in one call.
 
-It has no norms. Apart from convolutions, stock spends time on upsampling, and on a pass over the tensor for
-each bias, ReLU and skip sum. Here cuDNN adds bias and skip and applies ReLU before it writes the result.
-Upsampling and the convolution after it run as one convolution at low resolution, in the kernel that
-``upsample_2d.py`` uses.
+The model has no norms. Besides convolutions, stock spends time on upsampling, and on one pass over the tensor
+for each bias, ReLU and sum with a skip. Here cuDNN's convolution adds bias and skip and applies ReLU before
+it writes its result. Upsampling and the convolution after it run as one convolution at low resolution, as in
+``upsample_2d.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Folds an ``nn.BatchNorm2d`` in eval mode into the convolution directly before it in an ``nn.Sequential``.
 
-The parameters and the state_dict stay as they are. The folded weight and bias are made at the first call and
-kept in a table in this file. They are made again when a tensor from which they were made has been replaced or
-written.
+The parameters and the state_dict stay as they are. The folded weight and bias are computed at the first call
+and kept in a table in this file. They are computed again if one of the parameters or running averages was
+replaced or written to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "forget"
 
 
 class FoldedBatchNorm2d(nn.BatchNorm2d):
-    """Computes what ``nn.BatchNorm2d`` does. The class marks a norm that its ``FusedSequential`` may fold."""
+    """``nn.BatchNorm2d`` without changes. The class marks a norm that ``FusedSequential`` may fold."""
 
 
 register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)
@@ -34,7 +34,7 @@ register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)
 class _Folded(NamedTuple):
     """Weight and bias of a folded convolution, and the tensors from which they were made.
 
-    ``states``: eps, and the address, version and dtype of each of these tensors at that time.
+    ``states``: eps, and the address, version and dtype of each source when the fold was computed.
     """
 
     sources: tuple[Tensor | None, ...]
@@ -93,7 +93,7 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
     if not (is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
-    # In a capture nothing is folded: the graph would go on using the folded weight of the capture even after
+    # During the capture of a CUDA graph nothing is folded. Replays would use the old folded weight even after
     # the parameters have changed.
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or dispatch.wants_gradient(x, sources) or torch.is_autocast_enabled(x.device.type):
@@ -112,7 +112,7 @@ def _fold(
     eps: float, weight: Tensor, bias: Tensor | None, scale: Tensor | None, offset: Tensor | None,
     mean: Tensor, var: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(weight, bias) of the folded convolution, computed in fp64 and then rounded to the weight's dtype."""
+    """Returns (weight, bias) of the folded convolution. They are computed in fp64 and rounded once."""
     factor = torch.rsqrt(var.double() + eps)
     factor = factor if scale is None else factor * scale.double()
     shift = -mean.double() if bias is None else bias.double() - mean.double()

@@ -1,27 +1,29 @@
 """diffusers' autoencoder of CogVideoX: norm, SiLU, cached frames and padding in one pass per convolution.
 
-Each causal convolution reads two frames before its own: the last ones of the batch of frames before, which
-stock keeps in ``conv_cache``, or copies of the first frame. Stock makes a pass over memory each for the norm,
-for its factors and offsets, for SiLU, for the concatenation with the cache and for the copy into the cache.
-Here one kernel (``pad_frames``) writes all of that: what the convolution reads, and the new entry of
-``conv_cache``. The entry has stock's frames and values.
+The model computes a video in batches of frames. Each causal convolution reads two frames before its input:
+the last frames of the previous batch, which stock keeps in ``conv_cache``, or copies of the first frame.
+Stock makes one pass over memory for each of these steps: the norm, its factors and offsets, SiLU, the
+concatenation with the cache, and the copy into the cache. Here one kernel (``pad_frames``) does all of them.
+It writes the padded input of the convolution and the new entry of ``conv_cache``, which has the same frames
+and values as stock's.
 
-Further differences:
+Further differences from stock:
 
-- A spatial norm scales and moves the result of a GroupNorm by two 1x1x1 convolutions of the latents. Stock
-  upsamples the latents to the size of the norm's input first. These convolutions compute each position by
-  itself, so here they run on the latents as they are, and the kernel of the norm upsamples what they return.
-  They have no entry in ``conv_cache``, because stock never reads it.
+- A spatial norm multiplies the result of a GroupNorm with a factor and adds an offset. Both are 1x1x1
+  convolutions of the latents. Stock first upsamples the latents to the size of the norm's input. A 1x1x1
+  convolution computes each position by itself, so here it runs on the small latents, and the kernel of the
+  norm upsamples its result. These convolutions get no entry in ``conv_cache``, because stock never reads it.
 - conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual. That kernel also
   computes the statistics that the next norm reads.
-- Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``). Frames
-  are repeated after it, because it computes each frame by itself.
-- Downsampling writes the mean of two frames into the padded input of its convolution.
+- Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``). This
+  convolution computes each frame by itself, so frames are repeated after it instead of before.
+- Downsampling along time writes the means of pairs of frames directly into the padded input of the
+  convolution.
 - A 1x1x1 convolution is a matrix product.
 
-All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
-layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
-one, and each of them is still fused by itself.
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls
+are still fused one by one.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ from sdfastgn.patches.fusions.video import (
 
 __all__ = ["CONV", "FUSIONS", "convolve", "is_plain"]
 
-# Size of an input in GiB, at two bytes per element. Upstream convolves the frames of larger inputs in parts.
+# Maximum size in GiB of a convolution's input, counted as 2 bytes per element. Upstream splits larger inputs
+# along time and convolves the parts one by one.
 _LARGEST_INPUT = 2
 
 _IDENTITY = nn.Identity()
@@ -74,8 +77,8 @@ _IDENTITY = nn.Identity()
 
 
 def is_plain(conv: Any, x: Tensor, C: int) -> bool:
-    """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
-    and on the device of x.
+    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
+    the dtype and on the device of x.
     """
     return (
         type(conv) in (CogVideoXCausalConv3d, FusedCogVideoXCausalConv3d)
@@ -86,7 +89,11 @@ def is_plain(conv: Any, x: Tensor, C: int) -> bool:
 
 
 def _fits(cache: Any, conv: Any, x: Tensor, C: int) -> bool:
-    """True if ``cache`` is None or what ``conv`` keeps in ``conv_cache`` of C channels in the size of x."""
+    """True if ``conv`` can use ``cache``, an entry of ``conv_cache`` or None.
+
+    An entry must have C channels, the frames that ``conv`` reads before its input, and the size, dtype and
+    device of x. A ``conv`` that repeats borders ignores the cache.
+    """
     if cache is None or conv.pad_mode == "replicate":
         return True
     return (
@@ -97,9 +104,9 @@ def _fits(cache: Any, conv: Any, x: Tensor, C: int) -> bool:
 
 
 def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | None) -> bool:
-    """True if ``act(norm(u, zq))`` is upstream's, for u of C channels in the size and dtype of x.
+    """True if a kernel can compute ``act(norm(u, zq))``, for u of C channels in the size and dtype of x.
 
-    If ``zq`` is None, ``norm`` is a GroupNorm.
+    ``zq``: the latents that a spatial norm reads. None if ``norm`` is a GroupNorm.
     """
     if zq is None:
         return can_fuse(norm, act, x, C)
@@ -108,7 +115,8 @@ def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | N
     if (zq.dim(), zq.dtype, zq.device, len(zq)) != (5, x.dtype, x.device, len(x)):
         return False
     found = modulation_times(x.shape, zq.shape)
-    # PyTorch rounds other factors, and may take another neighbor.
+    # PyTorch divides positions by a rounded factor. Only powers of 2 are exact; others may give another
+    # nearest neighbor than the kernel's.
     are_exact = found is not None and all(times & (times - 1) == 0 for times in found[0])
     return (
         are_exact
@@ -126,7 +134,10 @@ def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | N
 
 
 def _norm(norm: Any, act: nn.Module, x: Tensor, zq: Tensor | None, *, is_shifted: bool = False) -> GroupNorm:
-    """``act(norm(x, zq))`` as operands of a kernel, if ``_has_plain_norm``."""
+    """Returns the operands with which ``pad_frames`` computes ``act(norm(x, zq))``.
+
+    ``_has_plain_norm`` must be true. ``is_shifted``: True if the kernel adds a bias to x before the norm.
+    """
     if zq is None:
         return norm_operands(norm, act, x, is_shifted=is_shifted)
     zq = in_channels_last(zq)
@@ -145,18 +156,19 @@ def convolve(
     norm: GroupNorm | None = None,
     has_bias: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, kept): ``conv(norm(x + shift), cache)``, channels-last, and the new cache.
+    """Returns (``conv(norm(x + shift), cache)``, new cache), both channels-last.
 
     Args:
         conv: a causal convolution, for which ``is_plain`` is true.
         x: (N, C, T, H, W).
-        cache: the frames before x, or None.
+        cache: the normalized frames before x, or None.
         shift, norm: as in ``pad_frames``.
         has_bias: False if the next kernel adds the bias of ``conv``.
     """
     inner, front = conv.conv, conv.time_kernel_size - 1
     frames, kept = in_channels_last(x), None
-    # A convolution that repeats borders pads nothing and keeps nothing. Others pad each frame with zeros.
+    # If ``conv`` repeats borders, its inner convolution pads nothing, and no frames are kept. Otherwise the
+    # inner convolution pads each frame with zeros.
     repeats = conv.pad_mode == "replicate"
     h, w = (conv.height_pad, conv.width_pad) if repeats else (0, 0)
     if norm is not None or shift is not None or front or h or w:
@@ -174,7 +186,7 @@ def convolve(
 
 
 class FusedCogVideoXCausalConv3d(CogVideoXCausalConv3d):
-    """``CogVideoXCausalConv3d``. inputs (N, C, T, H, W); the result lies as ``inputs``."""
+    """``CogVideoXCausalConv3d``. inputs (N, C, T, H, W). The result has the layout of ``inputs``."""
 
     def forward(self, inputs: Tensor, conv_cache: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x, C = inputs, inputs.shape[1]
@@ -241,7 +253,7 @@ class FusedCogVideoXResnetBlock3D(CogVideoXResnetBlock3D):
 
 
 def _is_plain_2d(conv: Any, x: Tensor) -> bool:
-    """True if a call of ``conv`` on the frames of x is PyTorch's convolution, in the dtype of x."""
+    """True if calling ``conv`` on the frames of x only runs PyTorch's convolution, in the dtype of x."""
     return (
         is_plain_conv(conv)
         and (conv.padding_mode, type(conv.padding), conv.in_channels) == ("zeros", tuple, x.shape[1])
@@ -266,7 +278,8 @@ class FusedCogVideoXUpsample3D(CogVideoXUpsample3D):
             y, bias = conv_without_bias(self.conv, upsample_nearest_2x(images))
         y = in_channels_last(video_of(y, N))
         if self.compress_time and T > 1:
-            # The first of an even number of frames is doubled too: it stands before itself.
+            # ``pad_frames`` never repeats the first frame. Stock repeats it if T is even; then ``front``
+            # adds the copy.
             where: Any = {"front": 1 - T % 2, "mode": "replicate", "upsample": (2, 1, 1)}
             return pad_frames(y, shift=bias, **where)[0]
         return add_bias(y, bias)
@@ -297,7 +310,11 @@ class FusedCogVideoXDownsample3D(CogVideoXDownsample3D):
 
 
 def _leave(half: Any, x: Tensor, zq: Tensor | None, cache: Any, new: dict[str, Any]) -> Tensor:
-    """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
+    """Runs the last norm, SiLU and convolution of an encoder or decoder, fused if possible.
+
+    Reads the old entries of ``conv_cache`` from ``cache``, and writes the new ones to ``new``. The result is
+    channels-first, like stock's.
+    """
     norm, act, conv, C = half.norm_out, half.conv_act, half.conv_out, x.shape[1]
     given = cache.get("conv_out")
     if _has_plain_norm(norm, act, x, C, zq) and is_plain(conv, x, C) and _fits(given, conv, x, C):
@@ -346,7 +363,7 @@ class FusedCogVideoXDecoder3D(CogVideoXDecoder3D):
 
 # --- fusions ----------------------------------------------------------------------------------------
 
-# What a causal convolution relies on.
+# Upstream's methods that the fused causal convolution replaces or relies on.
 CONV = (
     tested(CogVideoXCausalConv3d, "__init__", "forward", "fake_context_parallel_forward"),
     tested(CogVideoXSafeConv3d, "forward"),
@@ -355,7 +372,11 @@ _NORM = tested(CogVideoXSpatialNorm3D, "__init__", "forward")
 
 
 def _fusion(name: str, fused: Any, *relied: Any, layers: tuple[str, ...] = (), act: str = "") -> ClassSwap:
-    """``act``: the attribute of the activation that the fused class runs, if it has one."""
+    """The fusion of a fused class, whose base is the stock class.
+
+    ``relied``: other methods of upstream on which the fused class relies. ``act``: name of the attribute with
+    the activation that the fused class runs; "" if it runs none.
+    """
     stock = fused.__bases__[0]
     own = tested(stock, "__init__", "forward")
     return ClassSwap(

@@ -1,13 +1,13 @@
 """The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-The forward of their parent, the model, calls the two modules. It is long, so it is not replaced. Instead, the
-norm's kernel also applies the activation, and ``conv_act`` returns its input unchanged if the norm made it in
-this way. To tell ``conv_act`` which tensor that is, the norm keeps a weak reference to it, for each thread.
+The forward of the model (the parent) calls the two modules one after the other. That forward is long, so it
+is not replaced. Instead, the kernel of ``conv_norm_out`` also applies the activation, and ``conv_act``
+returns an activated input unchanged. The norm keeps a weak reference to its last activated result, one for
+each thread, and ``conv_act`` compares its input with it.
 
-The norm applies the activation only while the parent's forward runs, because for every other caller of
-``conv_norm_out`` an activated result is wrong. The norm cannot know its caller from its input or its own
-state. So hooks on the parent tell it: one hook arms the norm before the parent's forward, and one disarms it
-afterwards.
+If other code calls ``conv_norm_out``, the result must not be activated. So the norm applies the activation
+only while the parent's forward runs. Hooks on the parent tell the norm: one arms it before the parent's
+forward, and one disarms it afterwards.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """What a norm and its activation share, separately for each thread.
+    """Data that norms share with their activations, separate for each thread.
 
     ``armed``: id of an armed norm -> its activation module. ``output``: weak reference to the last tensor
     that a norm has activated; None if there is none.
@@ -82,7 +82,7 @@ _hand_off = _HandOff()
 
 
 class FusedNormOut(FusedGroupNorm):
-    """``conv_norm_out``. While it is armed, its result is already activated."""
+    """``conv_norm_out``. While it is armed, it also applies the activation."""
 
     def forward(self, input: Tensor) -> Tensor:
         act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))

@@ -1,19 +1,19 @@
-"""diffusers' autoencoder of Cosmos: fewer passes around its convolutions, and its wavelets as a product.
+"""diffusers' autoencoder of Cosmos: fewer passes around convolutions, and wavelets as a matrix product.
 
-Each convolution over space is followed by one over time, which reads its input behind copies of the first
-frame. Each norm is of one frame.
+The model has pairs of convolutions: one over space, then one over time, which puts copies of the first frame
+before its input. Each norm normalizes every frame by itself. Differences from stock:
 
-- A norm and its SiLU are one pass. The convolution over space after it is 2-D, of all frames as images.
-- Its bias, the copies of the first frame, and upsampling of frames are one pass (``pad_frames``), which
-  writes what the convolution over time reads. That one's bias is added by the next norm or by the sum with
-  the residual.
-- A 1x1x1 convolution is a matrix product, and a frame attends to itself as a VAE's image in ``attention.py``.
-- Stock computes the Haar wavelets of a video in 14 grouped convolutions for each factor of 2. Here they are
+- A norm and its SiLU are one pass. The convolution over space after them is 2-D, with frames as images.
+- One kernel (``pad_frames``) adds the bias of the convolution over space, upsamples, puts copies of the first
+  frame before the result, and writes it as the input of the convolution over time. The bias of the
+  convolution over time is added by the next norm or by the sum with the residual.
+- A 1x1x1 convolution is a matrix product. Attention within a frame runs as in ``attention.py``.
+- Stock computes the Haar wavelets of a video with 14 grouped convolutions for each factor of 2. Here they are
   one matrix product, with a matrix of ones and minus ones.
 
-All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
-layer has hooks, an adapter or another dtype, stock's forward runs. It calls convolutions one by one, and
-each of them is still fused by itself.
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. The convolutions that it calls are still
+fused one by one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ __all__ = ["FUSIONS"]
 
 
 def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
-    """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
-    and on the device of x.
+    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
+    the dtype and on the device of x.
     """
     return (
         type(conv) in (cosmos.CosmosCausalConv3d, FusedCosmosCausalConv3d)
@@ -61,7 +61,9 @@ def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
 
 
 def _is_plain_projection(projection: Any, x: Tensor, C: int) -> bool:
-    """The same of a convolution over space and one over time."""
+    """True if calling ``projection`` on C channels only runs its convolution over space and then its
+    convolution over time, and ``_is_plain_conv`` is true for both.
+    """
     if type(projection) not in (cosmos.CosmosConvProjection3d, FusedCosmosConvProjection3d):
         return False
     space, time = projection.conv_s, projection.conv_t
@@ -74,7 +76,9 @@ def _is_plain_projection(projection: Any, x: Tensor, C: int) -> bool:
 
 
 def _is_plain_norm(norm: Any, x: Tensor, C: int) -> bool:
-    """True if ``norm`` is PyTorch's norm of each frame, of C channels in the dtype of x."""
+    """True if ``norm`` only runs PyTorch's GroupNorm with one group on each frame, for C channels in the
+    dtype of x.
+    """
     if type(norm) is not cosmos.CosmosCausalGroupNorm or not is_unhooked(norm):
         return False
     inner = norm.norm
@@ -90,16 +94,19 @@ def _is_plain_norm(norm: Any, x: Tensor, C: int) -> bool:
 
 
 def _norm(norm: Any, images: Tensor, activation: str, shift: Tensor | None = None) -> Tensor:
-    """The norm of images + shift, each by itself, and an activation."""
+    """Normalizes each image of images + shift, and applies the activation. images: (N, C, H, W)."""
     inner = norm.norm
     return group_norm(images, 1, inner.weight, inner.bias, inner.eps, activation, shift=shift)
 
 
 def _conv_2d(conv: Any, images: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution that sees one frame, of images (N, C, H, W); channels-last."""
+    """Applies ``conv``, a 3-D convolution of kernel size 1 along time, to images (N, C, H, W).
+
+    The result is channels-last.
+    """
     pad, where = conv.spatial_pad[0], (conv.dilation[1:], conv.groups)
     y = F.conv2d(images, conv.weight[:, :, 0], bias, conv.stride[1:], pad, *where)
-    # Convolutions of a CPU may return another layout.
+    # On a CPU, convolutions may return another layout.
     return laid_out(y, channels_last=True)
 
 
@@ -112,14 +119,14 @@ def _convolve(
     upsample: tuple[int, int, int] = (1, 1, 1),
     has_bias: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(``conv`` of x + shift, upsampled; what it read behind the copies of its first frame), channels-last.
+    """Returns (``conv(u)``, u), channels-last, where u is x + shift, upsampled.
 
     Args:
         conv: a convolution, for which ``_is_plain_conv`` is true.
         x: (N, C, T, H, W), channels-last.
-        front: copies of the first frame; None: as many as stock has.
+        front: number of copies of the first frame that ``conv`` reads before u. None: stock's number.
         shift, upsample: as in ``pad_frames``.
-        has_bias: False: the bias of ``conv`` is left to the next kernel.
+        has_bias: False if the next kernel adds the bias of ``conv``.
     """
     bias = conv.bias if has_bias else None
     front = conv.temporal_pad if front is None else front
@@ -139,7 +146,11 @@ def _convolve(
 def _project(
     projection: Any, x: Tensor, norm: Any = None, *, shift: Tensor | None = None, has_bias: bool = True
 ) -> Tensor:
-    """``projection(silu(norm(x + shift)))``, or ``projection(x)``, for x channels-last."""
+    """Returns ``projection(silu(norm(x + shift)))``, or ``projection(x)`` if ``norm`` is None.
+
+    x and the result are channels-last. ``has_bias``: False if the next kernel adds the bias of the
+    convolution over time.
+    """
     images = images_of(x)
     if norm is not None:
         images = _norm(norm, images, "silu", shift)
@@ -148,7 +159,7 @@ def _project(
 
 
 class FusedCosmosCausalConv3d(cosmos.CosmosCausalConv3d):
-    """``CosmosCausalConv3d``. x (N, C, T, H, W); the result lies as x."""
+    """``CosmosCausalConv3d``. x (N, C, T, H, W). The result has the layout of x."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states
@@ -228,12 +239,12 @@ class FusedCosmosDownsample3d(cosmos.CosmosDownsample3d):
             return super().forward(x)
         x = laid_out(x, channels_last=True)
         if self.spatial_downsample:
-            # The convolution sees a row and a column of zeros behind the image, the means do not.
+            # The convolution reads one more row and column of zeros, below and right. The means do not.
             padded = laid_out(F.pad(images_of(x), (0, 1, 0, 1)), channels_last=True)
             y = video_of(_conv_2d(self.conv1, padded, self.conv1.bias), x.shape[0])
             x = y.add_(packed(x, (1, 2, 2)).mean((4, 5, 6)).movedim(-1, 1))
         if self.temporal_downsample:
-            # Stock puts one more copy of the first frame before those of the convolution.
+            # Stock puts one copy of the first frame before x, and the convolution puts its own copies there.
             front = self.conv2.temporal_pad + 1
             y, _ = _convolve(self.conv2, x, front=front)
             pairs, _ = pad_frames(x, front=1, mode="replicate")
@@ -247,7 +258,10 @@ def _convolutions(resample: Any) -> list[Any]:
 
 
 class FusedCosmosCausalAttention(cosmos.CosmosCausalAttention):
-    """``CosmosCausalAttention``. x (N, C, T, H, W) -> the same. Attention over frames is stock's."""
+    """``CosmosCausalAttention``. x (N, C, T, H, W) -> the same.
+
+    Only attention within a frame is fused. For attention over frames, stock's forward runs.
+    """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = hidden_states
@@ -280,13 +294,14 @@ class FusedCosmosCausalAttention(cosmos.CosmosCausalAttention):
 
 @functools.lru_cache(maxsize=8)
 def _haar(C: int, levels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(8^levels C, 8^levels C), of zeros, ones and minus ones: bands and channel -> position and channel.
+    """Returns the matrix of a Haar wavelet transform, (8^levels C, 8^levels C), with entries 0, 1 and -1.
 
-    The first band is of the coarsest level. Positions are those of a cell of (2^levels)^3. The transpose
-    times 8^-levels is the inverse.
+    The transform takes cells of 2^levels frames, rows and columns. Columns of the matrix are numbered by
+    (frame, row, column, channel) within a cell. Rows are numbered by (bands of the coarsest level, ..., bands
+    of the finest level, channel). The inverse is the transpose times 8^-levels.
     """
     low_high = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    # Band of time, of rows and of columns -> place in time, row and column.
+    # Axes: band along time, along height and along width, then frame, row and column within a 2 x 2 x 2 cell.
     level = torch.einsum("at,bh,cw->abcthw", low_high, low_high, low_high)
     found = torch.eye(C).reshape(1, C, 1, 1, 1, C)
     for _ in range(levels):
@@ -297,7 +312,9 @@ def _haar(C: int, levels: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _levels(module: Any) -> int | None:
-    """Levels of the wavelets of a patch embedding or its inverse; None if they are not Haar's."""
+    """Returns the number of wavelet levels of a patch embedding or of its inverse. None if the wavelets are
+    not Haar's.
+    """
     levels = int(math.log2(module.patch_size))
     return levels if module.patch_method == "haar" and 2**levels == module.patch_size else None
 
@@ -336,7 +353,7 @@ class FusedCosmosUnpatcher3d(cosmos.CosmosUnpatcher3d):
 
 
 def _leaves_fused(half: Any, x: Tensor) -> bool:
-    """True if the last norm, SiLU and convolutions of an encoder or decoder run fused."""
+    """True if the last norm, SiLU and convolutions of an encoder or decoder can run fused."""
     C = half.conv_out.conv_s.in_channels
     return _is_plain_norm(half.norm_out, x, C) and _is_plain_projection(half.conv_out, x, C)
 
@@ -378,7 +395,10 @@ _PARTS = tuple(
 
 
 def _fusion(name: str, fused: Any, *layers: str, methods: tuple[str, ...] = ()) -> ClassSwap:
-    """``methods``: what the fused class replaces besides ``forward``."""
+    """The fusion of a fused class, whose base is the stock class.
+
+    ``layers``: see ``ClassSwap``. ``methods``: methods that the fused class replaces, besides ``forward``.
+    """
     stock = fused.__bases__[0]
     own = tested(stock, "__init__", "forward", *methods)
     sources = (own, *(part for part in _PARTS if part.cls is not stock))

@@ -22,16 +22,16 @@ class FusedGroupNorm(nn.GroupNorm):
     Shapes, dtypes and errors: ``sdfastgn.group_norm``.
     """
 
-    # If the forward of a class is a norm and nothing else, its ``norm_alone`` is the class itself. A subclass
-    # with another forward inherits the value of its base class, so there it is not the class itself. This is
-    # an attribute because torch.compile can trace attributes in all its releases.
+    # Classes whose forward only normalizes have themselves as ``norm_alone``. A subclass with another forward
+    # inherits the value of its base class, which differs from the subclass. So ``cls.norm_alone is cls``
+    # tells whether forward only normalizes. Every release of torch.compile can trace this comparison.
     norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return self._fused(input, "identity") if dispatch.has_kernels(input) else self._in_pytorch(input)
 
     def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
-        """``activation`` of the norm of x, in one kernel.
+        """Normalizes x and applies ``activation``, in one kernel.
 
         ``operands``: further operands of ``sdfastgn.group_norm``, by keyword.
         """
@@ -42,8 +42,7 @@ class FusedGroupNorm(nn.GroupNorm):
         if not (input.is_cpu and is_channels_last_to_pytorch(input)):
             return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
-        # PyTorch's channels-last kernel for CPUs runs if it is exact enough for this input. If not, ``found``
-        # is None.
+        # PyTorch's channels-last kernel for CPUs is inexact for some inputs. Then ``found`` is None.
         found = channels_last_group_norm(*operands)
         return reference_group_norm(*operands) if found is None else found[0]
 
@@ -76,8 +75,7 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:
 def fused_norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
     """``act(norm(x))`` with further operands of ``sdfastgn.group_norm``, such as ``shift``.
 
-    It may be called only if ``can_fuse(norm, act)``. Where no kernel runs, ``group_norm`` computes in plain
-    PyTorch.
+    Call it only if ``can_fuse(norm, act)``. Where no kernel can run, ``group_norm`` runs in plain PyTorch.
     """
     return norm._fused(x, activation_of(act) or "identity", **operands)
 

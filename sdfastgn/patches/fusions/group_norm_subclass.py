@@ -31,9 +31,9 @@ __all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
 
 
 class _MadeLater(FusedGroupNorm):
-    """Base of the fused classes, which are made at run time, so that a pickle cannot find them by name.
+    """Base of the fused classes, which are made at run time, so that unpickling cannot find them by name.
 
-    A pickle names the stock class instead. When it is loaded, the fused class is made again.
+    A pickle of a fused module contains its stock class instead. Unpickling makes the fused class again.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -64,7 +64,9 @@ class FusedGroupNorm32(_MadeLater):
 
 
 class FusedGroupNormAct(_MadeLater):
-    """timm's ``GroupNormAct`` in one kernel, if ``drop``, which it calls before ``act``, drops nothing.
+    """timm's ``GroupNormAct``: norm and activation in one kernel.
+
+    timm calls ``drop`` between the two. If ``drop`` is not an Identity, the three run one by one.
 
     x (N, C, *spatial) -> the same.
     """

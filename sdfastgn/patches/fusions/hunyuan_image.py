@@ -1,13 +1,16 @@
 """diffusers' autoencoder of HunyuanImage: norms with SiLU, and shortcuts around resampling without copies.
 
+Differences from stock:
+
 - A norm and its SiLU are one pass. conv1's bias is added by the kernel of norm2, conv2's bias by the sum with
   the residual, which also computes the statistics that the next norm reads.
-- Upsampling moves channels to positions, for the convolution's result and for its shortcut. Here one pass
-  reads both where they lie, and writes their sum. Downsampling is the same in the other direction.
-- 1x1 convolutions run as matrix products, and attention as a VAE's in ``attention.py``.
+- An upsampling block moves channels to positions twice: for the result of its convolution, and for its input,
+  which is the shortcut. Stock writes both and then their sum. Here one pass reads both and writes the sum.
+  Downsampling moves positions to channels in the same way.
+- The 1x1 convolutions of attention run as matrix products. Attention itself runs as in ``attention.py``.
 
-If a layer has hooks, an adapter or another dtype, it is called as it is. Gradients of all of this but
-attention and resampling, which stock's code then runs, are those of the parts.
+If a layer has hooks, an adapter or another dtype, the fused forward calls the layer itself. If gradients are
+wanted, only ResNet blocks run fused, and stock's forward runs in all other blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ except ImportError:  # a diffusers before HunyuanImage
 
 __all__ = ["FUSIONS"]
 
-# Frames, rows and columns of a cell of positions that become channels.
+# (frames, rows, columns) of the cell whose positions become channels, or channels positions.
 _CELL = (1, 2, 2)
 
 
@@ -157,7 +160,7 @@ if _image is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Reason to skip: the activation of a block."""
+    """Reason to skip ``module``: its activation has no kernel. None if it has one, or no activation."""
     act = getattr(module, "nonlinearity", None)
     return None if act is None else activation_reason(act)
 

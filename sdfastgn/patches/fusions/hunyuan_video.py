@@ -1,20 +1,21 @@
 """diffusers' autoencoder of HunyuanVideo: norm, SiLU, upsampling and borders in one pass per convolution.
 
-Each causal convolution reads its input behind two frames and within a border, both copies of the nearest
-element. Stock makes a pass over memory each for the norm, for SiLU, for upsampling, for the concatenation of
-the first frame with the upsampled others and for padding. Here one kernel (``pad_frames``) writes all of
-that: what the convolution reads. PyTorch pads channels-last videos slowly and returns them channels-first,
-so without this kernel the model is faster in stock's layout (``core/left_alone.py``).
+Each causal convolution pads its input with two frames before the first frame and with a border around each
+frame. Both repeat the nearest element. Stock makes one pass over memory for each of these steps: the norm,
+SiLU, upsampling, the concatenation of the first frame with the upsampled others, and padding. Here one kernel
+(``pad_frames``) does all of them and writes the padded input of the convolution. PyTorch pads channels-last
+videos slowly and returns them channels-first. So without this kernel, channels-last would be slower than
+stock's layout (``core/left_alone.py``).
 
-Further differences:
+Further differences from stock:
 
-- conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual. That kernel, and
-  the one that adds another convolution's bias, also computes the statistics that the next norm reads.
+- conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual. The kernels that
+  add the bias of conv2 and of other convolutions also compute the statistics that the next norm reads.
 - A 1x1x1 convolution is a matrix product.
 
-All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
-layer has hooks, an adapter or another dtype, stock's forward runs. It calls convolutions one by one, and
-each of them is still fused by itself.
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. The convolutions that it calls are still
+fused one by one.
 """
 
 from __future__ import annotations
@@ -90,8 +91,10 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
 
 
 def _runs_fused(half: Any, x: Tensor) -> bool:
-    """True if the first convolution of the encoder or decoder ``half`` can run fused, and also its last norm,
-    SiLU and convolution.
+    """True if these layers can run fused: the first convolution of ``half``, and its last norm, SiLU and
+    convolution.
+
+    ``half``: the encoder or the decoder. x: its input.
     """
     if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return False
@@ -100,7 +103,10 @@ def _runs_fused(half: Any, x: Tensor) -> bool:
 
 
 def _leave(half: Any, x: Tensor) -> Tensor:
-    """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
+    """Runs the last norm, SiLU and convolution of an encoder or decoder.
+
+    The result is channels-first, like stock's.
+    """
     return convolve(half.conv_out, x, norm=norm_operands(half.conv_norm_out, half.conv_act, x)).contiguous()
 
 
@@ -135,7 +141,11 @@ _CONV = tested(HunyuanVideoCausalConv3d, "__init__", "forward")
 
 
 def _fusion(name: str, stock: Any, fused: Any, *layers: str, activation: str = "") -> ClassSwap:
-    """``activation``: the attribute of the activation that the fused class runs, if it has one."""
+    """The fusion of the class ``stock``.
+
+    ``layers``: see ``ClassSwap``. ``activation``: name of the attribute with the activation that the fused
+    class runs; "" if it runs none.
+    """
     own = tested(stock, "__init__", "forward")
     return ClassSwap(
         f"hunyuan_video_{name}",

@@ -1,19 +1,22 @@
 """diffusers' autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner: one pass per convolution.
 
-Both have the same blocks under two names. Norm, SiLU and the repeated borders and first frame are one pass,
-as in ``hunyuan_video.py``; the norm is that of Wan's autoencoder. Further differences from stock:
+Both models have the same blocks under different names. The norm, SiLU and padding before a convolution are
+one pass, as in ``hunyuan_video.py``. The norm is the RMSNorm of Wan's autoencoder.
+
+Further differences from stock:
 
 - conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
-- Upsampling moves channels to positions, for the convolution's result and for its shortcut. Here one pass
-  reads both where they lie, and writes their sum. Downsampling is the same in the other direction.
+- An upsampling block moves channels to positions twice: for the result of its convolution, and for its input,
+  which is the shortcut. Stock writes both and then their sum. Here one pass reads both and writes the sum.
+  Downsampling moves positions to channels in the same way.
 - A 1x1x1 convolution is a matrix product.
-- Each frame of HunyuanVideo 1.5 attends to itself and to the frames before it. Here it attends to these
-  frames alone. Stock computes all scores, and hides those of later frames with a mask that it fills position
-  by position.
+- In HunyuanVideo 1.5, a frame attends to itself and to earlier frames. Stock computes the scores of all
+  frames and masks later ones, with a mask that it fills in a Python loop. Here each frame is one attention
+  call, which gets only the keys of itself and of earlier frames.
 
-All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
-layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
-one, and each of them is still fused by itself. Norms are fused with gradients too.
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls
+are still fused one by one. Norms also run fused if gradients are wanted.
 """
 
 from __future__ import annotations
@@ -55,17 +58,18 @@ __all__ = ["FUSIONS"]
 
 
 def _is_pointwise(conv: Any, x: Tensor) -> bool:
-    """True if a call of ``conv`` on x (N, C, T, H, W) is PyTorch's 1x1x1 convolution, in the dtype of x."""
+    """True if calling ``conv`` on x (N, C, T, H, W) only runs a 1x1x1 convolution, in the dtype of x."""
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
     return sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1) and is_plain_conv3d(conv, x, x.shape[1])
 
 
 def _pointwise(conv: Any, x: Tensor) -> Tensor:
-    """conv(x), channels-last, for x channels-last, if ``_is_pointwise(conv, x)``."""
+    """Returns conv(x). x and the result are channels-last; ``_is_pointwise(conv, x)`` must be true."""
     return convolve_padded(conv, x, conv.bias, emits=False)
 
 
-# Each of these stands before a stock class among the bases of a fused class.
+# The next classes have the fused forwards. The bases of each fused class are one of these and the stock
+# class, whose forward ``super().forward`` calls.
 
 
 class _FusedResnetBlock(nn.Module):
@@ -83,7 +87,7 @@ class _FusedResnetBlock(nn.Module):
         return add_into(h, residual, self.conv2.conv.bias)
 
     def _norms(self: Any, x: Tensor) -> tuple[Norm, Norm] | None:
-        """The two norms with their activations; None if stock's forward has to run."""
+        """The operands of the two norms, with their activations. None if stock's forward has to run."""
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv1, x, x.shape[1])):
             return None
         if not is_plain_wrapper(self.conv2, x, self.conv1.conv.out_channels):
@@ -95,7 +99,10 @@ class _FusedResnetBlock(nn.Module):
 
 
 class _FusedAttention(nn.Module):
-    """x (N, C, T, H, W) -> the same. ``sees``: what a frame attends to, "all" or "earlier" frames."""
+    """x (N, C, T, H, W) -> the same.
+
+    ``sees``: the frames to which a frame attends: "all", or "earlier" for itself and earlier frames.
+    """
 
     sees: str
 
@@ -121,8 +128,10 @@ class _FusedAttention(nn.Module):
 
 
 class _FusedUpsample(nn.Module):
-    """x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last. ``alone``: how many of T frames stay
-    single where the others are doubled, as a function of T.
+    """x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last.
+
+    ``alone``: function of T that returns the number of first frames that upsampling along time does not
+    double.
     """
 
     alone: Any
@@ -150,8 +159,10 @@ class _FusedUpsample(nn.Module):
 
 
 class _FusedDownsample(nn.Module):
-    """x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last. ``alone``: as in
-    ``_FusedUpsample``.
+    """x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last.
+
+    ``alone``: function of T that returns the number of first frames that downsampling along time does not
+    merge in pairs.
     """
 
     alone: Any
@@ -169,7 +180,8 @@ class _FusedDownsample(nn.Module):
         h = convolve(self.conv, x)
         y = empty_laid_out(x, (N, 4 * times * C_h, alone + (T - alone) // times, H // 2, W // 2), True)
         if alone:
-            # The convolution's channels twice, and means of half as many channels.
+            # A frame alone has half the channels of a pair. So the channels of the convolution are written
+            # twice, and each mean is taken over half as many channels.
             first, image = y[:, :, :alone].movedim(1, -1), (1, 2, 2)
             first.unflatten(-1, (2, 2, 2, -1)).copy_(packed(h[:, :, :alone], image))
             first.unflatten(-1, (1, 2, 2, -1)).add_(packed(means_of(x[:, :, :alone], 2 * C_h), image))
@@ -180,10 +192,12 @@ class _FusedDownsample(nn.Module):
 
 
 class _FusedHalf(nn.Module):
-    """An encoder or decoder: its first convolution, and its last norm, SiLU and convolution."""
+    """What the encoder and the decoder share: the first convolution and the last norm, SiLU and convolution
+    are fused.
+    """
 
     def _norm(self: Any, x: Tensor) -> Norm | None:
-        """The last norm with its activation; None if stock's forward has to run."""
+        """The operands of the last norm, with its activation. None if stock's forward has to run."""
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv_in, x, x.shape[1])):
             return None
         if not is_plain_wrapper(self.conv_out, x, self.conv_out.conv.in_channels):
@@ -192,7 +206,7 @@ class _FusedHalf(nn.Module):
 
 
 class _FusedEncoder(_FusedHalf):
-    """Videos (N, 3, T, H, W) -> (N, C, T', H', W'), channels-first, as stock's result."""
+    """Videos (N, 3, T, H, W) -> (N, C, T', H', W'), channels-first, like stock's result."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         norm = self._norm(hidden_states)
@@ -207,7 +221,7 @@ class _FusedEncoder(_FusedHalf):
 
 
 class _FusedDecoder(_FusedHalf):
-    """Latents (N, C, T, H, W) -> videos (N, 3, T', H', W'), channels-first, as stock's result."""
+    """Latents (N, C, T, H, W) -> videos (N, 3, T', H', W'), channels-first, like stock's result."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         norm = self._norm(hidden_states)
@@ -281,18 +295,20 @@ if _refiner is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Reason to skip: the activation of a block."""
+    """Reason to skip ``module``: its activation has no kernel. None if it has one, or no activation."""
     act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
     return None if act is None else activation_reason(act)
 
 
 def _fusions(family: str, **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
-    """One fusion for each of ``classes``: name -> fused class, whose last base is the stock class."""
+    """Returns one fusion for each of ``classes``, {name: fused class}. The last base of a fused class is the
+    stock class.
+    """
     stock: dict[str, Any] = {name: fused.__bases__[-1] for name, fused in classes.items()}
     NORMS.update((stock["norm"], classes["norm"]))
     WRAPPERS.update((stock["conv"], classes["conv"]))
     norm, conv = (tested(stock[name], "__init__", "forward") for name in ("norm", "conv"))
-    # What the fused forward replaces besides the stock forward.
+    # Methods of the stock class, besides its forward, that the fused forward replaces.
     others = {"upsample": "_dcae_upsample_rearrange", "downsample": "_dcae_downsample_rearrange"}
     if hasattr(stock["attention"], "prepare_causal_attention_mask"):
         others["attention"] = "prepare_causal_attention_mask"

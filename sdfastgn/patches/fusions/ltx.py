@@ -1,18 +1,21 @@
 """diffusers' autoencoders of LTX-Video and LTX-2: norm, scale, shift, SiLU and padding in one pass.
 
-Both have almost the same blocks under two names. Each convolution reads its input behind copies of the first
-frame, if it is causal, or else between copies of the first and of the last frame. Borders are zeros or, in
-LTX-2's decoder, mirrored. One kernel (``pad_frames``) writes what the convolution reads: the norm, the scale
-and shift of the timestep, SiLU, and copies. Further differences:
+Both models have almost the same blocks under different names. A causal convolution puts copies of the first
+frame before its input. Other convolutions put copies of the first frame before it and of the last frame after
+it. Each frame has a border of zeros, or in LTX-2's decoder of mirrored elements. Here one kernel
+(``pad_frames``) computes the norm, the scale and shift of the timestep, and SiLU, and writes the padded input
+of the convolution.
+
+Further differences from stock:
 
 - conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
-- Upsampling moves channels to positions. Here one pass reads them where they lie, adds the bias or the
-  residual, and writes no frame that stock drops.
+- Upsampling moves channels to positions. Here one pass does that and also adds the bias or the residual. It
+  does not write the frames that stock writes and drops.
 - A 1x1x1 convolution is a matrix product.
 
-All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, or if a timestep is given for several samples, stock's forward
-runs. It calls convolutions one by one, and each of them is still fused by itself.
+runs. The convolutions that it calls are still fused one by one.
 """
 
 from __future__ import annotations
@@ -40,9 +43,11 @@ except ImportError:  # a diffusers before LTX-2
 
 __all__ = ["FUSIONS"]
 
-# Stock and fused classes of both autoencoders; the end of this file adds them.
+# Classes of convolutions of both models, stock and fused. ``_fusions`` adds them.
 _CONVS: set[type[nn.Module]] = set()
-# ``padding_mode`` of a convolution, of its borders -> the mode of ``pad_frames``.
+# ``padding_mode`` of the inner ``nn.Conv3d``, for the borders -> mode of ``pad_frames``. Frames before and
+# after the input are repeated in both modes. "zeros" maps to "replicate" because the ``nn.Conv3d`` pads zeros
+# itself, so that ``pad_frames`` only repeats frames.
 _MODES = {"zeros": "replicate", "reflect": "reflect"}
 
 
@@ -50,8 +55,8 @@ _MODES = {"zeros": "replicate", "reflect": "reflect"}
 
 
 def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
-    """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
-    and on the device of x.
+    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
+    the dtype and on the device of x.
     """
     if type(conv) not in _CONVS or not is_unhooked(conv):
         return False
@@ -69,13 +74,13 @@ def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
 
 
 def _is_larger(x: Tensor, padding: Any) -> bool:
-    """True if frames of x are larger than their borders, so that these can be mirrored."""
+    """True if the frames of x are larger than the borders, so that the borders can mirror them."""
     return all(size > border for size, border in zip(x.shape[3:], padding[1:], strict=True))
 
 
 def _norm_of(norm: Any, act: Any, C: int, scale: Tensor | None, shift: Tensor | None) -> Norm | None:
-    """``act(norm(u) * scale + shift)`` as operands of a kernel, for u of C channels; None if it is not
-    plain.
+    """Returns the operands with which ``pad_frames`` computes ``act(norm(u) * scale + shift)``, for u of C
+    channels. None if the kernel cannot compute it.
     """
     activation = activation_of(act)
     if activation is None or not (is_unhooked(act) and is_unhooked(norm)):
@@ -89,7 +94,10 @@ def _norm_of(norm: Any, act: Any, C: int, scale: Tensor | None, shift: Tensor | 
 
 
 def _modulation(temb: Tensor, table: Tensor) -> tuple[Tensor, ...]:
-    """(shift, 1 + scale, shift, 1 + scale, ...), each (C,), of one sample. temb: (1, C n, 1, 1, 1)."""
+    """Returns (shift, 1 + scale, shift, 1 + scale, ...), each (C,), for a batch of one sample.
+
+    temb: (1, n C, 1, 1, 1), the embedding of the timestep. table: (n, C), a parameter that is added to it.
+    """
     rows = (temb.flatten().unflatten(0, (len(table), -1)) + table).unbind(0)
     return tuple(1 + row if i % 2 else row for i, row in enumerate(rows))
 
@@ -106,14 +114,14 @@ def _convolve(
     norm: Norm | None = None,
     has_bias: bool = True,
 ) -> Tensor:
-    """``conv`` of norm(x + shift); channels-last.
+    """Returns ``conv(norm(x + shift))``, channels-last.
 
     Args:
         conv: a convolution, for which ``_is_plain_conv`` is true.
         x: (N, C, T, H, W).
-        is_causal: frames before x alone are copied, not those after it.
+        is_causal: True if ``conv`` pads only before the first frame, not after the last one.
         shift, norm: as in ``pad_frames``.
-        has_bias: False: the bias of ``conv`` is left to the next kernel.
+        has_bias: False if the next kernel adds the bias of ``conv``.
     """
     inner = conv.conv
     bias = inner.bias if has_bias else None
@@ -130,22 +138,24 @@ def _convolve(
     if sizes == ((1, 1, 1), (1, 1, 1), 1) and x.dtype in (torch.float16, torch.bfloat16):
         return linear(frames.movedim(1, -1), inner.weight.flatten(1), bias).movedim(-1, 1)
     y = F.conv3d(frames, inner.weight, bias, inner.stride, padding, inner.dilation, inner.groups)
-    # Convolutions of a CPU may return another layout.
+    # On a CPU, convolutions may return another layout.
     return laid_out(y, channels_last=True)
 
 
 def _unpack(y: Tensor, h: Tensor, more: Tensor, repeats: int, cell: Cell, first: int) -> None:
-    """Write h + more to y (N, C, T t, H h, W w), both with channels moved to the positions of a cell.
+    """Moves the channels of h and ``more`` to the positions of a cell, and writes the sum to y.
 
     Args:
+        y: (N, C, T (t - first), H h, W w).
         h: (N, C t h w, T, H, W).
-        more: (N, C / repeats t h w, T, H, W), or broadcasts to it; is repeated after its last channel.
+        more: (N, (C / repeats) t h w, T, H, W), or a tensor that broadcasts to this shape. Its C / repeats
+            channels are added to the first C / repeats channels of y, then to the next ones, and so on.
         cell: (t, h, w).
-        first: steps of t that are left out. Then y has T (t - first) frames.
+        first: number of leading frames of each cell that are not written.
     """
 
     def moved(u: Tensor) -> Tensor:
-        """(N, T, t, H, h, W, w, C)"""
+        """(N, C t h w, T, H, W) -> (N, T, t - first, H, h, W, w, C), a view."""
         cells = u.movedim(1, -1).unflatten(-1, (-1, *cell)).permute(0, 1, 5, 2, 6, 3, 7, 4)
         return cells[:, :, first:]
 
@@ -154,7 +164,7 @@ def _unpack(y: Tensor, h: Tensor, more: Tensor, repeats: int, cell: Cell, first:
 
 
 class _FusedConv(nn.Module):
-    """x (N, C, T, H, W); the result lies as x."""
+    """x (N, C, T, H, W). The result has the layout of x."""
 
     def forward(self: Any, hidden_states: Tensor, *causal: Any, **options: Any) -> Tensor:
         x = hidden_states
@@ -165,7 +175,10 @@ class _FusedConv(nn.Module):
 
 
 def _is_causal(conv: Any, causal: bool = True) -> bool:
-    """LTX-Video's convolutions know it, LTX-2's are told."""
+    """True if ``conv`` pads only before the first frame.
+
+    LTX-Video's convolutions have an attribute ``is_causal``. LTX-2's get an argument ``causal``.
+    """
     return bool(getattr(conv, "is_causal", causal))
 
 
@@ -204,7 +217,10 @@ class _FusedResnetBlock(nn.Module):
         return laid_out(h + (noise * scale)[None, :, None], channels_last=True)
 
     def _norms(self: Any, x: Tensor, temb: Tensor | None) -> tuple[Norm, Norm] | None:
-        """The two norms with scale, shift and activation; None if stock's forward has to run."""
+        """The operands of the two norms, with scale, shift and activation.
+
+        None if stock's forward has to run.
+        """
         if not (is_plain_inference(x) and _is_plain_conv(self.conv1, x, x.shape[1])):
             return None
         C = self.conv1.conv.out_channels
@@ -240,7 +256,8 @@ class _FusedUpsampler(nn.Module):
                 return super().forward(x, **options)
         x = laid_out(x, channels_last=True)
         h = _convolve(self.conv, x, _is_causal(self.conv, **options), has_bias=self.residual)
-        # Stock drops the first steps of all frames' cells together, which are those of the first frame.
+        # Stock writes all T t frames and drops the first t - 1, which come from the first frame of x. So of
+        # the first frame's cells only the last frame is written.
         N, T = len(x), h.shape[2]
         size = (N, C_out, cell[0] * (T - 1) + 1, cell[1] * h.shape[3], cell[2] * h.shape[4])
         y = empty_laid_out(x, size, channels_last=True)
@@ -286,7 +303,7 @@ class _FusedDecoder(nn.Module):
         norm = _norm_of(self.norm_out, self.conv_act, C, scale, shift)
         y = _convolve(self.conv_out, x, _is_causal(self.conv_out, **options), norm=norm)
         p, p_t = self.patch_size, self.patch_size_t
-        # Patches of a channel are of frames, then columns, then rows.
+        # The channels of y are numbered by (channel, frame, column, row) of a patch.
         cells = y.unflatten(1, (-1, p_t, p, p)).permute(0, 1, 5, 2, 6, 4, 7, 3)
         return cells.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
@@ -329,13 +346,15 @@ if ltx2 is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Reason to skip: the activation of a block."""
+    """Reason to skip ``module``: its activation has no kernel. None if it has one, or no activation."""
     act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
     return None if act is None else activation_reason(act)
 
 
 def _fusions(family: str, norm: type[nn.Module], **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
-    """One fusion for each of ``classes``: name -> fused class, whose last base is the stock class."""
+    """Returns one fusion for each of ``classes``, {name: fused class}. The last base of a fused class is the
+    stock class.
+    """
     stock: dict[str, Any] = {name: fused.__bases__[-1] for name, fused in classes.items()}
     _CONVS.update((stock["conv"], classes["conv"]))
     parts = tested(norm, "__init__", "forward"), tested(stock["conv"], "__init__", "forward")

@@ -1,18 +1,20 @@
 """diffusers' autoencoder of Mochi: norm, SiLU and repeated borders in one pass before each convolution.
 
-Its convolutions are those of CogVideoX's autoencoder (``cogvideox.py``), which here repeat the border and
-the first frame of their input. Its norms normalize each frame by itself. One kernel (``pad_frames``) writes
-what a convolution reads. Without it the model is faster in stock's layout (``core/left_alone.py``).
+The model uses the convolution classes of CogVideoX's autoencoder (``cogvideox.py``). In Mochi they pad by
+repeating the border and the first frame of their input. The norms normalize each frame by itself. Here one
+kernel (``pad_frames``) writes the padded input of each convolution. Without this kernel, channels-last would
+be slower than stock's layout (``core/left_alone.py``).
 
-Further differences:
+Further differences from stock:
 
 - conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual.
-- An upsampling block projects each position to the channels of several, and moves these apart. Here the
-  weight's rows are sorted first, so that the channels of a position stay together, and move as a whole.
+- An upsampling block has a linear layer that computes, at each position, the channels of several output
+  positions. Stock then rearranges single channels. Here the rows of the weight are sorted first, so that the
+  channels of each output position are contiguous and are copied together.
 
-All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
-layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
-one, and each of them is still fused by itself.
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls
+are still fused one by one.
 """
 
 from __future__ import annotations
@@ -47,13 +49,15 @@ _IDENTITY = nn.Identity()
 
 
 def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
-    """True if ``act(norm(u))`` is upstream's, for u of C channels in the dtype of x."""
+    """True if a kernel can compute ``act(norm(u))``, for u of C channels in the dtype of x."""
     kinds = (MochiChunkedGroupNorm3D, FusedMochiChunkedGroupNorm3D)
     return type(norm) in kinds and is_unhooked(norm) and can_fuse(norm.norm_layer, act, x, C)
 
 
 def _norm(norm: Any, act: nn.Module, x: Tensor) -> GroupNorm:
-    """``act(norm(x))`` as operands of a kernel, which also reads the statistics of each frame."""
+    """Returns the operands with which ``pad_frames`` computes the statistics of each frame and
+    ``act(norm(x))``.
+    """
     return norm_operands(norm.norm_layer, act, x, is_shifted=True)._replace(framewise=True)
 
 
@@ -93,7 +97,9 @@ class FusedMochiResnetBlock3D(MochiResnetBlock3D):
 
 
 def _channels_last(rows: Tensor, times: tuple[int, int, int]) -> Tensor:
-    """A copy of ``rows`` of a projection, (C_out st sh sw, ...), in the order (st, sh, sw, C_out)."""
+    """Returns a copy of ``rows``, the weight or bias of ``proj``, with its first axis reordered from
+    (C_out, st, sh, sw) to (st, sh, sw, C_out).
+    """
     return rows.unflatten(0, (-1, *times)).movedim(0, 3).flatten(0, 3)
 
 
@@ -153,5 +159,5 @@ FUSIONS: tuple[ClassSwap, ...] = (
         layers=("proj",),
     ),
 )
-# The convolutions' fusion. Without the others of this file the model stays as it is.
+# CogVideoX's fusion of convolutions also fuses the convolutions of Mochi.
 pads_quickly(OF_COGVIDEOX[0])

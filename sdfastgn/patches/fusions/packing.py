@@ -1,7 +1,7 @@
-"""Channels that become positions, and positions that become channels, as resampling of autoencoders does it.
+"""Moves channels to positions and back, as the resampling of autoencoders does (pixel shuffle).
 
-A cell is t x h x w neighboring positions. All tensors are (N, C, T, H, W); an image is one frame. Nothing is
-copied but what the caller asks for: views of channels-last tensors have these axes in any order.
+A cell is t x h x w neighboring positions (frames, rows, columns). All tensors are (N, C, T, H, W); an image
+has one frame. Rearranged tensors are views, so only means and sums are written to memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["Cell", "cells_of", "means_of", "pack_sum", "packed", "unpack_sum"]
 
-# (t, h, w)
+# The size of a cell: (t, h, w).
 Cell = tuple[int, int, int]
 
 
@@ -29,20 +29,23 @@ def packed(y: Tensor, cell: Cell) -> Tensor:
 
 
 def means_of(x: Tensor, C: int) -> Tensor:
-    """(N, C, T, H, W), channels-last: each is the mean of as many consecutive channels of x."""
+    """Means of groups of k consecutive channels: x (N, k C, T, H, W) -> (N, C, T, H, W), channels-last."""
     return x.movedim(1, -1).unflatten(-1, (C, -1)).mean(-1).movedim(-1, 1)
 
 
 def unpack_sum(y: Tensor, h: Tensor, x: Tensor, cell: Cell) -> None:
-    """Write h + x to y (N, C, T t, H h, W w), both with channels moved to the positions of a cell.
+    """Moves the channels of h and x to the positions of a cell, and writes the sum to y.
 
     Args:
-        h: (N, t h w C', T, H, W), of which the first C of each C' channels are read.
-        x: the same with fewer channels, each of which is added to as many consecutive ones of y.
+        y: (N, C, T t, H h, W w).
+        h: (N, t h w C', T, H, W) with C' >= C. For each position the first C of the C' channels are read.
+        x: (N, t h w C'', T, H, W), where C'' divides C. Each channel of x is added to C / C'' consecutive
+            channels of y.
         cell: (t, h, w).
     """
 
     def moved(u: Tensor) -> Tensor:
+        """(N, t h w C', T, H, W) -> (N, T, t, H, h, W, w, C'), a view."""
         return u.movedim(1, -1).unflatten(-1, (*cell, -1)).permute(0, 1, 4, 2, 5, 3, 6, 7)
 
     C, read = y.shape[1], moved(x)
@@ -52,5 +55,11 @@ def unpack_sum(y: Tensor, h: Tensor, x: Tensor, cell: Cell) -> None:
 
 
 def pack_sum(y: Tensor, h: Tensor, x: Tensor, cell: Cell) -> None:
-    """Write h + x, both (N, C, T t, H h, W w), to y (N, t h w C, T, H, W)."""
+    """Writes h + x to y, with the positions of each cell moved to channels.
+
+    Args:
+        y: (N, t h w C, T, H, W).
+        h, x: (N, C, T t, H h, W w).
+        cell: (t, h, w).
+    """
     torch.add(packed(h, cell), packed(x, cell), out=y.movedim(1, -1).unflatten(-1, (*cell, -1)))

@@ -1,9 +1,9 @@
-"""The part of a residual block up to its second convolution: bias, time embedding, norm and activation.
+"""The middle of a residual block: its first convolution, time embedding, norm and activation.
 
-The bias of the first convolution has one number for each channel, and the projected time embedding has one
-for each sample and channel. The norm's kernel adds their sum while it reads its input, which saves two passes
-over the tensor. One kernel (``act_linear``) computes this sum: it applies the activation to the embedding,
-projects it, and adds the bias. The blocks of diffusers and of ComfyUI use this file.
+The bias of the convolution has one number for each channel. The projected time embedding has one number for
+each sample and channel. One small kernel (``act_linear``) computes their sum: it applies the activation to
+the embedding, projects it, and adds the bias. The kernel of the norm then adds this sum while it reads its
+input, which saves two passes over the tensor. The fusions for diffusers and for ComfyUI both use this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
 
 
 class Embedding(NamedTuple):
-    """A time embedding and what a residual block of C channels does with it.
+    """A time embedding, and how a residual block of C channels uses it.
 
     Attributes:
         value: (N, K); None if there is no embedding.
@@ -88,7 +88,10 @@ def conv_norm_act(
 
 
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
-    """(the projected time embedding, True if ``bias`` was added to it). h: the convolution's input."""
+    """Returns (projected time embedding, True if ``bias`` was added to it).
+
+    h: the input of the convolution, whose dtype and batch size the embedding must have for that.
+    """
     temb, linear, act, scales = embedding
     if linear is None:
         return temb, False

@@ -1,15 +1,15 @@
 """Stable Video Diffusion's ``TransformerSpatioTemporalModel``: blocks over pixels and blocks over frames.
 
-Upstream copies the tokens to the order of the pixels before each block over frames, and back behind it. Here
-all tokens stay in the order of the channels-last image, as in ``temporal_transformer.py``. Further
-differences:
+Before each block over frames, upstream copies the tokens so that the tokens of a pixel are neighbors, and
+afterwards it copies them back. Here all tokens stay in the order of the channels-last image, as in
+``temporal_transformer.py``. Further differences:
 
 - each residual add and the LayerNorm after it are one kernel, which also adds the embedding of the frames;
-- the last product of each feed-forward network adds its result to the sum in place;
-- attention to the image's single token adds the same vector to all tokens of a video
-  (``transformer_block.py``). With more tokens, keys and values are computed once for each video, and not once
-  for each pixel;
-- one pass mixes the two blocks' results (``alpha_blender.py``);
+- the last matrix product of each feed-forward network adds its result to the residual in place;
+- if the image prompt is a single token, cross-attention adds the same vector to all tokens of a video
+  (``transformer_block.py``). If it has more tokens, their keys and values are computed once for each video.
+  Stock computes them once for each pixel;
+- one pass mixes the results of the two blocks (``alpha_blender.py``);
 - the result is channels-last, and the last sum computes the statistics of the next block's norm.
 
 Upstream's forward runs with gradients, under autocast or a compiler, and if a block over frames is not plain.
@@ -65,7 +65,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
         ):
             return super().forward(hidden_states, encoder_hidden_states, image_only_indicator, return_dict)
         frames = image_only_indicator.shape[-1]
-        # Blocks over frames get the text of each video's first frame.
+        # As in stock, blocks over frames attend to the context of each video's first frame.
         context = encoder_hidden_states.unflatten(0, (-1, frames))[:, 0]
         embedding = self._embedding_of_frames(len(context), frames, hidden_states)
         factors = factors_of(self.time_mixer, image_only_indicator, hidden_states)
@@ -80,7 +80,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
         return TransformerTemporalModelOutput(sample=output) if return_dict else (output,)
 
     def _embedding_of_frames(self, videos: int, frames: int, x: Tensor) -> Tensor:
-        """(videos * frames, C), in the dtype of x."""
+        """The embedding of the frame numbers: (videos * frames, C), in the dtype of x."""
         numbers = torch.arange(frames, device=x.device).repeat(videos)
         return self.time_pos_embed(self.time_proj(numbers).to(x.dtype))
 
@@ -94,7 +94,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
 
 
 def _is_plain(block: Any, tokens: Tensor) -> bool:
-    """True if ``_over_frames`` computes what a call of ``block`` does. ``tokens``: (1, tokens, C)."""
+    """True if ``_over_frames`` computes the same as calling ``block``. ``tokens``: (1, tokens, C)."""
     # A hook would see tokens of another shape.
     if type(block) is not TemporalBasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
@@ -108,9 +108,9 @@ def _is_plain(block: Any, tokens: Tensor) -> bool:
 
 
 def _over_frames(block: Any, x: Tensor, frames: int, embedding: Tensor, context: Tensor) -> Tensor:
-    """A ``TemporalBasicTransformerBlock`` for x + embedding. The tokens are in the order of the frames.
+    """Runs a ``TemporalBasicTransformerBlock`` on x + embedding. Tokens are ordered by frame, then by pixel.
 
-    x (N, frames * pixels, C), embedding (N * frames, C), context (N, tokens, D) -> as x.
+    x (N, frames * pixels, C), embedding (N * frames, C), context (N, tokens, D) -> the shape of x.
     """
     groups = Groups(x.shape[1] // frames, added=embedding)
     x = add_feed_forward(block.ff_in, layers_of(block.ff_in), block.norm_in, x, None, groups)

@@ -1,12 +1,14 @@
-"""Stable Video Diffusion's residual blocks: of time, and of frames and time.
+"""Stable Video Diffusion's residual blocks: ``TemporalResnetBlock`` and ``SpatioTemporalResBlock``.
 
-``TemporalResnetBlock`` has 5-D tensors. Both norms are fused with their activations. The time embedding
-differs from frame to frame, so the norm's kernel cannot add it. One pass adds it together with the first
-convolution's bias, and computes the statistics of the norm that follows.
+``TemporalResnetBlock`` convolves 5-D tensors along time. Both norms are fused with their activations. The
+time embedding differs from frame to frame, so the norm's kernel cannot add it. One pass adds it together with
+the first convolution's bias, and computes the statistics of the norm that follows.
 
-``SpatioTemporalResBlock`` runs a ``ResnetBlock2D``, then a ``TemporalResnetBlock``, and mixes both results.
-The second result is the first one plus what the last convolution computes. So one pass adds this
-convolution's result with its factor and bias. It also computes the statistics of the next block's norm.
+``SpatioTemporalResBlock`` runs a ``ResnetBlock2D`` on each frame and then a ``TemporalResnetBlock``, and
+mixes both results. The result of the second block is its input, which is the first result, plus the result h
+of its last convolution. So the mix is a sum of the first result and of h, each times a factor. One pass
+computes this sum, adds the bias of the last convolution, and computes the statistics of the next block's
+norm.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
         return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + h
 
     def before_sum(self, x: Tensor, temb: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(h, bias): h + bias is the result without the input. bias is None if h has it already.
+        """Returns (h, bias), where x + h + bias is the result of the block. bias is None if h includes it.
 
-        x, temb: as in ``forward``. It may be called only if ``is_plain_inference(x)`` is True.
+        x, temb: as in ``forward``. Call this method only if ``is_plain_inference(x)`` is True.
         """
         frames = x.shape[2]
         h, bias = conv_without_bias(self.conv1, norm_act(self.norm1, self.nonlinearity, x))
@@ -66,7 +68,7 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
 
 
 class FusedSpatioTemporalResBlock(SpatioTemporalResBlock):
-    """``SpatioTemporalResBlock`` whose mix and last sum are one pass.
+    """``SpatioTemporalResBlock``, where one pass computes the mix and the last residual sum.
 
     hidden_states (N * F, C, H, W) for F frames, temb (N * F, temb_channels) or None, image_only_indicator
     (N, F) -> (N * F, C_out, H, W).

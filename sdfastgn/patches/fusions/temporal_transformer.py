@@ -1,15 +1,15 @@
 """diffusers' ``TransformerTemporalModel`` and AnimateDiff's motion modules: attention over frames.
 
-Upstream copies the image to the order of the pixels, (N, H, W, frames, C), where the frames of each pixel are
-neighbors. At the end it copies the result back, to a channels-first image. Here the tokens stay in the order
-of the channels-last image, (N, frames, H, W, C). Only the attention depends on the order. It finds the frames
-of a pixel by their distance in memory.
+Upstream copies the image to (N, H, W, frames, C), so that the tokens of a pixel are neighbors. At the end it
+copies the result back, to a channels-first image. Here the tokens stay in the order of the channels-last
+image, (N, frames, H, W, C). Only attention depends on the order of tokens. Its kernel reads the tokens of a
+pixel with a stride.
 
 Each residual add and the LayerNorm after it are one kernel, which also adds the positional embedding of the
 frames, as in ``transformer_block.py``. The last sum also computes the statistics of the next block's norm.
 
-Upstream's forward runs with gradients, under autocast or a compiler, with text or other arguments, and if a
-block is not plain (FreeNoise, hooks, chunks).
+Upstream's forward runs with gradients, under autocast or a compiler, if text or another optional argument is
+given, and for blocks with FreeNoise, hooks or a feed-forward in chunks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def image_of(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def attends_over_frames(attn: Any, x: Tensor) -> bool:
-    """True if ``attn.over_frames`` is upstream's attention of pixels with tokens like x (N, tokens, C)."""
+    """True if ``attn.over_frames`` can replace upstream's attention over frames. x: (N, tokens, C)."""
     return isinstance(attn, FusedAttention) and attn.runs_over_frames(x)
 
 
@@ -113,7 +113,7 @@ def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> 
 
 
 def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
-    """True if ``_block`` computes what a call of ``block`` does. x: the images."""
+    """True if ``_block`` computes the same as calling ``block``. x: the images, (N * frames, C, H, W)."""
     # A hook would see tokens of another shape.
     if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
@@ -137,7 +137,7 @@ def _fits(embedding: Any, x: Tensor, frames: int) -> bool:
 
 
 def _over_frames(model: Any, x: Tensor, frames: int) -> Tensor:
-    """The forward of ``model`` for images x (N * frames, C, H, W)."""
+    """The fused forward of ``model``. x: images (N * frames, C, H, W)."""
     tokens = call_linear(model.proj_in, tokens_of(model.norm(as_video(x, frames))))
     for block in model.transformer_blocks:
         tokens = _block(block, tokens, frames)
@@ -145,7 +145,10 @@ def _over_frames(model: Any, x: Tensor, frames: int) -> Tensor:
 
 
 def _block(block: Any, x: Tensor, frames: int) -> Tensor:
-    """A ``BasicTransformerBlock`` over frames. x (N, frames * pixels, C), in the order of the frames."""
+    """Runs a ``BasicTransformerBlock`` whose attention is over frames.
+
+    x (N, frames * pixels, C) -> the same. Tokens are ordered by frame, then by pixel.
+    """
     pixels = x.shape[1] // frames
     position = None if block.pos_embed is None else block.pos_embed.pe[0, :frames]
     groups = Groups(pixels, position=position)

@@ -1,4 +1,7 @@
-"""Parts of transformer blocks, for diffusers and ComfyUI: LayerNorm with the sum before it, feed-forward."""
+"""Parts of transformer blocks that the fusions for diffusers and ComfyUI share.
+
+These are LayerNorm with the residual add before it, and the feed-forward network with GEGLU.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_plain_norm(layer: Any) -> bool:
-    """True if ``layer`` is a LayerNorm, and a call of it does nothing else."""
+    """True if ``layer`` is an ``nn.LayerNorm`` without hooks."""
     return type(layer) is nn.LayerNorm and is_unhooked(layer)
 
 
@@ -76,14 +79,15 @@ def add_feed_forward(
     residual: Tensor | None,
     groups: Groups | None = None,
 ) -> Tensor:
-    """total + ff(layer(total)), where total is x + residual and ``layer`` is a LayerNorm.
+    """Returns total + ff(layer(total)), where total is x + residual and ``layer`` is a LayerNorm.
 
     Args:
         ff: the feed-forward network.
         layers: the layers that ``ff`` calls one after the other; None if ``ff`` does anything else.
-        layer: the norm before it.
+        layer: the norm before the network.
         x, residual: (N, tokens, C). residual may be None if there are ``groups``.
-        groups: None, or vectors that belong to the total too. Then ``is_plain_norm(layer)`` must be True.
+        groups: vectors that are also added to the total, or None. If they are given,
+            ``is_plain_norm(layer)`` must be True.
     """
     if layers is not None:
         layers = [*layers[:-1], plain_layer(layers[-1])]
@@ -94,7 +98,7 @@ def add_feed_forward(
             h, total = add_norm(layer, x, residual)  # type: ignore[arg-type]
         return ff(h) + total
     *others, last = layers
-    # ``total`` is a new tensor that only this function has. So it may be written in place below.
+    # ``total`` is a new tensor that only this function has, so it can be overwritten below.
     if groups is not None:
         h, total = grouped_norm(layer, x, groups, residual, total_bias=last.bias)
     else:
@@ -113,7 +117,7 @@ def add_feed_forward(
 def _adds_in_product(
     layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor | None
 ) -> TypeGuard[list[Any]]:
-    """True if the last of ``layers`` is a plain linear layer whose matrix product may add to the sum."""
+    """True if the last of ``layers`` is a linear layer whose matrix product can add to the total in place."""
     if layers is None:
         return False
     last = layers[-1]

@@ -2,19 +2,18 @@
 
     norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
 
-Such a kernel reads two tensors, and writes the sum and its norm. These are four transfers of a tensor in one
-launch. Stock makes five in two launches, because its norm reads the sum again.
+A kernel of (add, norm) reads two tensors, and writes their sum and its norm: four transfers of a tensor in
+one launch. Stock makes five in two launches, because its norm reads the sum again.
 
-On a GPU, without gradients, the last add has no kernel of its own. The feed-forward's last matrix product
-adds its result to the sum in place. The bias of this last layer is already in the sum: the kernel of (add,
-norm3) has added it (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in stock.
+On a GPU, without gradients, the last add is part of a matrix product: the last linear layer of the
+feed-forward adds its result in place to the sum of (add, norm3). That kernel has already added the bias of
+this linear layer (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in stock.
 
 If the context is a single token, as in Stable Video Diffusion, ``attn2`` adds the same vector to each token
-of a sample, whatever the queries are. Then norm2, the queries and the attention are left out, and the kernel
-of (add, norm3) adds this vector.
+of a sample, because its softmax has only one score. Then norm2, the queries and the attention are left out,
+and the kernel of (add, norm3) adds this vector.
 
-Under a compiler diffusers' own forward runs, because the compiler makes the same kernel, and also includes
-the division by ``rescale_output_factor``.
+Under a compiler diffusers' own forward runs, because the compiler fuses these operations itself.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         return add_feed_forward(self.ff, layers_of(self.ff), self.norm3, h, hidden_states)
 
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """(N, dim), what ``attn2`` adds to each token if the context is a single token; else None."""
+        """The vector that ``attn2`` adds to each token, (N, dim). None if the context has several tokens."""
         if mask is not None or not isinstance(self.attn2, FusedAttention):
             return None
         return self.attn2.of_one_token(context) if all(map(is_plain_norm, (self.norm2, self.norm3))) else None
@@ -105,9 +104,9 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
 
 
 def _register_for_hooks() -> None:
-    """Register the fused class with diffusers, for the hooks of SkipLayerGuidance and AutoGuidance.
+    """Registers the fused class with diffusers, for the hooks of SkipLayerGuidance and AutoGuidance.
 
-    These hooks skip blocks, and look blocks up by their exact class.
+    These hooks skip transformer blocks, which they look up by exact class.
     """
     try:
         from diffusers.hooks._helpers import TransformerBlockRegistry
@@ -119,7 +118,7 @@ def _register_for_hooks() -> None:
 
 
 def _has_layer_norms(block: Any) -> bool:
-    """True if the block's norms are plain LayerNorms, without positional embeddings added after a norm."""
+    """True if the block's norms are LayerNorms without adaptive parameters or positional embeddings."""
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 

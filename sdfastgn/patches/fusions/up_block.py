@@ -1,9 +1,9 @@
 """diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: one kernel concatenates and computes statistics.
 
-The next ResNet block begins with a norm of the concatenation, which needs the statistics. ``torch.cat`` of
-channels-last tensors takes two to three times as long as the kernel. Upstream's forward runs with gradients,
-with checkpointing, with deprecated arguments, under compilers, and with FreeU, which changes both tensors
-before the concatenation.
+The concatenation with a skip is the input of a ResNet block, which begins with a norm that needs these
+statistics. ``torch.cat`` of channels-last tensors takes two to three times as long as the kernel, which also
+computes the statistics. Upstream's forward runs with gradients, with checkpointing, with deprecated
+arguments, under compilers, and with FreeU, which changes both tensors before the concatenation.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock
 class FusedUpBlock2D(UpBlock2D):
     """``UpBlock2D`` with sdfastgn's concatenation.
 
-    hidden_states (N, C, H, W), a tuple of skips (N, C', H, W) -> (N, C_out, H', W'). The last skip is used
-    first.
+    hidden_states (N, C, H, W), res_hidden_states_tuple: skips (N, C', H, W) -> (N, C_out, H', W'). The last
+    skip is used first.
     """
 
     def forward(
@@ -52,8 +52,8 @@ class FusedUpBlock2D(UpBlock2D):
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
     """``CrossAttnUpBlock2D`` with sdfastgn's concatenation.
 
-    Like ``FusedUpBlock2D``, but after each ResNet block there is an attention to encoder_hidden_states
-    (N, tokens, D).
+    Like ``FusedUpBlock2D``, but each ResNet block is followed by a transformer, whose context is
+    encoder_hidden_states (N, tokens, D).
     """
 
     def forward(

@@ -1,8 +1,8 @@
 """diffusers' ``Upsample2D``: upsampling by two and its convolution run as one where this is faster.
 
-Only the usual call in a UNet or decoder is fused: the size is doubled, there is no norm before, and the
-convolution is not transposed. PyTorch's own channels-last upsampling is slow, because it copies element by
-element. For large tensors it fails, so upstream makes these channels-first.
+Only the usual module of a UNet or decoder is fused: it doubles the size, has no norm, and its convolution is
+not transposed. PyTorch's own channels-last upsampling is slow, because it copies element by element. It fails
+for large tensors, so upstream makes large tensors channels-first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["FUSION", "FusedUpsample2D"]
 class FusedUpsample2D(Upsample2D):
     """``Upsample2D``. hidden_states (N, C, H, W) -> (N, C_out, 2H, 2W), channels-last.
 
-    Only a channels-last image on a GPU is fused. Any other, and every call under a compiler, runs upstream's
-    forward.
+    Only calls with a channels-last image on a GPU are fused. Other calls, and all calls under a compiler, run
+    upstream's forward.
     """
 
     def forward(self, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -42,7 +42,7 @@ class FusedUpsample2D(Upsample2D):
 
 
 def _conv_of(module: Any) -> Any:
-    """The convolution after the upsampling, which upstream calls ``conv`` or ``Conv2d_0``; None if none."""
+    """Returns the convolution after the upsampling, or None. Upstream calls it ``conv`` or ``Conv2d_0``."""
     return (module.conv if module.name == "conv" else module.Conv2d_0) if module.use_conv else None
 
 

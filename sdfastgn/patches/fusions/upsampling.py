@@ -1,11 +1,12 @@
 """Upsampling by two and the convolution after it, as one convolution at low resolution where this is faster.
 
-In other cases a kernel upsamples the image, and then the convolution is called: in training, under autocast
-to another dtype, if the convolution is not plain (LoRA layers, hooks), and for small images. The blocks of
-diffusers and of ComfyUI use this file.
+Otherwise a kernel upsamples the image, and then the convolution is called. This is so in training, under
+autocast to another dtype, if the convolution is not plain (LoRA layers, hooks), and for small images. The
+fusions for diffusers and for ComfyUI both use this file.
 
-The kernel that writes the result also computes its statistics if this saves time. Nothing is kept between
-calls: each call makes the weights of the low-resolution convolution from the module's weight.
+The kernel that writes the result also computes its statistics if this saves time. The weights of the
+low-resolution convolution are computed from the module's weight at each call, so changes of the weight take
+effect at once.
 """
 
 from __future__ import annotations

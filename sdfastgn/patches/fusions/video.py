@@ -1,4 +1,4 @@
-"""What the fusions of models for video share: checks of layers, and how norms and convolutions run."""
+"""Functions that the fusions of video autoencoders share: checks of layers, norms, convolutions and sums."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ __all__ = [
     "video_of",
 ]
 
-# Stock and fused classes of norms that compute the same as ``WanRMS_norm``. Files of fusions add them.
+# Classes of norms, stock and fused, that compute the same as ``WanRMS_norm``. Each model's file of fusions
+# adds its classes.
 NORMS: set[type[nn.Module]] = set()
 # Smallest norm that upstream divides by. It is the default of F.normalize.
 _EPS = 1e-12
 
 
 def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
-    """True if kernels take x, and there is no gradient, compiler, trace, mode or autocast.
+    """True if the kernels can run on x: its dtype and device fit, it has ``dim`` axes and is not empty, and
+    gradients, compilers, traces, dispatch modes and autocast are off.
 
-    ``dim``: the rank that x must have: 5 for videos (N, C, T, H, W), 4 for their frames (N * T, C, H, W).
+    ``dim`` is 5 for videos (N, C, T, H, W) and 4 for images (N, C, H, W).
     """
     return (
         not torch.compiler.is_compiling()
@@ -62,10 +64,10 @@ def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
 
 
 def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
-    """True if a 2-D convolution of windows of frames is faster than ``conv``, a 3-D convolution.
+    """True if ``convolve_windows`` is faster than the 3-D convolution ``conv`` of x.
 
-    The 2-D convolution is faster on Hopper if the number of channels is a multiple of 32 but not of 64, such
-    as the 96 channels of Wan's largest frames. There cuDNN's 3-D convolutions use code for the previous GPU
+    This is so on Hopper if the number of channels is a multiple of 32 but not of 64, such as the 96 channels
+    of Wan's largest frames. For these numbers cuDNN's 3-D convolutions use code for the previous GPU
     generation.
     """
     return (
@@ -78,12 +80,12 @@ def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
 
 
 def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
-    """``conv`` of frames, computed as a 2-D convolution.
+    """Computes the 3-D convolution ``conv`` as a 2-D convolution, whose input channels are whole windows.
 
     Args:
         conv: a 3-D convolution of C channels with stride and dilation 1 along time and one group.
-        windows: (N, k C, T, H, W), channels-last: for each frame of the result the k frames that ``conv``
-            reads, as ``pad_frames`` writes them.
+        windows: (N, k C, T, H, W), channels-last. Frame t has the channels of the k frames that ``conv``
+            reads for frame t of the result, as ``pad_frames`` writes them.
         bias: (C_out,) or None.
         padding: zeros above and below, left and right of each frame.
 
@@ -97,8 +99,10 @@ def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: t
 
 
 def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:
-    """True if a call of ``conv``, of the class ``kind``, on C channels is PyTorch's convolution and nothing
-    else, in the dtype and on the device of x.
+    """True if calling ``conv`` on C channels runs only PyTorch's convolution, in the dtype and on the device
+    of x.
+
+    ``kind``: the class that ``conv`` must have.
     """
     return (
         type(conv) is kind
@@ -110,11 +114,11 @@ def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Con
 
 
 def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None, *, emits: bool = True) -> Tensor:
-    """``conv(frames)``, channels-last, without padding. A 1x1x1 convolution is a matrix product.
+    """Returns ``conv(frames)``, channels-last. A 1x1x1 convolution runs as a matrix product.
 
     Args:
         conv: a convolution, for which ``is_plain_conv3d`` is true.
-        frames: (N, C, T, H, W), channels-last.
+        frames: (N, C, T, H, W), channels-last. They include the padding of the module that wraps ``conv``.
         bias: the bias of ``conv``, or None if the next kernel adds it.
         emits: True if a GroupNorm reads the result next. Then the pass that adds the bias also stores the
             statistics of the sum, where that saves time.
@@ -122,22 +126,23 @@ def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None, *, emits: bo
     if conv.padding == (0, 0, 0) and is_product(conv, frames):
         return product_of(conv, frames, bias)
     where = conv.stride, conv.padding, conv.dilation, conv.groups
-    # Convolutions of a CPU may return another layout.
+    # On a CPU, convolutions may return another layout.
     y = in_channels_last(F.conv3d(frames, conv.weight, None if emits else bias, *where))
     return add_bias(y, bias) if emits else y
 
 
 def is_product(conv: Any, x: Tensor) -> bool:
-    """True if ``conv``, a 3-D convolution without padding, is to be computed as a matrix product.
+    """True if ``conv``, a 3-D convolution without padding, should run as a matrix product.
 
-    In fp32 it stays a convolution: by PyTorch's default convolutions run in TF32, matrix products do not.
+    In fp32 it stays a convolution. By default, PyTorch uses the faster TF32 for fp32 convolutions, but not
+    for fp32 matrix products.
     """
     is_pointwise = (conv.kernel_size, conv.stride, conv.groups) == ((1, 1, 1), (1, 1, 1), 1)
     return is_pointwise and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """``conv(x)`` as a matrix product, for x (N, C, T, H, W) that is channels-last. The result is, too."""
+    """Computes ``conv(x)`` as a matrix product. x (N, C, T, H, W) and the result are channels-last."""
     return linear(x.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
 
 
@@ -145,7 +150,11 @@ def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
-    """True if ``act(norm(u))`` is PyTorch's, for u of C channels in the dtype of x."""
+    """True if a kernel can compute ``act(norm(u))``.
+
+    ``norm`` must be a GroupNorm of C channels with parameters in the dtype of x, ``act`` a known activation,
+    and both without hooks.
+    """
     return (
         type(norm) in (nn.GroupNorm, FusedGroupNorm)
         and norm.num_channels == C
@@ -157,14 +166,22 @@ def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
 
 
 def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = False) -> GroupNorm:
-    """``act(norm(x))`` as operands of a kernel. ``is_shifted``: a bias is to be added to x first."""
+    """Returns the operands with which ``pad_frames`` computes ``act(norm(x))``.
+
+    ``is_shifted``: True if the kernel adds a bias to x before the norm. Then statistics that were stored for
+    x are not used.
+    """
     statistics = None if is_shifted else take_statistics(x)
     activation = activation_of(act) or "identity"
     return GroupNorm(int(norm.num_groups), norm.weight, norm.bias, float(norm.eps), activation, statistics)
 
 
 def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
-    """``act(norm(u))`` as operands of a kernel, for u of the rank and dtype of x; None if it is not plain."""
+    """Returns the operands with which kernels compute ``act(norm(u))``, for u of the rank and dtype of x.
+
+    None if kernels cannot compute it: ``norm`` is of another class than ``NORMS``, ``act`` is an unknown
+    activation, or one of them has hooks.
+    """
     activation = "identity" if act is None else activation_of(act)
     if activation is None or (act is not None and not is_unhooked(act)):
         return None
@@ -177,7 +194,7 @@ def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
 
 
 class FusedRMSNorm(nn.Module):
-    """A base class for the fused classes of ``WanRMS_norm`` and of norms that compute the same.
+    """Base class of the fused ``WanRMS_norm``, and of other models' norms that compute the same.
 
     x (N, C, *spatial). The result has the same shape and is channels-last.
     """
@@ -193,19 +210,22 @@ class FusedRMSNorm(nn.Module):
 
 
 def in_channels_last(x: Tensor) -> Tensor:
-    """x itself if it is channels-last, so that its stored statistics are found; else a channels-last copy."""
+    """Returns x itself if it is channels-last, else a channels-last copy.
+
+    Statistics that were stored for x belong to this tensor object, so x is not replaced needlessly.
+    """
     return x if is_channels_last(x) else laid_out(x, channels_last=True)
 
 
 def add_into(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
-    """y + bias + residual for y (N, C, T, H, W), which is written to."""
+    """Returns y + bias + residual for y (N, C, T, H, W). It may overwrite y."""
     if (
         dispatch.is_plain_inference(y, (residual, bias))
         and is_channels_last(y)
         and is_channels_last(residual)
     ):
         try:
-            # Axes of one element may have other strides.
+            # The kernel wants equal strides, and those of axes with one element may differ.
             return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
         except dispatch.KernelError:
             pass

@@ -1,6 +1,6 @@
 """Up blocks of Stable Video Diffusion and AnimateDiff: one kernel concatenates and computes statistics.
 
-As in ``up_block.py``, for blocks that also have layers over frames.
+This does the same as ``up_block.py``, for blocks that also have temporal layers.
 """
 
 from __future__ import annotations

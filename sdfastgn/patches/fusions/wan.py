@@ -1,24 +1,26 @@
 """diffusers' autoencoders of Wan and Qwen-Image: norm, SiLU, cache and padding in one pass per convolution.
 
-Both have the same blocks under two names. They compute a video in chunks. Each causal convolution reads two
-frames before its chunk: the last frames of the chunk before, which stock keeps in ``feat_cache``, or zeros.
-Stock makes one pass over memory for each of these: the norm, its factors, SiLU, the copy into the cache, the
-concatenation with the cache, and padding. Here one kernel (``pad_frames``) writes all of that: what the
-convolution reads, and the new entry of ``feat_cache``. The entry has stock's frames and values.
+Both models have the same blocks under different names. They compute a video in chunks of frames. Each causal
+convolution reads two frames before its chunk: the last frames of the previous chunk, which stock keeps in
+``feat_cache``, or zeros. Stock makes one pass over memory for each of these steps: the norm, its factors,
+SiLU, the copy into the cache, the concatenation with the cache, and padding. Here one kernel (``pad_frames``)
+does all of them. It writes the padded input of the convolution and the new entry of ``feat_cache``, which has
+the same frames and values as stock's.
 
-Further differences:
+Further differences from stock:
 
-- The frame of a first chunk, or of an image, has only zeros before it. So its convolution is 2-D, with the
-  last third of the weight.
-- Where that is faster, the convolution of more frames is 2-D too: the three frames that it reads stand side
-  by side as channels (``is_faster_in_2d``).
+- The first chunk of a video, or an image, is a single frame with only zeros before it. So its convolution is
+  2-D, with the last of the three slices of the weight along time.
+- A convolution of several frames is also 2-D where that is faster (``is_faster_in_2d``). Then the three
+  frames that it reads lie side by side as channels.
 - conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
 - Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``).
-- A 1x1x1 convolution is a matrix product. Stock pads its input by nothing, which is a copy.
+- A 1x1x1 convolution is a matrix product of its input. Stock first copies the input, because it calls
+  ``F.pad`` with zero widths.
 
-All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
-layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
-one, and each of them is still fused by itself. Norms are fused with gradients too.
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls
+are still fused one by one. Norms also run fused if gradients are wanted.
 """
 
 from __future__ import annotations
@@ -62,9 +64,10 @@ except ImportError:  # a diffusers before Qwen-Image
 
 __all__ = ["FUSIONS"]
 
-# Frames of an entry of ``feat_cache``, upstream's CACHE_T.
+# Maximum number of frames of an entry of ``feat_cache``, upstream's CACHE_T.
 _CACHE_T = 2
-# Stock and fused classes of both autoencoders; the end of this file adds them.
+# Classes of both models' convolutions (stock and fused) and upsampling layers (stock). ``_fusions`` adds
+# them.
 _CONVS: set[type[nn.Module]] = set()
 _UPSAMPLES: set[type[nn.Module]] = set()
 
@@ -73,7 +76,9 @@ _UPSAMPLES: set[type[nn.Module]] = set()
 
 
 def _is_plain_conv(conv: Any, x: Tensor) -> bool:
-    """True if a call of ``conv`` is upstream's padding and PyTorch's convolution, in the dtype of x."""
+    """True if calling ``conv`` only pads as upstream does and runs PyTorch's convolution, in the dtype and
+    on the device of x.
+    """
     return (
         type(conv) in _CONVS
         and is_unhooked(conv)
@@ -84,7 +89,11 @@ def _is_plain_conv(conv: Any, x: Tensor) -> bool:
 
 
 def _fits(cache: Any, x: Tensor, C: int) -> bool:
-    """True if ``cache``, an entry of ``feat_cache``, is None or has frames as those of x, with C channels."""
+    """True if ``cache``, an entry of ``feat_cache``, can be used for a convolution of C channels.
+
+    It is None, or it has the dtype, device, batch size, height and width of x, and at most ``_CACHE_T``
+    frames.
+    """
     if cache is None:
         return True
     return (
@@ -108,20 +117,22 @@ def _convolve(
     norm: Norm | None = None,
     has_bias: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, kept): ``conv(norm(x + shift), cache)``, channels-last, and the last ``keep`` frames that it reads.
+    """Returns (``conv(norm(x + shift), cache)``, kept), both channels-last.
+
+    ``kept`` has the last ``keep`` frames that ``conv`` reads. It is None if ``keep`` is 0.
 
     Args:
-        conv: a causal convolution, of which ``_is_plain_conv`` is true.
+        conv: a causal convolution, for which ``_is_plain_conv`` is true.
         x: (N, C, T, H, W).
-        cache: frames before x, not more than ``conv`` pads; or None.
-        keep: number of frames to return.
+        cache: the normalized frames before x, at most as many as ``conv`` pads; or None for zeros.
+        keep: number of frames of ``kept``.
         shift, norm: as in ``pad_frames``.
         has_bias: False if the next kernel adds the bias of ``conv``.
     """
     bias = conv.bias if has_bias else None
     w, _, h, _, front, _ = conv._padding
     taps, where = conv.kernel_size, (conv.dilation, conv.groups)
-    # The frames before it are zeros.
+    # x is a single frame, and the frames before it are zeros. So only the weight's last slice matters.
     is_alone = cache is None and (x.shape[2], taps[0], conv.dilation[0]) == (1, front + 1, 1) and keep <= 1
     frames, kept = in_channels_last(x), None
     if is_alone:
@@ -146,7 +157,10 @@ def _convolve(
 
 
 def _step(conv: Any, x: Tensor, feat_cache: Any, feat_idx: Any, **options: Any) -> Tensor:
-    """``_convolve`` with the next entry of ``feat_cache``, which it renews. ``feat_cache`` may be None."""
+    """Runs ``_convolve`` with the next entry of ``feat_cache``, and replaces the entry by the new frames.
+
+    ``feat_idx[0]`` is the index of the next entry. If ``feat_cache`` is None, there is no cache.
+    """
     if feat_cache is None:
         return _convolve(conv, x, **options)[0]
     i = feat_idx[0]
@@ -158,17 +172,18 @@ def _step(conv: Any, x: Tensor, feat_cache: Any, feat_idx: Any, **options: Any) 
 
 
 def _given(feat_idx: Any) -> tuple[Any, ...]:
-    """``feat_idx`` as an argument of stock's forward; nothing if it was not given."""
+    """Returns ``(feat_idx,)`` for stock's forward, or () if ``feat_idx`` was not given."""
     return () if feat_idx is None else (feat_idx,)
 
 
 # --- fused classes ----------------------------------------------------------------------------------
 
-# Each of these stands before a stock class among the bases of a fused class.
+# The next classes have the fused forwards. The bases of each fused class are one of these and the stock
+# class, whose forward ``super().forward`` calls.
 
 
 class _FusedConv(nn.Module):
-    """``WanCausalConv3d``. x (N, C, T, H, W), cache_x the frames before it or None.
+    """``WanCausalConv3d``. x: (N, C, T, H, W). cache_x: the frames before x, or None.
 
     The result has the layout of x.
     """
@@ -200,7 +215,7 @@ class _FusedResidualBlock(nn.Module):
         return add_into(y, residual, self.conv2.bias)
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
-        """The two norms with their activations; None if stock's forward has to run."""
+        """The operands of the two norms, with their activations. None if stock's forward has to run."""
         if (
             not is_plain_inference(x)
             or (self.dropout.training and self.dropout.p)
@@ -223,7 +238,10 @@ class _FusedResidualBlock(nn.Module):
 
 
 class _FusedResample(nn.Module):
-    """``WanResample``. Upsampling is fused: x (N, C, T, H, W) -> (N, C', T or 2T, 2H, 2W), channels-last."""
+    """``WanResample``. x (N, C, T, H, W) -> (N, C', T or 2T, 2H, 2W), channels-last.
+
+    Only upsampling is fused. For downsampling, stock's forward runs.
+    """
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
         if not (is_plain_inference(x) and self._is_plain_upsampling(x, feat_cache, feat_idx)):
@@ -233,7 +251,7 @@ class _FusedResample(nn.Module):
             i = feat_idx[0]
             feat_idx[0] += 1
             if feat_cache[i] is None:
-                feat_cache[i] = "Rep"  # upstream's mark of a first chunk, whose frame stays one
+                feat_cache[i] = "Rep"  # as upstream: marks the first chunk, whose frame is not doubled
             else:
                 x = self._twice_the_frames(x, feat_cache, i)
         images, conv = images_of(x), self.resample[1]
@@ -257,7 +275,10 @@ class _FusedResample(nn.Module):
         return (isinstance(cache, str) and cache == "Rep") or _fits(cache, x, x.shape[1])
 
     def _twice_the_frames(self: Any, x: Tensor, feat_cache: Any, i: int) -> Tensor:
-        """time_conv's channels as two frames for each one of x."""
+        """Runs ``time_conv``, and splits its 2 C channels into two frames for each frame of x.
+
+        x (N, C, T, H, W) -> (N, C, 2 T, H, W), channels-last. Renews entry ``i`` of ``feat_cache``.
+        """
         cache = None if isinstance(feat_cache[i], str) else feat_cache[i]
         y, feat_cache[i] = _convolve(self.time_conv, x, cache, keep=_CACHE_T, has_bias=False)
         pairs = y.movedim(1, -1).unflatten(-1, (2, -1)).movedim(4, 2)  # (N, T, 2, H, W, C)
@@ -284,9 +305,10 @@ class _FusedAttentionBlock(nn.Module):
 
 
 class _FusedHalf(nn.Module):
-    """``WanEncoder3d`` or ``WanDecoder3d``: its first convolution, and its last norm, SiLU and convolution.
+    """What ``WanEncoder3d`` and ``WanDecoder3d`` share: the first convolution and the last norm, SiLU and
+    convolution are fused.
 
-    x is (N, C, T, H, W). The result is channels-first, as stock's is.
+    x is (N, C, T, H, W). The result is channels-first, like stock's.
     """
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
@@ -298,7 +320,7 @@ class _FusedHalf(nn.Module):
         return _step(self.conv_out, x, feat_cache, feat_idx, norm=norm).contiguous()
 
     def _norm(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Norm | None:
-        """The last norm with its activation; None if stock's forward has to run."""
+        """The operands of the last norm, with its activation. None if stock's forward has to run."""
         if not (
             is_plain_inference(x) and _is_plain_conv(self.conv_in, x) and _is_plain_conv(self.conv_out, x)
         ):
@@ -381,7 +403,10 @@ if qwen_image is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Reason to skip: upstream's number of cached frames, or the activation of a block."""
+    """Reason to skip ``module``: upstream caches another number of frames, or its activation has no kernel.
+
+    None if there is no such reason.
+    """
     frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
     if frames != _CACHE_T:
         return f"its cache has {frames} frames, and sdfastgn was tested with {_CACHE_T}"
@@ -392,7 +417,9 @@ def _check(module: Any) -> str | None:
 def _fusions(
     family: str, upsample: type[nn.Module], classes: dict[str, type[nn.Module]]
 ) -> tuple[ClassSwap, ...]:
-    """One fusion for each of ``classes``: name -> fused class, whose last base is the stock class."""
+    """Returns one fusion for each of ``classes``, {name: fused class}. The last base of a fused class is the
+    stock class.
+    """
     stock: dict[str, Any] = {name: fused.__bases__[-1] for name, fused in classes.items()}
     norm, conv = (tested(stock[name], "__init__", "forward") for name in ("norm", "conv"))
     relied: dict[str, tuple[Any, ...]] = {

@@ -1,9 +1,10 @@
-"""The blocks of Wan 2.2's autoencoder: their shortcuts around resampling, without copies.
+"""The residual blocks of Wan 2.2's autoencoder: their shortcuts around resampling, without copies.
 
-A shortcut packs positions into channels and takes means (``AvgDown3D``), or repeats channels and unpacks
-them into positions (``DupUp3D``). Stock writes each of these steps, channels-first, and then adds. Here the
-means are taken, or the channels are read, where they lie, and are added to the block's result in place.
-``wan.py`` has the parts of the blocks.
+The shortcut of a down block moves positions to channels and takes means of channels (``AvgDown3D``). The
+shortcut of an up block repeats channels and moves them to positions (``DupUp3D``). Stock writes the result of
+each step to memory, channels-first, and then adds the shortcut. Here all steps are views of channels-last
+memory, so only means are written, and the shortcut is added to the block's result in place. ``wan.py`` fuses
+the layers of these blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ __all__ = ["FUSIONS"]
 
 
 def _leading(factors: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    """The leading ``factors`` whose product is ``count``, followed by ones; None if there are none."""
+    """Keeps leading ``factors`` until their product is ``count``, and replaces the others by 1.
+
+    None if no such product is ``count``. Example: (2, 2, 2) and 4 -> (2, 2, 1).
+    """
     found = []
     for factor in factors:
         if count == 1:
@@ -41,21 +45,28 @@ def _is_shortcut(shortcut: Any, cls: type[nn.Module]) -> bool:
 
 
 def _owns_result(block: Any, sampler: Any) -> bool:
-    """True if nothing but ``block`` has seen the result of its last layer, so that it may be written to."""
+    """True if only ``block`` has the result of its last layer, so that this result may be overwritten.
+
+    A hook of a layer could have kept the result.
+    """
     return len(block.resnets) > 0 and all(map(is_unhooked, (*block.resnets, *([sampler] if sampler else ()))))
 
 
 def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool:
-    """Add ``shortcut(x, first_chunk)`` to y, and return True; or change nothing, and return False."""
+    """Adds ``shortcut(x, first_chunk)`` to y and returns True. If the sizes do not fit, returns False."""
     N, C, T, H, W = x.shape
     factors = shortcut.factor_t, shortcut.factor_s, shortcut.factor_s
     skipped = factors[0] - 1 if first_chunk else 0
     frames, C_out, repeats = T * factors[0] - skipped, shortcut.out_channels, shortcut.repeats
     size = (N, C_out, frames, H * factors[1], W * factors[2])
-    # Stock drops frames of the first one only: of one frame all but the last.
+    # In a first chunk, stock drops the first factor_t - 1 frames. Here that is done for chunks of one frame,
+    # of which the last copy remains.
     if tuple(y.shape) != size or shortcut.in_channels != C or (skipped and T != 1):
         return False
-    # A channel of x is repeated for the last steps of a cell, or for all of them in several channels.
+    # A channel of x is repeated over ``repeats`` places, numbered by (C_out, frame, row, column of a cell).
+    # If there are fewer repeats than positions in a cell, the channel fills the innermost positions, and
+    # ``steps`` are the sizes of the outer positions, which other channels fill. Otherwise it fills whole
+    # cells of ``alike`` channels.
     alike = max(1, repeats // shortcut.factor)
     steps = _leading(factors, alike * shortcut.factor // repeats)
     if steps is None or alike * shortcut.factor % repeats:
@@ -68,13 +79,15 @@ def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> boo
 
 
 def _add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
-    """Add ``shortcut(x)`` to y, and return True; or change nothing, and return False."""
+    """Adds ``shortcut(x)`` to y and returns True. If the sizes do not fit, returns False."""
     N, C, T, H, W = x.shape
     factors = t, h, w = shortcut.factor_t, shortcut.factor_s, shortcut.factor_s
     size = (N, shortcut.out_channels, T // t, H // h, W // w)
     if T % t or H % h or W % w or tuple(y.shape) != size or shortcut.in_channels != C:
         return False
-    # Means are over the last steps of a cell, or over all of them and several channels.
+    # A mean is over ``group_size`` places of x, numbered by (C, frame, row, column of a cell). If these are
+    # fewer than the positions in a cell, the mean is over the innermost positions, and ``steps`` are the
+    # sizes of the outer ones. Otherwise it is over whole cells of ``alike`` channels.
     alike = max(1, shortcut.group_size // shortcut.factor)
     kept = alike * shortcut.factor // shortcut.group_size
     steps = _leading(factors, kept)

@@ -1,7 +1,7 @@
-"""Causal 3-D convolutions that are wrapped by a module that pads: HunyuanVideo's, and modules like it.
+"""Fused classes of modules that pad a video and call an ``nn.Conv3d``, such as HunyuanVideoCausalConv3d.
 
-The module pads with copies of the nearest element: frames before the first frame, and a border around each
-frame.
+These modules pad with frames before the first frame and with a border around each frame. Most repeat the
+nearest element; some pad with zeros. Here ``pad_frames`` pads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sdfastgn.patches.fusions.video import (
 
 __all__ = ["WRAPPERS", "FusedWrapper", "convolve", "is_plain_wrapper"]
 
-# Stock and fused classes. The files of their fusions add them.
+# Classes of such modules, stock and fused. Each model's file of fusions adds its classes.
 WRAPPERS: set[type[nn.Module]] = set()
 # ``pad_mode`` of a convolution -> the mode of ``pad_frames``.
 _MODES = {"replicate": "replicate", "constant": "zeros"}
 
 
 def is_plain_wrapper(conv: Any, x: Tensor, C: int) -> bool:
-    """True if a call of ``conv`` on C channels is upstream's padding and PyTorch's convolution, in the dtype
-    and on the device of x.
+    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
+    the dtype and on the device of x.
     """
     if type(conv) not in WRAPPERS or not is_unhooked(conv):
         return False
@@ -47,15 +47,15 @@ def convolve(
     has_bias: bool = True,
     emits: bool = False,
 ) -> Tensor:
-    """``conv`` of norm(x + shift), upsampled; channels-last.
+    """Computes norm(x + shift), upsamples it and applies ``conv``. The result is channels-last.
 
     Args:
         conv: a causal convolution, for which ``is_plain_wrapper`` is true.
         x: (N, C, T, H, W).
         shift, norm, upsample: as in ``pad_frames``.
         has_bias: False if the next kernel adds the bias of ``conv``.
-        emits: True if a GroupNorm reads the result next. Then its statistics are stored where
-            that saves time.
+        emits: True if a GroupNorm reads the result next. Then the statistics of the result are stored for
+            it, where that saves time.
     """
     w, _, h, _, front, _ = conv.time_causal_padding
     frames = in_channels_last(x)
@@ -66,7 +66,7 @@ def convolve(
 
 
 class FusedWrapper(nn.Module):
-    """The ``forward`` of a fused class of such modules, whose second base is the stock class.
+    """Base class of the fused classes of such modules. The other base of each of them is the stock class.
 
     x (N, C, T, H, W). The result has the layout of x.
     """

@@ -1,17 +1,17 @@
-"""Packs the parameters of linear layers that read the same tensor, so that one matrix product does them all.
+"""Packs the weights of linear layers that read the same tensor, so that one matrix product computes them all.
 
-The parameters are moved side by side into one allocation. Each parameter stays the same object, contiguous,
-and has a storage of its own: the slice of the allocation with its values. So code that looks for parameters
-with a common storage finds none: ``torch.save`` and pickle write each parameter separately, and accelerate's
-``save_model``, which saves only one parameter of each storage, saves them all.
+The parameters are moved side by side into one allocation. Each parameter stays the same object and stays
+contiguous. Its storage object is a separate one, which covers only its slice of the allocation. So code that
+looks for parameters with a common storage finds none: ``torch.save`` and pickle write each parameter
+separately, and accelerate's ``save_model``, which saves only one parameter of each storage, saves them all.
 
-Each call makes the joined weight anew, as a view of the allocation, after it has checked that all parameters
-are still in the allocation. So a write into a parameter takes effect, and a parameter that was moved
-(``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak
-reference to the allocation is kept: the allocation is freed with the last parameter in it.
+At each call, ``joined`` checks that all parameters are still in the allocation, and returns a view of it as
+the joined weight. So a write into a parameter takes effect, and a parameter that was moved (``.to()``,
+``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak reference to the
+allocation is kept, so the allocation is freed with the last parameter in it.
 
-Parameters are never packed during a call: packing frees their old memory, which a CUDA graph that was
-captured earlier would go on reading.
+Parameters are never packed during a call of the model. Packing frees their old memory, and a CUDA graph that
+was captured earlier would still read it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["Parameters", "is_one_product", "joined", "pack", "plain_parameters", "unpack"]
 
-# Packing is faster only on GPUs: one large product keeps a GPU busier than three small ones. A CPU is busy
-# with each small product already.
+# Packing is faster only on GPUs: one large product keeps a GPU busier than three small ones. A small product
+# already keeps a CPU busy.
 PACKED_DEVICES = ("cuda",)
 # Bytes. Matrix products read 16 bytes at once, so each parameter must begin at an address divisible by 16.
 _ALIGNMENT = 16
@@ -66,7 +66,7 @@ def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
 
 
 def is_one_product(x: Tensor, parameters: Parameters) -> bool:
-    """True if one product of x with ``parameters`` gives the same result as a call of each layer."""
+    """True if one product of x with the joined ``parameters`` gives the same result as calling each layer."""
     params = (*parameters.weights, *parameters.biases)
     if dispatch.wants_gradient(x, params) or not dispatch.is_untraced(x, params):
         return False
@@ -75,11 +75,11 @@ def is_one_product(x: Tensor, parameters: Parameters) -> bool:
 
 
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
-    """(all weights concatenated, all biases concatenated), as views of the allocation of ``owner``.
+    """Returns (all weights concatenated, all biases concatenated), as views of the allocation of ``owner``.
 
-    A linear layer with this weight and bias computes the concatenated results of all layers. The second value
-    is None if the layers have no biases. The result is None if the parameters are not side by side in the
-    allocation.
+    A linear layer with this weight and bias computes the concatenated results of all layers. The bias is None
+    if the layers have no biases. Returns None instead of the pair if the parameters are not side by side in
+    the allocation.
     """
     allocation = _allocation(owner)
     if allocation is None:
@@ -119,10 +119,10 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
 
 
 def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
-    """Put the parameters of ``linears``, which are layers in ``owner``, side by side where that is possible.
+    """Put the parameters of ``linears``, which are layers of ``owner``, side by side if possible.
 
-    The parameters keep their values and strides, and stay the same objects. None of them is moved if one of
-    them is quantized or offloaded, or shares its storage (tied weights, a state_dict that somebody holds).
+    The parameters keep their values and strides, and stay the same objects. If one of them is quantized,
+    offloaded or shares its storage (tied weights, a state_dict that other code keeps), no parameter is moved.
     """
     parameters = plain_parameters(linears)
     if parameters is None:
@@ -136,7 +136,7 @@ def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
         try:
             _allocations[owner] = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
-            return  # there is no memory for it: each layer stays a separate product
+            return  # without memory for the allocation, each layer stays a separate product
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
@@ -152,7 +152,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 def _move(parts: list[Tensor]) -> torch.UntypedStorage:
     """Move ``parts`` into a new allocation, and return it. If an exception is raised, no part was moved."""
-    # Outside of inference mode, because memory from inside would turn the parameters into inference tensors.
+    # Inference mode is off, because memory that is allocated in it makes inference tensors of parameters.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)
         allocation = torch.empty(size, dtype=torch.uint8, device=parts[0].device).untyped_storage()
