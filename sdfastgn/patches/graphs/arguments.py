@@ -54,7 +54,7 @@ class Number(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Takes the place of a tensor in the arguments. ``place``: the tensor's index in ``Call.tensors``."""
+    """Replaces a tensor in the arguments. ``place``: the tensor's index in ``Call.tensors``."""
 
     place: int
 
@@ -141,7 +141,7 @@ class Call:
         if number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            if kind in (int, float):  # the number becomes a tensor of the dtype that diffusers' forward uses
+            if kind in (int, float):  # becomes a tensor of the dtype that diffusers' forward would choose
                 dtype = torch.int64 if kind is int else number.float_dtype
                 spec = _Spec((), (), dtype)
                 return self._slot(value if dtype.is_floating_point else int(value), spec, tokens)
@@ -204,7 +204,7 @@ def _fill_in(part: Any, buffers: list[Tensor]) -> Any:
 
 
 def global_state(device: torch.device) -> tuple[Any, ...]:
-    """The values of PyTorch's global settings that change which kernels a call runs or what it returns."""
+    """The values of PyTorch's global settings that change a call's kernels or its result."""
     kind = device.type
     return (
         torch.is_inference_mode_enabled(),
@@ -217,7 +217,7 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
 
 
 def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with each tensor t in it replaced by ``fn(t)``, in new containers.
+    """Returns ``value`` in new containers, with each tensor t in it replaced by ``fn(t)``.
 
     Raises Unsupported if ``value`` contains anything but tensors, plain values, lists, tuples, dicts and
     outputs of diffusers.
@@ -238,12 +238,12 @@ def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def static_copy(output: Any) -> Any:
-    """``output`` in new containers, with the same tensors. Raises Unsupported like ``clone_of``."""
+    """Returns ``output`` in new containers, with the same tensors. Raises Unsupported like ``clone_of``."""
     return _mapped(output, lambda tensor: tensor)
 
 
 def clone_of(output: Any) -> Any:
-    """``output`` with copies of its tensors, which no later replay overwrites.
+    """Returns ``output`` with copies of its tensors, which no later replay overwrites.
 
     A tensor that occurs twice is copied once. Raises Unsupported if ``output`` contains an object of an
     unknown class.
@@ -273,7 +273,7 @@ def structure_of(*values: Any) -> Any:
 
 
 def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """(container, content) for each list, dict and tuple in ``values``, also for nested ones."""
+    """Returns (container, its items) for each list, dict and tuple in ``values``, also for nested ones."""
     found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     todo = list(values)
     while todo:
@@ -285,7 +285,7 @@ def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Give each list and dict, in place, the content that ``contents_of`` has recorded of it."""
+    """Give each list and dict in place the items that ``contents_of`` has recorded for it."""
     for value, content in containers:
         if type(value) is list:
             value[:] = content

@@ -24,7 +24,7 @@ __all__ = ["Backend", "CudaBackend", "Graph", "Handle", "backend_of", "capture_c
 
 
 class Handle(Protocol):
-    """A captured call. ``output`` is the forward's result; each ``replay`` writes new values into it."""
+    """A captured call. ``output`` is the result of the forward. Each ``replay`` writes new values into it."""
 
     output: Any
 
@@ -45,7 +45,7 @@ class Backend(Protocol):
         """True if other code is capturing the current stream."""
 
     def allocating(self) -> AbstractContextManager[Any]:
-        """A context for allocating a graph's inputs. No other work gets their memory while the graph runs."""
+        """A context for allocating a graph's inputs: no other work gets this memory while the graph runs."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
         """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Size in bytes of the memory pool that the graphs share; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
-        """True if at least as much memory is free as the graphs take, for models that run without graphs."""
+        """True if at least as much memory is free as the graphs take. Models without graphs need it."""
 
 
 class Graph:
@@ -243,7 +243,7 @@ class CudaBackend:
             # this state it never empties its cache, and adds no graph to this pool. ``end_pool`` ends it.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # the allocator knows already that the capture has ended; the graph frees its pool
+                return  # the allocator already knows that the capture has ended, so the graph frees its pool
             # The graph is kept alive, because the allocator of pinned memory has a callback that reads it.
             self._broken.append(graph)
             self._free_generator()
@@ -271,7 +271,7 @@ class CudaBackend:
 
     def memory(self) -> int:
         if torch.cuda.get_allocator_backend() != "native":
-            return 0  # ComfyUI's default, cudaMallocAsync, raises an error if it is asked for a snapshot
+            return 0  # cudaMallocAsync, ComfyUI's default, raises an error in ``memory_snapshot``
         with self.lock:  # no other thread may add a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(

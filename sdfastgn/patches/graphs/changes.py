@@ -21,12 +21,12 @@ _MAX_SHOWN = 40
 
 
 class Place(NamedTuple):
-    """A list, tuple, set or dict in the model, with what is needed to name its items.
+    """A list, tuple, set or dict in the model, and how messages name its items.
 
     Attributes:
         name: the dotted path of the container. For a module's own dicts (parameters, attributes, hooks) it
             is the path of the module.
-        kind: what an item of the container is: "parameter", "buffer", "module", "attribute" or "forward
+        kind: the word for an item of the container. "parameter", "buffer", "module", "attribute" or "forward
             hook" in a module's own dicts, "LoRA scale" in a LoRA layer's dict of scales, else "item".
         container: the list, tuple, set or dict itself.
         keys: the keys that a dict had at the capture; empty for other containers.
@@ -44,7 +44,7 @@ class Place(NamedTuple):
         return f"{self.name}[{_shown(key)}]" if self.kind == "item" else joined(self.name, key)
 
     def difference(self, old: Iterable[Any], is_same: Callable[[Any, Any], Any]) -> str | None:
-        """A sentence on how the container now differs from its former items ``old``; None if it does not.
+        """A sentence that says how the container differs from its former items ``old``; None if it does not.
 
         ``is_same(old_item, new_item)`` compares two items.
         """
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 def difference_of(
     place: Place, before: dict[Any, Any], now: dict[Any, Any], is_same: Callable[[Any, Any], Any]
 ) -> str | None:
-    """A sentence on the first difference between two states of the dict at ``place``; None if they are equal.
+    """A sentence about the first difference between two states of the dict at ``place``; None if equal.
 
     ``is_same(old_value, new_value)`` compares two values.
     """
@@ -94,7 +94,7 @@ def difference_of(
 
 
 def changed(noun: str, old: Any, new: Any) -> str:
-    """The sentence "``noun`` changed from ``old`` to ``new``", or a similar one if they look the same."""
+    """The sentence "``noun`` changed from ``old`` to ``new``". If both look the same, names their classes."""
     before, after = _shown(old), _shown(new)
     if before == after and type(old) is not type(new):
         before, after = (f"{type(value).__module__}.{type(value).__qualname__}" for value in (old, new))

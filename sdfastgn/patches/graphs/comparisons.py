@@ -74,8 +74,8 @@ class _Containers:
 
         Args:
             items: an iterable of the container's items.
-            place: says where the container is, for the sentence of ``difference``. None if another object of
-                this file describes changes of this container.
+            place: where the container is, for the sentence of ``difference``. None if another comparison
+                describes changes of this container.
         """
         self._items.append(items)
         self._places.append(place)
@@ -151,8 +151,8 @@ class Attributes:
         self._places: list[Place] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
-        # ``_holders``: the ``__dict__`` of each module that has dicts as attributes.
-        # ``_dict_getters``: for each holder, a function that returns these attributes.
+        # ``_holders``: the ``__dict__`` of each module that has attributes that are dicts.
+        # ``_dict_getters``: for each holder, a function that returns these dicts.
         self._holders: list[dict[str, Any]] = []
         self._dict_getters: list[Callable[[Any], Any]] = []
 
@@ -244,8 +244,9 @@ class _Tensors:
 class Memory(_Tensors):
     """Checks that tensors stay at their addresses.
 
-    Old memory is not kept alive, so that a model that moves to another device can free it. Then new memory
-    may get the old address. So ``same`` also checks, with weak references, that the old storages still exist.
+    The recorded memory is not kept alive, so that a model that moves to another device can free it. After
+    that, new memory may have the old address. So ``same`` also checks, with weak references, that the
+    recorded storages still exist.
     """
 
     def freeze(self) -> None:

@@ -39,11 +39,11 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["GraphedForward", "all_living"]
 
-# Maximum number of reasons that are counted separately. All further reasons are counted as "other reasons".
+# Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 _MAX_REASONS = 64
 
-# id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, each of them drops
-# its graphs. A search through the modules would miss some: if another library wraps a ``GraphedForward``,
+# id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, all of them drop
+# their graphs. A search through the modules would miss those that another library has wrapped, because then
 # the module's ``__dict__`` has the wrapper.
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
@@ -54,15 +54,20 @@ def all_living() -> list[GraphedForward]:
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
-class _Outdated(Exception):  # noqa: N818  # not an error: the call begins anew
-    """Raised if the model has changed since a ``_Current`` was made."""
+class _Outdated(Exception):  # noqa: N818  # not an error: the call starts again
+    """Raised if the model has changed since the ``_Current`` of the call was made."""
 
 
 class _Current(NamedTuple):
-    """One call, with what was found out about it and about the present state of the module.
+    """One call of a module, and everything that running it as a graph needs.
 
-    ``key``: its kind. ``survey``: the module's layers with merged weights of adapters. ``scale``: the factor
-    of all adapters that is among the arguments.
+    Attributes:
+        module: the module.
+        call: the arguments.
+        backend: the backend of the device of the arguments.
+        key: calls with equal keys are of one kind, and can use the same graph.
+        survey: the module's layers with merged weights of adapters.
+        scale: the scale of all adapters that the arguments contain.
     """
 
     module: nn.Module
@@ -73,7 +78,7 @@ class _Current(NamedTuple):
     scale: LoraScale
 
     def refresh(self) -> bool:
-        """Bring the merged weights up to date. False if they cannot be, as ``Survey.refresh`` says."""
+        """Bring the merged weights up to date. Returns False if that is impossible (``Survey.refresh``)."""
         with self.backend.ordered():
             return self.survey.refresh(self.scale.factor)
 
@@ -89,8 +94,8 @@ class GraphedForward(InstanceEntry):
             False: all calls run eagerly. Calls are of one kind if one graph serves them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
-        stands_over_own: True if the module's ``__dict__`` had an entry "forward" before: the method of the
-            module's own class. Then removing this object restores that entry.
+        stands_over_own: True if the module's ``__dict__`` already had an entry "forward" with the method of
+            the module's own class. When this object is removed, this entry is restored.
 
     Attributes:
         eager: reason -> number of calls that ran eagerly for this reason.
@@ -194,8 +199,8 @@ class GraphedForward(InstanceEntry):
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
-            # A call that succeeds in the stock model must not fail because graphs take memory. So graphs are
-            # dropped, or merged weights. If there were any, the call is repeated below.
+            # A call that succeeds in the stock model must not fail because graphs take memory. So graphs or
+            # merged weights are dropped. If there were any, the call is repeated below.
             if not self._give_memory_back():
                 raise
         refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
@@ -211,10 +216,10 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def _give_memory_back(self) -> int:
-        """Call ``_drop_all``. If it dropped anything, this model is not captured for a while either.
+        """Call ``_drop_all`` and return its result. If anything was dropped, do not capture this model soon.
 
-        Otherwise it would soon take the memory that it now got, and the next call of another model would drop
-        its graph again.
+        A capture would take the freed memory again. Then the next call of another model would fail for lack
+        of memory, and drop the new graph.
         """
         count = _drop_all()
         if count:
@@ -249,8 +254,8 @@ class GraphedForward(InstanceEntry):
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
         store = self._store
         if backend is not store.backend:
-            # ``clear`` takes the lock of the old backend, and returns before the new backend's lock is taken.
-            # A thread that held both could deadlock with another thread whose model moves the other way.
+            # ``clear`` takes and releases the lock of the old backend before the new backend's lock is taken.
+            # A thread that held both could deadlock with a thread whose model moves in the other direction.
             self.clear()
             store.backend = backend
         with backend.lock:
@@ -301,7 +306,7 @@ class GraphedForward(InstanceEntry):
         is_warm = policy.is_warm(key)
         store.make_room()
         try:
-            # ``undrawn`` includes the first replay: on a GPU the replay draws random numbers.
+            # ``undrawn`` includes the first replay, because on a GPU only a replay draws the random numbers.
             with (
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, module, call, backend)),
@@ -319,11 +324,11 @@ class GraphedForward(InstanceEntry):
             raise
 
     def _rehearse(self, current: _Current) -> None:
-        """Compile the kernels that a kind of call needs, in parallel. The call itself compiles one by one.
+        """Compile the kernels that this kind of call needs, in parallel.
 
-        To find these kernels, the forward runs once on copies of the arguments. In some models such an
-        additional run would have an effect, for instance on a counter. So it is left out for models that
-        cannot be captured.
+        Without this, the call would compile them one by one. To find the kernels, the forward runs once on
+        copies of the arguments. In some models such an additional run would have an effect, for instance on a
+        counter. So models that cannot be captured are not rehearsed.
         """
         module, call, backend, key = current[:4]
         if self._policy.is_rehearsed(key):

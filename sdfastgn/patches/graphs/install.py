@@ -31,10 +31,16 @@ MODES = ("auto", True, False)
 class Graphs:
     """What the report says about the graphs of one module.
 
-    ``path``, ``kind``: the module's dotted path and the name of its class.
-    ``alive``: number of graphs that exist now. ``replays``: number of calls whose result came from a graph.
-    ``eager``: reason -> number of calls that ran without a graph for this reason.
-    ``last_change``: the last change of the model that made its graphs invalid; empty if there was none.
+    Attributes:
+        path: the module's dotted path.
+        kind: the name of its class.
+        mode: "auto", "True" or "False", as in ``optimize``.
+        captured: number of captures so far.
+        alive: number of graphs that exist now.
+        replays: number of calls whose result came from a graph.
+        dropped: number of graphs dropped so far.
+        eager: reason -> number of calls that ran without a graph for this reason.
+        last_change: the last change of the model that made its graphs invalid; empty if there was none.
     """
 
     path: str
@@ -110,7 +116,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
 
 
 def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields (path, module) for each graphable module in ``root`` that is inside no other graphable one."""
+    """Yields (path, module) for each graphable module in ``root`` that no other graphable module contains."""
     seen = set()
     todo = [(path, root)]
     while todo:

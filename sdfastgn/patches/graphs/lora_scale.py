@@ -1,7 +1,7 @@
-"""The scale of all LoRAs that a call may have among its arguments.
+"""The scale for all LoRAs that a call may have as an argument (``cross_attention_kwargs={"scale": 0.5}``).
 
-diffusers multiplies the scales in all LoRA layers by this number at the beginning of a forward, and divides
-them by it at the end. If all of these layers run with merged weights, the number is taken out of the
+At the beginning of a forward, diffusers multiplies the scales in all LoRA layers by this number, and at the
+end it divides them by it. If all LoRA layers run with merged weights, the number is removed from the
 arguments and becomes part of the merged weights. So calls with different scales share one graph.
 """
 
@@ -25,8 +25,8 @@ class LoraScale:
     Attributes:
         kwargs: the call's keyword arguments, without the scale if it becomes part of the merged weights.
         factor: the scale; 1.0 if there is none.
-        in_forward: ``factor`` if it was taken out of ``kwargs``, else 1.0. In the forward all scales of
-            merged layers must be multiplied by it.
+        in_forward: ``factor`` if it was removed from ``kwargs``, else 1.0. While the forward runs, the scales
+            of all merged layers must be multiplied by it.
     """
 
     __slots__ = ("factor", "in_forward", "kwargs")
@@ -46,7 +46,7 @@ class LoraScale:
                 self.kwargs[name] = others
 
     def end(self, module: nn.Module) -> None:
-        """Do what diffusers does after a call with the scale 0: give all LoRAs their first scale again."""
+        """After a call with the scale 0, give all LoRAs their initial scale again, as diffusers does."""
         if self.factor == 0 and self.in_forward == 0:
             from diffusers.utils.peft_utils import unscale_lora_layers
 

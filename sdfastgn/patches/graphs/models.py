@@ -1,4 +1,4 @@
-"""Lists the models whose calls become CUDA graphs, and the states in which none of their calls can."""
+"""Lists the models whose calls become CUDA graphs, and the states in which their calls must run eagerly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdfastgn.patches.graphs.arguments import Number
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now", "takes_gigabytes"]
 
-# For models that turn a timestep that is a float into an fp64 tensor.
+# For models that convert a timestep that is a float to an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
 # UNets for video: full name of the class -> its arguments that may be numbers. Their graphs take gigabytes of
 # memory, so they are kept only if memory is left for the models beside them (``takes_gigabytes``).
@@ -24,8 +24,8 @@ _VIDEO: dict[str, dict[str, Number]] = {
     "diffusers.models.unets.unet_motion_model.UNetMotionModel": _TIMESTEP,
     "diffusers.models.unets.unet_spatio_temporal_condition.UNetSpatioTemporalConditionModel": _TIMESTEP,
 }
-# The same for all classes whose calls become graphs. The keys are names, so that diffusers need not be
-# imported. Subclasses of these classes get no graphs.
+# All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
+# so that diffusers need not be imported. Subclasses get no graphs.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
     **_VIDEO,
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
@@ -96,7 +96,7 @@ def lora_scale_of(module: nn.Module) -> str | None:
 
 
 def reason_now(module: nn.Module) -> str | None:
-    """Why no call of ``module`` in this thread can be replayed now, whatever its arguments are; or None."""
+    """Why this thread cannot run ``module`` as a graph now, for any arguments; None if it can."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if module.training:

@@ -1,4 +1,4 @@
-"""Decides whether a call is captured now, and which modules and kinds of calls run eagerly."""
+"""Decides whether a call is captured now. For a while, some kinds of calls or whole modules run eagerly."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Policy:
     # ---- pauses
 
     def model_changed(self, replays: int) -> None:
-        """Take note that the model has changed after ``replays`` replays of its graphs.
+        """Record that the model has changed after ``replays`` replays of its graphs.
 
-        If this was after too few replays twice in a row, the next 4 calls run eagerly. Each time that it
-        happens again without a break doubles this pause, up to 256 calls.
+        If there were too few replays twice in a row, the next 4 calls run eagerly. Each further change in a
+        row after too few replays doubles this pause, up to 256 calls.
         """
         self._short_lives = self._short_lives + 1 if replays < _WORTHWHILE else 0
         if self._short_lives > 1:
@@ -76,7 +76,7 @@ class Policy:
         return key not in self._threads
 
     def first_call(self, key: Any) -> None:
-        """Take note that this thread makes the first call of the kind ``key``."""
+        """Record that this thread makes the first call of the kind ``key``."""
         _remember(self._threads, key, threading.get_ident())
 
     def is_warm(self, key: Any) -> bool:
@@ -94,7 +94,7 @@ class Policy:
         self._threads.pop(key, None)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Let all calls of the kind ``key`` run eagerly for ``reason``, until the model changes."""
+        """Record that calls of the kind ``key`` run eagerly for ``reason``, until the model changes."""
         _remember(self._refused, key, reason)
 
     def check_refused(self, key: Any) -> None:

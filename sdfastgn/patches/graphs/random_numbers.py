@@ -55,12 +55,12 @@ def _states(device: torch.device | None) -> list[Tensor]:
 
 @contextlib.contextmanager
 def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator[None]:
-    """A context for code that makes ``call``. Its end checks whether ``call`` has drawn random numbers.
+    """A context for code that runs ``call``. At its end, it checks whether ``call`` drew random numbers.
 
-    If PyTorch's default generators have the same states as before, nothing was drawn. Otherwise either
-    ``call`` or another thread has drawn. To find out, ``call`` is made once more, and is stopped before it
-    draws. If ``call`` draws, the generators get their former states again and Unsupported is raised. If it
-    does not, another thread has drawn, and the generators stay as they are.
+    If PyTorch's default generators have the same states as before, no random numbers were drawn. Otherwise
+    either ``call`` or another thread drew them. To find out, ``call`` runs once more, and is stopped before
+    it draws. If it would draw, the generators get their former states again, and Unsupported is raised. If
+    not, another thread drew the numbers, and the generators stay as they are.
     """
     before = _states(device)
     try:

@@ -50,7 +50,7 @@ class Store:
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch, survey: Survey) -> None:
-        """From now on store graphs of the state that ``watch`` has recorded. The store must be empty."""
+        """Make the empty store ready for graphs of the state that ``watch`` has recorded."""
         self.watch, self.survey = watch, survey
         self._replays_before = self.replays
 

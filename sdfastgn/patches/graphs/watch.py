@@ -1,7 +1,7 @@
 """Records the Python state of a model at a capture, and checks quickly that none of it has changed.
 
-A CUDA graph repeats the kernels of its capture, with the same addresses and numbers. A Watch covers
-everything that determines these:
+A CUDA graph repeats the kernels of its capture with the same addresses and numbers. A ``Watch`` records
+everything that determines these kernels, addresses and numbers:
 
 - the modules, their classes, attributes and hooks;
 - parameters and buffers: the objects, their storages and addresses;
@@ -58,8 +58,8 @@ from sdfastgn.patches.graphs.comparisons import (
 
 __all__ = ["Watch"]
 
-# Packages whose code keeps all state that a forward reads in tensors and attributes. Code of other packages
-# may keep it in global variables, which a Watch does not find.
+# Packages whose forwards read state only from tensors and attributes. Code of other packages may read global
+# variables, which a Watch does not find.
 _TRUSTED = sys.stdlib_module_names | {
     "torch",
     "diffusers",
@@ -91,24 +91,24 @@ _MAX_OBJECTS = 50_000
 _FEW = 16
 
 _OUR_ENTRY = "forward"
-# Name of a dict in which a module keeps its parts -> what such a part is called.
+# Name of a module's dict -> word for its items, for messages.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Attributes that may be replaced. They are the attributes of ``nn.Module()`` that no forward reads, such as
-# the dicts of hooks for gradients and state dicts, and sdfastgn's own entries ``_apply`` and GUARDS, which
-# run when a model is moved or copied. The dicts of forward hooks and buffers are here too, because only their
-# content is watched (``_see_hooks``, ``_see_module``).
+# Attributes that may be replaced:
+# - the attributes of ``nn.Module()`` that no forward reads, such as the dicts of hooks for gradients;
+# - sdfastgn's own entries ``_apply`` and GUARDS, which run when a model is moved or copied;
+# - the dicts of forward hooks and buffers. ``_see_hooks`` and ``_see_module`` watch the content of these.
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
-# Notes that diffusers' loader of LoRAs keeps in the root of a model. Its forward does not read them.
+# Attributes that diffusers' loader of LoRAs sets in the root of a model. No forward reads them.
 _NOTES = frozenset(("peft_config", "_hf_peft_config_loaded", "lora_scale", "_safe_fusing"))
 
 
 class Watch:
     """A record of the state of a module and of everything below it, at the time when the Watch is made.
 
-    A Watch keeps the objects that it watches alive, so that no other object gets their ids. It does not keep
-    ``root`` alive. It does not keep the memory of tensors alive either, so that a model that moves to another
-    device can free it.
+    A Watch keeps the objects that it watches alive, so that no other object gets their ids. But it does not
+    keep ``root`` or the memory of tensors alive, so that a model that moves to another device can free its
+    memory.
 
     Args:
         root: the module that is captured. Its own forward hooks are not watched, because they run outside of
@@ -117,12 +117,12 @@ class Watch:
             hook are part of the graph.
         device: the device of the capture. If it is not the CPU, a write into a tensor on the CPU counts as a
             change.
-        survey: the layers of ``root`` that run with merged weights of adapters. Only the addresses of these
-            weights are watched, because ``survey`` itself notices everything else about the layers.
+        survey: the layers of ``root`` that run with merged weights of adapters. The Watch only checks the
+            addresses of the merged weights. ``survey`` itself notices all other changes of these layers.
 
     Attributes:
-        reason: why the module must not be captured, or None. If there is a reason, the record ends at the
-            object that gave the reason, and ``unchanged`` returns False once the reason no longer holds.
+        reason: why the module must not be captured, or None. If there is a reason, the record is complete
+            only up to the object that gave it, and ``unchanged`` returns False once it no longer holds.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class Watch:
         return self._memory.is_in_place()
 
     def writes(self) -> list[int]:
-        """How many times each tensor was written into. Leaves out inference tensors, which have no count."""
+        """The number of writes into each tensor. Inference tensors, which have no count, are left out."""
         return [tensor._version for tensor in self._memory.tensors if not tensor.is_inference()]
 
     def unchanged(self, root: nn.Module) -> bool:
-        """True if everything that is watched is as it was when the Watch was made.
+        """True if nothing that is watched has changed since the Watch was made.
 
         The comparisons run in C. For the 1900 modules of SDXL's UNet they take less than a millisecond.
         """
@@ -273,8 +273,8 @@ class Watch:
             self._types.add(module, path)
             return []
         if not is_root:
-            # These are recorded before a reason is looked for, because ``unchanged`` must notice when the
-            # reason no longer holds.
+            # This is recorded before ``_reason_of`` is called, so that ``unchanged`` notices when a reason no
+            # longer holds.
             self._types.add(module, path)
             self._see_attributes(path, attributes)
             self._see_hooks(path, module)
@@ -328,7 +328,7 @@ class Watch:
 
 
 class Comparison(Protocol):
-    """What the classes in ``comparisons.py`` have in common: each compares one kind of state of the model."""
+    """The methods that a Watch calls of the classes in ``comparisons.py``."""
 
     def freeze(self) -> None: ...
 
@@ -354,7 +354,10 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
 
 
 def _package_of(value: Any) -> str:
-    """The package in which a function, Python module or class was written; else that of the value's class."""
+    """The package in which ``value`` was written, if it is a function, Python module or class.
+
+    For other objects, the package in which their class was written.
+    """
     if isinstance(value, types.FunctionType):
         name = value.__globals__.get("__name__")
     elif isinstance(value, types.ModuleType):
@@ -375,8 +378,8 @@ def _has_slots(kind: type) -> bool:
 
 
 def _own_values(root: nn.Module) -> list[Any]:
-    # These are read anew at each call. If a Watch kept the root's ``__dict__``, they would form a reference
-    # cycle, and a model that nobody uses would stay in memory until the next garbage collection.
+    # The attributes are read at each call. If a Watch kept the root's ``__dict__``, both would form a
+    # reference cycle, and a deleted model would stay in memory until the next garbage collection.
     return [
         part
         for name, value in vars(root).items()
