@@ -53,9 +53,11 @@ Chunk = tuple[int, int, int, int]
 class ChunksConfig:
     """The sizes of chunks.
 
-    ``matrices``: number of heads in a chunk. ``rows``: number of queries of each of these heads in the chunk;
-    if ``matrices`` > 1, these are all queries. ``pitch``: elements between the starts of rows of scores.
-    ``splits``: number of parts into which the keys are divided in the second product.
+    Attributes:
+        matrices: number of heads in a chunk.
+        rows: number of queries of each head in the chunk. If ``matrices`` > 1, the chunk has all queries.
+        pitch: elements between the starts of rows of scores.
+        splits: number of parts into which the keys are divided in the second product.
     """
 
     matrices: int

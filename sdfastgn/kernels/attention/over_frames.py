@@ -4,12 +4,13 @@ Formula, for each sample, head, pixel p and frame t:
 
     y[t, p] = sum_s softmax_s(scale * q[t, p] . k[s, p]) v[s, p],  over the frames s
 
-PyTorch's kernels take the frames of each pixel as a separate sequence. But they are made for many more keys
-than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. In this kernel a tile has the
-frames of several pixels.
+With PyTorch's attention, the frames of each pixel are a separate sequence. But its kernels are made for many
+more keys than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. In this kernel a tile
+has the frames of several pixels.
 
-In memory, tokens are in the order of the frames, and the tokens of one pixel have equal distances. The kernel
-reads and writes them at these places. So the tokens need not be copied to the order of the pixels and back.
+In memory, tokens are ordered by frame, then by pixel. So the tokens of one pixel are a constant stride apart,
+and the kernel reads and writes them with this stride. PyTorch's attention would need copies in which the
+tokens of each pixel are neighbors.
 
 Numerics: as in ``attention/few_keys.py``.
 
@@ -43,7 +44,7 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
     """Computes attention over the frames of a video, by the kernel if it can run, else in PyTorch.
 
     Args:
-        q, k, v: (N, heads, frames * pixels, D), any strides. All tokens of the first frame come first.
+        q, k, v: (N, heads, frames * pixels, D), any strides. Tokens are ordered by frame, then by pixel.
         frames: number of frames.
 
     The arguments are not checked. Returns (N, frames * pixels, heads * D), contiguous.

@@ -17,7 +17,7 @@ def _frames_attention_kernel(
     K_L: tl.constexpr, V_H: tl.constexpr, V_L: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr,
     ROWS: tl.constexpr, FRAMES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program has all frames of ``ROWS // FRAMES`` pixels, for one head of one sample.
+    """Computes y. A program processes all frames of ``ROWS // FRAMES`` pixels, for one head of one sample.
 
     A tile has ``FRAMES`` rows for each pixel: T frames and padding. One matrix product computes the scores of
     all rows of the tile with each other. The scores of rows of different pixels are dropped.
@@ -55,7 +55,7 @@ def _frames_attention_kernel(
     k = tl.load(k_ptr + n * k_n * VECTOR + h * K_H + (row * K_L + d[None, :]), mask=mask, other=0.0)
     v = tl.load(v_ptr + n * v_n * VECTOR + h * V_H + (row * V_L + d[None, :]), mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k)) * scale
-    # Each row keeps at least one score, the one with the first frame of its own pixel.
+    # Each row keeps at least one score: the score with the first frame of the same pixel.
     kept = (pixel[:, None] == pixel[None, :]) & (frame < T)[None, :]
     scores = tl.where(kept, scores, float("-inf"))
     p = exp2(scores - tl.max(scores, 1)[:, None])

@@ -40,7 +40,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """PyTorch's attention, for calls that do not run in chunks. Arguments are those of ``wide_attention``."""
+    """PyTorch's attention, for calls that do not run in chunks. Arguments: as in ``wide_attention``."""
     y = F.scaled_dot_product_attention(q, k, v, scale=scale)
     # PyTorch 2.11's attention on a GPU returns None for an empty batch.
     return q.clone() if y is None else y

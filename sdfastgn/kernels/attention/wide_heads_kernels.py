@@ -17,8 +17,8 @@ that precedes it still runs, and waits for its end before it accesses memory.
 Numerics: scores, sums and products are fp32. The weights of a row are between 0 and 1, and the largest weight
 is 1. Weights are rounded to 16 bits, and the sum of a row adds up the *rounded* weights. So the weights that
 multiply the values are divided by exactly their own sum, and a common offset of the values causes no error.
-For example, if the mean of the values is five times their deviation, the error of y is a fifth of what it
-would be with sums of exact weights. y is rounded once. NaN and inf behave as in softmax.
+For example, if the mean of the values is five times their deviation, sums of exact weights would make the
+error of y five times as large. y is rounded once. NaN and inf behave as in softmax.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _launch(
     softmax(stream, scratch, weights, sums)
 
     left, right = weights[: matrices * rows * pitch].view(matrices, rows, pitch)[:, :, :keys], v[b0:b1]
-    if splits > 1:  # then the chunk has one head, and each part of its keys becomes a matrix of a batch
+    if splits > 1:  # the chunk has one head; the parts of its keys become the matrices of a batch
         left, right = left[0].unflatten(1, (splits, -1)).transpose(0, 1), right[0].unflatten(0, (splits, -1))
     _multiply(left, right, scratch[: left.shape[0] * rows * D].view(-1, rows, D))
     first = b0 * q.shape[1] + r0

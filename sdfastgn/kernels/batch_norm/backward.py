@@ -61,7 +61,7 @@ class Shared(NamedTuple):
 
     Attributes:
         positions: number of values of a channel in all processes.
-        total: sums (dweight, dbias) of this process over all processes.
+        total: function (dweight, dbias) -> the sums of dweight and of dbias over all processes.
     """
 
     positions: int
@@ -72,7 +72,7 @@ def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = 
     """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
     The gradient of x has the strides of x if x has no gaps. If ``shared`` is given, mean and var of ``call``
-    are used. They are of the batch of all processes.
+    are used, which are the statistics of the batch of all processes.
     """
     x, weight, residual = call.x, call.weight, call.residual
     dims = [0, *range(2, x.dim())]

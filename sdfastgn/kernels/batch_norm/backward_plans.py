@@ -36,7 +36,10 @@ class BatchNormGradPlan:
     __slots__ = ("apply", "merge", "partials", "reads_dz", "small", "sums")
 
     def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
-        """``count``: number of values of a channel in all processes, or None if no others share the batch."""
+        """Plan the launches.
+
+        ``count``: number of values of a channel in all processes. None if one process has the whole batch.
+        """
         x = call.x
         C = x.shape[1]
         rows = rows_of(x)
@@ -44,7 +47,8 @@ class BatchNormGradPlan:
         self.sums: Launch | None = None
         self.merge: Launch | None = None
         self.apply: Launch | None = None
-        # dz is stored in the residual's dtype. If it is narrower than that of x, dx needs a more exact dz.
+        # dz is stored in the residual's dtype. If this dtype is narrower than the dtype of x, the stored dz
+        # is not exact enough for dx.
         residual = call.residual
         self.reads_dz = (
             call.dresidual
@@ -56,7 +60,8 @@ class BatchNormGradPlan:
         sizes = _sizes(call, rows)
         small = small_config(rows, C, sms, backward=True)
         if small is not None and count is None and (needs_sums or call.dresidual):
-            # The batch is one sample. ``rows.image`` tells the kernel if x is channels-first.
+            # For GroupNorm's kernel the whole batch is one channels-last sample. If x is channels-first, the
+            # constant ``rows.image`` tells the kernel so.
             sizes = sizes._replace(N=1, C=C, HW=x.numel() // C, channels_last=True, dy_last=True)
             self.small = small_grad_launch(
                 call, sizes, small, 0, rows.image, call.eps, in_eval=not call.training

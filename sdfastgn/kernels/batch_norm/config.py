@@ -92,8 +92,9 @@ def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
 def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
     """The configuration of statistics that ``merge_kernel`` merges for each of C channels.
 
-    ``merge_kernel`` takes all chunks of a channel for chunks of one sample. Only the last of these may be
-    shorter. So if a channel has several samples or several columns, all its chunks must have the same size.
+    ``merge_kernel`` treats all chunks of a channel as chunks of one sample, in which only the last chunk may
+    be shorter. So if a channel has several samples or several columns, all its chunks must have the same
+    size.
     """
     config = statistics_config(*rows.shape, rows.channels_last, num_sms)
     if rows.samples == 1 and rows.width == C:

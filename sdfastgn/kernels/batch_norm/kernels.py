@@ -94,7 +94,7 @@ def batch_apply_kernel(
         unbiased = var * (positions.to(tl.float32) / (positions - 1).to(tl.float32))
         update_average(running_var_ptr, c, in_range, unbiased, momentum)
     else:
-        # The first of these programs take the last rows, which the statistics kernel has left in L2.
+        # The first programs with tiles take the last rows, which the statistics kernel has left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         if not CHANNELS_LAST:
             HW = multiple_of(HW, HW_FACTOR)

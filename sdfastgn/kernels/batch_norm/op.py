@@ -83,7 +83,8 @@ def _fake(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, call: BatchNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    # Given mean and var may be updated in place before the backward, which needs their values in the forward.
+    # If mean and var are given, other code may update them in place before the backward, which needs the
+    # values that the forward had.
     moments = results[1:] if call.mean is None or call.var is None else (call.mean.clone(), call.var.clone())
     ctx.mark_non_differentiable(*results[1:])
     ctx.set_materialize_grads(False)
@@ -109,7 +110,7 @@ def _check(name: str, call: BatchNormCall) -> None:
         )
 
 
-# Checks the call of one process in a group. Its share of the batch may have one value of each channel.
+# Checks the call of one process of a group. Its part of the batch may have only one value of each channel.
 check_share = checks_of(BatchNormCall, lambda name, call: None)
 
 
@@ -166,9 +167,9 @@ def batch_norm_call(
 
 
 def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
-    """Returns y of ``call``, and updates its running averages.
+    """Returns y of ``call``, and updates the running averages.
 
-    The kernels update them if ``fused`` is True and the kernels can. Otherwise PyTorch does.
+    If ``fused`` is True, the kernels update them where possible. Otherwise PyTorch updates them.
     """
     running = call.running_mean, call.running_var
     if call.running_mean is None:
@@ -227,20 +228,21 @@ def batch_norm(
     """BatchNorm, a residual add and an activation, fused into Triton kernels on NVIDIA GPUs.
 
     Args:
-        x: (N, C, *spatial), with any number of spatial dimensions. N may be 0.
-        running_mean, running_var: (C,), or None for both. In training they are updated in place. The
-            variance for this update is unbiased. Otherwise x is normalized with them, and they must be given.
+        x: (N, C, *spatial), with zero or more spatial dimensions. N may be 0.
+        running_mean, running_var: (C,), or None for both. In training they are updated in place, with the
+            unbiased variance. If ``training`` is False, x is normalized with them, and they must be given.
         weight, bias: (C,) or None, independently of each other.
         training: True if x is normalized with mean and variance of this batch.
-        momentum: weight of this batch in the running averages, from 0 to 1. For each new value a new plan is
-            made.
+        momentum: weight of this batch in the running averages, from 0 to 1. The first call with each value
+            makes a new plan, which takes longer.
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
         residual: a tensor of the shape of x that is added before the activation, or None.
 
     Shapes: the output has the shape of x.
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each other tensor may have any of these
-        dtypes. The output has the dtype of x, also under autocast, as from torch.nn.functional.batch_norm.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. All other tensors may have any of the
+        four dtypes. The output has the dtype of x, also under autocast, as with
+        torch.nn.functional.batch_norm.
     Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if the
         channels of x have stride 1.
     Grad: of x, weight, bias and residual. For the backward, x, two fp32 values for each channel and, if there

@@ -1,8 +1,8 @@
 """BatchNorm in training, with the statistics of the batch of all processes of a group.
 
-Each process computes mean and variance of its own samples. One all-gather sends them to all processes, and
-Chan's formula merges them. In the backward one all-reduce adds up the two sums that dx depends on. The
-gradients of weight and bias are sums over a process's own samples only, as in ``torch.nn.SyncBatchNorm``:
+Each process computes mean and variance of its samples. One all-gather sends them to all processes, and Chan's
+formula merges them. In the backward one all-reduce adds up the two sums that dx depends on. The gradients of
+weight and bias are sums over the samples of one process only, as in ``torch.nn.SyncBatchNorm``, because
 DistributedDataParallel averages them.
 """
 
@@ -38,7 +38,7 @@ def check_group(name: str, process_group: Any) -> None:
 
 
 def group_of(process_group: Any) -> Any:
-    """The group whose processes share statistics. None if it has no other process than this one."""
+    """The group whose processes share statistics. None if this process is the only one in it."""
     if process_group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group == WORLD else process_group
@@ -118,7 +118,7 @@ class _InGroup(torch.autograd.Function):
 
 @torch.compiler.disable
 def normalize_in_group(name: str, call: BatchNormCall, group: Any) -> Tensor:
-    """As ``normalize`` of ``batch_norm/op.py``, with mean and variance over all processes of ``group``."""
+    """``normalize`` of ``batch_norm/op.py``, but with mean and variance over all processes of ``group``."""
     check_share(name, call)
     y, mean, var, count = _InGroup.apply(call.x, call.weight, call.bias, call.residual, call, group)
     if count > 1:

@@ -5,8 +5,8 @@ Meanwhile it sums its part of the gradients of weight and bias in registers. At 
 as fp32 partial sums. LayerNorm's ``_column_sum_kernel`` adds up the partial sums of all programs in a fixed
 order, without atomics, so each run gives the same bits.
 
-Tensors, besides those of ``channel_norm/kernels.py``: ``dy`` and ``dx`` (rows, C), contiguous; ``partials``
-fp32 (2, programs, C). dx and partials may be None.
+Tensors, in addition to the ones in ``channel_norm/kernels.py``: ``dy`` and ``dx`` (rows, C), contiguous;
+``partials`` fp32 (2, programs, C). dx and partials may be None.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _channel_norm_grad_kernel(
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         norm, n = divisor(x, eps, WIDE)
-        # Rows beyond the last one are set to 0. Without that, 0 / n or 0 times a derivative may be NaN.
+        # Rows beyond the last one are set to 0, because 0 / n and 0 times a derivative may be NaN.
         xhat = tl.where(mask, x / n, 0.0)
         dz = tl.where(mask, activation_grad(dy, xhat * scale * weight + bias, ACTIVATION, PAIRS), 0.0)
         if WEIGHT_GRAD:

@@ -23,7 +23,7 @@ class ChannelNormGradPlan:
     Attributes:
         grad: the launch that writes dx, and partial sums of the gradients of weight and bias.
         columns: the launch that adds up these partial sums.
-        partials: number of partial sums, which are fp32.
+        partials: number of fp32 values in the memory for partial sums.
         wanted: names of the operands whose gradients are wanted.
     """
 

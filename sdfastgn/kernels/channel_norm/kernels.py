@@ -1,7 +1,7 @@
 """The Triton kernel of ``channel_norm``. Its formula and op are in ``channel_norm/op.py``.
 
-A *row* has the channels of one position. A program loads a tile of rows into registers, and writes their
-results. So one launch reads x once and writes y once.
+A *row* has the channels of one position. A program loads a tile of rows into registers, normalizes them, and
+writes the results. So one launch reads x once and writes y once.
 
 Tensors (all except x and y may be None):
 
@@ -64,8 +64,8 @@ def _channel_norm_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    # ``own`` has the shape of the tile, so that each thread loads the parameters of its own elements.
-    # If parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
+    # ``own`` has the shape of the tile, so each thread loads the parameters for exactly its elements. If
+    # parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
     own = c + r * 0
     weight = per_channel(weight_ptr, own, in_row, 1.0)
     bias = per_channel(bias_ptr, own, in_row, 0.0)

@@ -10,7 +10,7 @@ On a GPU the kernels of ``channel_norm/kernels.py`` run; that file explains layo
 else, and if the channels of a position do not fit into registers, ``reference_channel_norm`` runs. Gradients
 are in ``channel_norm/backward.py``.
 
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. The formula and eps are those of
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. The formula and eps come from
 torch.nn.functional.normalize.
 """
 

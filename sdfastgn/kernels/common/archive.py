@@ -1,8 +1,9 @@
-"""A file of compiled kernels, which another machine with the same GPU and versions reads into Triton's cache.
+"""Exports compiled kernels to a file, which a machine with the same GPU and versions adds to Triton's cache.
 
-The file is a zip archive: a manifest, and for each kernel its code for the GPU and Triton's description of
-it. The kernels' names in Triton's cache are hashes of their source, constants and compiler, so a kernel that
-does not fit is never launched. The manifest says beforehand whether the archive is of any use here.
+The file is a zip archive. It has a manifest, and for each kernel its code for the GPU and Triton's
+description of it. In Triton's cache, the name of a kernel is a hash of its source, constants and compiler, so
+Triton never launches a kernel that does not fit. ``load`` compares the manifest with this machine before it
+adds any kernel.
 
 The archive has no code for the CPU: Triton builds its launchers (up to Triton 3.6 one for each signature)
 with the C compiler of the machine on which they run.
@@ -31,11 +32,12 @@ VARIABLE = "SDFASTGN_KERNEL_ARCHIVE"
 _MANIFEST = "manifest.json"
 # Version of the archive's layout.
 _FORMAT = 1
-# A kernel's file in the archive: the kernel's hash, then the file's name in Triton's cache. The suffixes are
-# those of code for GPUs of NVIDIA and of AMD, and of Triton's description.
+# The path of a kernel's file in the archive: the kernel's hash, then the file's name in Triton's cache. The
+# suffixes mean: code for NVIDIA's GPUs, code for AMD's GPUs, Triton's description.
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w{1,150}\.(?:cubin|hsaco|json))")
 
-# Hash of each kernel that this process has compiled or found in Triton's cache -> its files there by name.
+# Hash -> {name: path} of its files, for each kernel that this process has compiled or found in Triton's
+# cache.
 _launched: dict[str, dict[str, str]] = {}
 
 
@@ -44,21 +46,24 @@ class ArchiveError(ValueError):
 
 
 class Imported(NamedTuple):
-    """Number of kernels that were added to Triton's cache, and of those that it had before."""
+    """Result of ``load``.
+
+    ``added``: number of kernels that Triton's cache lacked. ``present``: number of kernels that it had.
+    """
 
     added: int
     present: int
 
 
 def note(compiled: Any) -> None:
-    """Take note of a compiled kernel, so that ``export`` writes it."""
+    """Record a compiled kernel, so that ``export`` writes it."""
     _launched[compiled.hash] = compiled.metadata_group
 
 
 def export(path: Path, device: torch.device) -> int:
     """Write all kernels that this process has launched on ``device`` to ``path``. Returns their number.
 
-    Raises OSError if a file cannot be read or written. Then nothing is at ``path`` that was not there before.
+    Raises OSError if a file cannot be read or written. Then ``path`` is unchanged.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -75,10 +80,10 @@ def export(path: Path, device: torch.device) -> int:
 
 
 def load(path: Path, device: torch.device) -> Imported:
-    """Add the kernels of the archive at ``path`` to Triton's cache. A kernel that is there already is kept.
+    """Add the kernels of the archive at ``path`` to Triton's cache. A kernel that is already there is kept.
 
-    Raises ArchiveError, before anything is written, if the archive is for another GPU or other versions than
-    those of ``device`` and this process, or if it is no sound archive.
+    Raises ArchiveError, before anything is written, if the archive is damaged, or if it was made for another
+    GPU than ``device`` or with other versions than this process has.
     """
     from triton.runtime.cache import get_cache_manager
 
@@ -86,7 +91,7 @@ def load(path: Path, device: torch.device) -> Imported:
     added = 0
     for key, files in kernels.items():
         manager = get_cache_manager(key)
-        # An entry may have files and yet not be complete: another process may be writing it.
+        # Another process may be writing this entry, so it may already have files although it is incomplete.
         (described,) = (name for name in files if name.endswith(".json"))
         if manager.get_group(described) or any(map(manager.get_file, files)):
             continue
@@ -97,10 +102,10 @@ def load(path: Path, device: torch.device) -> Imported:
 
 @functools.cache
 def add_named(device: torch.device) -> None:
-    """Load the archive that the environment variable names, once for each device; without it do nothing.
+    """Load the archive that the environment variable names, once for each device. Without it, do nothing.
 
-    If the archive cannot be used, this warns, and kernels are compiled as without an archive: a program that
-    also runs on other GPUs must not fail there.
+    If the archive cannot be used, this only warns, and kernels are compiled as usual. So a program that sets
+    the variable also runs on GPUs that the archive was not made for.
     """
     path = os.environ.get(VARIABLE)
     if path and device.type == "cuda":
@@ -111,7 +116,7 @@ def add_named(device: torch.device) -> None:
 
 
 def _manifest(device: torch.device) -> dict[str, Any]:
-    """What must be the same where an archive is made and where it is used."""
+    """The properties that must be equal on the machine that makes an archive and on the one that uses it."""
     major, minor = torch.cuda.get_device_capability(device)
     return {
         "format": _FORMAT,
@@ -135,7 +140,7 @@ def _source_hash() -> str:
 
 
 def _read(path: Path, device: torch.device) -> dict[str, dict[str, bytes]]:
-    """Hash of each kernel in an archive -> its files by name. Raises ArchiveError as ``load`` does."""
+    """Returns {hash of a kernel: {name: content} of its files}. Raises ArchiveError as ``load`` does."""
     try:
         with zipfile.ZipFile(path) as archive:
             there = json.loads(archive.read(_MANIFEST))

@@ -47,8 +47,8 @@ Gradients = dict[str, Tensor | None]
 
 # --- annotations ------------------------------------------------------------------------------------
 
-# Values for ``Operand(whole=...)``. Each function stands for a memory layout that kernels can read.
-# It returns the tensor itself if the tensor has this layout, else a copy with this layout.
+# Values for ``Operand(whole=...)``: one function for each memory layout that kernels can read.
+# A function returns the tensor itself if the tensor has this layout, else a copy with this layout.
 # ``call`` is the op's call, with all its arguments.
 
 
@@ -77,8 +77,8 @@ class Operand:
 
     Args:
         shapes: the allowed shapes. A letter such as C means the same size in all operands of the op.
-            ``*spatial`` and ``...`` stand for any number of axes. If no shape is given, the op's own check
-            must check the shape.
+            ``*spatial`` and ``...`` match zero or more axes. If no shape is given, the op's own check must
+            check the shape.
         whole: one of the functions above, which turns the tensor into a layout that kernels can read.
             None if kernels can read every layout.
         has_gradient: True if autograd may ask for the tensor's gradient.

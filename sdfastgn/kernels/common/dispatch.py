@@ -122,7 +122,7 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch; else None: the dtype of x."""
+    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch. None means the dtype of x."""
     if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None
@@ -148,7 +148,7 @@ def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
     """True if a call can skip PyTorch's dispatcher: kernels run, and all arguments are ordinary values.
 
-    Of all that the dispatcher does, such a call may need only autograd.
+    Such a call may still need autograd.
     """
     return (
         not torch.compiler.is_compiling()

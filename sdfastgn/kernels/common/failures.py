@@ -13,10 +13,9 @@ import torch
 
 from sdfastgn.kernels.common import dispatch, gpu
 
-# A RuntimeError whose text has one of these words means that Triton cannot run kernels: it finds no C
+# If the text of a RuntimeError contains one of these words, Triton cannot run kernels: it finds no C
 # compiler, ptxas, driver or folder for its cache; or a pass of its compiler fails; or the GPU or its driver
-# refuses the code. Any other RuntimeError is raised as usual: CUDA may be reporting an error of an earlier
-# kernel.
+# refuses the code. Any other RuntimeError is raised as usual, because it may come from an earlier kernel.
 _WORDS = ("compiler", "ptxas", "active drivers", "cache dir", "PassManager", "kernel image", "PTX")
 # Text of Triton's error if the GPU has no memory for a kernel's code.
 _NO_MEMORY = "Triton Error [CUDA]: out of memory"

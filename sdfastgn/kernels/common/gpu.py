@@ -73,7 +73,10 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Bytes of the L2 cache of ``device``; 0 if PyTorch does not report them. For a CPU: those of an H200."""
+    """Size of the L2 cache of ``device`` in bytes; 0 if PyTorch does not report it.
+
+    For a CPU it is the size of an H200's cache, for the same reason as in ``num_sms``.
+    """
     if device.type != "cuda":
         return 60 * 2**20
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)

@@ -202,10 +202,10 @@ class PlannedOp(Op):
 
 
 def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
-    """Returns the function ``save`` of an op. It keeps what ``_backward_by`` needs.
+    """Returns the function ``save`` of an op, which stores in ``ctx`` what ``_backward_by`` needs.
 
-    It keeps the first operand, the last ``saved`` results, the other operands that may have a gradient, and
-    the arguments that are no tensors. This is the order of the fields of ``backward_of``.
+    ``save`` stores the first operand, the last ``saved`` results, the other operands that may have a
+    gradient, and the arguments that are no tensors, in this order. ``backward_of`` has the same order.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
     picked = picker(operands)
@@ -221,9 +221,9 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
 
 
 def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor | None]]:
-    """Returns the function ``backward`` of an op.
+    """Returns the function ``backward`` of an op, which calls ``grad_op`` with dy and the saved values.
 
-    It calls ``grad_op`` with dy and what ``_save_for`` kept.
+    ``_save_for`` has saved these values.
     """
     names = differentiable(arguments)
     by_dtype = fields_of(grad_op.arguments)[-1].kind == "ScalarType?"

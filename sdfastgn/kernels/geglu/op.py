@@ -141,14 +141,14 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (2D,) or None. Usually the bias of this layer.
 
     Shapes: the output is (..., D).
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of these dtypes.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of the four dtypes.
         The output has the dtype of x.
     Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
         contiguous.
     Grad: x and bias have gradients. x and bias are kept for the backward. Second derivatives, the transforms
         of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: an argument is not a strided tensor of one of these dtypes.
+        TypeError: an argument is not a strided tensor, or has another dtype.
         ValueError: a shape or a device does not fit.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020. Values come before gates as in diffusers'

@@ -52,7 +52,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     dy = call.dy.movedim(-1, 1) if call.tokens else call.dy
     u = x.to(dtype).reshape(grouped)
     u = u if shift is None else u + per_channel(shift)
-    # Without the group's first value, large means round less. The gradients do not depend on this value.
+    # Subtracting the group's first value changes no gradient, and reduces rounding errors of large means.
     u = u - u.detach()[:, :, :1, :1]
     var, mean = torch.var_mean(u, dim=(2, 3), correction=0, keepdim=True)
     rstd = torch.rsqrt(var + call.eps)

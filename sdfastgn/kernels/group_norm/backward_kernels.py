@@ -16,7 +16,7 @@ The gradients of all operands but x are computed last, from the sums
 (``group_norm/parameter_kernels.py``). In the split way the first programs of ``apply_grad_kernel`` compute
 them, in the other two ways a further launch does.
 
-Pointers, in addition to those of ``group_norm/kernels.py``:
+Pointers, in addition to the ones in ``group_norm/kernels.py``:
 
 - ``dy``: the gradient of y, in the layout of x or in the other layout;
 - ``dx``: the gradient of x, in the layout of x, or None if it is not wanted;
@@ -70,7 +70,7 @@ STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 @triton.jit
 def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS: tl.constexpr = None):
-    """Loads (centre, rstd) of channels ``c`` in ``group``. xhat is (x - centre) * rstd.
+    """Loads (centre, rstd) of channels ``c`` in ``group``, with which xhat is (x - centre) * rstd.
 
     centre is the mean of x + shift, minus shift. If ``EPS`` is not None, ``rstd_ptr`` points to variances.
     """
@@ -348,8 +348,8 @@ def merge_sums_kernel(
 ):  # fmt: skip
     """A program adds up the sums of one group's chunks, and stores the group's totals and table.
 
-    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. From the table's values for
-    a channel ``apply_grad_kernel`` computes
+    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. With the table's values for a
+    channel, ``apply_grad_kernel`` computes
 
         z = (x - centre) * scale + offset, the activation's argument, from which follows dz
         dx = dz * scale - (x - centre) * slope - level
@@ -451,7 +451,7 @@ def apply_grad_kernel(
             plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_PARAMETERS,
         )  # fmt: skip
     else:
-        # The first of these programs take the last rows, which ``sums_kernel`` has left in L2.
+        # The first programs with tiles of dx take the last rows, which ``sums_kernel`` has left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         if not (CHANNELS_LAST and DY_LAST):
             HW = multiple_of(HW, HW_FACTOR)

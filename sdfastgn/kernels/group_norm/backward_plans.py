@@ -92,13 +92,13 @@ class GroupNormGradPlan:
     samples are many, ``parameters`` only sums parts of them, and ``parts_sum`` adds up the parts.
 
     Attributes:
-        of_batches: a None for each pointer of ``single`` that only BatchNorm passes.
+        of_batches: one None for each pointer of ``single`` that only BatchNorm uses.
         scratch: number of fp32 values in the memory that the kernels share. It has the sums of chunks, the
             totals, and the table.
         totals: where the totals start in the scratch memory.
         plane: values of each plane of the totals and of the table: N * C, rounded up.
         part_plane: values of each gradient's sums of parts: parts * C, rounded up.
-        rows: for each operand but x, whether it has a row for each sample.
+        rows: for each operand but x, True if it has one row for each sample.
         wanted: names of the operands whose gradients are wanted.
     """
 

@@ -92,16 +92,15 @@ _WALK_MIN_RUN = 64
 _WALK_MIN_GROUPS = 8
 # Minimum number of elements of a large group. One program for such a group fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
-# (elements of a tile, elements that stay in registers, warps) for large groups whose activation is in
-# ``_CHEAP``, if the gradient of a shift is not wanted. What fits into registers depends on the derivative of
-# the activation.
+# The next four constants are (elements of a tile, elements that stay in registers, warps). How many elements
+# fit into registers depends on the derivative of the activation.
+# For large groups whose activation is in ``_CHEAP``, if the gradient of a shift is not wanted.
 _WALK_CHEAP = (16384, 16384, 16)
-# (elements of a tile, elements that stay in registers, warps) for large groups in channels-first with SiLU,
-# if the gradient of a shift is not wanted.
+# For large groups in channels-first with SiLU, if the gradient of a shift is not wanted.
 _WALK_SILU_FIRST = (8192, 16384, 32)
-# (elements of a tile, elements that stay in registers, warps) for all other large groups.
+# For all other large groups.
 _WALK_LARGE = (8192, 8192, 32)
-# (elements of a tile, elements that stay in registers, warps) for groups that are not large.
+# For groups that are not large.
 _WALK_OTHER = (4096, 4096, 8)
 # Activations whose derivative takes few registers.
 _CHEAP = ("identity", "relu")

@@ -89,7 +89,7 @@ def _small_tile(
         x, shift: their values; shift is 0 if there is none.
         d: x + shift - pivot, 0 where masked.
         pivot: the group's first value of x + shift, from which sums take differences.
-        scale, offset: of ``channel_affine``.
+        scale, offset: the results of ``channel_affine``.
         mask: which elements of the tile exist.
         out: offsets of the elements in y.
     """
@@ -161,7 +161,7 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # d - mean. ptxas would use an fma only if the mean is not stored; this way the bits are always the same.
+    # Computes d - mean. Without the explicit fma, ptxas would use an fma only if the mean is not stored.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)

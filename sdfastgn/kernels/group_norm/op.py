@@ -239,7 +239,7 @@ def group_norm(
     """GroupNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
 
     Args:
-        x: (N, C, *spatial), with any number of spatial dimensions. N may be 0.
+        x: (N, C, *spatial), with zero or more spatial dimensions. N may be 0.
         num_groups: G, a divisor of C. An int, or any object with ``__index__``, but not a bool.
         weight, bias: (C,) or None, independently of each other.
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
@@ -250,15 +250,15 @@ def group_norm(
             ``z * (1 + ada_scale) + ada_shift`` before the activation.
         statistics: (2, N, P, C) fp32, P >= 1, the statistics of x without ``shift``, which save a pass
             over x. They come from ``sdfastgn.channel_statistics``, or together with x from
-            ``add_with_statistics`` or ``cat_with_statistics``. That they belong to x is not checked. Plain
-            PyTorch ignores them.
+            ``add_with_statistics`` or ``cat_with_statistics``. It is not checked that they are the statistics
+            of x. Calls that run in plain PyTorch ignore them.
         tokens: return contiguous tokens (N, HW, C), as attention takes them. HW is the product of the
             spatial sizes.
 
     Shapes: the output has the shape of x, or (N, HW, C) if ``tokens``.
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each other tensor but
-        ``statistics`` may have any of these dtypes. The output has the dtype of x, but fp32 under CUDA
-        autocast, as from torch.nn.functional.group_norm.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. All other tensors except
+        ``statistics`` may have any of the four dtypes. The output has the dtype of x, but fp32 under CUDA
+        autocast, as with torch.nn.functional.group_norm.
     Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if
         the channels of x have stride 1.
     Grad: of every tensor but ``statistics``. The gradient of x is the whole gradient, as if the statistics
@@ -279,6 +279,6 @@ def group_norm(
     call = GroupNormCall(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
-    if type(tokens) is not bool:  # checked here, because 1 would find the plan of a call with True
+    if type(tokens) is not bool:  # checked before the plan cache, where 1 would equal True
         GROUP_NORM.check(name, call)
     return GROUP_NORM(call)

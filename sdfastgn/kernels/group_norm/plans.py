@@ -78,7 +78,7 @@ class GroupNormPlan:
     """The launches of one kind of call: ``small``, or ``table`` and ``apply``.
 
     Attributes:
-        of_batches: a None for each pointer of ``small`` that only BatchNorm passes.
+        of_batches: one None for each pointer of ``small`` that only BatchNorm uses.
         tokens: the shape of y if it is tokens, else None.
     """
 
@@ -179,8 +179,9 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
     blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(call.x.device))
     folds = call.x.dtype != torch.float32
     out_last = channels_last or call.tokens
-    # If tiles are few, norms without activation and with SiLU share one compiled kernel, which has a branch.
-    # If they are many, the branch's registers would cost a program on each multiprocessor.
+    # If there are few tiles, norms without activation and with SiLU share one compiled kernel with a branch.
+    # If there are many, the registers for the branch would leave room for one program less on each
+    # multiprocessor.
     optional = blocks.few and call.activation in ("identity", "silu")
     programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
     return Launch(

@@ -98,7 +98,8 @@ def walk_grad_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # As in ``_centre`` of ``backward_kernels.py``, but as scalars, which takes fewer registers.
+    # The same values as from ``_centre`` of ``backward_kernels.py``. Here they are scalars, which take fewer
+    # registers than blocks.
     centre = tl.load(mean_ptr + group)
     rstd = tl.load(rstd_ptr + group)
     if shift_ptr is not None:

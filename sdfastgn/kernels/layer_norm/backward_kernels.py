@@ -6,20 +6,20 @@ one of two ways, depending on the sizes:
 - *rows*: ``_rows_grad_kernel`` loads whole rows of dy and x into registers and writes dx. Each program
   processes several tiles of rows, and keeps its column sums in registers meanwhile;
 - *chunks*, for rows that do not fit into registers: ``_chunk_sums_kernel`` computes the two sums that dx
-  needs, for each chunk of each row. Then ``_chunk_grad_kernel`` reads x and dy again. Each of its programs
-  writes dx for a block of columns in a group of rows, and keeps the column sums of these rows.
+  needs, for each chunk of each row. Then ``_chunk_grad_kernel`` reads x and dy again. A program of this
+  kernel writes dx for a block of columns in a group of rows, and keeps the column sums of these rows.
 
 In both ways each program stores its column sums as partial sums, and ``_column_sum_kernel`` adds up the
 partial sums.
 
-Tensors, in addition to those of ``layer_norm/kernels.py`` (x is the tensor that was normalized):
+Tensors, in addition to the ones in ``layer_norm/kernels.py`` (x is the tensor that was normalized):
 
 - ``dy``, ``dx``: (rows, D), contiguous, the gradients of y and x; dx may be None;
 - ``dtotal``: (rows, D), contiguous, the gradient of ``add_layer_norm``'s second result, or None;
 - ``sums``: fp32 (2, rows, chunks), sums of dy * weight and of dy * weight * xhat over each chunk. For
   ``_chunk_grad_kernel`` they are added up over the chunks, to (2, rows);
-- ``partials``: fp32 (3, programs, D), partial sums for weight, bias and add_bias. ``plane``: number of
-  elements of each of these three planes;
+- ``partials``: fp32 (3, programs, D), partial sums for weight, bias and add_bias. ``plane`` is programs * D,
+  the number of elements for one of the three;
 - ``dweight``, ``dbias``, ``dadded``: (D,), the gradients of weight, bias and add_bias, or None.
 
 Sums have a fixed order and no atomics, so every run gives the same bits. With programmatic dependent launch

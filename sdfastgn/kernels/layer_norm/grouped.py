@@ -106,7 +106,7 @@ def _in_pytorch(
 
 
 def _per_row(vectors: Tensor, x: Tensor, period: int) -> Tensor:
-    """Returns a tensor of the shape of x: for each row of x, the vector of ``vectors`` that this row uses."""
+    """Returns a tensor with the shape of x, which has for each row of x the vector that this row uses."""
     rows = torch.arange(math.prod(x.shape[:-1]), device=x.device)
     return vectors[rows // period % len(vectors)].view(x.shape)
 

@@ -9,9 +9,9 @@ The forward runs in one of two ways. ``forward_config`` chooses one of them from
   M2 of each row. ``_normalise_kernel`` reads x again and writes y.
 
 With a residual, the sum x + residual + add_bias is rounded to the dtype of x and then normalized. The first
-kernel stores the sum for the caller. With a ``total_bias`` the caller gets the sum plus total_bias instead.
-Then ``_rows_kernel`` stores only the sum plus total_bias. ``_chunk_kernel`` also stores the sum, because
-``_normalise_kernel`` needs it.
+kernel stores the sum for the caller. With a ``total_bias`` the caller gets the sum plus total_bias instead:
+``_rows_kernel`` stores only the sum plus total_bias, and ``_chunk_kernel`` stores both, because
+``_normalise_kernel`` needs the sum.
 
 Tensors have the same meaning in all kernels. All except x, y and partials may be None:
 
@@ -26,7 +26,7 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
   minus the row's first element, in fp32. If y is fp32, it is the mean, in fp64;
 - ``rstd``: (rows,) fp32, 1 / deviation of each row;
 - ``partials``: fp32. If y has 16 bits, (2, rows, chunks): the chunk's mean minus the row's first element; M2.
-  If y is fp32, (3, rows, chunks): the rounded mean of the chunk; M2; the rounding error of the mean.
+  If y is fp32, (3, rows, chunks): the rounded mean of the chunk; M2; the rounding error of this mean.
 
 Programmatic dependent launch (``PDL``, from sm_90 on; ADR 7): before ``gdc_wait`` a kernel reads only x, and
 only if no kernel of this call writes it.

@@ -8,8 +8,9 @@ The ops are ``sdfastgn::layer_norm`` and ``sdfastgn::add_layer_norm``. Formula:
 Mean and var (the biased variance) are taken over each row of D elements.
 
 ``add_layer_norm`` also returns the sum x + residual + add_bias + total_bias, rounded once. total_bias is part
-only of this returned sum, not of the sum that is normalized. Callers pass as total_bias the bias of the next
-layer whose output they add to the returned sum. So no further pass is needed to add this layer's bias.
+only of this returned sum, not of the sum that is normalized. It serves callers that add the output of a
+further layer to the returned sum: they pass the bias of this layer as total_bias, so that no separate pass
+adds it.
 
 The registered op has no argument total_bias; only the kernels take it. If a call goes to the registered op,
 or a gradient is wanted, plain PyTorch computes the sum with total_bias.
@@ -188,8 +189,8 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
     """Computes the wanted gradients of x, weight, bias and add_bias ("added").
 
-    ``wanted``: True for each of these four if its gradient is wanted. ``dy``, ``dtotal``: the gradients of y
-    and of the sum, or None. The residual has the same gradient as x.
+    ``dy``, ``dtotal``: the gradients of y and of the sum, or None. ``wanted``: four values, True for each
+    gradient that is wanted. The residual has the same gradient as x.
     """
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))
@@ -287,8 +288,8 @@ def layer_norm(
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
 
     Shapes: the output has the shape of x.
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of these
-        dtypes. The output has the dtype of x, but fp32 under CUDA autocast, as from
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of the
+        four dtypes. The output has the dtype of x, but fp32 under CUDA autocast, as with
         torch.nn.functional.layer_norm.
     Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
         contiguous.
@@ -318,15 +319,15 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Computes the sum x + residual + add_bias and its LayerNorm in one pass.
 
-    A transformer block needs both between its parts.
+    Transformer blocks do this between attention and the next layer.
 
     Args:
         x: (..., D), at least rank 1.
         residual: a tensor with the shape, dtype and device of x.
         weight, bias, eps: as in ``layer_norm``.
-        add_bias: (D,) or None. For example, the bias of the linear layer that made x.
+        add_bias: (D,) or None. For example, the bias of the linear layer that computed x.
         total_bias: (D,) or None. It is added to the returned sum, but not to the sum that is normalized. For
-            example, the bias of the next layer whose output is added to the returned sum.
+            example, the bias of a later layer whose output will be added to the returned sum.
 
     Returns:
         (y, total). y is the LayerNorm of the sum, which is first rounded to the dtype of x. total is the
@@ -334,9 +335,10 @@ def add_layer_norm(
         no gradients are wanted.
 
     Shapes: y and total have the shape of x.
-    Dtypes: x, weight and bias as in ``layer_norm``; the other biases as bias. total has the dtype of x. y has
-        the dtype of x, but is fp32 under CUDA autocast.
-    Layout: x and residual as x in ``layer_norm``. y and total are contiguous.
+    Dtypes: x, weight and all biases as in ``layer_norm``. total has the dtype of x. y has the dtype of x, but
+        is fp32 under CUDA autocast.
+    Layout: any. x and residual are copied first if their rows have gaps, or if distances between rows differ.
+        y and total are contiguous.
     Grad: every tensor has gradients, from both results, as in ``layer_norm``. The sum is kept for the
         backward. If gradients are wanted, total_bias takes further passes in plain PyTorch, and memory for a
         second sum.

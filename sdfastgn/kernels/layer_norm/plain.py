@@ -30,7 +30,7 @@ def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """PyTorch's LayerNorm with its first derivative. Higher derivatives are those of the reference.
+    """PyTorch's LayerNorm with its first derivative. Higher derivatives come from the reference.
 
     In PyTorch 2.13, PyTorch's own fourth and higher derivatives are wrong.
     """

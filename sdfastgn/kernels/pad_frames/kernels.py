@@ -1,8 +1,8 @@
 """The Triton kernel of ``pad_frames``. Op: ``pad_frames/op.py``, launch: ``pad_frames/plans.py``.
 
-A *row* has the channels of one position of the y for a ``WINDOW`` of 1. A program computes a tile of rows of
-one sample in registers. It then stores each row in every window of y that has the row's frame. So one launch
-reads x and writes y.
+A *row* has the channels of one position (frame, line, column) of the padded video. A program computes a tile
+of rows of one sample in registers. Then it stores each row in y. With a ``WINDOW`` of more than 1, several
+windows of y contain the row's frame, and the row is stored in each of them.
 
 Pointers (all but x and y may be None):
 
@@ -10,12 +10,12 @@ Pointers (all but x and y may be None):
 - ``y``: (N, front + frames + back - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C) in the dtype of
   x. ``frames``, ``height`` and ``width`` are the sizes of x after upsampling;
 - ``shift``: (C,), added before the norm of each position's channels;
-- ``weight``, ``bias``: (C,), the parameters of that norm;
+- ``weight``, ``bias``: (C,), the parameters of this norm;
 - ``table``: fp32, written by ``merge_kernel`` of ``group_norm/kernels.py`` for a GroupNorm, whose shift it
   includes. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a value for each channel
   of each sample, or of each frame if ``FRAMEWISE``: the scale, the offset and, without ``FOLD``, the mean;
 - ``modulation``: (N, t, h, w, 2 C), for a GroupNorm. The first C channels multiply the norm's result. The
-  last C channels are then added. Each position of the modulation serves several positions of x;
+  last C channels are then added. A position of the modulation may be used for several positions of x;
 - ``cache``: (N, cached, height, width, C), the frames before x;
 - ``kept``: (N, keep, height, width, C), gets the last frames without borders.
 
@@ -72,13 +72,13 @@ def _row_before(
     n, t, h, w, frames, height, width,
     APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
 ):  # fmt: skip
-    """Computes which row is upsampled to sample ``n``, frame ``t``, line ``h`` and column ``w``.
+    """Computes which row of x is copied to sample ``n``, frame ``t``, line ``h`` and column ``w``.
 
     Numbers:
         frames, height, width: sizes after upsampling.
 
     Constants:
-        APART: True if the first frame is not repeated. All others are repeated ``TIMES_T`` times.
+        APART: True if the first frame is not repeated. All other frames are repeated ``TIMES_T`` times.
         TIMES_T, TIMES_H, TIMES_W: number of copies of each element along T, H and W.
     """
     before: tl.constexpr = TIMES_T - 1 if APART else 0
@@ -194,8 +194,8 @@ def _frames_kernel(
     if PDL:
         gdc_wait()
     y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
-    # ``own`` has the shape of the tile, so that each thread loads the parameters of its own elements.
-    # If parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
+    # ``own`` has the shape of the tile, so each thread loads the parameters for exactly its elements. If
+    # parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
     own = c + r * 0
     if shift_ptr is not None:
         y += per_channel(shift_ptr, own, in_row, 0.0)

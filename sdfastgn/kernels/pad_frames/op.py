@@ -6,14 +6,15 @@ runs a norm and an activation, or upsampling; then a concatenation with the cach
 kernel does all of these. For x (N, C, T, H, W):
 
     u = act(norm(x + shift))        or act(norm(x + shift) * factor + offset), or x + shift
-    v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), the first frame once along T
-    w = v between ``front`` frames, which end with the cache, and ``back`` frames. Except for the cache, these
-        frames are 0
+    v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), but the first frame is not
+        repeated along T
+    w = ``front`` frames, then v, then ``back`` frames. The last of the ``front`` frames are the cache, all
+        other added frames are 0
     y = w with ``border`` zeros around each frame
     kept = the last ``keep`` frames of w
 
 With a ``window`` of more than one frame, frame t of the result has the channels of the frames t, t + 1, ...
-of this y side by side. A 2-D convolution of the result then computes the same as a 3-D convolution of y.
+of y side by side. A 2-D convolution of this result computes the same as a 3-D convolution of y.
 
 In mode "replicate" each zero is replaced by the nearest element, as in torch.nn.functional.pad. Mode
 "reflect" does the same along T. Along H and W it mirrors each frame without its outermost line or column.
@@ -46,9 +47,9 @@ from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_group_norm
 
-# Maximum number of rows, which the kernel numbers by int32.
+# Maximum number of rows, because the kernel numbers them by int32.
 _MAX_ROWS = 2**31 - 1
-# What stands in frames and in borders, as modes of torch.nn.functional.pad.
+# Mode of ``pad_frames`` -> (mode along time, mode along height and width) of torch.nn.functional.pad.
 _FILLS = {
     "zeros": ("constant", "constant"),
     "replicate": ("replicate", "replicate"),
@@ -57,10 +58,11 @@ _FILLS = {
 
 
 class Norm(NamedTuple):
-    """A norm of the channels of each position: the arguments of ``channel_norm`` after x, and ``added``.
+    """A norm of the channels of each position.
 
-    ``added`` is added to the sum of squares: a position is divided by max(sqrt(||x||^2 + added), eps). So C
-    times the eps of an RMSNorm gives that RMSNorm.
+    All attributes except ``added`` are arguments of ``channel_norm``. ``added`` is added to the sum of
+    squares: a position is divided by max(sqrt(||x||^2 + added), eps). For an RMSNorm over C channels,
+    ``scale`` is sqrt(C), ``eps`` is 0, and ``added`` is C times the eps of the RMSNorm.
     """
 
     weight: Tensor | None = None
@@ -75,13 +77,13 @@ class GroupNorm(NamedTuple):
     """A norm of groups of channels. Attributes that are not listed are arguments of ``group_norm``.
 
     Attributes:
-        statistics: (2, N, P, C) fp32, the statistics of x without the shift, as ``group_norm`` takes them. If
-            ``framewise``, (2, N T, P, C). None: they are computed.
+        statistics: (2, N, P, C) fp32, or (2, N T, P, C) if ``framewise``: the statistics of x without the
+            shift, as ``group_norm`` takes them. If they are None, kernels compute them.
         modulation: (N, 2 C, t, h, w), in the dtype and on the device of x, or None. The first C channels
             multiply the norm's result. The last C channels are then added, before the activation. The
             modulation is upsampled to the size of x: H must be a multiple of h, W of w and T of t. If T is
-            odd, the first frame of the modulation serves one frame of x, and T - 1 must be a multiple of
-            t - 1.
+            odd, the first frame of the modulation is used for the first frame of x only, and T - 1 must be a
+            multiple of t - 1.
         framewise: True if each frame is normalized by itself.
     """
 
@@ -257,7 +259,7 @@ def reference_pad_frames(
 def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
     if not norm.added:
         return reference_channel_norm(u, *norm[:5])
-    # One more channel, whose square is ``added``.
+    # An additional channel, whose square is ``added``.
     more = u.new_full((u.shape[0], 1, *u.shape[2:]), math.sqrt(norm.added))
     weight, bias = (t if t is None else F.pad(t, (0, 1)) for t in norm[:2])
     return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]
@@ -327,9 +329,10 @@ def pad_frames(
         norm: the norm of x + shift, with an activation. None: x + shift is not normalized.
         upsample: (t, h, w), the number of copies of each element along T, H and W. The first frame is not
             repeated along T.
-        window: number of frames that each frame of y has side by side, as channels. Frame t of y has the
-            frames t, t + 1, ... t + ``window`` - 1 of the y for a window of 1. Then a 2-D convolution of y
-            can compute a 3-D one. At most ``front`` + T'' + ``back``.
+        window: number of frames that each frame of y has side by side, as channels, at most
+            ``front`` + T'' + ``back``. Frame t of y has the channels of the frames t, t + 1, ...
+            t + ``window`` - 1 that y would have with a window of 1. Then a 2-D convolution of y can compute a
+            3-D one.
 
     Returns:
         (y, kept). T'', H'' and W'' are the sizes after upsampling. y is (N, window C,
@@ -337,7 +340,7 @@ def pad_frames(
         W''): a copy of the last frames, without borders and windows. It is None if ``keep`` is 0.
 
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. shift and the tensors of norm may have
-        any of these dtypes, but a modulation must have the dtype of x. Both results have the dtype of x.
+        any of the four dtypes, but a modulation must have the dtype of x. Both results have the dtype of x.
     Layout: any. x and cache are copied first if they are not channels-last. Both results are channels-last.
     Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:

@@ -1,4 +1,4 @@
-"""Matrix products by a given algorithm of cuBLASLt. It is a C library that PyTorch loads, called by ctypes.
+"""Computes matrix products by a given algorithm of cuBLASLt, a C library that is called through ctypes.
 
 cuBLASLt takes matrices in column-major order. A row-major (rows, columns) matrix has the same values in
 memory as a column-major (columns, rows) matrix. So for ``out = x @ weight.T`` cuBLASLt computes ``out.T =
@@ -24,18 +24,18 @@ from sdfastgn.kernels.common import gpu
 
 # Dtype of the matrices: CUDA_R_16F, CUDA_R_16BF.
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
-# Dtype of two factors, of the product and of the old output, that cuBLASLt takes: CUDA_R_32F.
+# Dtype of the two numbers by which cuBLASLt multiplies the product and the old output: CUDA_R_32F.
 _FP32 = 0
 # Dtype in which products are summed: CUBLAS_COMPUTE_32F.
 _COMPUTE_FP32 = 68
 # Keys of a product's attributes, from cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
-# Values of the first two of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
+# Values for the keys _TRANSPOSE_A and _EPILOGUE: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
 # Key of the maximum scratch memory in a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
 _MAX_WORKSPACE = 1
-# Maximum number of bytes of scratch memory of an algorithm. It excludes algorithms that divide the depth into
-# parts and store partial sums, because their partial sums need more.
+# Maximum number of bytes of scratch memory of an algorithm. This excludes algorithms that divide the depth
+# into parts, because they store partial sums, which need more memory.
 _WORKSPACE = 4096
 # Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16

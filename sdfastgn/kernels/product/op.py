@@ -4,9 +4,9 @@ cuBLASLt has several algorithms for a matrix product. PyTorch uses the one that 
 the fastest one can take a third less time. It is found in two steps:
 
 - In a *rehearsal* (``chosen_after``) a model is called once, and the shapes of its products are recorded.
-  After the call, each product is timed with PyTorch, and with all algorithms that give the same bits.
-- When a graph is captured later, each product uses the fastest of these algorithms. So a graph computes
-  exactly the same bits as PyTorch.
+  After the call, each product is timed in PyTorch and with all algorithms that give the same bits as PyTorch.
+- When a graph is captured later, each product uses its fastest algorithm. So a graph computes exactly the
+  same bits as PyTorch.
 
 Outside of graphs PyTorch's own products run, because a call through ctypes takes more CPU time.
 """
@@ -79,14 +79,14 @@ def is_choosing() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``, computed by the chosen algorithm if one was chosen.
+    """Computes ``F.linear(x, weight, bias)``, by the chosen algorithm if one was chosen.
 
     Args:
         x: (..., depth).
         weight: (columns, depth).
         bias: (columns,) or None.
 
-    Returns (..., columns). Dtypes, layouts, gradients and errors are those of ``F.linear``.
+    Returns (..., columns). Dtypes, layouts, gradients and errors: as in ``F.linear``.
     """
     choice = _choice(x, weight, bias, None)
     if choice is None:
@@ -97,14 +97,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """``total += x @ weight.T``, rounded once, computed by the chosen algorithm if one was chosen.
+    """Computes ``total += x @ weight.T``, rounded once, by the chosen algorithm if one was chosen.
 
     Args:
         total: (rows, columns), changed in place.
         x: (rows, depth).
         weight: (columns, depth).
 
-    Dtypes, layouts and errors are those of ``Tensor.addmm_``.
+    Dtypes, layouts and errors: as in ``Tensor.addmm_``.
     """
     choice = _choice(x, weight, None, total)
     if choice is None:
@@ -132,10 +132,9 @@ def _choice(
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """The kind of a product, or None if no algorithm is ever chosen for such a product.
+    """The kind of a product. None if PyTorch always computes such products.
 
-    Then PyTorch computes it. The result is also None for invalid arguments, so that PyTorch raises its own
-    error.
+    The result is also None for invalid arguments, so that PyTorch raises its usual error.
     """
     operands = [t for t in (x, weight, bias, total) if t is not None]
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.numel() == 0:
@@ -186,7 +185,7 @@ def chosen_after() -> Iterator[None]:
 def _fastest(kind: _Kind) -> Algorithm | None:
     """The fastest algorithm that gives the same bits as PyTorch; None if PyTorch's own is the fastest."""
     shape, device = kind.shape, kind.device
-    # A separate generator, so that the user's random numbers do not change.
+    # This has a separate generator, so that the user's random numbers do not change.
     random = partial(
         torch.randn,
         dtype=shape.dtype,

@@ -10,7 +10,7 @@ concatenation, and computes the statistics of the rounded values that it stores.
 Pointers:
 
 - ``x``: (N, HW, C) or (N, C, HW), fp16, bf16 or fp32; in a concatenation the first tensor, (N, HW, HEAD);
-- ``residual``: the second tensor of a sum, in shape, layout and dtype as x, or None;
+- ``residual``: the second tensor of a sum, with the shape, layout and dtype of x, or None;
 - ``bias``: (C,) or (N, C), added to the sum, or None;
 - ``factors``: (2, N) fp32, two factors for each sample, or None. With factors the sum is
   ``factors[0] * residual + factors[1] * (x + bias)``;

@@ -6,7 +6,7 @@ twice.
 
 Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations (M2) of
 each channel over P chunks of ``ceil(HW / P)`` positions, where HW is the product of the spatial sizes. The
-last chunks may be shorter or empty. Norms with any number of groups can use them.
+last chunks may be shorter or empty. The same statistics serve norms with different numbers of groups.
 
 The ops are ``sdfastgn::channel_statistics``, ``sdfastgn::add_with_statistics`` and
 ``sdfastgn::cat_with_statistics``.
@@ -54,7 +54,7 @@ def _chunks(x: Tensor, *, producer: bool = False) -> int:
 
 
 def _statistics_of(x: Tensor) -> Tensor:
-    """``channel_statistics(x)`` for a valid ``x``, by the kernel or in plain PyTorch."""
+    """Computes ``channel_statistics(x)`` for a valid ``x``, by the kernel or in plain PyTorch."""
     if dispatch.runs_in_triton(x) and x.numel() > 0:
         try:
             return statistics_kernel(dense(x))
@@ -81,7 +81,7 @@ def _new_launch(*args: Any, **options: Any) -> Any:
 
 
 def statistics_kernel(x: Tensor) -> Tensor:
-    """``channel_statistics`` by the kernel. ``x`` must be dense and not empty."""
+    """Computes ``channel_statistics`` by the kernel. ``x`` must be dense and not empty."""
     key = ("read", x.shape, x.stride(), x.dtype, x.device)
     launch = _launches.get(key)
     if launch is None:
@@ -101,7 +101,7 @@ def add_kernel(
     out: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """``add_with_statistics`` by the kernel. The arguments must be valid and not empty.
+    """Computes ``add_with_statistics`` by the kernel. The arguments must be valid and not empty.
 
     Args:
         residual: may be None, unlike in ``add_with_statistics``: only a bias is then added.
@@ -137,7 +137,7 @@ def add_kernel(
 
 
 def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
-    """``cat_with_statistics`` by the kernel. The arguments must be valid, channels-last and not empty.
+    """Computes ``cat_with_statistics`` by the kernel. The arguments must be valid, channels-last, not empty.
 
     ``emits`` as in ``add_kernel``.
     """
@@ -303,7 +303,7 @@ def channel_statistics(x: Tensor) -> Tensor:
     Layout: any. A tensor that is neither channels-last nor channels-first is copied first.
     Grad: none. ``group_norm`` computes the whole gradient of x, as if it had computed the statistics itself.
     Raises:
-        TypeError: x is not a strided tensor of one of these dtypes.
+        TypeError: x is not a strided tensor, or has another dtype.
         ValueError: x has rank 2 or less.
         NotImplementedError: within torch.func transforms or forward-mode AD.
 
@@ -327,7 +327,7 @@ def add_with_statistics(
     Args:
         x: (N, C, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
         residual: the shape, dtype and device of x.
-        bias: (C,), fp16, bf16, fp32 or fp64, or None. For example the bias of the convolution that made x.
+        bias: (C,), fp16, bf16, fp32 or fp64, or None. Usually the bias of the convolution that computed x.
         scale: factor of the sum. In diffusers it is 1 / output_scale_factor.
 
     Returns:

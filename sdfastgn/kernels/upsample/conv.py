@@ -2,8 +2,8 @@
 
 Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1).
 
-Row i of y depends on the rows i - 1, i and i + 1 of the upsampled image. Two of these three rows are copies
-of the same row of x. With i = 2h + a, and w0, w1, w2 the rows of the weight, row i of y is
+Row i of y depends on the rows i - 1, i and i + 1 of the upsampled image. Two of the three are copies of the
+same row of x. With i = 2h + a, and w0, w1, w2 the rows of the weight, row i of y is
 
     for a = 0:  w0 x[h - 1] + (w1 + w2) x[h]
     for a = 1:  (w0 + w1) x[h] + w2 x[h + 1]
@@ -84,7 +84,7 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
 def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:
-    """``upsample_conv2d`` at low resolution. Does not check whether this is faster.
+    """Computes ``upsample_conv2d`` at low resolution, without a check whether this is faster.
 
     Returns (y, statistics of y); the statistics are None unless ``with_statistics``. x must not be empty, and
     ``dense(x)`` must be channels-last.

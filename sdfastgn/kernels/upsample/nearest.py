@@ -51,7 +51,7 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
     """An uninitialized (N, C, H, W) tensor in the layout of ``dense(like)``: channels-last or channels-first.
 
-    N, dtype and device are those of ``like``.
+    It has the N, dtype and device of ``like``.
     """
     return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
@@ -154,7 +154,7 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
     Grad: x has gradients, of any order. The transforms of torch.func and forward-mode AD run in plain
         PyTorch.
     Raises:
-        TypeError: x is not a strided tensor of one of these dtypes.
+        TypeError: x is not a strided tensor, or has another dtype.
         ValueError: x does not have rank 4.
 
     Source: torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").
