@@ -47,9 +47,14 @@ _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakre
 
 @dataclass(frozen=True)
 class Finding:
-    """What a fusion says about a module: ``fused``, ``fusable``, or ``skipped`` with a ``reason``.
+    """The state of a module with respect to one fusion.
 
-    For a component that is no module (a scheduler), ``module`` is the component itself.
+    Attributes:
+        path: the module's dotted path.
+        module: the module, or a component that is no module, such as a scheduler.
+        fusion: the fusion.
+        status: "fused", "fusable" or "skipped".
+        reason: why the module is skipped; else empty.
     """
 
     path: str
@@ -79,7 +84,7 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
     """(path, part) for all parts of ``obj``, and for former parts that ``apply`` has changed."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
-    # ``keyrefs`` copies the keys in one step, so other threads may add keys meanwhile.
+    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
     changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
     then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
@@ -99,10 +104,10 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
 def inspect(
     component: Any, prefix: str = "", asked: Collection[str] = (), merges: bool | None = None
 ) -> list[Finding]:
-    """What each fusion says about ``component`` and each module in it. Changes nothing.
+    """Returns the findings of all fusions about ``component`` and the modules in it. Changes nothing.
 
-    If a fused or fusable module has layers with an adapter, its finding is followed by a skipped finding for
-    each of these layers, because the fusion calls them as stock does.
+    Some layers of a fused module may have an adapter, so that the fusion calls them as stock does. Each such
+    layer has a skipped finding after the finding of the module.
 
     Args:
         component: a model, or a part of a pipeline.
@@ -134,7 +139,7 @@ def inspect(
 def _finding(
     path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
 ) -> Finding:
-    """What ``fusion`` says about ``module``.
+    """Returns the finding of ``fusion`` about ``module``, which it claims.
 
     ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
     """
@@ -146,7 +151,7 @@ def _finding(
 
 
 def _adapted(path: str, module: nn.Module, fusion: ClassSwap, merges: bool) -> Iterator[Finding]:
-    """Yields a skipped finding for each layer of ``module`` that ``fusion`` must not fuse (an adapter)."""
+    """Yields a skipped finding for each layer of ``module`` that ``fusion`` cannot fuse due to an adapter."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):

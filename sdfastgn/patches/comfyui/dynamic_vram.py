@@ -1,8 +1,8 @@
 """Replaces models under ComfyUI's DynamicVRAM by models whose weights stay at one address.
 
-DynamicVRAM is the default in ComfyUI 0.16 and later on NVIDIA GPUs. A model under it is called dynamic: each
-layer asks for its weights at each call, and gets them at addresses that may change from call to call. Fused
-layers and CUDA graphs need weights that stay where they are. So a dynamic model that fits into the GPU's
+DynamicVRAM is the default in ComfyUI 0.16 and later on NVIDIA GPUs. Models under it are *dynamic*: at each
+call, a layer requests its weights from ComfyUI, and their addresses may differ from call to call. Fused
+layers and CUDA graphs need weights that stay at one address. So a dynamic model that fits into the GPU's
 memory is loaded a second time, without DynamicVRAM. ComfyUI itself does the same for models with hooks.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 from comfy import model_management
 
 # Dynamic model -> the same model loaded without DynamicVRAM, in the form that ``ModelPatcher.clone`` takes as
-# ``model_override``. Clones of a ``ModelPatcher`` share the dynamic model, and so they share the second one.
+# ``model_override``. Clones of a ``ModelPatcher`` have the same dynamic model, so they also share the second
+# model.
 _loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 

@@ -1,9 +1,9 @@
 """Runs ComfyUI's ``UNetModel`` as a CUDA graph, if no other node runs code inside of the UNet.
 
-Other nodes run code inside of a UNet by entries in ``transformer_options``: patches, or functions that
-replace an attention. A call with such an entry runs eagerly. All other entries only inform other nodes about
-the call, so a graph does not need them. Wrappers that other nodes install run around ``_forward``, outside of
-the graph.
+Other nodes put code into a UNet as entries of ``transformer_options``: patches, or functions that replace an
+attention. A call with such an entry runs eagerly. All other entries only inform other nodes about the call,
+so a graph does not need them. Wrappers that other nodes install run around ``_forward``, outside of the
+graph.
 
 The tensors of ControlNets and T2I-Adapters (``control``) are inputs of the graph like all other tensors.
 Stock's forward removes each tensor that it uses from the caller's lists. So a graph gets copies of the lists,
@@ -50,14 +50,14 @@ _before_run: weakref.WeakKeyDictionary[nn.Module, tuple[int, Counter[str]]] = we
 
 
 def begin_run(unet: nn.Module) -> None:
-    """Note that a run of the sampler begins now: ``calls_of_run`` counts calls from now on."""
+    """Mark the start of a sampler's run. ``calls_of_run`` counts the calls since then."""
     graphed = _graphs.get(unet)
     if graphed is not None:
         _before_run[unet] = graphed.replays, graphed.eager.copy()
 
 
 def calls_of_run(unet: nn.Module) -> tuple[int, Counter[str]]:
-    """(number of replayed calls, reason -> number of calls without a graph) since the last run began."""
+    """Returns (number of replayed calls, {reason: number of calls without a graph}) since ``begin_run``."""
     graphed = _graphs.get(unet)
     if graphed is None:
         return 0, Counter()

@@ -21,7 +21,7 @@ from sdfastgn.patches.fusions import group_norm, sequential
 __all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded", "root_of"]
 
 _BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
-# The fusions of ComfyUI's own classes. The report asks them what they will fuse in a stock model.
+# The fusions of ComfyUI's own classes. The report uses them to find what will be fused in a stock model.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
 # All fusions, in the two stages in which they are applied. ``LAYERS`` must come first, because the fusions of
 # the second stage look for layers with PyTorch's exact classes.

@@ -1,20 +1,20 @@
 """Lets fused blocks use ComfyUI's layers like PyTorch's, also layers that prepare their weights at each call.
 
-Fusions look for exact classes such as ``nn.Conv2d``, because they know what a call of these computes.
-ComfyUI's ``disable_weight_init.Conv2d`` computes the same, unless it casts: it then prepares its weights at
-each call. It does so if ``comfy_cast_weights`` is set (low VRAM, weights in another dtype such as fp8) or if
-there are functions on its weights (LoRA with low VRAM). ComfyUI changes these attributes only when it loads
-or unloads weights, and ``eject`` is called before that.
+Fusions look for layers of exact classes such as ``nn.Conv2d``, because they know what these compute.
+ComfyUI's ``disable_weight_init.Conv2d`` computes the same. But some of its instances *cast*: they prepare
+their weights at each call. A layer casts if ``comfy_cast_weights`` is set (low VRAM, weights in another dtype
+such as fp8) or if there are functions on its weights (LoRA with low VRAM). ComfyUI changes these attributes
+only when it loads or unloads weights, and ``eject`` is called before that.
 
 - A layer that does not cast gets PyTorch's class.
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
   class with the weights that ComfyUI has prepared for this call.
-- With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call, on streams of its own. Of
-  these layers only the norms are prepared. The others have large weights. Their calls take as long as the
-  move, so they are left to ComfyUI.
+- With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call, on separate streams. Of
+  these layers, only norms are prepared. The others have large weights, and their calls take as long as the
+  move. So ComfyUI's code calls them.
 
-If the user interrupts a run, ComfyUI's own layers notice it at their next call. PyTorch's layers do not. So
-the run ends later: at the next call of a layer that still has ComfyUI's class, or at the next step.
+If the user interrupts a run, ComfyUI's layers notice this at their next call, and PyTorch's layers do not. So
+the run ends a little later: at the next call of a layer with ComfyUI's class, or at the next step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Layer:
         # If the code of this ``forward`` is known, it computes the same as PyTorch's for weights that need no
         # cast.
         self._when_plain = tested(self.stock, "forward")
-        # The code that prepares the weights, hands them out and takes them back.
+        # The code that prepares the weights for a call and releases them afterwards.
         self._when_casting = (
             tested(self.stock, "forward_comfy_cast_weights"),
             tested(_ops, "cast_bias_weight", "uncast_bias_weight"),
@@ -107,10 +107,10 @@ def _has_low_vram(module: nn.Module) -> bool:
 
 
 def has_steady_weights(module: Any) -> bool:
-    """True if a call of ``module`` can be part of a CUDA graph: it finds its weights where they were before.
+    """True if calls of ``module`` can be part of a CUDA graph, because its weights stay at one address.
 
-    A cast on the GPU becomes part of the graph. Weights that are moved, patched by functions, or cast by
-    unknown code have no graphs.
+    A cast on the GPU becomes part of the graph. The result is False if the weights are moved at each call,
+    patched by functions, or cast by unknown code.
     """
     has_other_class = vars(module).get(_STOCK_CLASS, type(module)) is not type(module)
     if has_other_class or not hasattr(module, "comfy_cast_weights"):
@@ -126,11 +126,11 @@ def has_steady_weights(module: Any) -> bool:
 
 
 def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
-    """A layer that computes ``layer(x)`` with weights that are ready; ``layer`` itself if it does not cast.
+    """Returns a layer of PyTorch's class, or a ``FusedGroupNorm``, with prepared weights for one call on x.
 
-    Use it for this call only. The result is of PyTorch's class, or a ``FusedGroupNorm``. ``layer`` itself is
-    also returned if it must be called as it is: because of hooks, because sdfastgn does not know how it
-    casts, or because ``others``, further inputs of the fused call, differ from x in dtype.
+    Returns ``layer`` itself if it does not cast. The same holds if it must run by ComfyUI's code: because it
+    has hooks, because sdfastgn does not know how it casts, or because ``others``, the further inputs of the
+    fused call, have another dtype than x.
     """
     if (
         type(layer) is not vars(layer).get(_STOCK_CLASS)
@@ -141,7 +141,7 @@ def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     weight, bias, lent = _ops.cast_bias_weight(layer, x, offloadable=True)
     stream, *_ = lent
     if stream is not None:
-        # The weights are in a buffer, which ComfyUI may use for another layer before the fused kernel runs.
+        # The weights are in a buffer that ComfyUI may use for another layer before the fused kernel runs.
         weight, bias = weight.clone(), None if bias is None else bias.clone()
     _ops.uncast_bias_weight(layer, weight, bias, lent)
     cls = _PREPARED[type(layer)]

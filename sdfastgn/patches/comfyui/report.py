@@ -86,10 +86,10 @@ def _has_gpu() -> bool:
 
 
 def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """What of ``root`` is fused, or will be once it is loaded, and what runs stock's code.
+    """Counts the parts of ``root`` that are fused, or will be once it is loaded, and those that are not.
 
-    Returns ({name of a kind of part: number of fused parts}, {reason: {name: number of parts that run stock's
-    code for this reason}}).
+    Returns ({word for a kind of part: number of fused parts}, {reason: {word: number of parts that run
+    stock's code for this reason}}). The words are in ``_WORDS``.
     """
     fused: Counter[str] = Counter()
     stock: dict[str, Counter[str]] = {}
@@ -110,7 +110,10 @@ def _counted(parts: Counter[str]) -> str:
 
 
 def _calls(root: nn.Module) -> list[str]:
-    """Lines on the calls of the last run and on the memory of all graphs; empty before the first run."""
+    """Lines of the report about the calls of the last run and the memory of all graphs.
+
+    Empty before the first run.
+    """
     graphed = graphs.graphs_of(root)
     replayed, eager = graphs.calls_of_run(root)
     total = replayed + eager.total()

@@ -70,14 +70,14 @@ def _runs_fused_resblock(block: Any, x: Tensor, emb: Tensor) -> bool:
 
 
 def _is_image_resblock(block: Any) -> bool:
-    """True for residual blocks of images; False for those of video models, which work across frames."""
+    """True for residual blocks of images. False for residual blocks of video models, which mix frames."""
     return isinstance(block.in_layers[-1], nn.Conv2d) and not block.exchange_temb_dims
 
 
 class FusedSpatialTransformer(SpatialTransformer):
     """``SpatialTransformer`` whose output is channels-last. x (N, C, H, W) -> the same.
 
-    Stock's forward ends with ``.contiguous()``, so its output and those of all later layers are
+    Stock's forward ends with ``.contiguous()``, so that its output and the outputs of all later layers are
     channels-first.
     """
 
@@ -141,7 +141,7 @@ def has_no_patches(options: dict[str, Any]) -> bool:
 
 
 def _is_plain_block(block: Any) -> bool:
-    """True for transformer blocks of images; False for those of video models, which work across frames."""
+    """True for transformer blocks of images. False for blocks of video models, which mix frames."""
     is_video = block.ff_in or block.attn2 is None or block.switch_temporal_ca_to_sa
     return block.is_res and not is_video
 

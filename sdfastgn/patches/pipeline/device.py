@@ -1,10 +1,10 @@
 """Finds the device on which a ``DiffusionPipeline`` of diffusers works, faster than diffusers does.
 
-A pipeline reads its property ``_execution_device`` at the start of each image. diffusers' property goes
-through ``modules()`` of each model and looks for offload hooks. The nested Python generators of ``modules()``
-are slow: in an SDXL pipeline they take half of the CPU time that is spent outside of the models. Here
-built-in functions look at all children of one depth at once. If no module has a hook and all models are on
-one device, this device is the result. In all other cases diffusers' code runs.
+A pipeline reads its property ``_execution_device`` at the start of each image. diffusers' property searches
+all ``modules()`` of each model for offload hooks. The nested Python generators of ``modules()`` are slow: in
+an SDXL pipeline they take half of the CPU time that is spent outside of the models. Here built-in functions
+search all modules of one depth at once. If no module has a hook and all models are on one device, this device
+is the result. In all other cases diffusers' code runs.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class ObjectFusion:
         name: the fusion's name in reports.
         module: the ``__name__`` of the Python module in which this fusion is called ``FUSION``. Copies and
             pickles find the fusion there.
-        sources: the stock classes, and their methods that the fusion replaces or relies on. The installed
-            code of these methods must be known.
+        sources: the stock classes, and their methods that the fusion replaces or relies on. An object is only
+            fused if the installed code of all these methods was tested.
         overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
         heirs: True if instances of subclasses are fused too, provided that these inherit all methods in
             ``sources`` unchanged. False if only instances of the exact classes are fused.

@@ -6,9 +6,9 @@ search for it among the timesteps. To read the timestep, the CPU waits until the
 goes on, the GPU has no work.
 
 Here ``set_timesteps`` keeps a copy of the timesteps on the CPU, and ``step`` reads the timestep from this
-copy. LCM also computes with the timestep, and the CPU would round differently. So LCM takes the timestep on
-the GPU for its computation, and the samples are the same, bit by bit. ``pinned_copies.py`` makes the copies
-to the GPU that are part of a step.
+copy. LCM also computes with the timestep, and the CPU would round differently. So LCM computes with the
+timestep on the GPU. All samples have the same bits as stock's. ``pinned_copies.py`` makes the copies to the
+GPU that are part of a step.
 
 A write through ``timesteps.data`` is not noticed, because PyTorch does not count it. Dynamic thresholding
 still waits for the GPU.
@@ -46,7 +46,7 @@ _INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 
 
 class _Copy(NamedTuple):
-    """A copy of a scheduler's timesteps on the CPU, and the tensor from which it was copied (``table``)."""
+    """A copy of a scheduler's timesteps on the CPU. ``table`` is the tensor from which it was copied."""
 
     on_host: Tensor
     table: Tensor
