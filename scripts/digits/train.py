@@ -50,8 +50,8 @@ KL_WEIGHT = 1e-6
 EMPTY_PROMPTS = 0.1
 # Number of digits that the classifier is tested with and not trained on.
 HELD_OUT = 297
-# IMAGES: number of images that the classifier reads at the end.
-# LEAST_READ: minimum number of these images in which it must read the digit of the prompt.
+# IMAGES: number of images that the classifier reads at the end. LEAST_READ: minimum number of images in which
+# it must read the digit of the prompt.
 IMAGES, LEAST_READ = 100, 90
 VAE = {
     "block_out_channels": (16, 32, 32, 64),

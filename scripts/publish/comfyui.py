@@ -34,17 +34,17 @@ from sdfastgn.cli.checks import file_path
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.program import OptionError
 
-# Variant -> the command-line arguments with which ComfyUI runs. Stock comes first: it writes the images with
-# which sdfastgn's are compared.
+# Variant -> the command-line arguments with which ComfyUI runs. Stock comes first, because sdfastgn's images
+# are compared with the images that it writes.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
 SIZES = {"sd15": 512, "sdxl": 1024}
 
 
 class Case(NamedTuple):
-    """One row: all its times are taken in one process.
+    """The settings of one row. All its times are measured in one process.
 
-    ``size``: width and height in pixels. ``rounds``: how often each timed call is repeated. ``files``: folder
-    with the model's files and with the images of stock.
+    ``size``: width and height in pixels. ``rounds``: number of repetitions of each timed call. ``files``:
+    folder with the model's files and with stock's images.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Case(NamedTuple):
         return self.files / f"{self.folder.name}_{self.model}_{setting}.pt"
 
     def told(self) -> dict[str, Any]:
-        """What identifies the row in the JSON file."""
+        """The fields that identify the row in the JSON file."""
         release = comfyui_checkout.release_of(self.folder)
         kept = {name: getattr(self, name) for name in ("dynamic_vram", "model", "variant", "size", "steps")}
         return {"comfyui": release, **kept}
@@ -86,7 +86,7 @@ def main(
         Path | None, typer.Option("--json", help="Also write all results to this file.")
     ] = None,
 ) -> None:
-    """Time each row in a process of its own, with random weights in fp16."""
+    """Time each row in a separate process, with random weights in fp16."""
     start = time.perf_counter()
     models = models or list(SIZES)
     for model in models:
@@ -152,7 +152,7 @@ def line_of(row: dict[str, Any]) -> str:
 def _measured(
     pool: ProcessPoolExecutor, case: Case, prepared: Future[str | None], is_over: bool
 ) -> dict[str, Any]:
-    """The times of ``case`` with its status; without times if it cannot be measured, and why."""
+    """Returns the row of ``case``: its times, or the reason why it cannot be measured."""
     if is_over:
         return {"status": UNAVAILABLE, "reason": "the time was over"}
     try:
@@ -165,7 +165,10 @@ def _measured(
 
 
 def prepare(case: Case) -> str | None:
-    """Import ComfyUI in this process as ``case`` needs it. Returns why this is not possible, or None."""
+    """Import ComfyUI in this process with the settings of ``case``.
+
+    Returns None, or why this is impossible.
+    """
     arguments = [*VARIANTS[case.variant]]
     if not case.dynamic_vram and comfyui_checkout.has_dynamic_vram(case.folder):
         arguments.append("--disable-dynamic-vram")
@@ -192,9 +195,9 @@ def times_of(case: Case) -> dict[str, Any]:
     strength of the LoRA to the image. ``first_compiled``: number of entries that the first image has added to
     Triton's cache.
 
-    For sdfastgn it also has the differences to stock's latents and image, and the text on the node.
-    ``exact_after_ejection`` says whether the model gives stock's bits when sdfastgn has been removed from it.
-    ``stock_repeats_itself`` says whether two runs of stock gave the same bits.
+    For sdfastgn, the row also has the differences from stock's latents and image, and the text on the node.
+    ``exact_after_ejection``: True for each output that has stock's bits after sdfastgn was removed.
+    ``stock_repeats_itself``: True for each output that has the same bits in two runs of stock.
     """
     device = torch.device("cuda")
     images = Images(case.model, case.size, case.steps, case.files, case.variant == "sdfastgn")
@@ -245,7 +248,7 @@ def _compiled() -> int:
 
 
 def _compared(images: Images, made: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """Differences of ``made`` to stock's, and whether ejection gives stock's bits again."""
+    """Returns the fields about the differences between ``made`` and ``stock``, as in ``times_of``."""
     found: dict[str, Any] = {
         "latent_difference": relative_error(made["latents"], stock["latents"]),
         "lora_difference": relative_error(made["lora"], stock["lora"]),

@@ -1,4 +1,4 @@
-"""Makes images with ComfyUI as its executor does: plain, with a LoRA, and with a ControlNet."""
+"""Makes images with ComfyUI's nodes: plain, with a LoRA, and with a ControlNet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Images:
         size: width and height in pixels.
         steps: steps of the sampler.
         files: folder with the model's files.
-        is_optimized: whether images are made by models and VAEs that sdfastgn has optimized.
+        is_optimized: True if sdfastgn optimizes the models and VAEs.
     """
 
     def __init__(self, model: str, size: int, steps: int, files: Path, is_optimized: bool) -> None:
@@ -128,7 +128,7 @@ def _without(patcher: Any) -> Any:
 
 
 def _end_of_node() -> None:
-    """What ComfyUI's executor does after each node under DynamicVRAM."""
+    """Does what ComfyUI's executor does after each node under DynamicVRAM."""
     memory = sys.modules.get("comfy.memory_management")  # not in releases without DynamicVRAM
     if getattr(memory, "aimdo_enabled", False):
         import comfy.model_management

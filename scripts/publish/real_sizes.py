@@ -110,7 +110,7 @@ def measured(case: Case, device: torch.device) -> SizeRow:
 def chosen(only: str, third: int | None) -> list[Case]:
     """Returns the cases whose names match the regular expression ``only``.
 
-    ``third``: 1, 2 or 3 selects one third of these cases; None selects all.
+    ``third``: 1, 2 or 3 to return only one third of the cases that match; None for all.
     """
     found = [case for case in CASES if re.search(only, case.name)]
     return found if third is None else found[third - 1 :: THIRDS]

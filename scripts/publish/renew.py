@@ -41,7 +41,7 @@ class StepRow:
     Attributes:
         writes: the file that the step makes, relative to the folder of the results.
         status: ``OK``, ``FAILED`` or ``NOT_STARTED``.
-        seconds: how long the step ran. For a kept step this is the time in the earlier call.
+        seconds: how long the step ran. For a step that ``--resume`` skips, the time in the earlier call.
         budget: the step's budget in seconds.
         reason: why the step failed or was not started.
     """

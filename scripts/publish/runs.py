@@ -30,9 +30,9 @@ def write_rows(
 ) -> None:
     """Writes measured ``rows`` and their ``config`` to the file ``json``. If it is None, nothing is written.
 
-    ``more`` is added to the config. The present value of ``cudnn.benchmark`` is recorded as the value during
-    the measurement. So this function is not for measurements that change the switch, as ``sdfastgn bench``
-    does.
+    ``more`` is added to the config. The present value of ``cudnn.benchmark`` is recorded as its value during
+    the measurement. So do not use this function for measurements that change the switch, such as
+    ``sdfastgn bench``.
     """
     if json is None:
         return
