@@ -27,18 +27,18 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 
-# Maximum number of images in one call. Each number of images has CUDA graphs of its own.
+# Maximum number of images in one call. There are separate CUDA graphs for each number of images.
 MAX_BATCH = 4
 # Seconds that a request waits for other requests that can share its call. An image takes much longer.
 WAIT_S = 0.005
-# Maximum number of requests at a replica: those of the running call and those of the next call.
+# Maximum number of requests at a replica, for its running call and for its next call.
 MAX_ONGOING = 2 * MAX_BATCH
 # Maximum number of seconds that a call may take. A health check waits this long for the running call, and a
 # replica that is stopped has this long to finish its call.
 CALL_S = 60.0
 # Seconds between two health checks. Ray replaces a replica after three failed checks in a row.
 CHECK_S = 2.0
-# Maximum number of replicas that are tried for one request: if one dies, the next is asked.
+# Maximum number of replicas that are tried for one request. If a replica dies, another one gets the request.
 TRIES = 3
 
 log = logging.getLogger("ray.serve")
@@ -59,7 +59,7 @@ class Settings(BaseModel):
 
 
 class Wanted(BaseModel):
-    """A request for one image. The default size is the model's own. Other values than these: status 422."""
+    """A request for one image. The default size is the model's own. Any other value gets the status 422."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import sdfastgn
 
-# Maximum number of images in one call. Each number of images has CUDA graphs of its own.
+# Maximum number of images in one call. There are separate CUDA graphs for each number of images.
 MAX_BATCH = 4
 # Seconds that a request waits for other requests that can share its call. An image takes much longer.
 WAIT_S = 0.005
@@ -42,7 +42,7 @@ log = logging.getLogger("uvicorn.error")
 
 
 class Wanted(BaseModel):
-    """A request for one image. The default size is the model's own. Other values than these: status 422."""
+    """A request for one image. The default size is the model's own. Any other value gets the status 422."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""A VQGAN built with sdfastgn's modules. Published checkpoints fit: arguments and parameter names are theirs.
+"""A VQGAN built with sdfastgn's modules, with the arguments and parameter names of published checkpoints.
 
 ``Encoder`` and ``Decoder`` can also be used for a latent-diffusion autoencoder (``double_z=True``). Tensors
 stay channels-last from the input image to the output image. A norm is fused with the SiLU after it.
@@ -80,7 +80,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """The residual blocks of one resolution. If ``attends``, attention follows each of them."""
+    """The residual blocks of one resolution. If ``attends``, each is followed by attention."""
 
     def __init__(self, channels: Sequence[int], attends: bool, dropout: float) -> None:
         super().__init__()
