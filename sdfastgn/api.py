@@ -45,7 +45,7 @@ def optimize(
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
-    Images differ from those of the stock model only by rounding.
+    Images differ from the images of the stock model only by rounding.
 
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component with a
@@ -56,8 +56,8 @@ def optimize(
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
             one kind. ``"auto"`` captures the second call of a kind, and replays it for later calls of
-            this kind. True captures the first call of a kind. False captures none. A change to the model
-            drops its graphs. A call that cannot be captured runs eagerly, and ``report`` says why.
+            this kind. True captures the first call of a kind. False captures none. If the model changes,
+            its graphs are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.
         missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
             False there is an error for a module and a warning for a pipeline.
         verify: True runs each fused part of the UNets, ControlNets and image autoencoders once after the
@@ -144,8 +144,8 @@ def optimized(
 
     A component that was optimized before the block stays optimized, with its former ``cuda_graphs``. All
     other components are restored. If the pipeline gets a new scheduler inside the block, the new scheduler
-    is restored too. If it gets a new model, the new model stays as it is. Arguments, errors and warnings are
-    those of ``optimize`` and ``restore``.
+    is restored too. If it gets a new model, the new model stays as it is. Arguments, errors and warnings: as
+    in ``optimize`` and ``restore``.
     """
     before = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:
@@ -235,10 +235,10 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     When it begins, the GPUs of the models are idle.
     """
     roots = list(roots)
-    # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If such a
-    # call waited at an inner module for the end of the change, the change would wait for the lock forever. So
-    # models with graphs that contain a module of ``roots`` are included here: their calls wait before they
-    # take the lock.
+    # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If a call
+    # took the lock and then waited at an inner module for the end of the change, both would wait forever. So
+    # models with graphs that contain a module of ``roots`` are included here, and their calls wait before
+    # they take the lock.
     with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
         graphs.wait_for_gpus(roots)
         yield
@@ -308,9 +308,10 @@ def _optimize(
     fold_batch_norm: bool = False,
     merge_adapters: bool = True,
 ) -> list[_Before]:
-    """Optimize ``obj``, for ``optimize`` and ``optimized``. ``call``: which of these two was called.
+    """Optimize ``obj``, for ``optimize`` and ``optimized``.
 
-    Returns the former state of each component. The list is empty if there is nothing to optimize.
+    ``call``: the name of the function that the user has called. Returns the former state of each component.
+    The list is empty if there is nothing to optimize.
     """
     flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify}
     flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}

@@ -62,8 +62,8 @@ class Report:
     ``runs_kernels``: False if all components run stock's code on their present device. Then the parts in
     ``fused`` run fused only after the model is moved to a device with kernels.
     ``graphs``: the state of each module whose calls can run as CUDA graphs.
-    ``graph_memory_bytes``: size of the memory pools of these graphs. The pools may also contain graphs of
-    other models in the process.
+    ``graph_memory_bytes``: size of the memory pools that contain the graphs. The pools may also contain
+    graphs of other models in the process.
     ``merged``: the models with layers whose LoRA adapters are merged into weights.
     """
 

@@ -1,9 +1,9 @@
 """Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
 
 In one small call of the whole model the arguments of each part are recorded. Then each part is called with
-these arguments, once fused and once as stock. The error of each of these two results is its relative
-difference from the result of stock's code in a wider dtype. For large images a kernel may run other code than
-for small ones. Only the tests check this code.
+its arguments, once fused and once with stock's code. Both results are compared with the result of stock's
+code in a wider dtype. Their relative differences from it are their errors. For large images a kernel may run
+other code than for small images. Only the tests check this code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
 # code, but in another order. So its error may be larger by chance, if the result has only a few hundred
 # elements. The error of a broken part is far larger.
 _FACTOR = 4.0
-# Number of units of rounding that are added to the maximum error: stock's error may be zero by chance.
+# Number of units of rounding that are added to the maximum error, because stock's error may be zero by
+# chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -154,7 +155,7 @@ class _FusedError(Exception):
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     """Compares each output of ``module`` with stock's. Returns (error, error of stock's code, maximum error).
 
-    Entries of a dict that the fused part leaves out are not compared. A cache of stock's may have entries
+    Entries of a dict that the fused part leaves out are not compared, because stock's caches may have entries
     that nothing reads.
 
     The result is for the worst output: the one whose error exceeds its maximum by most. Raises
@@ -176,7 +177,7 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
         stock_error = _relative_error(expected, true)
         bound = _FACTOR * stock_error + _UNITS * torch.finfo(expected.dtype).eps
         found.append((_relative_error(y, true), stock_error, bound))
-    # ``not <=`` is also True for a NaN, so a NaN counts as worse than any number.
+    # ``not <=`` is also True for NaN, so NaN counts as worse than any number.
     return max(found, key=lambda each: (not each[0] <= each[2], each[0] - each[2]))
 
 

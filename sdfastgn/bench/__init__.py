@@ -1,1 +1,1 @@
-"""Measuring on a user's own machine: what ``sdfastgn bench``, ``kernels`` and ``report`` run."""
+"""Measures on a user's machine: the code that ``sdfastgn bench``, ``kernels`` and ``report`` run."""

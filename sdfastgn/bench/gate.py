@@ -1,4 +1,4 @@
-"""The correctness gate: a variant is only timed if its output is close enough to stock eager's.
+"""The correctness gate: a variant is only timed if its output is close enough to the output of stock eager.
 
 An output is a tensor, an array of images, or for a training step a dict of gradients by parameter name.
 """
@@ -24,9 +24,9 @@ TF32_BOUND = 1e-2
 # Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype.
 # These bounds are low because denoising steps with guidance amplify rounding errors.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# The gradients of a variant and of stock eager are both compared with fp32 gradients.
-# The error of the variant may be at most this factor times the error of stock eager.
-# The two are not compared with each other, because they differ by as much as the error of stock eager.
+# Maximum ratio of the error of a variant's gradients to the error of stock eager's gradients. Both errors are
+# against fp32 gradients. A variant's gradients are not compared with stock eager's gradients, because stock
+# eager's gradients have large errors themselves.
 GRADIENT_FACTOR = 1.05
 
 
@@ -37,7 +37,7 @@ class Reference:
     Attributes:
         output: the output of the first call.
         first_call_s: seconds of the first call.
-        fp32: the output in fp32 without TF32. None unless the user wants it or the gate needs it.
+        fp32: the output in fp32 without TF32. None if neither the user nor the gate needs it.
         fp32_error: the relative error of ``output`` against ``fp32``; NaN without ``fp32``.
         status: ``"ok"`` if outputs can be compared with ``output``. Otherwise ``reason`` says why not.
         images: name of a variant, or ``"fp32"`` -> the first image that the pipeline makes with it. Each

@@ -2,11 +2,10 @@
 
 A breakdown takes two recordings.
 
-1. The plain call, with operators and kernels. From it follows which operator launches a kernel of a given
-   name.
-2. Only the kernels, of the CUDA graph's replay if the call could be captured, else of the plain call. The
-   times are from this recording. Operators are not recorded, because this would slow the CPU, and a replay
-   runs none.
+1. The plain call, with operators and kernels. It shows which operator launches the kernels of each name.
+2. Only kernels: of the CUDA graph's replay if the call could be captured, else of the plain call. The times
+   come from this recording. It has no operators, because recording them would slow the CPU, and because a
+   replay runs none.
 
 The operator of a kernel decides its category. A kernel that is not in the first recording is sorted by its
 name alone.

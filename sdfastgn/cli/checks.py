@@ -79,7 +79,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
     try:
         if value in words or (value and Path(value).expanduser().exists()):
             return value
-    except (OSError, RuntimeError) as error:  # the name is too long, or ~name has no such user
+    except (OSError, RuntimeError) as error:  # the name is too long, or names no user after ~
         raise OptionError(f"{option}: cannot look at {value!r}: {_why(error)}") from None
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value

@@ -68,7 +68,7 @@ def build_classifier() -> nn.Module:
 def ink_of(images: Tensor) -> Tensor:
     """The amount of ink at each pixel, (N, 1, H, W) in [0, 1], of images (N, 3, H, W) in [0, 1].
 
-    It is 1 - min(red, green, blue): every ink is dark in at least one of these colors, and white paper is
+    It is 1 - min(red, green, blue). Every ink is dark in at least one of the three colors, and white paper is
     bright in all three.
     """
     return 1 - images.amin(dim=1, keepdim=True)

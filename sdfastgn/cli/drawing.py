@@ -89,9 +89,9 @@ def run(job: Job, device: str | None = None) -> int:
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
-        # Each process has looked for finished images before the first image is written. An image that any
-        # process has found counts as finished. The processes may find different images: machines may see
-        # changes in a shared folder at different times, or each machine may have its own folder.
+        # Before the first image is written, each process has looked for finished images. Processes may have
+        # found different images: machines may see changes in a shared folder at different times, or each
+        # machine may have its own folder. An image that any process has found counts as finished.
         finished = sorted(set(gather_object(finished)))
         todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:

@@ -49,8 +49,8 @@ def run(
     """Fill the cache and print what is in it. Returns 0, or 1 if a kernel cannot be compiled.
 
     Args:
-        model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline. None to
-            do nothing but read ``archive``.
+        model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline. None: only
+            ``archive`` is read.
         sizes: pixels of the images, ``512`` or ``768x512`` (width first). Empty: the model's own size.
         batch: images per call. With guidance the UNet gets each image twice.
         dtype, device: as in ``bench``. Kernels are compiled for GPUs of the same generation as ``device``.

@@ -162,8 +162,8 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # Each method's last known version was introduced in the release ``first_seen``.
-    # The latest of these releases contains the last known versions of all methods.
+    # ``first_seen`` is the release that introduced a method's last known version. The latest such release
+    # contains the last known versions of all methods.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"

@@ -61,7 +61,7 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     for name, kind in kinds.items():
         if type(values[name]) not in _KINDS[kind]:
             raise ValueError(f"{name}: must be of type {kind}, got {values[name]!r}")
-        # For half of a surrogate pair, which JSON allows in a text, a tokenizer would refuse the whole batch.
+        # JSON texts may contain half of a surrogate pair. A tokenizer would refuse the whole batch for it.
         if any("\ud800" <= each <= "\udfff" for each in str(values[name])):
             raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
     checks.image_size("width", values["width"], scale)

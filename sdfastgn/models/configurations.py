@@ -1,4 +1,4 @@
-"""The configurations of the models that are timed, by the model's name. This file does not import torch.
+"""The configurations of the models that benchmarks time, by the model's name. This file imports no torch.
 
 They are taken from the public configurations of four models:
 

@@ -19,7 +19,7 @@ Draw = Callable[..., Tensor]
 
 
 def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
-    """Random keyword arguments of :func:`run` for ``batch`` videos, as the model's pipeline passes them.
+    """Random ``inputs`` of :func:`run` for ``batch`` videos, with the shapes that the pipeline passes.
 
     Args:
         model: an instance of one of the classes in ``VIDEO_NETWORKS``.

@@ -1,8 +1,8 @@
-"""The classes of which a suite of kernel benchmarks consists: providers, operations, configs, rows.
+"""The classes that describe a suite of kernel benchmarks: providers, operations, configs and rows.
 
-The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy are computed from the number
-of tensors that a pass has to read or write. Only tensors of the input's size are counted. They are two for a
-forward (x and y), three for a backward (x, dy and dx), and five for a forward with its backward.
+The suites are in ``suites.py``. GB/s and the ideal ratio to the copy are computed from the number of tensors
+that a pass must read or write. Only tensors of the input's size are counted: two for a forward (x and y),
+three for a backward (x, dy and dx), and five for a forward with its backward.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DIFFERENTIATED = (BACKWARD, BOTH)
 # Maximum relative error of an output against fp64, by dtype. Rounding once makes an error of 3e-4 in fp16 and
 # 2e-3 in bf16. stable-fast computes statistics in fp16, which adds an error of the same size.
 ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
-# Maximum relative error of a gradient against fp64, by dtype. These bounds are higher than those of outputs,
-# because eager rounds two more tensors to the input's dtype: mean and rstd, and the argument of the
-# activation. In fp32 they are higher because the gradients of weight and bias are sums of up to 10^7 terms.
+# Maximum relative error of a gradient against fp64, by dtype. These bounds are higher than the bounds of
+# outputs. In 16 bits, eager rounds further tensors to the input's dtype: mean and rstd, and the argument of
+# the activation. In fp32, the gradients of weight and bias are sums of up to 10^7 terms.
 GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
 
 
@@ -132,7 +132,7 @@ class Operation:
         outputs: names of the outputs.
         tensors: number of tensors of the input's size that a forward has to read or write.
         bounds: dtype -> maximum relative error of an output against fp64.
-        full: names of operands that are always fp32, whatever the config's dtype is.
+        full: names of operands that are fp32 in every config.
         baseline: name of the provider with which the last of ``providers`` is compared. It is only set for
             operations in a suite's ``extras``.
     """

@@ -90,10 +90,7 @@ def _gnnhwc(*operands: Tensor) -> Call:
 
 
 def _apex(x: Tensor, *others: Tensor) -> Call:
-    """Returns a call of one of apex's two kernels.
-
-    For an ``x`` of this shape, apex's own layer uses it too.
-    """
+    """Returns a call of the kernel that apex's layer uses for an ``x`` of this shape."""
     module = importlib.import_module("apex.contrib.group_norm.group_norm")
     one_pass = x.shape[2] * x.shape[3] <= _APEX_ONE_PASS
     kernel = module.cuda_group_norm_nhwc_one_pass if one_pass else module.cuda_group_norm_nhwc_two_pass
@@ -218,7 +215,8 @@ def _add_layer_norm(
     return _layer_norm(total, weight, bias), total
 
 
-# Shapes (rows, D). ``_ROWS``: from few long rows to many short ones. ``_TOKENS``: in UNets of SD1.5 and SDXL.
+# Shapes (rows, D). ``_ROWS``: from few long rows to many short rows. ``_TOKENS``: the shapes of tokens in the
+# UNets of SD1.5 and SDXL.
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
 _TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
 

@@ -68,6 +68,6 @@ def row_line(row: Row) -> str:
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """A line of text for each reason why variants have no graph time, with the names of these variants."""
+    """A line of text for each reason why variants have no graph time. It names the variants."""
     variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
     return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

@@ -70,7 +70,7 @@ def best_peers(line: Line) -> Overs:
 
 
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Geometric means of the ratios of times to those of ``over``: shape set -> task -> provider -> means."""
+    """Geometric means of times divided by the times of ``over``: shape set -> task -> provider -> means."""
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for set_name, shapes in suite.shape_sets.items():

@@ -100,9 +100,9 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
 def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
     """Return ``rows`` of a run, without the times that profiling may have made longer.
 
-    Once the profiler has recorded something, every later launch takes more CPU time. So times after the first
-    recording are removed, with two exceptions. The first row of each part is kept. The times of variants that
-    replay graphs are kept, because these do not launch kernels one by one.
+    After the profiler has recorded something, every later launch takes more CPU time. So times after the
+    first recording are removed, with two exceptions: the first row of each part, and the times of variants
+    that replay graphs, because replays do not launch kernels one by one.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}

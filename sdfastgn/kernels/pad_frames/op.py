@@ -3,7 +3,7 @@
 A causal convolution reads a frame and the frames before it, but no later frames. A video that is computed in
 chunks keeps the last frames of each chunk for the next chunk (the cache). Before each convolution, diffusers
 runs a norm and an activation, or upsampling; then a concatenation with the cache; then padding. Here one
-kernel does all of these. For x (N, C, T, H, W):
+kernel does all of this. For x (N, C, T, H, W):
 
     u = act(norm(x + shift))        or act(norm(x + shift) * factor + offset), or x + shift
     v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), but the first frame is not

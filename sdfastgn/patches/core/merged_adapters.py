@@ -104,9 +104,9 @@ class Merged:
 
     Attributes:
         path: the model's path.
-        layers: number of these layers.
+        layers: number of layers.
         bytes: size of the merged weights.
-        adapters: names of the adapters that are active in at least one of these layers.
+        adapters: names of the adapters that are active in at least one of the layers.
     """
 
     path: str

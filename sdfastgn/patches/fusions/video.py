@@ -225,7 +225,7 @@ def add_into(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
         and is_channels_last(residual)
     ):
         try:
-            # The kernel wants equal strides, and those of axes with one element may differ.
+            # The kernel wants equal strides. Strides of axes with one element may differ.
             return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
         except dispatch.KernelError:
             pass

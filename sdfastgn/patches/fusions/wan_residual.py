@@ -59,8 +59,8 @@ def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> boo
     skipped = factors[0] - 1 if first_chunk else 0
     frames, C_out, repeats = T * factors[0] - skipped, shortcut.out_channels, shortcut.repeats
     size = (N, C_out, frames, H * factors[1], W * factors[2])
-    # In a first chunk, stock drops the first factor_t - 1 frames. Here that is done for chunks of one frame,
-    # of which the last copy remains.
+    # In a first chunk, stock drops the first factor_t - 1 frames. Here that is supported for chunks of one
+    # frame: of its copies only the last one remains.
     if tuple(y.shape) != size or shortcut.in_channels != C or (skipped and T != 1):
         return False
     # A channel of x is repeated over ``repeats`` places, numbered by (C_out, frame, row, column of a cell).
