@@ -59,7 +59,9 @@ def ssim(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:
-    """‖a - b‖ / ‖b‖ in fp64. The norm of a dict is the norm of all its values together. NaN if one is NaN.
+    """Computes ‖a - b‖ / ‖b‖ in fp64. NaN if a value is NaN.
+
+    The norm of a dict is the norm of all its values together.
 
     Raises ValueError if the shapes differ.
     """

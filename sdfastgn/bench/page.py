@@ -115,7 +115,7 @@ def _stacks(
 
 
 def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
-    """(caption, note, data URI) for the images of stock, sdfastgn and fp32, and for their differences.
+    """Returns (caption, note, data URI) for the images of stock, sdfastgn and fp32, and for differences.
 
     The other images are compared with the fp32 image, or with stock's if there is none. All differences are
     multiplied by the same factor, so that they can be seen.

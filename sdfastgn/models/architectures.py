@@ -103,7 +103,7 @@ def build_vae(
 def build_video_network(
     network: VideoNetwork, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> Any:
-    """``network`` in eval mode, with random weights drawn from ``seed``."""
+    """Returns ``network`` in eval mode, with random weights drawn from ``seed``."""
     import diffusers
 
     cls = getattr(diffusers, network.cls)

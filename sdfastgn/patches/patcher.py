@@ -81,7 +81,7 @@ def parts_of(obj: Any) -> dict[str, Any]:
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) for all parts of ``obj``, and for former parts that ``apply`` has changed."""
+    """Returns (path, part) for all parts of ``obj``, and for former parts that ``apply`` has changed."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
     # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.

@@ -178,7 +178,7 @@ def headline_markdown(results: Path) -> str:
 
 
 def compared_markdown(results: Path) -> str:
-    """Returns a table of eager, torch.compile and sdfastgn with all columns of ``COMPARED`` except the time."""
+    """Returns a table of eager, torch.compile and sdfastgn, with all of ``COMPARED`` except the time."""
     return _peer_table(_lines(results), ("compile", "compile_graphs"), [*COMPARED][1:])
 
 

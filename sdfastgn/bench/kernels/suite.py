@@ -230,7 +230,7 @@ class Suite:
         return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *own])
 
     def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
-        """(operation, provider, pass) of each measurement on a shape, for the providers in ``names``.
+        """Returns (operation, provider, pass) of each measurement on a shape, for the providers in ``names``.
 
         The copy comes first, even if ``names`` does not contain it.
         """

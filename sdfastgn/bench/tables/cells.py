@@ -11,7 +11,7 @@ LOSS = "†"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` as a text with ``digits`` significant digits and no exponent."""
+    """Returns ``value`` as a text with ``digits`` significant digits and no exponent."""
     if value is None:
         return NOTHING
     if value == 0 or abs(value) >= 10**digits:
@@ -24,13 +24,16 @@ def error_text(value: float | None) -> str:
 
 
 def extent(size: int, width: int | None = None, frames: int | None = None) -> str:
-    """``512²`` for a square image, ``17 x 480 x 832`` for a video: frames, height and width in pixels."""
+    """The size of an image or video as text: ``512²`` for a square image, ``17 x 480 x 832`` for a video.
+
+    The numbers of a video are frames, height and width.
+    """
     side = f"{size}²" if width in (None, size) else f"{size} x {width}"
     return side if frames in (None, 1) else f"{frames} x {side}"
 
 
 def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """(header, body) of a table, without columns in which all cells are empty.
+    """Returns (header, body) of a table, without columns in which all cells are empty.
 
     ``rows``: a dict for each row, title of a column -> cell.
     """

@@ -187,7 +187,8 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str
 def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
     """A table of the extras, a row for each shape. An empty list if no extra was timed.
 
-    A cell has the microseconds with a hot L2, and the ratios of the hot and the cold time to the plain op's.
+    A cell has the microseconds with a hot L2, and two ratios: the time divided by the plain op's time, with a
+    hot and with a cold L2.
     """
     found, cells = lines(rows), []
     for shape in dict.fromkeys(row.shape for row in rows):

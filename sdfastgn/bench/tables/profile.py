@@ -47,13 +47,13 @@ def breakdown_of(row: Row) -> Breakdown | None:
 
 
 def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
-    """(label of the variant, breakdown) for each row that has a breakdown."""
+    """Returns (label of the variant, breakdown) for each row that has a breakdown."""
     pairs = [(label(row.variant), breakdown_of(row)) for row in rows]
     return [(name, found) for name, found in pairs if found is not None]
 
 
 def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
-    """(label of the variant with the lowest floor, the floor in ms); None if there is no breakdown."""
+    """Returns (label of the variant with the lowest floor, floor in ms); None without a breakdown."""
     floors = [(label, found.floor_ms) for label, found in _found(rows)]
     return min(floors, key=lambda pair: pair[1], default=None)
 

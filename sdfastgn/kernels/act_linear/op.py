@@ -37,7 +37,7 @@ def reference_act_linear(
     activation: str = "identity",
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """``act_linear`` in plain PyTorch, for calls that the kernel cannot run. Computes in fp32 or fp64."""
+    """Computes ``act_linear`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias, extra_bias = (None if b is None else b.to(wide) for b in (bias, extra_bias))
     y = F.linear(ACTIVATIONS[activation](x.to(wide)), weight.to(wide), bias)
@@ -101,7 +101,7 @@ def act_linear(
     *,
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """``linear(act(x), weight, bias) + extra_bias`` in one kernel, which is fast if x has few rows.
+    """Computes ``linear(act(x), weight, bias) + extra_bias`` in one kernel, which is fast if x has few rows.
 
     Args:
         x: (N, K). With more than about 16 rows a matrix product is faster.
@@ -113,7 +113,7 @@ def act_linear(
             result of a convolution next, this can be the bias of the convolution.
 
     Shapes: the output is (N, C).
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of these
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of the four
         dtypes. Activation, products and sums are fp32, without TF32. The output has the dtype of x. Under
         autocast PyTorch's own linear layer runs, in the dtype that autocast chooses.
     Layout: any. Tensors that are not contiguous are copied first. The output is contiguous.

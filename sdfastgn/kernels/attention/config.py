@@ -113,14 +113,14 @@ def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
 
 
 def softmax_config(keys: int) -> tuple[int, int, bool]:
-    """(elements of a block, warps, ``WHOLE``) of the softmax kernel. ``WHOLE``: a block is a whole row."""
+    """Returns (elements of a block, warps, True if a block is a whole row) for the softmax kernel."""
     whole = next_power_of_2(keys) <= _MAX_IN_REGISTERS
     block = next_power_of_2(keys) if whole else _LONG_ROW_BLOCK
     return block, max(1, min(_MAX_WARPS, block // _PER_WARP)), whole
 
 
 def divide_config(D: int) -> tuple[int, int]:
-    """(elements of a block, warps) of the kernel that divides products by sums."""
+    """Returns (elements of a block, warps) for the kernel that divides products by sums."""
     block = min(next_power_of_2(D), _DIVIDE_BLOCK)
     return block, max(1, block // _DIVIDE_PER_WARP)
 

@@ -69,7 +69,7 @@ _launches: PlanCache[Launch | None] = PlanCache()
 
 
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
-    """``attend_over_frames``, computed by the kernel; None if the kernel cannot run."""
+    """Computes ``attend_over_frames`` by the kernel. Returns None if the kernel cannot run."""
     key = plan_key((q, k, v, frames))
     launch = _launches.get(key)
     if launch is None:

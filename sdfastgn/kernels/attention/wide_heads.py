@@ -50,7 +50,7 @@ def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``scaled_dot_product_attention(q, k, v)``, in chunks if that is faster.
+    """Computes ``scaled_dot_product_attention(q, k, v)``, in chunks if that is faster.
 
     Args:
         q: (..., L, D).
@@ -66,7 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """``softmax(q k^T * scale) v`` for wide heads, without a mask.
+    """Computes ``softmax(q k^T * scale) v`` for wide heads, without a mask.
 
     It runs in chunks of queries if all these conditions hold: the dtype is fp16 or bf16; the GPU is NVIDIA's;
     D is a multiple of 8 and larger than 256; there are at least 1024 queries and 1024 keys; autocast does not
@@ -152,7 +152,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
 
 
 def _as_scale(scale: Any) -> float:
-    """``scale`` as a float. Raises ValueError if it is not positive and finite."""
+    """Returns ``scale`` as a float. Raises ValueError if it is not positive and finite."""
     value = as_float(_NAME, "scale", scale)
     if not 0 < value < math.inf:
         raise ValueError(f"{_NAME}: scale must be positive and finite, got {scale!r}")

@@ -193,7 +193,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
 
 
 def _side_by_side(t: Tensor) -> Tensor:
-    """``t``, or a copy if its channels are not contiguous."""
+    """Returns ``t``, or a copy if its channels are not contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 

@@ -245,9 +245,9 @@ def batch_norm(
         torch.nn.functional.batch_norm.
     Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if the
         channels of x have stride 1.
-    Grad: of x, weight, bias and residual. For the backward, x, two fp32 values for each channel and, if there
-        is an activation, the residual are kept. Second derivatives, the transforms of torch.func and
-        forward-mode AD run in plain PyTorch.
+    Grad: x, weight, bias and residual have gradients. x, two fp32 values for each channel and, if there is an
+        activation, the residual are kept for the backward. Second derivatives, the transforms of torch.func
+        and forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape, a device or the activation's name does not fit; only one of running_mean and

@@ -53,7 +53,7 @@ def empty_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def like_x(t: Tensor, call: Any) -> Tensor:
-    """``t`` if it has the layout of ``dense(call.x)``, else a copy in this layout. It has the shape of x."""
+    """Returns ``t``, which has the shape of x, in the layout of ``dense(call.x)``. Copies it if needed."""
     is_last = dense_is_channels_last(call.x)
     if is_channels_last(t) if is_last else is_channels_first(t):
         return t

@@ -51,7 +51,7 @@ def reference_channel_norm(
     eps: float = 1e-12,
     activation: str = "identity",
 ) -> Tensor:
-    """``channel_norm`` in plain PyTorch, for calls that kernels cannot run. Computes in fp32 or fp64."""
+    """Computes ``channel_norm`` in plain PyTorch, in fp32 or fp64, for calls that kernels cannot run."""
     _, _, z = scaled(x, weight, bias, scale, eps)
     return laid_out(ACTIVATIONS[activation](z).to(x.dtype), channels_last=True)
 
@@ -130,8 +130,8 @@ def channel_norm(
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: the output has the shape of x.
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of these
-        dtypes. The output has the dtype of x, also under autocast.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of the
+        four dtypes. The output has the dtype of x, also under autocast.
     Layout: any. x is copied first if it is not channels-last without gaps. The output is channels-last.
     Grad: every tensor has gradients. Only the operands are kept for the backward. Second derivatives, the
         transforms of torch.func and forward-mode AD run in plain PyTorch.

@@ -20,7 +20,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def as_index(name: str, label: str, value: Any) -> int:
-    """``value`` as an int. Raises TypeError for a bool, as PyTorch does."""
+    """Returns ``value`` as an int. Raises TypeError for a bool, as PyTorch does."""
     # torch.compile before 2.10 would break the graph at ``contextlib.suppress``.
     try:
         if not isinstance(value, bool):
@@ -31,7 +31,7 @@ def as_index(name: str, label: str, value: Any) -> int:
 
 
 def as_size(name: str, label: str, value: Any) -> int:
-    """``value`` as an int. Raises ValueError if it is negative."""
+    """Returns ``value`` as an int. Raises ValueError if it is negative."""
     size = as_index(name, label, value)
     if size < 0:
         raise ValueError(f"{name}: {label} must not be negative, got {value!r}")
@@ -39,7 +39,7 @@ def as_size(name: str, label: str, value: Any) -> int:
 
 
 def as_float(name: str, label: str, value: Any) -> float:
-    """``value`` as a float.
+    """Returns ``value`` as a float.
 
     Raises TypeError for a bool, for text, and for a tensor that requires a gradient, because the gradient
     would be lost.

@@ -53,22 +53,22 @@ Gradients = dict[str, Tensor | None]
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
-    """``t``, or a contiguous copy if ``t`` is not contiguous. ``t`` may have any shape."""
+    """Returns ``t``, or a contiguous copy if ``t`` is not contiguous. ``t`` may have any shape."""
     return t.contiguous()
 
 
 def dense(x: Tensor, call: Any) -> Tensor:
-    """``x`` (N, C, *spatial), or a copy without gaps if it is neither channels-last nor channels-first."""
+    """Returns ``x`` (N, C, *spatial), or a copy if it is neither channels-last nor channels-first."""
     return layout.dense(x)
 
 
 def channels_last(x: Tensor, call: Any) -> Tensor:
-    """``x`` (N, C, *spatial), or a channels-last copy if its memory order is not (N, *spatial, C)."""
+    """Returns ``x`` (N, C, *spatial), or a channels-last copy if its memory order is not (N, *spatial, C)."""
     return x if x.movedim(1, -1).is_contiguous() else layout.laid_out(x, channels_last=True)
 
 
 def even_rows(x: Tensor, call: Any) -> Tensor:
-    """``x`` (..., D), or a contiguous copy if its rows are not contiguous or not evenly spaced."""
+    """Returns ``x`` (..., D), or a contiguous copy if its rows are not contiguous or not evenly spaced."""
     return x.contiguous() if layout.row_stride(x) is None else x
 
 
@@ -302,7 +302,10 @@ def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...
 
 
 def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]) -> Any:
-    """``call``, but with copies that kernels can read in place of the operands that ``gaps_of`` has found."""
+    """Returns ``call`` with copies of the operands in ``gaps``, so that kernels can read all operands.
+
+    ``gaps``: the result of ``gaps_of(call)``.
+    """
     arguments = list(call)
     for place, whole in gaps:
         arguments[place] = whole(arguments[place], call)

@@ -35,7 +35,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def stream_on(device: torch.device) -> int | None:
-    """``current_stream(device)``, or None if ``device`` is not the current device.
+    """Returns ``current_stream(device)``, or None if ``device`` is not the current device.
 
     A launch runs on the current device. If the result is None, the caller must first make ``device`` current.
     """

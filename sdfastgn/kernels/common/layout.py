@@ -41,7 +41,7 @@ def _keeps_channels_innermost(x: Tensor) -> bool:
 
 
 def dense_is_channels_last(x: Tensor) -> bool:
-    """``is_channels_last(dense(x))``, without a copy."""
+    """Returns ``is_channels_last(dense(x))``, without a copy."""
     if is_dense(x):
         return is_channels_last(x)
     # A dense copy with one channel or one position is always channels-last (and channels-first).
@@ -49,7 +49,10 @@ def dense_is_channels_last(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` if it is dense, else a dense copy: channels-last if the stride of C is 1, else channels-first."""
+    """Returns ``x`` if it is dense, else a dense copy.
+
+    The copy is channels-last if the stride of C is 1, else channels-first.
+    """
     if is_dense(x):
         return x
     return laid_out(x, _keeps_channels_innermost(x))

@@ -91,7 +91,7 @@ class Op:
         self.save(ctx, self.arguments(*inputs), output)
 
     def returned(self, results: Any) -> Any:
-        """``results`` without the hidden ones, for the caller: a tuple, or a tensor if only one is left."""
+        """Returns ``results`` without the hidden results, as a tuple, or as a tensor if only one is left."""
         if not self._hidden:
             return results
         shown = results[: -self._hidden]

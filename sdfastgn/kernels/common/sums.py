@@ -79,7 +79,7 @@ _SUM_COLUMNS = 1024
 
 
 def column_sum_block(partials: int, D: int) -> tuple[int, int]:
-    """(rows, columns) of the tiles in which ``sum_columns`` reads partial sums of shape (partials, D)."""
+    """Returns (rows, columns) of the tiles in which ``sum_columns`` reads (partials, D) partial sums."""
     block = min(next_power_of_2(partials), _SUM_ROWS)
     return block, min(next_power_of_2(D), _SUM_COLUMNS, _SUM_TILE // block)
 

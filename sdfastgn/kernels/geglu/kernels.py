@@ -88,7 +88,7 @@ def _geglu_grad_kernel(
 ):  # fmt: skip
     """Computes dx and partial sums of dbias.
 
-    A program has one block of columns of a group of ``tiles`` tiles.
+    A program processes one block of columns in one group of ``tiles`` tiles.
     """
     columns = tl.cdiv(D, BLOCK_D)
     group = tl.program_id(0) // columns

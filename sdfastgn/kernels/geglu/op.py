@@ -44,7 +44,7 @@ class GegluCall(NamedTuple):
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``geglu`` in plain PyTorch, for calls that kernels cannot run.
+    """Computes ``geglu`` in plain PyTorch, for calls that kernels cannot run.
 
     Computes in fp32, or in fp64 for fp64 x.
     """

@@ -261,7 +261,7 @@ def sums_kernel(
 
     Numbers:
         rows, chunks: positions of a chunk, and chunks of a sample.
-        plane: elements from one kind of sums to the next.
+        plane: elements between the starts of planes. Each kind of sum has one plane.
 
     Constants:
         EVEN: True if no element is masked.
@@ -355,8 +355,8 @@ def merge_sums_kernel(
         dx = dz * scale - (x - centre) * slope - level
 
     Numbers:
-        plane: elements from one kind of sums to the next.
-        table_plane: elements from one kind of value to the next, in the totals and in the table.
+        plane: elements between the starts of planes of sums. Each kind of sum has one plane.
+        table_plane: elements between the starts of planes of the totals and of the table.
 
     Constants:
         LOOP: True if there are more than ``BLOCK_P`` chunks.
@@ -436,7 +436,7 @@ def apply_grad_kernel(
     ``BLOCK_PARAMETERS`` channels each (``parameter_grads``).
 
     Numbers:
-        plane: elements from one kind of value to the next, in the totals and in the table.
+        plane: elements between the starts of planes of the totals and of the table.
 
     Constants:
         EVEN: True if no element is masked.

@@ -296,7 +296,7 @@ def sums_launch(
 
 
 def _aligned(values: int) -> int:
-    """``values`` rounded up to a multiple of ``ALIGNED``."""
+    """Returns ``values`` rounded up to a multiple of ``ALIGNED``."""
     return ceil_div(values, ALIGNED) * ALIGNED
 
 

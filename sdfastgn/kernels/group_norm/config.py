@@ -315,7 +315,7 @@ def apply_config(
 
 
 def parameter_config(N: int, C: int) -> tuple[int, int]:
-    """(samples, channels) of the tile in which a program sums parameter gradients over samples."""
+    """Returns (samples, channels) of the tile in which a program sums parameter gradients over samples."""
     return min(_PARAMETER_TILE[0], next_power_of_2(N)), min(_PARAMETER_TILE[1], next_power_of_2(C))
 
 

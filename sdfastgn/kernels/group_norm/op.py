@@ -41,12 +41,12 @@ from sdfastgn.kernels.group_norm.plain import plain_group_norm
 
 
 def _rows(operand: Tensor, call: Any) -> Tensor:
-    """``operand`` (C,) or (N, C), or a copy if its channels are not contiguous. Its rows may have gaps."""
+    """Returns ``operand`` (C,) or (N, C), or a copy if its channels are not contiguous."""
     return operand if operand.stride(-1) == 1 else operand.contiguous()
 
 
 def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
-    """``dy`` if it is channels-last or channels-first, else a copy in the layout of x.
+    """Returns ``dy`` if it is channels-last or channels-first, else a copy in the layout of x.
 
     If ``tokens``, dy is (N, HW, C) and is made contiguous.
     """
@@ -106,10 +106,10 @@ def reference_group_norm(
     tokens: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``group_norm`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
+    """Computes ``group_norm`` in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
-    The fallback where no kernel runs. Tests compare with its results in fp64. Arguments as in ``group_norm``;
-    ``out_dtype`` is the dtype of the result, by default the dtype of x.
+    It runs where no kernel can run. Tests compare with its results in fp64. Arguments are as in
+    ``group_norm``; ``out_dtype`` is the dtype of the result, by default the dtype of x.
     """
     operands = shift, ada_scale, ada_shift
     call = GroupNormCall(x, num_groups, weight, bias, eps, activation, *operands, None, tokens, out_dtype)
@@ -117,7 +117,7 @@ def reference_group_norm(
 
 
 def _reference(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) in plain PyTorch."""
+    """Computes (y, mean, rstd) in plain PyTorch."""
     x = call.x
     dtype = torch.promote_types(x.dtype, torch.float32)
 
@@ -261,9 +261,10 @@ def group_norm(
         autocast, as with torch.nn.functional.group_norm.
     Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if
         the channels of x have stride 1.
-    Grad: of every tensor but ``statistics``. The gradient of x is the whole gradient, as if the statistics
-        were computed from x. x and two fp32 values for each group are kept for the backward. Second
-        derivatives, the transforms of torch.func (vmap, jacrev) and forward-mode AD run in plain PyTorch.
+    Grad: every tensor except ``statistics`` has gradients. The gradient of x is the whole gradient, as if the
+        statistics were computed from x. x and two fp32 values for each group are kept for the backward.
+        Second derivatives, the transforms of torch.func (vmap, jacrev) and forward-mode AD run in plain
+        PyTorch.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape, the number of groups, a device or the activation's name does not fit.

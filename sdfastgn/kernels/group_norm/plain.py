@@ -20,7 +20,7 @@ from sdfastgn.kernels.common.private import suggest_memory_format
 def plain_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(z, mean, rstd) of GroupNorm of ``u``.
+    """Computes (z, mean, rstd) of GroupNorm of ``u``.
 
     Args:
         u: (N, C, *spatial), any floating dtype and layout.
@@ -53,7 +53,7 @@ def plain_group_norm(
 def channels_last_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(z, mean, rstd) with exactly the bits of ``nn.GroupNorm`` for a channels-last ``u`` on a CPU.
+    """Computes (z, mean, rstd) with exactly the bits of ``nn.GroupNorm`` for a channels-last ``u`` on a CPU.
 
     It makes fewer copies than ``plain_group_norm``, and is less exact. Returns None if the result would be
     inaccurate (``is_far``), if PyTorch's backward would crash, if u is not channels-last on a CPU, or if the

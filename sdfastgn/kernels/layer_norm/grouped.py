@@ -118,7 +118,7 @@ _launches: PlanCache[Launch | None] = PlanCache()
 def _by_kernel(
     operands: tuple[Tensor | None, ...], eps: float, groups: Groups
 ) -> tuple[Tensor, Tensor] | None:
-    """``grouped_layer_norm``, computed by the kernel; None if it cannot run.
+    """Computes ``grouped_layer_norm`` by the kernel. Returns None if the kernel cannot run.
 
     ``operands``: the tensors, in the order of the kernel's parameters.
     """

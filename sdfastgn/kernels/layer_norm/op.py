@@ -100,7 +100,7 @@ def reference_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``layer_norm`` in plain PyTorch, for calls that kernels cannot run. Computes in fp32 or fp64.
+    """Computes ``layer_norm`` in plain PyTorch, in fp32 or fp64, for calls that kernels cannot run.
 
     ``out_dtype``: the dtype of the result, by default the dtype of x.
     """
@@ -222,7 +222,7 @@ def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | N
 
 
 def _plain(call: LayerNormCall) -> Tensor:
-    """``layer_norm`` by PyTorch's LayerNorm. Uses the reference for an empty x and for traced calls."""
+    """Computes ``layer_norm`` by PyTorch's LayerNorm, or by the reference for empty x and traced calls."""
     x = call.x
     if x.numel() == 0 or not dispatch.is_untraced(x, (call.weight, call.bias)):
         return _reference(call)[0]
@@ -232,7 +232,7 @@ def _plain(call: LayerNormCall) -> Tensor:
 
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
-    """``add_layer_norm``, including total_bias, by PyTorch's own ops."""
+    """Computes ``add_layer_norm``, including total_bias, by PyTorch's own ops."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y = _plain(_norm_of(total, call))
     if call.total_bias is None:

@@ -39,11 +39,11 @@ from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
 
 @triton.jit
 def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, MODE: tl.constexpr):
-    """Computes where the rows ``row`` of a sample of y lie in x: (t, at, h, w, is_centre).
+    """Computes from which position of the upsampled x each of the rows ``row`` of a sample comes.
 
-    t, h and w are the frame, line and column, counted from the first element of the upsampled x. at is
-    h * width + w. is_centre is True outside the borders. In a ``MODE`` other than "zeros", rows in borders
-    get the line and column of the position outside the borders whose value they take.
+    Returns (t, at, h, w, is_centre). t, h and w are frame, line and column, counted from the first element of
+    x. at is h * width + w. is_centre is True outside the borders. In a ``MODE`` other than "zeros", a row in
+    a border gets h and w of the position that it repeats or mirrors.
     """
     if BORDER:
         w = row % (width + 2 * pad_w) - pad_w

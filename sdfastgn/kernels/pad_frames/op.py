@@ -229,7 +229,7 @@ def reference_pad_frames(
     upsample: tuple[int, int, int] = (1, 1, 1),
     window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """``pad_frames`` in plain PyTorch, for calls that the kernel cannot run. Computes in fp32 or fp64."""
+    """Computes ``pad_frames`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
     if isinstance(norm, GroupNorm):

@@ -116,7 +116,7 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def _choice(
     x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
 ) -> tuple[Shape, Algorithm] | None:
-    """(shape, algorithm) for ``multiply``, or None if PyTorch must compute this product.
+    """Returns (shape, algorithm) for ``multiply``, or None if PyTorch must compute this product.
 
     During a rehearsal this function records the product, and returns None.
     """

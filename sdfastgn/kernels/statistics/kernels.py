@@ -58,7 +58,7 @@ def _load(pointers, mask):
 
 @triton.jit
 def _masked(x, mask):
-    """``x`` with 0 where it is masked. If ``mask`` is None, nothing is masked."""
+    """Returns ``x`` with 0 where it is masked. If ``mask`` is None, nothing is masked."""
     return x if mask is None else tl.where(mask, x, 0.0)
 
 
@@ -115,11 +115,11 @@ def rows_of_channels(
     HW, rows, chunks, C,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Indices of the elements of this program's first tiles, one tile for each warp: channels-last.
+    """Computes which elements of channels-last x are in the first tile of each warp of this program.
 
     Returns (n, chunk, c, position, first), tensors that broadcast to (lanes, warps, steps, block): the
-    sample, the chunk, the channel, the position within the chunk, and the chunk's first row, where the
-    rows of all samples are numbered consecutively. n and first are int64, the others int32.
+    sample, the chunk, the channel, the position within the chunk, and the first row of the chunk. The rows of
+    all samples are numbered consecutively. n and first are int64, the others int32.
     """
     columns = tl.cdiv(C, BLOCK)
     programs = tl.cdiv(chunks, WARPS)
@@ -135,7 +135,7 @@ def positions_of_channels(
     HW, rows, chunks,
     C, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Indices of the elements of this program's first tiles, one tile for each warp: channels-first.
+    """Computes which elements of channels-first x are in the first tile of each warp of this program.
 
     Returns the same as ``rows_of_channels``, but ``first`` is the offset of the chunk's first element.
     """

@@ -322,7 +322,7 @@ def channel_statistics(x: Tensor) -> Tensor:
 def add_with_statistics(
     x: Tensor, residual: Tensor, bias: Tensor | None = None, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual + bias) * scale and its statistics, in one pass: the end of a ResNet block.
+    """Computes (x + residual + bias) * scale and its statistics, in one pass: the end of a ResNet block.
 
     Args:
         x: (N, C, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
@@ -331,11 +331,11 @@ def add_with_statistics(
         scale: factor of the sum. In diffusers it is 1 / output_scale_factor.
 
     Returns:
-        The sum, rounded once from fp32 to the dtype of x; and its statistics, (2, N, P, C) fp32 as from
-        ``channel_statistics``.
+        (sum, statistics). The sum is rounded once from fp32 to the dtype of x. The statistics are
+        (2, N, P, C) fp32, as in ``channel_statistics``.
 
     Layout: any. The sum has the strides of x if x has no gaps, else it is dense.
-    Grad: of x, residual and bias. The statistics have none.
+    Grad: x, residual and bias have gradients. Nothing is differentiated through the statistics.
     Raises:
         TypeError: a tensor is not strided or has another dtype, x and residual have different dtypes, or
             scale is not a number.
@@ -364,18 +364,18 @@ def add_with_statistics(
 
 
 def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.cat((a, b), dim=1) and its statistics, in one pass: the skip connection of an up block.
+    """Computes torch.cat((a, b), dim=1) and its statistics, in one pass: the skip connection of an up block.
 
     Args:
         a: (N, Ca, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
         b: (N, Cb, *spatial), the dtype and device of a.
 
     Returns:
-        (N, Ca + Cb, *spatial), channels-last if a is, else channels-first; and its statistics,
-        (2, N, P, Ca + Cb) fp32 as from ``channel_statistics``.
+        (concatenation, statistics). The concatenation is (N, Ca + Cb, *spatial), channels-last if a is, else
+        channels-first. The statistics are (2, N, P, Ca + Cb) fp32, as in ``channel_statistics``.
 
     Layout: any. It is one pass if both are channels-last, else torch.cat and a pass for the statistics.
-    Grad: of a and b. The statistics have none.
+    Grad: a and b have gradients. Nothing is differentiated through the statistics.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or the dtypes differ.
         ValueError: a shape or a device does not fit, or a has rank 2 or less.

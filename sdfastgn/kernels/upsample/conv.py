@@ -51,7 +51,7 @@ from sdfastgn.kernels.upsample.nearest import empty_image, upsample_nearest_2x
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``upsample_conv2d`` in plain PyTorch: upsamples the image and convolves it.
+    """Computes ``upsample_conv2d`` in plain PyTorch: upsamples the image and convolves it.
 
     It runs if the steps above are not faster or cannot run. Tests use it in fp64 as the exact result.
     """

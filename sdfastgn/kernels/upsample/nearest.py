@@ -31,7 +31,7 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
-    """``upsample_nearest_2x`` in plain PyTorch, for calls that the kernel cannot run."""
+    """Computes ``upsample_nearest_2x`` in plain PyTorch, for calls that the kernel cannot run."""
     # On a GPU x becomes channels-first, because PyTorch's channels-last kernel fails for 2^31 elements or
     # more, and older versions fail for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)

@@ -104,7 +104,7 @@ def source_of(layer: nn.Module) -> Source | str:
 
 
 def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
-    """(A, B, bias of B or None, scale) of the adapter ``name``, or the reason why it cannot be merged.
+    """Returns (A, B, bias of B or None, scale) of the adapter ``name``, or why it cannot be merged.
 
     ``layer``: the wrapper. ``kind``: the class of the wrapped layer.
     """

@@ -26,7 +26,7 @@ _ALONE = "stock's code runs the layer by itself"
 
 
 def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, wrapper) of each layer with an adapter, among ``root`` and all modules below it."""
+    """Returns (path, wrapper) of each layer with an adapter, among ``root`` and all modules below it."""
     return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
 
 

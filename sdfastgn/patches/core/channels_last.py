@@ -92,7 +92,7 @@ def is_exit(path: str, module: nn.Module) -> bool:
 
 
 def _path_in_model(path: str) -> str:
-    """``path`` with a leading dot, and without the trailing names that an adapter's wrapper adds."""
+    """Returns ``path`` with a leading dot, and without the trailing names that an adapter's wrapper adds."""
     names = path.split(".")
     while names and names[-1] in WRAPPED:
         names.pop()
@@ -100,7 +100,7 @@ def _path_in_model(path: str) -> str:
 
 
 def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``root.named_modules()`` without the modules whose weights must keep their layout.
+    """Returns ``root.named_modules()`` without the modules whose weights must keep their layout.
 
     These are modules that an adapter added, because adapters are saved contiguous, and modules that FSDP
     shards, because FSDP manages their memory. The result is empty for a model that would become slower

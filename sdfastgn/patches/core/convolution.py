@@ -45,7 +45,10 @@ def keeps_size(conv: nn.Conv2d) -> bool:
 
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(conv(x) without the bias, the bias) if another kernel may add the bias, else (conv(x), None)."""
+    """Computes conv(x), without the bias if another kernel may add it.
+
+    Returns (result, the bias that is still to be added, or None).
+    """
     conv = plain_layer(conv)
     if bias_can_move(conv) and dispatch.is_plain_inference(x, (conv.weight, conv.bias)):
         return conv._conv_forward(x, conv.weight, None), conv.bias
@@ -53,7 +56,7 @@ def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """``relu(conv(x) + residual)``, in one call of cuDNN if cuDNN can fuse it.
+    """Computes ``relu(conv(x) + residual)``, in one call of cuDNN if cuDNN can fuse it.
 
     ``residual``: a tensor of the result's shape. None if there is nothing to add.
     """

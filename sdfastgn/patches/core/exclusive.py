@@ -115,7 +115,7 @@ def _wait_for_others(call: str, change: _Change) -> None:
 
 
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
-    """(thread, module) for a running call of one of the change's modules; None if there is none.
+    """Returns (thread, module) for a running call of one of the change's modules; None if there is none.
 
     Calls in the thread that makes the change, and in threads that wait at a gate, do not count.
     """

@@ -40,9 +40,9 @@ def known_base(cls: type) -> type[nn.Module] | None:
 
 
 def kind_of(cls: type) -> str | None:
-    """``CAST`` or ``NORM_ACT`` for a direct subclass of ``nn.GroupNorm`` whose own ``forward`` is known.
+    """Returns ``CAST`` or ``NORM_ACT`` if ``cls`` defines one of the known ``forward``s.
 
-    None for all other classes.
+    ``cls`` must be a direct subclass of ``nn.GroupNorm``. None for all other classes.
     """
     forward = vars(cls).get("forward")
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):

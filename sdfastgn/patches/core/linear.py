@@ -33,7 +33,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape."""
+    """Computes ``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape."""
     layer = plain_layer(layer)
     # ``is_choosing`` is True only while a graph is made. It is checked first, because it is the faster check.
     if is_choosing() and is_plain_linear(layer):
@@ -42,7 +42,7 @@ def call_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
-    """``linear(act(x))``, or ``linear(x)`` if act is None. Runs as one kernel if ``fused_linear`` can."""
+    """Computes ``linear(act(x))``, or ``linear(x)`` if act is None, by ``fused_linear`` if possible."""
     linear = plain_layer(linear)
     y = fused_linear(linear, act, x)
     if y is None:
@@ -51,7 +51,7 @@ def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
 
 
 def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
-    """``linear(act(x)) + extra_bias`` in one kernel, for x (N, K) and extra_bias (C,).
+    """Computes ``linear(act(x)) + extra_bias`` in one kernel, for x (N, K) and extra_bias (C,).
 
     Returns None if the kernel cannot compute this: if gradients are needed, if x has many rows, or if
     ``linear`` or ``act`` is not a plain layer.

@@ -28,7 +28,9 @@ def is_plain_blender(mixer: Any) -> bool:
 
 
 def factors_of(mixer: Any, image_only_indicator: Tensor | None, x: Tensor) -> Tensor:
-    """(2, N) fp32, contiguous: the factors of spatial and of temporal for each frame, rounded as in stock.
+    """Computes the factors of spatial and temporal for each frame, (2, N) fp32, contiguous.
+
+    They are rounded as in stock.
 
     Args:
         mixer: an ``AlphaBlender``.

@@ -82,7 +82,7 @@ def forget(conv: nn.Module) -> None:
 
 
 def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
-    """``norm(conv(x))``, computed as one convolution; None if conv and norm must be called one by one."""
+    """Computes ``norm(conv(x))`` as one convolution. None if conv and norm must be called one by one."""
     if type(norm) is not FoldedBatchNorm2d or not is_plain_conv(conv):
         return None
     if norm.training or norm.running_mean is None or norm.running_var is None or x.dim() != 4:

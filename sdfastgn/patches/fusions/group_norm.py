@@ -66,14 +66,14 @@ def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
 
 
 def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:
-    """``act(norm(x))`` for x (N, C, *spatial), in one kernel if ``can_fuse(norm, act)``."""
+    """Computes ``act(norm(x))`` for x (N, C, *spatial), in one kernel if ``can_fuse(norm, act)``."""
     if can_fuse(norm, act) and dispatch.has_kernels(x):
         return fused_norm_act(norm, act, x)
     return act(norm(x))
 
 
 def fused_norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
-    """``act(norm(x))`` with further operands of ``sdfastgn.group_norm``, such as ``shift``.
+    """Computes ``act(norm(x))`` with further operands of ``sdfastgn.group_norm``, such as ``shift``.
 
     Call it only if ``can_fuse(norm, act)``. Where no kernel can run, ``group_norm`` runs in plain PyTorch.
     """

@@ -46,9 +46,9 @@ NO_EMBEDDING = Embedding()
 def conv_norm_act(
     h: Tensor, conv: Any, norm: Any, act: nn.Module, C: int, embedding: Embedding = NO_EMBEDDING
 ) -> Tensor:
-    """``act(norm(conv(h) + embedding))``, or ``act(norm(conv(h)) * (1 + scale) + shift)``.
+    """Computes ``act(norm(conv(h) + embedding))``, or ``act(norm(conv(h)) * (1 + scale) + shift)``.
 
-    The second form is computed if ``embedding.scales`` is True: scale and shift are the halves of the
+    The second form is for an ``embedding`` whose ``scales`` is True: scale and shift are the halves of the
     projected embedding. Without an embedding the result is ``act(norm(conv(h)))``.
 
     Args:

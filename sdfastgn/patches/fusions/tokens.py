@@ -28,7 +28,10 @@ _TRAINING_ELEMENTS = 2**24
 
 
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
-    """``a * gelu(b)``, where (a, b) are the halves of ``layer(x)``. GELU's kernel adds the layer's bias."""
+    """Computes ``a * gelu(b)``, where a and b are the halves of ``layer(x)``.
+
+    The kernel of GELU adds the layer's bias.
+    """
     layer = plain_layer(layer)
     if is_plain_linear(layer):
         return geglu(linear(x, layer.weight), layer.bias)
@@ -45,12 +48,12 @@ def _can_fuse(layer: nn.Module, x: Tensor) -> bool:
 
 
 def norm(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)`` for x (N, tokens, C) and a LayerNorm ``layer``, in the kernel if it can be fused."""
+    """Computes ``layer(x)`` for a LayerNorm ``layer`` and x (N, tokens, C), in the kernel if possible."""
     return layer_norm(x, layer.weight, layer.bias, layer.eps) if _can_fuse(layer, x) else layer(x)
 
 
 def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if it can be fused."""
+    """Computes (layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if possible."""
     # The kernel neither promotes different dtypes (autocast, attention in fp32) nor broadcasts shapes.
     if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(layer, x):
         return add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps)
@@ -66,7 +69,7 @@ def is_plain_norm(layer: Any) -> bool:
 def grouped_norm(
     layer: Any, x: Tensor, groups: Groups, residual: Tensor | None = None, *, total_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``grouped_layer_norm`` with a LayerNorm ``layer`` for which ``is_plain_norm`` is True."""
+    """Computes ``grouped_layer_norm`` with a LayerNorm ``layer`` for which ``is_plain_norm`` is True."""
     weight, bias = layer.weight, layer.bias
     return grouped_layer_norm(x, weight, bias, layer.eps, groups, residual=residual, total_bias=total_bias)
 

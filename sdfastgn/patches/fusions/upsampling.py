@@ -28,7 +28,7 @@ __all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
 
 
 def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
-    """``conv(upsampled x)``, where x (N, C, H, W), channels-last, is upsampled by two (nearest neighbor)."""
+    """Upsamples x (N, C, H, W), channels-last, by two (nearest neighbor), and applies ``conv``."""
     conv = plain_layer(conv)
     if not convolves_at_low_resolution(conv, x):
         return add_bias(*conv_without_bias(conv, upsample_nearest_2x(x)))

@@ -123,7 +123,7 @@ class Call:
             copy_each(targets, sources)
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """(args, kwargs) of the call, with ``buffers`` instead of its tensors. Lists and dicts are new."""
+        """Returns (args, kwargs) of the call, in new lists and dicts, with ``buffers`` for its tensors."""
         return [_fill_in(p, buffers) for p in self._args], {
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }

@@ -117,7 +117,7 @@ def tensor_in_words(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """``value`` as text if it is short and of a class that is shown, else the name of its class."""
+    """Returns ``value`` as text if it is short and of a class that is shown, else the name of its class."""
     if isinstance(value, type):
         return value.__name__
     is_plain = type(value) in _SHOWN

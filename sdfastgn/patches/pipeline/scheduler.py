@@ -103,7 +103,7 @@ def _index(element: Any, table: Tensor) -> int | None:
 
 
 def _on_host(scheduler: Any, timestep: Any) -> Any:
-    """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else ``timestep`` unchanged."""
+    """Returns ``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else ``timestep``."""
     table = scheduler.timesteps
     if type(timestep) is not Tensor or (copy := _copy_of(scheduler, table)) is None:
         return timestep
@@ -112,7 +112,7 @@ def _on_host(scheduler: Any, timestep: Any) -> Any:
 
 
 def _on_device(scheduler: Any, timestep: Any) -> Any:
-    """``timestep`` on the GPU if it came from ``_on_host``, else ``timestep`` unchanged."""
+    """Returns ``timestep`` on the GPU if it came from ``_on_host``, else ``timestep`` itself."""
     known = _copies.get(scheduler)
     index = None if known is None else _index(timestep, known.on_host)
     return timestep if known is None or index is None else known.table[index]
