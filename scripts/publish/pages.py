@@ -68,7 +68,7 @@ def slots(text: str) -> list[str]:
 
 
 def check_one_commit(results: Path) -> None:
-    """Raises ValueError if a renewal lacks a result, or if a result has another commit or GPU than it.
+    """Raises ValueError if a result of a renewal is missing, or has another commit or GPU than the renewal.
 
     A renewal is a folder with ``renewal.json`` (see ``scripts.publish.renew``), which names the renewal's
     commit and GPU. The error names the wrong files. Results in other folders are not checked.

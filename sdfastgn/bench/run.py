@@ -24,7 +24,7 @@ from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BenchConfig, Workload, build_workload
 from sdfastgn.kernels.common.failures import one_line
 
-# Number of timed replays of each graph of a pipeline. Few are enough, because replays take equally long.
+# Number of timed replays of each graph of a pipeline. Few are enough, because all replays take the same time.
 GRAPH_REPEATS = 20
 
 

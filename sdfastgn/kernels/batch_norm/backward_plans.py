@@ -145,8 +145,8 @@ def _merge(call: BatchNormGradCall, partials: int) -> Launch:
 def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, reads_dz: bool) -> Launch:
     """The launch that computes dx.
 
-    ``count``: number of values of a channel. ``behind``: True if the sums kernel runs before. ``reads_dz``:
-    as in ``BatchNormGradPlan``.
+    ``count``: number of values of a channel. ``behind``: True if the sums kernel runs before this launch.
+    ``reads_dz``: as in ``BatchNormGradPlan``.
     """
     blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(call.x.device), backward=True)
     tiles, reading = tiles_of(call, rows, blocks)

@@ -36,7 +36,8 @@ class TablePlan:
 
     Attributes:
         scratch: number of fp32 values in the memory that ``run`` returns.
-        memory: where the table is in this memory: ``table_offset`` and ``table_plane`` of the kernels.
+        memory: the kernels' arguments ``table_offset`` and ``table_plane``, which say where the table is in
+            this memory.
     """
 
     __slots__ = ("memory", "merge", "scratch", "statistics")

@@ -40,8 +40,8 @@ _LINE_BYTES = 128
 _FEW_WARPS_PER_SM = 4
 # A warp gets several rows at once only if there are still at least this many warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16
-# Number of elements, divided by the 32 lanes of a warp, that all programs on a multiprocessor together keep
-# in registers, in a backward with column sums. It decides the number of programs.
+# In a backward with column sums: number of elements that all programs on a multiprocessor together keep in
+# registers, divided by the 32 lanes of a warp. It decides the number of programs.
 _BACKWARD_PER_SM = 256
 # Minimum number of tiles for each program in a backward with column sums. Each program writes partial sums to
 # memory, so a few programs with many rows are better than many programs with few rows.

@@ -90,7 +90,7 @@ def conv_norm_act(
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
     """Returns (projected time embedding, True if ``bias`` was added to it).
 
-    h: the input of the convolution, whose dtype and batch size the embedding must have for that.
+    h: the input of the convolution. ``bias`` is added only if the embedding has h's dtype and batch size.
     """
     temb, linear, act, scales = embedding
     if linear is None:

@@ -16,8 +16,8 @@ __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now", "takes_gig
 
 # For models that convert a timestep that is a float to an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
-# UNets for video: full name of the class -> its arguments that may be numbers. Their graphs take gigabytes of
-# memory, so they are kept only if memory is left for the models beside them (``takes_gigabytes``).
+# UNets for video: full name of the class -> its arguments that may be numbers. The graphs of these UNets take
+# gigabytes, so they are kept only if enough memory is left for other models (``takes_gigabytes``).
 _VIDEO: dict[str, dict[str, Number]] = {
     "diffusers.models.unets.unet_3d_condition.UNet3DConditionModel": _TIMESTEP,
     "diffusers.models.unets.unet_i2vgen_xl.I2VGenXLUNet": _TIMESTEP,
@@ -77,7 +77,7 @@ def numbers_of(module: nn.Module) -> dict[str, Number] | None:
 
 
 def takes_gigabytes(module: nn.Module) -> bool:
-    """True if a graph of ``module`` may take so much memory that the models beside it have too little."""
+    """True if graphs of ``module`` may take so much memory that too little is left for other models."""
     return _class_name(module) in _VIDEO
 
 

@@ -152,7 +152,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 def _move(parts: list[Tensor]) -> torch.UntypedStorage:
     """Move ``parts`` into a new allocation, and return it. If an exception is raised, no part was moved."""
-    # Inference mode is off, because memory that is allocated in it makes inference tensors of parameters.
+    # Inference mode is off, because memory that is allocated in it turns parameters into inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)
         allocation = torch.empty(size, dtype=torch.uint8, device=parts[0].device).untyped_storage()
