@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from sdfastgn.model_inputs import unet_inputs
 from sdfastgn.models import video
@@ -27,19 +28,28 @@ Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One model. ``build`` makes the model, and ``prepare`` makes the call of the model that is timed."""
+    """One model.
+
+    Attributes:
+        name: the model, the call, and its size.
+        build: makes the model.
+        prepare: makes the call of the model that is timed.
+        dtype: the dtype of the model.
+        is_video: True if the model makes videos.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     prepare: Prepare
     dtype: torch.dtype
+    is_video: bool = False
 
 
 CASES: list[Case] = []
 
 
 def case(
-    name: str, cls: str, dtype: torch.dtype = torch.float16, **config: Any
+    name: str, cls: str, dtype: torch.dtype = torch.float16, *, is_video: bool = False, **config: Any
 ) -> Callable[[Prepare], Prepare]:
     """A decorator that adds a ``Case`` to ``CASES``.
 
@@ -48,13 +58,13 @@ def case(
     """
 
     def register(prepare: Prepare) -> Prepare:
-        CASES.append(Case(name, lambda: getattr(diffusers, cls)(**config), prepare, dtype))
+        CASES.append(Case(name, lambda: getattr(diffusers, cls)(**config), prepare, dtype, is_video))
         return prepare
 
     return register
 
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 BATCH = 2  # the batch size of a step with guidance
 
 
@@ -71,7 +81,9 @@ def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         config = {**dict(model.config), "_class_name": "UNet2DConditionModel"}
         size = UNETS[name]["sample_size"] * 8
-        inputs = unet_inputs(config, size=size, batch=BATCH, dtype=model.dtype, device=model.device, seed=0)
+        inputs = unet_inputs(config, size=size, batch=BATCH, dtype=FP16, device=model.device, seed=0)
+        # A model that was cast to fp32 gets inputs with the same values.
+        inputs = tree_map_only(Tensor, lambda t: t.to(model.dtype) if t.dtype == FP16 else t, inputs)
         return partial(model, **inputs, **{k: make(draw) for k, make in more.items()}, return_dict=False)
 
     return prepare
@@ -99,7 +111,7 @@ def video_case(name: str, model: str, part: str) -> None:
     def prepare(built: Any, draw: Draw) -> Callable[[], Any]:
         return partial(video.run, built, video.inputs(built, draw, batch=network.batch, **size))
 
-    case(name, network.cls, DTYPES[network.dtype], **network.config)(prepare)
+    case(name, network.cls, DTYPES[network.dtype], is_video=True, **network.config)(prepare)
 
 
 def blocks(kind: str, count: int) -> tuple[str, ...]:
@@ -238,12 +250,12 @@ video_case("SVD VAE decode, 4 x 576 x 1024", "svd", "vae")
 video_case("AnimateDiff UNet, 16 x 512²", "animatediff", "unet")
 
 
-@case("ModelScope UNet, 16 x 256²", "UNet3DConditionModel")
+@case("ModelScope UNet, 16 x 256²", "UNet3DConditionModel", is_video=True)
 def _(model, draw):
     return partial(model, draw(BATCH, 4, 16, 32, 32), 500, tokens(draw, 1024), return_dict=False)
 
 
-@case("I2VGenXL UNet, 16 x 704 x 1280", "I2VGenXLUNet")
+@case("I2VGenXL UNet, 16 x 704 x 1280", "I2VGenXLUNet", is_video=True)
 def _(model, draw):
     fps = torch.full((BATCH,), 16, device=model.device)
     sample, latents = draw(BATCH, 4, 16, 88, 160), draw(BATCH, 4, 16, 88, 160)
@@ -255,10 +267,43 @@ video_case("Wan 2.1 VAE decode, 17 x 480 x 832", "wan", "vae")
 video_case("Qwen-Image VAE decode, 1024²", "qwen_image", "vae")
 video_case("CogVideoX VAE decode, 9 x 480 x 720", "cogvideox", "vae")
 
-case("Mochi VAE decode, 13 x 480 x 848", "AutoencoderKLMochi", BF16)(decode_of(1, 12, 3, 60, 106))
+case("Mochi VAE decode, 13 x 480 x 848", "AutoencoderKLMochi", BF16, is_video=True)(
+    decode_of(1, 12, 3, 60, 106)
+)
+case(
+    "Wan 2.2 VAE decode, 17 x 704 x 1280",
+    "AutoencoderKLWan",
+    BF16,
+    is_video=True,
+    base_dim=160,
+    decoder_base_dim=256,
+    z_dim=48,
+    is_residual=True,
+    in_channels=12,
+    out_channels=12,
+    patch_size=2,
+    scale_factor_spatial=16,
+    latents_mean=[0.0] * 48,
+    latents_std=[1.0] * 48,
+)(decode_of(1, 48, 5, 44, 80))
+case("HunyuanVideo 1.5 VAE decode, 17 x 480 x 832", "AutoencoderKLHunyuanVideo15", BF16, is_video=True)(
+    decode_of(1, 32, 5, 30, 52)
+)
+case("Cosmos VAE decode, 17 x 480 x 832", "AutoencoderKLCosmos", BF16, is_video=True)(
+    decode_of(1, 16, 3, 60, 104)
+)
+case("LTX VAE decode, 17 x 480 x 832", "AutoencoderKLLTXVideo", BF16, is_video=True)(
+    decode_of(1, 128, 3, 15, 26)
+)
+case("LTX-2 VAE decode, 17 x 480 x 832", "AutoencoderKLLTX2Video", BF16, is_video=True)(
+    decode_of(1, 128, 3, 15, 26)
+)
+case("EasyAnimate VAE decode, 9 x 480 x 832", "AutoencoderKLMagvit", BF16, is_video=True)(
+    decode_of(1, 16, 3, 60, 104)
+)
 
 
-@case("Allegro VAE decode, one tile of 24 x 320²", "AutoencoderKLAllegro", BF16)
+@case("Allegro VAE decode, one tile of 24 x 320²", "AutoencoderKLAllegro", BF16, is_video=True)
 def _(model, draw):
     return partial(model.decoder, draw(1, 4, 6, 40, 40))
 
@@ -350,6 +395,21 @@ case(
     BF16,
     **{**VAES["sdxl"], "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
 )(decode_of(1, 16, 128, 128))
+case(
+    "HunyuanImage VAE decode, 1024²",
+    "AutoencoderKLHunyuanImage",
+    BF16,
+    in_channels=3,
+    out_channels=3,
+    latent_channels=64,
+    block_out_channels=(128, 256, 512, 512, 1024, 1024),
+    layers_per_block=2,
+    spatial_compression_ratio=32,
+    sample_size=384,
+)(decode_of(1, 64, 32, 32))
+case("HunyuanImage refiner, VAE decode, 1024²", "AutoencoderKLHunyuanImageRefiner", BF16)(
+    decode_of(1, 32, 1, 64, 64)
+)
 case("ConsistencyDecoderVAE, its UNet, 512²", "ConsistencyDecoderVAE")(
     lambda model, draw: partial(model.decoder_unet, draw(1, 7, 512, 512), 500, return_dict=False)
 )

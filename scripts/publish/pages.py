@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scripts.publish import plots
 from scripts.publish.steps import ROOT, SUMMARY, origin
+from scripts.publish.tables.adapters import adapters_markdown
 from scripts.publish.tables.end_to_end import (
     batches_markdown,
     compared_markdown,
@@ -23,15 +24,10 @@ from scripts.publish.tables.end_to_end import (
     results_markdown,
     stable_fast_markdown,
 )
-from scripts.publish.tables.kernels import (
-    host_markdown,
-    inference_markdown,
-    producers_markdown,
-    suite_markdown,
-)
-from scripts.publish.tables.pipelines import comfyui_markdown, pipelines_markdown
+from scripts.publish.tables.kernels import inference_markdown, suite_markdown
+from scripts.publish.tables.pipelines import comfyui_markdown, warm_up_markdown
 from scripts.publish.tables.profile import profile_markdown
-from scripts.publish.tables.real_sizes import real_sizes_markdown
+from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
 from sdfastgn.bench.documents import read_json
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
@@ -46,16 +42,15 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "results": results_markdown,
     "compared": compared_markdown,
     "stable_fast": stable_fast_markdown,
-    "warm_up": functools.partial(pipelines_markdown, kind="warm_up"),
+    "warm_up": warm_up_markdown,
     "profile": profile_markdown,
     "batches": batches_markdown,
     "latency": latency_markdown,
     "comfyui": comfyui_markdown,
     "real_sizes": real_sizes_markdown,
-    "host_calls": functools.partial(pipelines_markdown, kind="host"),
+    "video": video_markdown,
+    "adapters": adapters_markdown,
     "kernels": inference_markdown,
-    "producers": producers_markdown,
-    "host": host_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},
 }
 

@@ -41,20 +41,28 @@ ROUND_SECONDS = 0.4
 # Maximum number of timed calls of one model.
 MAX_CALLS = 20
 # Number of runs into which the networks are divided.
-THIRDS = 3
+RUNS = 4
 # Number of calls before the timed calls: one compiles kernels, one captures a graph, and one replays it.
 WARM_UP = 3
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
 
 
-def built(case: Case, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Returns (the case's model with random weights, a function that calls it and returns one tensor)."""
+def built(
+    case: Case, device: torch.device, *, in_fp32: bool = False
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Returns (the case's model with random weights, a function that calls it and returns one tensor).
+
+    ``in_fp32``: True for the same weights and inputs, rounded to the case's dtype, in a model of fp32.
+    """
     model = with_random_weights(case.build, case.dtype, device, seed=0)
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+    if in_fp32:
+        nn.Module.float(model)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=case.dtype, device=device)
+        drawn = torch.randn(shape, generator=generator, dtype=case.dtype, device=device)
+        return drawn.float() if in_fp32 else drawn
 
     prepared = case.prepare(model, draw)
 
@@ -84,12 +92,24 @@ def peak_mib(call: Callable[[], Tensor], device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**20
 
 
+def exact_output(case: Case, device: torch.device) -> Tensor:
+    """Returns the stock model's output in fp32 without TF32, on the CPU."""
+    with timing.global_switches(cudnn_benchmark=False, cudnn_tf32=False):
+        _, call = built(case, device, in_fp32=True)
+        return call().cpu()
+
+
 def measured(case: Case, device: torch.device) -> SizeRow:
+    exact = exact_output(case, device)
+    _release()
     model, call = built(case, device)
     expected = call()
     before, stock_mib = milliseconds(call, device), peak_mib(call, device)
     sdfastgn.optimize(model)
-    error = relative_error(call(), expected)
+    found = call()
+    error, ours_fp32 = relative_error(found, expected), relative_error(found.cpu(), exact)
+    stock_fp32 = relative_error(expected.cpu(), exact)
+    del found, expected
     optimized, mib = milliseconds(call, device), peak_mib(call, device)
     graphs = sdfastgn.report(model).graphs
     sdfastgn.restore(model)
@@ -103,17 +123,24 @@ def measured(case: Case, device: torch.device) -> SizeRow:
         mib,
         any(each.replays for each in graphs),
         error if math.isfinite(error) else None,
-        documents.OK if error < MAX_ERROR else documents.WRONG,
+        *(each if math.isfinite(each) else None for each in (stock_fp32, ours_fp32)),
+        is_video=case.is_video,
+        status=documents.OK if error < MAX_ERROR else documents.WRONG,
     )
 
 
-def chosen(only: str, third: int | None) -> list[Case]:
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def chosen(only: str, part: int | None) -> list[Case]:
     """Returns the cases whose names match the regular expression ``only``.
 
-    ``third``: 1, 2 or 3 to return only one third of the cases that match; None for all.
+    ``part``: a number from 1 to ``RUNS`` for the cases of one run only; None for all.
     """
     found = [case for case in CASES if re.search(only, case.name)]
-    return found if third is None else found[third - 1 :: THIRDS]
+    return found if part is None else found[part - 1 :: RUNS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--only", default="", help="regular expression: cases whose names match")
-    parser.add_argument("--third", type=int, choices=range(1, THIRDS + 1), help="a third of the cases")
+    parser.add_argument("--part", type=int, choices=range(1, RUNS + 1), help="a quarter of the cases")
     parser.add_argument("--device", default="cuda", help="where they run")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -137,14 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The rows are written now and after each network, so that an interrupted run keeps its results.
         write = functools.partial(_write, options.json, where)
         write(rows)
-        for each in chosen(options.only, options.third):
+        for each in chosen(options.only, options.part):
             start = time.perf_counter()
             try:
                 rows.append(measured(each, device))
             except Exception as error:  # the other models are still timed
                 rows.append(SizeRow.failed(each.name, str(each.dtype), one_line(error)))
-            gc.collect()
-            torch.cuda.empty_cache()
+            _release()
             print(f"{time.perf_counter() - start:5.1f} s  {rows[-1]}", flush=True)
             write(rows)
     return exit_code(rows) if rows else 0

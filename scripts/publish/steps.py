@@ -62,7 +62,6 @@ def origin(content: dict[str, Any]) -> tuple[str | None, str | None]:
 _MODEL = "--model tiny --size 64 --device cpu"
 _BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
 _KERNELS = "--device cpu --repeats 1"
-_FEW_STEPS = "--size 512 --scheduler EulerAncestralDiscreteScheduler --guidance 0"
 
 # All steps, in the order in which they run. Steps with torch.compile come first, because an earlier step
 # could fill the caches of torch.compile, and their time until the first call is done would be too short.
@@ -70,70 +69,63 @@ STEPS = (
     # ---- steps, decodes and pipelines
     Step(
         "sd15.json",
-        "sdfastgn bench --model sd15 --part unet --part vae --fp32-reference --repeats 20"
-        " --variants eager,channels_last,sdfastgn,sdfastgn_eager,compile",
+        "sdfastgn bench --model sd15 --part unet --part vae --fp32-reference --repeats 10"
+        " --variants eager,sdfastgn,sdfastgn_eager,compile",
         _BENCH,
         ("headline", "results", "compared", "times.png"),
-        120,
+        115,
     ),
     Step(
         "sdxl.json",
-        "sdfastgn bench --model sdxl --part unet --part vae --fp32-reference --repeats 20"
-        " --variants eager,channels_last,sdfastgn,sdfastgn_eager,compile",
+        "sdfastgn bench --model sdxl --part unet --part vae --fp32-reference --repeats 10"
+        " --variants eager,sdfastgn,sdfastgn_eager,compile",
         _BENCH,
         ("headline", "results", "compared", "times.png"),
-        190,
+        160,
     ),
     Step(
         "pipeline_sd15.json",
-        "sdfastgn bench --model sd15 --part pipeline --variants eager,sdfastgn,compile_graphs",
+        "sdfastgn bench --model sd15 --part pipeline --repeats 5 --variants eager,sdfastgn,compile_graphs",
         f"{_BENCH} --steps 2",
         ("headline", "results", "compared", "times.png"),
-        105,
+        95,
     ),
     Step(
         "pipeline_sdxl.json",
-        "sdfastgn bench --model sdxl --part pipeline --variants eager,sdfastgn,compile_graphs",
+        "sdfastgn bench --model sdxl --part pipeline --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --steps 2",
         ("headline", "results", "compared", "times.png"),
-        150,
+        60,
     ),
     Step(
         "vae_1024_fp32.json",
         "sdfastgn bench --model sdxl --part vae --dtype fp32 --repeats 10 --variants eager,sdfastgn,compile",
         _BENCH,
         ("results", "compared"),
-        50,
+        45,
     ),
     Step(
         "train_sdxl.json",
-        "sdfastgn bench --model sdxl --part train --size 512 --repeats 10 --variants eager,sdfastgn",
+        "sdfastgn bench --model sdxl --part train --size 512 --repeats 5 --variants eager,sdfastgn",
         _BENCH,
         ("results",),
-        60,
+        50,
     ),
-    # ---- batches, few steps, first images, the CPU's part, where the time goes
-    Step(
-        "batches_sd15.json",
-        "sdfastgn bench --model sd15 --part unet --batch 1,8,64 --repeats 10 --variants eager,sdfastgn",
-        f"{_BENCH} --batch 1,2",
-        ("batches",),
-        45,
-    ),
+    # ---- batches, few steps, first images, adapters, where the time goes
     Step(
         "batches_sdxl.json",
         "sdfastgn bench --model sdxl --part unet --batch 1,8,32 --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --batch 1,2",
         ("batches",),
-        55,
+        50,
     ),
     Step(
         "latency_sdxl.json",
-        f"sdfastgn bench --model sdxl --part pipeline {_FEW_STEPS} --steps 1,4 --repeats 50"
-        " --variants eager,sdfastgn",
+        "sdfastgn bench --model sdxl --part pipeline --size 512 --scheduler EulerAncestralDiscreteScheduler"
+        " --guidance 0 --steps 1,4 --repeats 20 --variants eager,sdfastgn",
         f"{_BENCH} --steps 1,2",
         ("latency",),
-        55,
+        50,
     ),
     Step(
         "warm_up_sdxl.json",
@@ -143,11 +135,11 @@ STEPS = (
         80,
     ),
     Step(
-        "host_sdxl.json",
-        f"scripts.publish.host --model sdxl {_FEW_STEPS} --steps 4 --repeats 10",
-        f"{_MODEL} --dtype fp32 --repeats 1",
-        ("host_calls",),
-        40,
+        "adapters.json",
+        "scripts.publish.adapters",
+        "--model tiny --device cpu",
+        ("adapters",),
+        90,
     ),
     Step(
         "profile_sdxl.json",
@@ -159,12 +151,10 @@ STEPS = (
     # ---- single operations
     Step(
         "kernels.json",
-        "sdfastgn kernels --repeats 10 --providers eager_nchw,eager_nhwc,inductor,sdfastgn,sdfastgn_given,"
-        "add,add_with_statistics,cat,cat_with_statistics",
-        f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn,sdfastgn_given,add,"
-        "add_with_statistics,cat,cat_with_statistics",
-        ("kernels", "producers", "host", "roofline_h200_fp16.png"),
-        110,
+        "sdfastgn kernels --repeats 10 --providers eager_nchw,eager_nhwc,inductor,sdfastgn",
+        f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn",
+        ("kernels", "roofline_h200_fp16.png"),
+        90,
     ),
     Step(
         "kernels_training.json",
@@ -180,37 +170,16 @@ STEPS = (
         ("layer_norm",),
         25,
     ),
-    Step(
-        "kernels_instance_norm.json",
-        "sdfastgn kernels --suite instance_norm",
-        f"{_KERNELS} --shapes 1x4x4x4x8",
-        ("instance_norm",),
-        25,
-    ),
-    Step(
-        "kernels_batch_norm.json",
-        "sdfastgn kernels --suite batch_norm --shapes resnet50",
-        f"{_KERNELS} --shapes 2x4x4x4",
-        ("batch_norm",),
-        55,
-    ),
-    Step(
-        "kernels_attention.json",
-        "sdfastgn kernels --suite attention",
-        f"{_KERNELS} --shapes 1x1x16x16",
-        ("attention",),
-        20,
-    ),
-    # ---- other networks: each step times a third of them
+    # ---- other networks: each step times a quarter of them
     *(
         Step(
-            f"real_sizes/{third}.json",
-            f"scripts.publish.real_sizes --third {third}",
+            f"real_sizes/{part}.json",
+            f"scripts.publish.real_sizes --part {part}",
             "--device cpu --only UNet1DModel",
-            ("real_sizes",),
-            55,
+            ("real_sizes", "video"),
+            100,
         )
-        for third in (1, 2, 3)
+        for part in (1, 2, 3, 4)
     ),
     Step("demo.png", "sdfastgn demo", "", ("demo.png",), 30, option="--output"),
 )

@@ -24,7 +24,7 @@ from scripts.publish.runs import in_a_process, write_rows
 from sdfastgn.bench import documents, gate, timing
 from sdfastgn.bench import workload as workloads
 from sdfastgn.bench.tables.end_to_end import GATE
-from sdfastgn.bench.tables.pipelines import WaitRow, warm_up_table
+from sdfastgn.bench.tables.warm_up import WaitRow, warm_up_table
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.cli import bench_options, checks, main
 from sdfastgn.cli.errors import one_line_errors

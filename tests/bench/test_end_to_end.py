@@ -217,14 +217,15 @@ def test_the_commit_can_be_told_where_the_checkout_is_of_another(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changed", "dirty"), [("README.md", False), ("sdfastgn/api.py", True), ("scripts/publish/host.py", True)]
+    ("changed", "dirty"),
+    [("README.md", False), ("sdfastgn/api.py", True), ("scripts/publish/warm_up.py", True)],
 )
 def test_a_change_of_the_code_that_measures_is_told(changed, dirty, tmp_path, monkeypatch):
     def git(*arguments: str) -> None:
         who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.com")
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
-    for name in ("README.md", "sdfastgn/api.py", "scripts/publish/host.py"):
+    for name in ("README.md", "sdfastgn/api.py", "scripts/publish/warm_up.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for command in (["init"], ["add", "."], ["commit", "--message", "all"]):

@@ -31,7 +31,6 @@ TIMED = {
 # What runs the command line, and how its help calls it.
 SCRIPTS = {
     **{name: f"scripts/{name}" for name in TIMED},
-    "publish/host.py": "scripts.publish.host",
     "publish/serving_load.py": "scripts.publish.serving_load",
     "publish/warm_up.py": "scripts.publish.warm_up",
 }

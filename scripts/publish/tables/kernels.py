@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, markdown_table, run_apart
+from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, run_apart
 from sdfastgn.bench.kernels.suite import (
     COPY,
     INFERENCE,
@@ -28,7 +28,6 @@ from sdfastgn.bench.tables.kernels import (
     Line,
     best_peers,
     competing,
-    extras_tables,
     lines,
     missing_cells,
     ratio,
@@ -39,10 +38,6 @@ from sdfastgn.bench.tables.kernels import (
 
 # Kind of the separate results of the suite ``inference`` with peers that must be built by hand.
 PEERS = "kernel_peers"
-
-# Shapes in the table of CPU times. They are small, so that the CPU never waits for the GPU.
-# For some of them GroupNorm takes one launch, for others three.
-_HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
 
 
 def with_peers(results: Path, content: dict[str, Any]) -> list[KernelRow]:
@@ -140,36 +135,3 @@ def _mean_over_best(found: dict[tuple[Shape, str], Line], task: str, name: str) 
         return NOTHING
     hot, cold = map(statistics.geometric_mean, zip(*pairs, strict=True))
     return f"{hot:.2f} ({cold:.2f})"
-
-
-def producers_markdown(results: Path) -> str:
-    """Returns tables of ops that also compute statistics for a norm, and of the norm that gets them.
-
-    There are tables for each committed run. They have times, and the ratios to the times of the plain ops.
-    """
-    suite = SUITES[INFERENCE]
-    blocks = [
-        markdown(table.header, table.body, [f"{content['config']['dtype']}, {source_line(content)}"])
-        for content in documents(results, suite.kind)
-        for table in extras_tables(suite, rows_of(suite, content))
-    ]
-    return "\n\n".join(blocks) or NO_RESULTS
-
-
-def host_markdown(results: Path) -> str:
-    """Returns a table of the CPU time of a call: a line per provider, a column for each of ``_HOST_SHAPES``.
-
-    The times are from the run in fp16.
-    """
-    suite = SUITES[INFERENCE]
-    for content in documents(results, suite.kind):
-        rows = [row for row in rows_of(suite, content) if row.cpu_us is not None]
-        if content["config"]["dtype"] == "fp16" and rows:
-            times = {(row.provider, row.shape): row.cpu_us for row in rows}
-            shapes = [shape for shape in _HOST_SHAPES if any(row.shape == shape for row in rows)]
-            body = [
-                [name, *(number(times.get((name, shape))) for shape in shapes)]
-                for name in dict.fromkeys(row.provider for row in rows)
-            ]
-            return markdown_table(["microseconds of CPU time", *map(shape_text, shapes)], body)
-    return NO_RESULTS

@@ -1,4 +1,4 @@
-"""Markdown tables of a pipeline's first images, of its CPU time, and of ComfyUI's times."""
+"""Markdown tables of a pipeline's first images, and of ComfyUI's times."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
-from sdfastgn.bench.tables.pipelines import pipeline_table
 from sdfastgn.bench.tables.profile import MODEL_LABELS
+from sdfastgn.bench.tables.warm_up import KIND, result_table
 from sdfastgn.program import counted
 
 _COMFYUI_LABELS = {"stock": "stock", "channels_last": "--force-channels-last", "sdfastgn": "**sdfastgn**"}
 
 
-def pipelines_markdown(results: Path, kind: str) -> str:
-    """Returns a table for each committed result of this kind (``warm_up`` or ``host``).
+def warm_up_markdown(results: Path) -> str:
+    """Returns a table for each committed result of ``scripts.publish.warm_up``.
 
     A line below each table names the pipeline and the run.
     """
     blocks = []
-    for content in documents(results, kind):
-        shown, config = pipeline_table(content), content["config"]
+    for content in documents(results, KIND):
+        shown, config = result_table(content), content["config"]
         (part,) = config["parts"]
         model = MODEL_LABELS.get(part["model"], part["model"])
         what = f"{model} pipeline {part['size']}², {counted(part['steps'], 'step')}, {part['dtype']}"
-        what += f"; new size {config['new_size']}²" if "new_size" in config else ""
+        what += f"; new size {config['new_size']}²"
         blocks.append(markdown(shown.header, shown.body, [f"{what}. {source_line(content)}"]))
     return "\n\n".join(blocks) or NO_RESULTS
 

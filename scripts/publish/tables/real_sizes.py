@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.publish.tables.markdown import documents, markdown
 from sdfastgn.bench.documents import FAILED, OK
-from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, source_line
+from sdfastgn.bench.tables.cells import LOSS, NOTHING, error_text, number, source_line
 
-_HEADER = ("model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "peak MiB, stock", "peak MiB")
+_HEADER = (
+    "model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "peak MiB, stock", "peak MiB",
+    "error, stock", "error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class SizeRow:
         stock_mib, optimized_mib: peak memory of tensors in MiB, including weights; None on the CPU.
         has_graph: True if the optimized calls were replays of a CUDA graph.
         error: relative error of the optimized output against stock's; None if it is not finite.
+        stock_error, optimized_error: relative error of an output against stock's output in fp32 with the
+            same weights; None if it is not finite.
+        is_video: True if the model makes videos.
         reason: why the model failed.
     """
 
@@ -32,6 +39,9 @@ class SizeRow:
     optimized_mib: float | None
     has_graph: bool = False
     error: float | None = None
+    stock_error: float | None = None
+    optimized_error: float | None = None
+    is_video: bool = False
     status: str = OK
     reason: str = ""
 
@@ -42,11 +52,21 @@ class SizeRow:
 
 def real_sizes_markdown(results: Path) -> str:
     """Returns a table with a line for each model. A dagger marks speed-ups that round to less than 1.00."""
+    return _table(results, lambda row: True)
+
+
+def video_markdown(results: Path) -> str:
+    """Returns the lines of ``real_sizes_markdown`` whose models make videos."""
+    return _table(results, lambda row: row.is_video)
+
+
+def _table(results: Path, is_shown: Callable[[SizeRow], bool]) -> str:
     body, sources = [], []
     for content in documents(results, "real_sizes"):
-        body += [_cells(SizeRow(**values)) for values in content["rows"]]
+        rows = [SizeRow(**values) for values in content["rows"]]
+        body += [_cells(row) for row in rows if is_shown(row)]
         sources.append(source_line(content))
-    return markdown(_HEADER, body, sources)
+    return markdown(_HEADER, sorted(body), sources)
 
 
 def _cells(row: SizeRow) -> list[str]:
@@ -62,4 +82,6 @@ def _cells(row: SizeRow) -> list[str]:
         "yes" if row.has_graph else "no",
         number(row.stock_mib),
         number(row.optimized_mib),
+        error_text(row.stock_error),
+        error_text(row.optimized_error),
     ]

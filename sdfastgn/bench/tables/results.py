@@ -13,11 +13,11 @@ from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables import warm_up
 from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import NOTHING, number, source_line
 from sdfastgn.bench.tables.end_to_end import end_to_end_table
 from sdfastgn.bench.tables.kernels import suite_tables
-from sdfastgn.bench.tables.pipelines import PIPELINE_TABLES, pipeline_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.variants import VARIANTS, label
 from sdfastgn.program import OptionError, counted
@@ -141,8 +141,8 @@ def tables_of(result: Result) -> list[Blocks]:
             profile = profile_table(rows, f"where the time of {title} goes")
             tables += [end_to_end_table(rows, title, gate), *([profile] if profile else [])]
         return tables + preset_tables(result)
-    if kind in PIPELINE_TABLES:
-        return [pipeline_table(result.content)]
+    if kind == warm_up.KIND:
+        return [warm_up.result_table(result.content)]
     if found := _kernels_of(result):
         return suite_tables(*found, f"{found[0].title}, {config['dtype']}", config["dtype"])
     raise OptionError(f"{result.name!r} has results of the kind {kind!r}, which has no report")

@@ -9,7 +9,7 @@ import pytest
 from scripts.publish import pages, plots
 from scripts.publish.pages import TABLES
 from sdfastgn.bench.documents import OK, UNAVAILABLE
-from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, TRAINING, KernelRow, Shape
+from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, TRAINING, KernelRow, Shape, rows_of
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables.cells import LOSS
@@ -112,9 +112,9 @@ def test_extras_have_a_table_of_their_own(tmp_path):
     rows = [row(name, hot, "") for name, hot in times.items()]
     data = [{key: value for key, value in vars(one).items() if key != "task"} for one in rows]
     save(tmp_path, "kernels.json", "kernels", data)
-    text = TABLES["producers"](tmp_path)
-    assert "| N x C x H x W | sdfastgn_given / copy | add_with_statistics / add |" in text
-    assert "| 2x320x64x64 | 2.5: 1.25 (1.17) | 5: 1.25 (1.20) |" in text
+    (table,) = kernel_tables.extras_tables(SUITES["inference"], rows_of(SUITES["inference"], {"rows": data}))
+    assert table.header == ["N x C x H x W", "sdfastgn_given / copy", "add_with_statistics / add"]
+    assert table.body == [["2x320x64x64", "2.5: 1.25 (1.17)", "5: 1.25 (1.20)"]]
     assert "add" not in TABLES["kernels"](tmp_path)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.publish import runs, warm_up
 from sdfastgn.bench import documents
-from sdfastgn.bench.tables.pipelines import WaitRow, warm_up_table
+from sdfastgn.bench.tables.warm_up import WaitRow, warm_up_table
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.program import OptionError
 from tests.command_line import exit_code_of

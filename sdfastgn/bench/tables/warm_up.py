@@ -1,22 +1,20 @@
-"""Tables of two measurements of pipelines: the first images, and the CPU's work around the models.
+"""The table of a pipeline's first images.
 
-``scripts/publish`` makes both measurements. Their rows are defined here because ``sdfastgn report`` shows
-them.
+``scripts.publish.warm_up`` measures them. The table is here because ``sdfastgn report`` shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.tables.blocks import Blocks
-from sdfastgn.bench.tables.cells import NOTHING, number
-from sdfastgn.bench.variants import label
+from sdfastgn.bench.tables.cells import NOTHING
 
-# A function gets a row in the table if it takes at least this number of milliseconds with any variant.
-_LEAST_MS = 0.1
+# The kind of the results.
+KIND = "warm_up"
 
 
 @dataclass(frozen=True)
@@ -55,25 +53,11 @@ class WaitRow:
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 
-@dataclass
-class HostRow:
-    """CPU time in milliseconds of one image with one variant.
-
-    ``total_ms``: the whole call of the pipeline. ``functions``: name of a function that the pipeline calls ->
-    its time.
-    """
-
-    variant: str
-    total_ms: float
-    functions: dict[str, float]
-
-
-def pipeline_table(content: dict[str, Any]) -> Blocks:
-    """The table of a result. ``content``: the result's JSON. Its kind must be in ``PIPELINE_TABLES``."""
-    title, row, table = PIPELINE_TABLES[content["kind"]]
+def result_table(content: dict[str, Any]) -> Blocks:
+    """The table of a result. ``content``: the result's JSON, of the kind ``KIND``."""
     (part,) = content["config"]["parts"]
-    shown = table([row(**values) for values in content["rows"]])
-    return replace(shown, title=f"{title}, {part['model']} {part['size']}²")
+    shown = warm_up_table([WaitRow(**values) for values in content["rows"]])
+    return replace(shown, title=f"first images, {part['model']} {part['size']}²")
 
 
 def warm_up_table(rows: Sequence[WaitRow]) -> Blocks:
@@ -93,20 +77,3 @@ def _wait_cells(row: WaitRow, eager: WaitRow) -> list[str]:
         (row.peak_mib, ".0f"), (row.reserved_mib, ".0f"), (row.psnr_db, ".1f"),
     )  # fmt: skip
     return [row.variant, *(NOTHING if value is None else format(value, spec) for value, spec in cells)]
-
-
-def host_table(rows: Sequence[HostRow]) -> Blocks:
-    """A table with a row for the image, and for each function that takes at least ``_LEAST_MS``."""
-    names = dict.fromkeys(name for row in rows for name, ms in row.functions.items() if ms >= _LEAST_MS)
-    body = [
-        ["the image", *(number(row.total_ms) for row in rows)],
-        *([f"`{name}`", *(number(row.functions.get(name)) for row in rows)] for name in names),
-    ]
-    return Blocks(["ms an image", *(label(row.variant) for row in rows)], body)
-
-
-# Kind of a result -> (title, class of its rows, function that makes the table).
-PIPELINE_TABLES: dict[str, tuple[str, type, Callable[[Sequence[Any]], Blocks]]] = {
-    "warm_up": ("first images", WaitRow, warm_up_table),
-    "host": ("what the pipeline calls", HostRow, host_table),
-}

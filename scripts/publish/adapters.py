@@ -1,0 +1,219 @@
+"""Time a UNet's calls after changes that users make between two images, stock and optimized.
+
+python -m scripts.publish.adapters --json adapters.json
+
+The changes are LoRAs and their scales, FreeU, the residuals of a ControlNet, and another prompt. They are
+made one after the other to the same UNet, as the list ``CHANGES`` says. The LoRAs have random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+import sdfastgn
+from scripts.publish.tables.adapters import KIND, ChangeRow
+from sdfastgn.bench import documents, timing
+from sdfastgn.bench.environment import environment
+from sdfastgn.bench.images import relative_error
+from sdfastgn.cli.session import exit_code
+from sdfastgn.model_inputs import unet_inputs
+from sdfastgn.models.architectures import with_random_weights
+from sdfastgn.models.configurations import UNETS
+
+# Batch size of a step with guidance.
+BATCH = 2
+RANK = 16
+# The projections of the attention, which most LoRAs adapt.
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+# Number of calls after the second, whose median is the time of later calls.
+LATER = 12
+# Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
+MAX_ERROR = 0.05
+
+
+@dataclass
+class Step:
+    """A UNet and the arguments of its call.
+
+    ``before_call``: a function that runs before each call. It is given the number of the call.
+    """
+
+    unet: Any
+    inputs: dict[str, Any]
+    before_call: Callable[[int], object] = field(default=lambda number: None)
+
+    def call(self, number: int) -> Tensor:
+        self.before_call(number)
+        with torch.no_grad():
+            return self.unet(**self.inputs, return_dict=False)[0]
+
+
+def add_lora(step: Step, name: str, seed: int) -> None:
+    """Adds a LoRA with random weights. Its product B · A is small beside the layer's weight."""
+    step.unet.add_adapter(LoraConfig(r=RANK, target_modules=list(TARGETS)), adapter_name=name)
+    generator = torch.Generator(step.unet.device).manual_seed(seed)
+    for key, parameter in step.unet.named_parameters():
+        if "lora_" in key and f".{name}." in key:
+            with torch.no_grad():
+                parameter.data = parameter.to(step.unet.dtype)
+                parameter.normal_(std=0.02, generator=generator)
+
+
+def set_scales(step: Step, names: Sequence[str], scales: Sequence[float]) -> None:
+    step.unet.set_adapters(list(names), weights=list(scales))
+
+
+def scale_each_call(step: Step) -> None:
+    step.before_call = lambda number: set_scales(step, ["first"], [0.5 + number / 100])
+
+
+def scale_in_the_arguments(step: Step) -> None:
+    def change(number: int) -> None:
+        step.inputs["cross_attention_kwargs"] = {"scale": 0.5 + number / 100}
+
+    step.before_call = change
+
+
+def no_scale_changes(step: Step) -> None:
+    step.before_call = lambda number: None
+    step.inputs.pop("cross_attention_kwargs", None)
+
+
+def remove_loras(step: Step) -> None:
+    step.unet.unfuse_lora()
+    step.unet.unload_lora()
+
+
+def give_residuals(step: Step, seed: int) -> None:
+    """Adds the arguments that a ControlNet's result becomes, with random values."""
+    config, sample = step.unet.config, step.inputs["sample"]
+    widths, size = config.block_out_channels, sample.shape[-1]
+    shapes = [(widths[0], size)]
+    for index, width in enumerate(widths):
+        shapes += [(width, size)] * config.layers_per_block
+        if index < len(widths) - 1:
+            size //= 2
+            shapes.append((width, size))
+    generator = torch.Generator(sample.device).manual_seed(seed)
+    drawn = [
+        0.1 * torch.randn(BATCH, c, s, s, generator=generator, dtype=sample.dtype, device=sample.device)
+        for c, s in [*shapes, (widths[-1], size)]
+    ]
+    step.inputs["down_block_additional_residuals"] = tuple(drawn[:-1])
+    step.inputs["mid_block_additional_residual"] = drawn[-1]
+
+
+def remove_residuals(step: Step) -> None:
+    del step.inputs["down_block_additional_residuals"], step.inputs["mid_block_additional_residual"]
+
+
+def another_prompt(step: Step) -> None:
+    step.inputs["encoder_hidden_states"] = step.inputs["encoder_hidden_states"].flip(0).clone()
+
+
+# (what is changed, the change), in their order.
+CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
+    ("no LoRA", lambda step: None),
+    ("another prompt", another_prompt),
+    ("a ControlNet's residuals", lambda step: give_residuals(step, 1)),
+    ("other residuals", lambda step: give_residuals(step, 2)),
+    ("no residuals", remove_residuals),
+    ("FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)),
+    ("other values of FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.1, b2=1.2)),
+    ("no FreeU", lambda step: step.unet.disable_freeu()),
+    ("one LoRA", lambda step: add_lora(step, "first", 1)),
+    ("`set_adapters` with another scale", lambda step: set_scales(step, ["first"], [0.5])),
+    ("`set_adapters` with a new scale before each call", scale_each_call),
+    ("a new `scale` in each call's `cross_attention_kwargs`", scale_in_the_arguments),
+    ("a constant scale", no_scale_changes),
+    ("a second LoRA", lambda step: add_lora(step, "second", 2)),
+    ("two LoRAs", lambda step: set_scales(step, ["first", "second"], [0.7, 0.6])),
+    ("the second alone", lambda step: set_scales(step, ["second"], [1.0])),
+    ("`fuse_lora`", lambda step: step.unet.fuse_lora()),
+    ("no LoRA again", remove_loras),
+)
+
+
+def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[ChangeRow]:
+    """Makes all changes of ``CHANGES`` to a stock UNet, then to an optimized one. Returns a row per change.
+
+    ``model``: the UNet, a key of ``UNETS``.
+    """
+    stock, ours = ([*measured_calls(model, dtype, device, optimize=optimize)] for optimize in (False, True))
+    rows = []
+    for (change, _), (expected, stock_ms, stock_mib), (found, ours_ms, ours_mib) in zip(
+        CHANGES, stock, ours, strict=True
+    ):
+        error = relative_error(found, expected)
+        status = documents.OK if error < MAX_ERROR else documents.WRONG
+        rows.append(ChangeRow(model, change, stock_ms, ours_ms, stock_mib, ours_mib, error, status))
+    return rows
+
+
+def measured_calls(
+    model: str, dtype: torch.dtype, device: torch.device, *, optimize: bool
+) -> list[tuple[Tensor, list[float], float | None]]:
+    """Returns for each change (the output on the CPU, the three times of a ``ChangeRow``, MiB)."""
+    config = UNETS[model]
+    unet = with_random_weights(
+        lambda: diffusers.UNet2DConditionModel(**config), dtype, device, seed=0
+    ).requires_grad_(False)
+    size = 8 * config["sample_size"]
+    inputs = unet_inputs(unet.config, size=size, batch=BATCH, dtype=dtype, device=device, seed=0)
+    step = Step(unet, inputs)
+    if optimize:
+        sdfastgn.optimize(unet)
+        for number in range(3):
+            step.call(number)
+    found = []
+    for name, change in CHANGES:
+        change(step)
+        timed = [timing.time_once(partial(step.call, number), device) for number in range(2 + LATER)]
+        times = [1e3 * seconds for seconds, _ in timed]
+        on_gpu = device.type == "cuda"
+        mib = torch.cuda.memory_allocated(device) / 2**20 if on_gpu else None
+        found.append((timed[-1][1].cpu(), [*times[:2], statistics.median(times[2:])], mib))
+        print(f"{model} {'optimized' if optimize else 'stock'}, {name}: {found[-1][1]}", flush=True)
+    del unet, step
+    gc.collect()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit code: 1 if an output was wrong, else 0."""
+    parser = argparse.ArgumentParser(
+        "python -m scripts.publish.adapters",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    parser.add_argument("--model", action="append", choices=UNETS, help="UNet; give it for each")
+    parser.add_argument("--device", default="cuda", help="where they run")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    rows: list[ChangeRow] = []
+    with timing.global_switches() as switches:
+        where = environment(device, switches)
+        timing.spin_up(device)
+        for model in options.model or ("sd15", "sdxl"):
+            rows += measured(model, dtype, device)
+            documents.write_json(options.json, documents.document(KIND, where, {}, rows))
+    return exit_code(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

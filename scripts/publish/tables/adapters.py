@@ -1,0 +1,64 @@
+"""The Markdown table of ``scripts.publish.adapters``: what a change between two images costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.publish.tables.markdown import documents, markdown
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.tables.cells import LOSS, NOTHING, error_text, number, source_line
+from sdfastgn.bench.tables.profile import MODEL_LABELS
+
+KIND = "adapters"
+_HEADER = (
+    "UNet step, batch 2, fp16", "stock: first call", "second", "later", "sdfastgn: first call", "second",
+    "later", "later, speed-up", "difference", "MiB, stock", "MiB",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChangeRow:
+    """The times of a UNet's calls after one change, stock and optimized.
+
+    Attributes:
+        model: the UNet, a key of ``UNETS``.
+        change: what was changed, and stays so until the next row.
+        stock_ms, ours_ms: milliseconds of the first call, of the second, and the median of the later calls.
+            They include what the change itself does on the CPU if the change is a part of each call.
+        stock_mib, ours_mib: memory that tensors occupy after these calls, in MiB; None on the CPU.
+        error: relative error of the optimized output against stock's.
+        status: ``OK``, or ``WRONG`` if the error is too large. A wrong row has no times of ours.
+    """
+
+    model: str
+    change: str
+    stock_ms: list[float]
+    ours_ms: list[float]
+    stock_mib: float | None
+    ours_mib: float | None
+    error: float
+    status: str = OK
+
+
+def adapters_markdown(results: Path) -> str:
+    """Returns a table with a line for each change. A dagger marks later calls slower than stock's."""
+    body, sources = [], []
+    for content in documents(results, KIND):
+        body += [_cells(ChangeRow(**values)) for values in content["rows"]]
+        sources.append(source_line(content))
+    return markdown(_HEADER, body, sources)
+
+
+def _cells(row: ChangeRow) -> list[str]:
+    ours = [number(each) for each in row.ours_ms] if row.status == OK else [row.status, NOTHING, NOTHING]
+    times = row.stock_ms[-1] / row.ours_ms[-1] if row.status == OK else None
+    return [
+        f"{MODEL_LABELS.get(row.model, row.model)}, {row.change}",
+        *(number(each) for each in row.stock_ms),
+        *ours,
+        NOTHING if times is None else f"{times:.2f}x{LOSS if round(times, 2) < 1 else ''}",
+        error_text(row.error),
+        number(row.stock_mib),
+        number(row.ours_mib),
+    ]

@@ -1,0 +1,56 @@
+"""What a change of adapters costs: every change has an effect, and a wrong output has no time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from scripts.publish import adapters
+from scripts.publish.pages import TABLES
+from scripts.publish.tables.adapters import ChangeRow
+from sdfastgn.bench.documents import OK, WRONG
+from tests.bench.tables.cases import SOURCE, save
+
+CPU = torch.device("cpu")
+NAMES = [name for name, _ in adapters.CHANGES]
+ROW = ChangeRow("sdxl", "one LoRA", [80.0, 70.0, 60.0], [90.0, 40.0, 30.0], 5000.0, 5100.0, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, tuple[torch.Tensor, list[float], float | None]]:
+    return dict(zip(NAMES, adapters.measured_calls("tiny", torch.float32, CPU, optimize=False), strict=True))
+
+
+def test_every_change_has_an_effect(calls):
+    outputs = [output for output, _, _ in calls.values()]
+    same = [name for name, a, b in zip(NAMES[1:], outputs, outputs[1:], strict=False) if torch.equal(a, b)]
+    # One is off as before, the other has the same weights in another place.
+    assert set(same) <= {"`fuse_lora`"}
+    assert not torch.equal(calls["no LoRA"][0], calls["another prompt"][0])
+
+
+def test_what_was_removed_is_gone(calls):
+    expected = calls["another prompt"][0]
+    for name in ("no residuals", "no FreeU", "no LoRA again"):
+        torch.testing.assert_close(calls[name][0], expected)
+
+
+def test_a_run_has_a_row_for_each_change(tmp_path):
+    path = tmp_path / "adapters.json"
+    assert adapters.main(["--model", "tiny", "--device", "cpu", "--json", str(path)]) == 0
+    rows = [ChangeRow(**values) for values in json.loads(path.read_text())["rows"]]
+    assert [row.change for row in rows] == NAMES
+    assert {row.status for row in rows} == {OK}
+    assert all(len(row.stock_ms) == len(row.ours_ms) == 3 for row in rows)
+
+
+def test_a_wrong_output_has_no_time_of_ours(tmp_path):
+    rows = [ROW, dataclasses.replace(ROW, change="two LoRAs", error=0.3, status=WRONG)]
+    save(tmp_path, "adapters.json", "adapters", rows)
+    text = TABLES["adapters"](tmp_path)
+    assert "| SDXL, one LoRA | 80 | 70 | 60 | 90 | 40 | 30 | 2.00x | 1.0e-03 | 5000 | 5100 |" in text
+    assert f"| SDXL, two LoRAs | 80 | 70 | 60 | {WRONG} | - | - | - | 3.0e-01 | 5000 | 5100 |" in text
+    assert text.endswith(SOURCE)

@@ -1,0 +1,48 @@
+"""Networks at real sizes: their errors against fp32, and the lines of videos."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.publish import real_sizes
+from scripts.publish.networks import Case
+from scripts.publish.pages import TABLES
+from scripts.publish.tables.real_sizes import SizeRow
+from sdfastgn.bench.images import relative_error
+from tests.bench.tables.cases import save
+
+CPU = torch.device("cpu")
+ROW = SizeRow("a VAE", "bfloat16", 40.0, 20.0, 900.0, 800.0, False, 1e-3, 5e-3, 4e-3)
+
+
+def network(dtype: torch.dtype) -> Case:
+    def prepare(model, draw):
+        x = draw(1, 8, 6, 5)
+        return lambda: model(x)
+
+    layers = lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU())  # noqa: E731
+    return Case("a network", layers, prepare, dtype)
+
+
+def test_errors_are_against_fp32_of_the_same_weights_and_inputs():
+    row = real_sizes.measured(network(torch.bfloat16), CPU)
+    _, call = real_sizes.built(network(torch.bfloat16), CPU)
+    exact = real_sizes.exact_output(network(torch.bfloat16), CPU)
+    assert exact.dtype == torch.float32
+    assert row.stock_error == pytest.approx(relative_error(call(), exact))
+    assert 1e-3 < row.stock_error < 2e-2
+    assert row.optimized_error == pytest.approx(row.stock_error, rel=0.5)
+    assert real_sizes.measured(network(torch.float32), CPU).stock_error == 0
+
+
+def test_videos_have_a_table_of_their_own(tmp_path):
+    rows = [ROW, dataclasses.replace(ROW, model="a video", is_video=True)]
+    save(tmp_path, "1.json", "real_sizes", rows)
+    line = "| bfloat16 | 40 | 20 | 2.00x | no | 900 | 800 | 5.0e-03 | 4.0e-03 |"
+    assert f"| a VAE {line}" in TABLES["real_sizes"](tmp_path)
+    assert f"| a video {line}" in TABLES["video"](tmp_path)
+    assert "a VAE" not in TABLES["video"](tmp_path)
