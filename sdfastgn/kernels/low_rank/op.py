@@ -1,4 +1,4 @@
-"""Adds the products of LoRA adapters to weights: ``add_low_rank``.
+"""Adds the products of LoRA adapters to weights: ``add_low_rank`` and ``LowRankSums``.
 
 A LoRA layer computes ``weight @ x + scale * b @ (a @ x)``. One product of x with the sum
 ``weight + scale * b @ a`` gives the same result. This op computes this sum for many layers in one launch:
@@ -16,6 +16,7 @@ Numerics: fp32, or fp64 for fp64 weights, rounded once at the end.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,38 +89,71 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
     Dtypes: fp16, bf16, fp32 or fp64. The factors may have other dtypes than ``weight``.
     Grad: none. The caller must not want gradients.
     """
-    kinds: dict[_Kind, list[tuple[Sum, tuple[int, ...], list[tuple[int, ...]]]]] = {}
-    for total in sums:
-        numbers = _numbers(total)
-        if numbers is None:
-            reference_add_low_rank(total)
-            continue
-        pair = total.pairs[0] if total.pairs else None
-        (out, weight, _, columns, _), _ = numbers
-        dtype = total.weight.dtype
-        kind = _Kind(
-            total.weight.device,
-            dtype,
-            dtype if pair is None else pair.a.dtype,
-            dtype if pair is None else pair.b.dtype,
-            is_aligned=(out | weight) % 16 == columns % 8 == 0,
-        )
-        kinds.setdefault(kind, []).append((total, *numbers))
-    for kind, found in kinds.items():
-        matrices = tuple(row for _, row, _ in found)
-        factors = tuple(tuple(rows) for _, _, rows in found)
-        scales = [pair.scale for total, _, _ in found for pair in total.pairs]
-        tables = _tables(kind, matrices, factors)
-        on_gpu = torch.tensor(scales or [0.0], dtype=torch.float32).to(kind.device, non_blocking=True)
-        if kind.device.type == "cuda":  # the cache may free the tables before the kernel has read them
-            for table in tables[1:]:
-                table.record_stream(torch.cuda.current_stream(kind.device))
-        # A rehearsal only records launches. But the caller uses the sums, so this launch must run.
-        token = rehearsal.set(None)
-        try:
-            tables.launch.run(tables.tiles, tables.matrices, tables.factors, on_gpu)
-        finally:
-            rehearsal.reset(token)
+    LowRankSums(sums).compute([pair.scale for total in sums for pair in total.pairs])
+
+
+class LowRankSums:
+    """The sums of ``add_low_rank``, to be computed several times with the same tensors.
+
+    Only the first computation has to look at all tensors. The tensors must keep their memory.
+    """
+
+    def __init__(self, sums: Sequence[Sum]) -> None:
+        self._sums = sums
+        # Index of a sum -> index of the scale of its first pair.
+        self._first = list(itertools.accumulate((len(total.pairs) for total in sums), initial=0))
+        kinds: dict[_Kind, list[tuple[int, tuple[int, ...], list[tuple[int, ...]]]]] = {}
+        self._by_reference: list[int] = []
+        for index, total in enumerate(sums):
+            numbers = _numbers(total)
+            if numbers is None:
+                self._by_reference.append(index)
+                continue
+            pair = total.pairs[0] if total.pairs else None
+            (out, weight, _, columns, _), _ = numbers
+            dtype = total.weight.dtype
+            kind = _Kind(
+                total.weight.device,
+                dtype,
+                dtype if pair is None else pair.a.dtype,
+                dtype if pair is None else pair.b.dtype,
+                is_aligned=(out | weight) % 16 == columns % 8 == 0,
+            )
+            kinds.setdefault(kind, []).append((index, *numbers))
+        self._launches = [
+            (
+                kind.device,
+                _tables(kind, tuple(row for _, row, _ in found), tuple(tuple(rows) for _, _, rows in found)),
+                [place for index, _, _ in found for place in self._places(index)],
+            )
+            for kind, found in kinds.items()
+        ]
+
+    def _places(self, index: int) -> range:
+        """Where the scales of the sum ``index`` are in the list of all scales."""
+        return range(self._first[index], self._first[index + 1])
+
+    def compute(self, scales: Sequence[float]) -> None:
+        """Computes all sums. ``scales``: those of all pairs, which replace the scales of the sums."""
+        for index in self._by_reference:
+            total = self._sums[index]
+            places = self._places(index)
+            pairs = (
+                pair._replace(scale=scales[place]) for pair, place in zip(total.pairs, places, strict=True)
+            )
+            reference_add_low_rank(total._replace(pairs=tuple(pairs)))
+        for device, tables, places in self._launches:
+            chosen = [scales[place] for place in places] or [0.0]
+            on_gpu = torch.tensor(chosen, dtype=torch.float32).to(device, non_blocking=True)
+            if device.type == "cuda":  # the tables may be freed before the kernel has read them
+                for table in tables[1:]:
+                    table.record_stream(torch.cuda.current_stream(device))
+            # A rehearsal only records launches. But the caller uses the sums, so this launch must run.
+            token = rehearsal.set(None)
+            try:
+                tables.launch.run(tables.tiles, tables.matrices, tables.factors, on_gpu)
+            finally:
+                rehearsal.reset(token)
 
 
 class _Tables(NamedTuple):

@@ -40,7 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_expired
-from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
+from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
 from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of, version_of
 from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import restore_class
@@ -61,6 +61,7 @@ __all__ = [
     "merged_in",
     "merged_layer",
     "must_release",
+    "only_reads",
     "plain_layer",
     "release",
     "scaled",
@@ -92,6 +93,8 @@ _touches = 0
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
 # The factor by which the running call multiplies all scales. It comes from the call's arguments.
 _factor: ContextVar[float] = ContextVar("sdfastgn_adapter_factor", default=1.0)
+# True while other code reaches weights through their wrappers, but is known to write into none.
+only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
 # (index of a GPU, handle of a stream) -> stream, for the streams that have read merged weights since these
 # were written last. The next write waits for these streams.
 _readers: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -151,11 +154,7 @@ class _Record:
         )
 
     def sums(self, source: Source) -> Iterator[Sum]:
-        """Yields the sums that ``add_low_rank`` must compute for the merged weight and bias.
-
-        Marks the stand-in as invalid until ``note`` is called.
-        """
-        self.key = None
+        """Yields the sums that ``add_low_rank`` must compute for the merged weight and bias."""
         pairs = tuple(Factors(a, b, scale) for a, b, _, scale in source.pairs)
         yield Sum(self.layer.weight, source.weight, pairs)
         if self.layer.bias is not None:
@@ -177,6 +176,11 @@ class _Record:
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._written = written
         self.key = key
+
+    def note_scales(self, key: tuple[Any, ...], scales: tuple[float, ...], written: tuple[int, Any]) -> None:
+        """Take note that the stand-in was computed again with other ``scales``. ``key``: the last key."""
+        self._written = written
+        self.key = (*key[:3], scales)
 
     def wait(self) -> None:
         """Make the current stream wait until the merged weight is written, and record that it reads it."""
@@ -346,6 +350,7 @@ def _write(found: Iterable[tuple[nn.Module, Source]]) -> list[_Record]:
                 if record is not None:
                     record.free()
                 record = _records[layer] = _Record(source)
+            record.key = None  # invalid until ``note``
             records.append(record)
         pairs = list(zip(records, found, strict=True))
         add_low_rank([total for record, (_, source) in pairs for total in record.sums(source)])
@@ -492,6 +497,8 @@ def forget(layer: nn.Module) -> None:
 def may_change(layer: nn.Module) -> None:
     """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
     global _touches
+    if only_reads.get():
+        return
     record = _records.get(layer)
     if record is not None:
         record.key = None
@@ -541,6 +548,7 @@ class Survey:
         self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
         self._factor: float | None = None
         self._before: list[Any] = []
+        self._sums: LowRankSums | None = None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -567,28 +575,77 @@ class Survey:
     def _refresh(self, factor: float) -> bool:
         for device in self._devices:
             _read_on(device)
-        is_same = (
-            self._factor is not None
-            and self._seen() == self._before
-            and not any(map(is_expired, self._storage_ids))
-        )
-        if is_same and factor == self._factor:
-            return True
-        self._factor = None
-        if not (is_same or self._find()):
+        if self._factor is not None and not any(map(is_expired, self._storage_ids)):
+            seen = self._seen()
+            if seen == self._before and factor == self._factor:
+                return True
+            if self._differ_in_scales(seen):
+                self._factor = None
+                if self._rescale(factor):
+                    seen[0] = _touches
+                    self._before, self._factor = seen, factor
+                    return True
+        self._factor = self._sums = None
+        if not self._find():
             return False
         found = []
         for layer, record, source in zip(self.layers, self._records, self._sources, strict=True):
             scaled = source.scaled(factor)
-            if not (is_same or (_records.get(layer) is record and record.fits(scaled))):
+            if not (_records.get(layer) is record and record.fits(scaled)):
                 self.reason = "a layer with an adapter has other memory or settings"
                 return False
-            if is_same or not record.is_of(scaled):
+            if not record.is_of(scaled):
                 found.append((layer, scaled))
         if found:
             _write(found)
             self._before[0] = _touches
         self._factor = factor
+        return True
+
+    def _differ_in_scales(self, seen: list[Any]) -> bool:
+        """True if ``seen`` has at most other scales than before, and only plain numbers."""
+        before = self._before
+        return (
+            seen[:_SCALES] == before[:_SCALES]
+            and seen[_SCALES + 1 :] == before[_SCALES + 1 :]
+            and set(map(type, seen[_SCALES])) <= {float, int}
+        )
+
+    def _rescale(self, factor: float) -> bool:
+        """Write all merged weights again, with the present scales times ``factor``.
+
+        Nothing but scales may have changed since the last refresh. Returns False, and writes nothing, if
+        another thread has changed a layer meanwhile.
+        """
+        global _touches
+        if self._sums is None:
+            pairs = zip(self._records, self._sources, strict=True)
+            self._sums = LowRankSums([total for record, source in pairs for total in record.sums(source)])
+            self._names = [active_adapters(own) for own in self._owns]
+            self._have_bias = [
+                [name for name, pair in zip(names, source.pairs, strict=True) if pair[2] is not None]
+                for names, source in zip(self._names, self._sources, strict=True)
+            ]
+        scales: list[float] = []
+        of_records = []
+        for own, names, have_bias in zip(self._owns, self._names, self._have_bias, strict=True):
+            now = own["scaling"]
+            of_records.append(tuple([now[name] * factor for name in names]))
+            scales += of_records[-1]
+            scales += [now[name] * factor for name in have_bias]
+        with _changing, torch.no_grad():
+            keys = [record.key for record in self._records]
+            if None in keys:
+                return False
+            _touches += 1  # another ``Survey`` may expect other values
+            for device in self._devices:
+                _wait_for_readers(device)
+            for record in self._records:
+                record.key = None  # invalid until ``note_scales``
+            self._sums.compute(scales)
+            written = {device: _written_now(device) for device in self._devices}
+            for record, key, own_scales in zip(self._records, keys, of_records, strict=True):
+                record.note_scales(key, own_scales, written[record.layer.weight.device])
         return True
 
     def _find(self) -> bool:
@@ -649,6 +706,8 @@ class Survey:
         ]
 
 
+# Index of the scales in what ``Survey._seen`` returns.
+_SCALES = 10
 _disabled_of = itemgetter("_disable_adapters")
 _fused_of = itemgetter("merged_adapters")
 _active_of = itemgetter("_active_adapter")

@@ -31,6 +31,14 @@ class _MergedLayer(nn.Module):
             merged_adapters.may_change(self)
         return super().__getattr__(name)
 
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """peft's method. It reads the adapters' layers, but writes into no weight."""
+        token = merged_adapters.only_reads.set(True)
+        try:
+            super().set_adapter(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            merged_adapters.only_reads.reset(token)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Frees the merged weights when ``.to()`` or a similar method moves the layer.
 

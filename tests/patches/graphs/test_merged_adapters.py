@@ -166,6 +166,30 @@ def test_every_switch_one_after_the_other():
     assert (state(unet).captured, state(unet).last_change) == (1, "")
 
 
+def test_new_scales_alone_look_at_no_layer_again(monkeypatch):
+    unet, stock, inputs = make()
+    for model in (unet, stock):
+        add(model, "a", 5, lora_bias=True)
+        add(model, "b", 6, FEW)
+        weights(["a", "b"], [0.5, 0.5])(model)
+    same_results(unet, stock, inputs, 3)
+    looked, source_of = [], merged_adapters.source_of
+    monkeypatch.setattr(merged_adapters, "source_of", lambda layer: looked.append(layer) or source_of(layer))
+    for scale, factor in ((0.3, 1.0), (-0.7, 1.0), (2, 0.5), (2, -0.25), (0.0, 1.0)):
+        for model in (unet, stock):
+            weights(["a", "b"], [scale, 1 - scale])(model)
+        values = {**inputs, "cross_attention_kwargs": {"scale": factor}}
+        agree(run(unet, values), run(stock, values))
+    assert looked == []
+    assert (state(unet).captured, state(unet).last_change) == (1, "")
+    # A write that PyTorch does not count is noticed after ``set_adapter`` too.
+    for model in (unet, stock):
+        weights(["a", "b"], [0.4, 0.4])(model)
+        through_data(model)
+    same_results(unet, stock, inputs, 2)
+    assert looked
+
+
 def test_a_scale_in_the_arguments_shares_the_graph():
     unet, stock, inputs = make()
     two(unet), two(stock)
