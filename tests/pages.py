@@ -100,8 +100,9 @@ def substitute(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def model(cls: Any, source: str, **_: Any) -> Any:
         return next(part for part in build(source).components.values() if type(part) is cls)
 
-    def lora(pipe: Any, source: str, **_: Any) -> None:
-        pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "conv1"], init_lora_weights=False))
+    def lora(pipe: Any, source: str, adapter_name: str = "default", **_: Any) -> None:
+        config = LoraConfig(r=4, target_modules=["to_q", "conv1"], init_lora_weights=False)
+        pipe.unet.add_adapter(config, adapter_name=adapter_name)
 
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(pipeline))
     monkeypatch.setattr(diffusers.ModelMixin, "from_pretrained", classmethod(model))
