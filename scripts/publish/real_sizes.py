@@ -122,11 +122,16 @@ def measured(case: Case, device: torch.device) -> SizeRow:
         stock_mib,
         mib,
         any(each.replays for each in graphs),
-        error if math.isfinite(error) else None,
-        *(each if math.isfinite(each) else None for each in (stock_fp32, ours_fp32)),
+        _finite(error),
+        _finite(stock_fp32),
+        _finite(ours_fp32),
         is_video=case.is_video,
         status=documents.OK if error < MAX_ERROR else documents.WRONG,
     )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _release() -> None:
