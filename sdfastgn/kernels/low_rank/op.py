@@ -137,11 +137,9 @@ class LowRankSums:
         """Computes all sums. ``scales``: those of all pairs, which replace the scales of the sums."""
         for index in self._by_reference:
             total = self._sums[index]
-            places = self._places(index)
-            pairs = (
-                pair._replace(scale=scales[place]) for pair, place in zip(total.pairs, places, strict=True)
-            )
-            reference_add_low_rank(total._replace(pairs=tuple(pairs)))
+            new = (scales[place] for place in self._places(index))
+            pairs = tuple(Factors(a, b, scale) for (a, b, _), scale in zip(total.pairs, new, strict=True))
+            reference_add_low_rank(total._replace(pairs=pairs))
         for device, tables, places in self._launches:
             chosen = [scales[place] for place in places] or [0.0]
             on_gpu = torch.tensor(chosen, dtype=torch.float32).to(device, non_blocking=True)

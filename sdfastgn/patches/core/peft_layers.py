@@ -10,7 +10,7 @@ from typing import Any
 from peft.tuners.lora import layer as lora
 from torch import nn
 
-from sdfastgn.patches.core import merged_adapters
+from sdfastgn.patches.core import merged_adapters, merged_weights
 from sdfastgn.patches.core.fusion import register_fused
 
 __all__ = ["MERGED", "MergedConv2d", "MergedLinear"]
@@ -28,23 +28,23 @@ class _MergedLayer(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in _DOORS:
-            merged_adapters.may_change(self)
+            merged_weights.may_change(self)
         return super().__getattr__(name)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         """peft's method. It reads the adapters' layers, but writes into no weight."""
-        token = merged_adapters.only_reads.set(True)
+        token = merged_weights.only_reads.set(True)
         try:
             super().set_adapter(*args, **kwargs)  # type: ignore[misc]
         finally:
-            merged_adapters.only_reads.reset(token)
+            merged_weights.only_reads.reset(token)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Frees the merged weights when ``.to()`` or a similar method moves the layer.
 
         The next call computes them again.
         """
-        merged_adapters.forget(self)
+        merged_weights.forget(self)
         return super()._apply(*args, **kwargs)
 
 

@@ -25,9 +25,10 @@ import torch
 from torch import nn
 
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
-from sdfastgn.patches.core.merged_adapters import Survey, give_back, scaled
+from sdfastgn.patches.core.merged_adapters import give_back, scaled
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
 from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.lora_scale import LoraScale

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core.merged_adapters import Survey
+from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.models import lora_scale_of
 
 __all__ = ["LoraScale"]

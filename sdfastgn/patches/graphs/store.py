@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from sdfastgn.patches.core.merged_adapters import Survey
+from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.capture import Backend, Graph
 from sdfastgn.patches.graphs.watch import Watch
 

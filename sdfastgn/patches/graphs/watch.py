@@ -40,9 +40,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import has_foreign_forward
 from sdfastgn.patches.core.instance_entries import GUARDS
-from sdfastgn.patches.core.merged_adapters import Survey
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
 from sdfastgn.patches.graphs.comparisons import (
     Attributes,

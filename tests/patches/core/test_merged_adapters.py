@@ -12,7 +12,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
-from sdfastgn.patches.core import merged_adapters
+from sdfastgn.patches.core import merged_adapters, merged_weights
 from sdfastgn.patches.core.merged_adapters import adopt, is_merged, merged_layer, release
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -238,7 +238,7 @@ def test_without_memory_stocks_code_runs(monkeypatch):
     unet = build_unet("tiny", torch.float32, "cpu")
     unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), adapter_name="a")
     with monkeypatch.context() as short:
-        short.setattr(merged_adapters, "_stand_in", fail)
+        short.setattr(merged_weights, "_stand_in", fail)
         sdfastgn.optimize(unet)
     report = sdfastgn.report(unet)
     assert not report.merged

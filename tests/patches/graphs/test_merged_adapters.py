@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict
 
 import sdfastgn
-from sdfastgn.patches.core import merged_adapters
+from sdfastgn.patches.core import adapter_survey, merged_adapters
 from tests.patches.graphs.cases import DEVICES, agree, make, run, same_results, state
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -125,7 +125,7 @@ def test_a_switch_keeps_the_graph(name, device, monkeypatch):
     SWITCHES[name](unet), SWITCHES[name](stock)
     expected = run(stock, inputs)
     with monkeypatch.context() as unrefreshed:  # so that this test can fail
-        unrefreshed.setattr(merged_adapters.Survey, "refresh", lambda self, factor: True)
+        unrefreshed.setattr(adapter_survey.Survey, "refresh", lambda self, factor: True)
         assert (run(unet, inputs) - expected).abs().max() > 2e-3
     for _ in range(2):
         agree(run(unet, inputs), expected)
@@ -173,8 +173,8 @@ def test_new_scales_alone_look_at_no_layer_again(monkeypatch):
         add(model, "b", 6, FEW)
         weights(["a", "b"], [0.5, 0.5])(model)
     same_results(unet, stock, inputs, 3)
-    looked, source_of = [], merged_adapters.source_of
-    monkeypatch.setattr(merged_adapters, "source_of", lambda layer: looked.append(layer) or source_of(layer))
+    looked, source_of = [], adapter_survey.source_of
+    monkeypatch.setattr(adapter_survey, "source_of", lambda layer: looked.append(layer) or source_of(layer))
     for scale, factor in ((0.3, 1.0), (-0.7, 1.0), (2, 0.5), (2, -0.25), (0.0, 1.0)):
         for model in (unet, stock):
             weights(["a", "b"], [scale, 1 - scale])(model)

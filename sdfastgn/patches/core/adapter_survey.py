@@ -1,0 +1,197 @@
+"""Keeps the merged weights of a whole model up to date for its CUDA graphs (``merged_adapters.py``)."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.kernels.common.private import expiring, is_expired
+from sdfastgn.kernels.low_rank.op import LowRankSums
+from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of, version_of
+from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
+from sdfastgn.patches.core.merged_weights import read_on, records, rescale, touches, write
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Survey:
+    """Keeps all merged weights of the model ``root`` up to date for its CUDA graphs.
+
+    The constructor also adopts layers that are new.
+
+    Attributes:
+        layers: the wrappers in ``root`` that run with merged weights.
+        takes_scale: True if all layers with adapters in ``root`` are merged. Then a scale that is an argument
+            of the model's call can become part of the merged weights.
+        reason: why the last ``refresh`` returned False.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.layers = adopt(root)
+        merged = set(self.layers)
+        self.takes_scale = PEFT not in sys.modules or all(
+            module in merged for module in root.modules() if hasattr(type(module), "scale_layer")
+        )
+        self.reason = ""
+        self._records = [records[layer] for layer in self.layers]
+        self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
+        self._factor: float | None = None
+        self._before: list[Any] = []
+        self._sums: LowRankSums | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The merged weights and biases."""
+        return [p for record in self._records for p in record.layer.parameters()]
+
+    def refresh(self, factor: float = 1.0) -> bool:
+        """Bring all merged weights up to date, in the current stream.
+
+        Returns False if a layer cannot be merged any more, or if its stand-in no longer fits.
+
+        ``factor``: number by which all scales are multiplied.
+        """
+        try:
+            return not self.layers or self._refresh(factor)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError) as error:
+            # Another thread is adding or deleting an adapter, so peft's dicts change or do not match.
+            self._factor = None
+            self.reason = f"its adapters were changed during a call: {one_line(error)}"
+            return False
+
+    def _refresh(self, factor: float) -> bool:
+        for device in self._devices:
+            read_on(device)
+        if self._factor is not None and not any(map(is_expired, self._storage_ids)):
+            seen = self._seen()
+            if seen == self._before and factor == self._factor:
+                return True
+            if self._differ_in_scales(seen):
+                self._factor = None
+                if self._rescale(factor):
+                    seen[0] = touches()
+                    self._before, self._factor = seen, factor
+                    return True
+        self._factor = self._sums = None
+        if not self._find():
+            return False
+        found = []
+        for layer, record, source in zip(self.layers, self._records, self._sources, strict=True):
+            scaled = source.scaled(factor)
+            if not (records.get(layer) is record and record.fits(scaled)):
+                self.reason = "a layer with an adapter has other memory or settings"
+                return False
+            if not record.is_of(scaled):
+                found.append((layer, scaled))
+        if found:
+            write(found)
+            self._before[0] = touches()
+        self._factor = factor
+        return True
+
+    def _differ_in_scales(self, seen: list[Any]) -> bool:
+        """True if ``seen`` has at most other scales than before, and only plain numbers."""
+        before = self._before
+        return (
+            seen[:_SCALES] == before[:_SCALES]
+            and seen[_SCALES + 1 :] == before[_SCALES + 1 :]
+            and set(map(type, seen[_SCALES])) <= {float, int}
+        )
+
+    def _rescale(self, factor: float) -> bool:
+        """Writes all merged weights again, with the present scales times ``factor``.
+
+        Nothing but scales may have changed since the last refresh. Returns False, and writes nothing, if
+        another thread has changed a layer meanwhile.
+        """
+        if self._sums is None:
+            pairs = zip(self._records, self._sources, strict=True)
+            self._sums = LowRankSums([total for record, source in pairs for total in record.sums(source)])
+            self._names = [active_adapters(own) for own in self._owns]
+            self._have_bias = [
+                [name for name, pair in zip(names, source.pairs, strict=True) if pair[2] is not None]
+                for names, source in zip(self._names, self._sources, strict=True)
+            ]
+        flat: list[float] = []
+        scales = []
+        for own, names, have_bias in zip(self._owns, self._names, self._have_bias, strict=True):
+            now = own["scaling"]
+            scales.append(tuple([now[name] * factor for name in names]))
+            flat += scales[-1]
+            flat += [now[name] * factor for name in have_bias]
+        return rescale(self._records, self._sums, scales, flat)
+
+    def _find(self) -> bool:
+        """Find the sources of all merged weights. Returns False if a layer cannot be merged any more."""
+        for layer in self.layers:
+            unfuse(layer)
+        self._look()
+        self._sources: list[Source] = []
+        for layer in self.layers:
+            source = source_of(layer)
+            if isinstance(source, str) or not runs_merged(source.weight):
+                why = source if isinstance(source, str) else "no kernels run"
+                self.reason = f"an adapter cannot be merged any more: {why}"
+                return False
+            self._sources.append(source)
+        return True
+
+    def _look(self) -> None:
+        """Collect the dicts and tensors that ``_seen`` reads, and store its present result."""
+        owns = list(map(vars, self.layers))
+        bases = [own["_modules"]["base_layer"] for own in owns]
+        parts = [own["_modules"][side]._modules for own in owns for side in ("lora_A", "lora_B")]
+        adapters = [module for part in parts for module in part.values()]
+        running = [*self.layers, *bases, *adapters]
+        self._owns = owns
+        self._children = [own["_modules"] for own in owns] + parts
+        self._running = running
+        self._dicts = list(map(vars, running))
+        self._hooks = [vars(module)[name] for module in running for name in _HOOKS]
+        self._parameters = [module._parameters for module in (*bases, *adapters)]
+        self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
+        self._tensors = [t for part in self._parameters for t in part.values() if t is not None]
+        # While these are kept, no other object can have their ids.
+        self._kept = [child for children in self._children for child in children.values()]
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
+        self._storage_ids = list(map(expiring, self._storages))
+        self._before = self._seen()
+
+    def _seen(self) -> list[Any]:
+        """Values that change if a merged weight would change. The lists are built and compared in C."""
+        owns = self._owns
+        scales = list(map(_scales_of, owns))
+        return [
+            touches(),
+            list(map(type, self._running)),
+            list(map(id, chain.from_iterable(map(dict.values, self._children)))),
+            list(map(id, chain.from_iterable(map(dict.values, self._parameters)))),
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(version_of, self._tensors)),
+            list(map(_disabled_of, owns)),
+            list(map(len, map(_fused_of, owns))),
+            list(chain.from_iterable(map(_active_of, owns))),
+            list(map(type, scales)),
+            list(chain.from_iterable(map(dict.values, scales))),
+            list(map(_settings_of, self._convs)),
+            list(map(len, self._dicts)),
+            any(self._hooks),
+        ]
+
+
+# Index of the scales in what ``Survey._seen`` returns.
+_SCALES = 10
+_disabled_of = itemgetter("_disable_adapters")
+_fused_of = itemgetter("merged_adapters")
+_active_of = itemgetter("_active_adapter")
+_scales_of = itemgetter("scaling")
+_settings_of = itemgetter(*OF_CONV)

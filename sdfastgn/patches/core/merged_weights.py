@@ -1,0 +1,249 @@
+"""The memory of merged weights: the stand-ins of wrappers, and when their weights are written and read.
+
+``merged_adapters.py`` explains merged weights, and decides which layers have them. Weights are written in the
+current stream. The stream waits for all other streams that have read merged weights since they were written
+last. A stream that reads them waits for the stream that has written them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_expired
+from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
+from sdfastgn.patches.core.adapter_sources import OF_CONV, Source
+
+# Number of sizes that the constructor of a layer takes.
+_SIZES = {nn.Linear: 2, nn.Conv2d: 3}
+
+# Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
+# are neither copied nor pickled.
+records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+# True while other code reaches weights through their wrappers, but is known to write into none.
+only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
+# Counts the events after which a ``Survey`` must check all layers again: merged weights were written or
+# freed, or other code may have written into a weight.
+_touches = 0
+# (index of a GPU, handle of a stream) -> stream, for the streams that have read merged weights since these
+# were written last. The next write waits for these streams.
+_readers: dict[tuple[int, int], torch.cuda.Stream] = {}
+# Held while records are made, written or forgotten.
+changing = threading.RLock()
+
+
+def touches() -> int:
+    """Returns a number that changes whenever merged weights may be others than a ``Survey`` has seen."""
+    return _touches
+
+
+class Record:
+    """The stand-in of one wrapper, and the state from which its weight was computed."""
+
+    def __init__(self, source: Source) -> None:
+        self.layer = _stand_in(source)
+        self.key: tuple[Any, ...] | None = None
+        self._tensors: list[Tensor] = []
+        self._storages: list[StorageWeakRef] = []
+        self._places: tuple[Any, ...] = ()
+        self._written: tuple[int, Any] = (0, None)
+
+    def fits(self, source: Source) -> bool:
+        """True if the stand-in can hold the merged weights of ``source``.
+
+        Its weight must have the same dtype, device, shape and strides, and its settings must be equal.
+        """
+        weight, bias, like = self.layer.weight, self.layer.bias, source.weight
+        return (
+            (weight.dtype, weight.device, weight.shape, weight.stride())
+            == (like.dtype, like.device, like.shape, like.stride())
+            and (bias is not None) == source.has_bias
+            and (
+                type(self.layer) is nn.Linear
+                or all(getattr(self.layer, name) == getattr(source.base, name) for name in OF_CONV)
+            )
+        )
+
+    def is_of(self, source: Source) -> bool:
+        """True if the merged weight was computed from the present values of ``source``."""
+        return (
+            self.key is not None
+            and self.key == source.key(source.tensors)
+            and not any(map(is_expired, map(expiring, self._storages)))
+        )
+
+    def sums(self, source: Source) -> Iterator[Sum]:
+        """Yields the sums that ``add_low_rank`` must compute for the merged weight and bias."""
+        pairs = tuple(Factors(a, b, scale) for a, b, _, scale in source.pairs)
+        yield Sum(self.layer.weight, source.weight, pairs)
+        if self.layer.bias is not None:
+            out = self.layer.bias
+            own = torch.zeros_like(out) if source.bias is None else source.bias
+            biases = [(bias, scale) for _, _, bias, scale in source.pairs if bias is not None]
+            yield Sum(out, own, tuple(Factors(b.new_ones(1, 1), b.view(-1, 1), s) for b, s in biases))
+
+    def note(self, source: Source, written: tuple[int, Any]) -> None:
+        """Record that the stand-in was computed from ``source``.
+
+        ``written``: (handle of the stream that writes the weights, event after this write).
+        """
+        tensors = source.tensors
+        key = source.key(tensors)
+        if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
+            self._places = key[:2]
+            self._tensors = tensors  # while they are kept, no other tensor can have their ids
+            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self._written = written
+        self.key = key
+
+    def note_scales(self, key: tuple[Any, ...], scales: tuple[float, ...], written: tuple[int, Any]) -> None:
+        """Take note that the stand-in was computed again with other ``scales``. ``key``: the last key."""
+        self._written = written
+        self.key = (*key[:3], scales)
+
+    def wait(self) -> None:
+        """Make the current stream wait until the merged weight is written, and record that it reads it."""
+        stream, event = self._written
+        weight = self.layer.weight
+        read_on(weight.device)
+        if event is not None and current_raw_stream(weight.device.index) != stream:
+            torch.cuda.current_stream(weight.device).wait_event(event)
+
+    def free(self) -> None:
+        """Free the memory. The parameters stay, without elements, so that a graph's ``Watch`` notices."""
+        self.key = None
+        for parameter in self.layer.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+
+def _stand_in(source: Source) -> Any:
+    """A plain layer with the settings of ``source.base`` and new, uninitialized weight and bias."""
+    base, weight = source.base, source.weight
+    layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
+    # Only the settings of a plain layer are copied. The base may also have hooks, and other code may have put
+    # entries into its ``__dict__``.
+    for name, value in vars(layer).items():
+        if not isinstance(value, (dict, set)):
+            vars(layer)[name] = vars(base)[name]
+    # Inference mode is off, because tensors that are made in it are inference tensors.
+    with torch.inference_mode(False), torch.no_grad():
+        place = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+        bias = weight.new_empty(len(weight)) if source.has_bias else None
+        vars(layer)["_parameters"] = {
+            "weight": nn.Parameter(place, requires_grad=False),
+            "bias": None if bias is None else nn.Parameter(bias, requires_grad=False),
+        }
+    return layer
+
+
+def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
+    """Compute the merged weights of the wrappers in ``found``, in the current stream.
+
+    Returns the records of the wrappers.
+    """
+    global _touches
+    found = list(found)
+    devices = dict.fromkeys(source.weight.device for _, source in found)
+    with changing, torch.no_grad():
+        _touches += 1  # so that every ``Survey`` checks again
+        for device in devices:
+            _wait_for_readers(device)
+        made = []
+        for layer, source in found:
+            record = records.get(layer)
+            if record is None or not record.fits(source):
+                if record is not None:
+                    record.free()
+                record = records[layer] = Record(source)
+            record.key = None  # invalid until ``note``
+            made.append(record)
+        pairs = list(zip(made, found, strict=True))
+        add_low_rank([total for record, (_, source) in pairs for total in record.sums(source)])
+        written = {device: _written_now(device) for device in devices}
+        for record, (_, source) in pairs:
+            record.note(source, written[source.weight.device])
+    return made
+
+
+def rescale(
+    those: Sequence[Record], sums: LowRankSums, scales: Sequence[tuple[float, ...]], flat: Sequence[float]
+) -> bool:
+    """Writes merged weights again whose sources have only other scales, in the current stream.
+
+    Returns False, and writes nothing, if another thread has marked one of the records as outdated.
+
+    Args:
+        those: the records of all layers of a ``Survey``.
+        sums: what their ``sums`` yield, in this order.
+        scales: the new scales of each record's source.
+        flat: the new scales of ``sums``.
+    """
+    global _touches
+    devices = dict.fromkeys(record.layer.weight.device for record in those)
+    with changing, torch.no_grad():
+        keys = [record.key for record in those if record.key is not None]
+        if len(keys) < len(those):
+            return False
+        _touches += 1  # another ``Survey`` may expect other values
+        for device in devices:
+            _wait_for_readers(device)
+        for record in those:
+            record.key = None  # invalid until ``note_scales``
+        sums.compute(flat)
+        written = {device: _written_now(device) for device in devices}
+        for record, key, own_scales in zip(those, keys, scales, strict=True):
+            record.note_scales(key, own_scales, written[record.layer.weight.device])
+    return True
+
+
+def _wait_for_readers(device: torch.device) -> None:
+    """Make the current stream of ``device`` wait for the other streams that read merged weights."""
+    if device.type == "cuda":
+        for key in [key for key in list(_readers) if key[0] == device.index]:
+            stream = _readers.pop(key, None)
+            if stream is not None and key[1] != current_raw_stream(device.index):
+                torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def read_on(device: torch.device) -> None:
+    """Record that the current stream of ``device`` reads merged weights."""
+    if device.type == "cuda":
+        key = device.index, current_raw_stream(device.index)
+        if key not in _readers:
+            _readers[key] = torch.cuda.current_stream(device)
+
+
+def _written_now(device: torch.device) -> tuple[int, Any]:
+    """Returns (handle of the current stream, event after all of its work so far); (0, None) on a CPU."""
+    if device.type != "cuda":
+        return 0, None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return current_raw_stream(device.index), event
+
+
+def forget(layer: nn.Module) -> None:
+    """Free the merged weights of ``layer``."""
+    global _touches
+    record = records.pop(layer, None)
+    if record is not None:
+        _touches += 1
+        record.free()
+
+
+def may_change(layer: nn.Module) -> None:
+    """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
+    global _touches
+    if only_reads.get():
+        return
+    record = records.get(layer)
+    if record is not None:
+        record.key = None
+        _touches += 1
