@@ -85,6 +85,10 @@ class GroupNorm(NamedTuple):
             odd, the first frame of the modulation is used for the first frame of x only, and T - 1 must be a
             multiple of t - 1.
         framewise: True if each frame is normalized by itself.
+        pads_first: True if the ``front`` and ``back`` frames count in the mean and the variance, as if they
+            were added before the norm. ``statistics`` must then be those of all frames, in chunks of equal
+            sizes. Without statistics no kernel runs. The mode must not be "zeros", and there may be no
+            cache, modulation or upsampling.
     """
 
     num_groups: int
@@ -95,6 +99,7 @@ class GroupNorm(NamedTuple):
     statistics: Tensor | None = None
     modulation: Tensor | None = None
     framewise: bool = False
+    pads_first: bool = False
 
 
 def _check_mode(name: str, mode: Any) -> None:
@@ -117,6 +122,7 @@ class PadFramesCall(NamedTuple):
     modulation: Annotated[Tensor | None, Operand(whole=channels_last, same_dtype=True)]
     norm: str
     framewise: bool
+    pads_first: bool
     num_groups: int
     scale: float
     eps: float
@@ -183,7 +189,7 @@ def _call_of(
 ) -> PadFramesCall:
     where = (front, back, *border, mode, keep, *upsample, window)
     if isinstance(norm, GroupNorm):
-        groups, weight, bias, eps, activation, statistics, modulation, framewise = norm
+        groups, weight, bias, eps, activation, statistics, modulation, framewise, pads_first = norm
         operands: Any = (
             weight,
             bias,
@@ -191,6 +197,7 @@ def _call_of(
             modulation,
             "group",
             framewise,
+            pads_first,
             groups,
             1.0,
             eps,
@@ -199,13 +206,20 @@ def _call_of(
         )
     else:
         weight, bias, *numbers = norm or Norm()
-        operands = (weight, bias, None, None, "" if norm is None else "channel", False, 0, *numbers)
+        operands = (weight, bias, None, None, "" if norm is None else "channel", False, False, 0, *numbers)
     return PadFramesCall._make((x, cache, shift, *operands, *where))
 
 
 def _images(x: Tensor) -> Tensor:
     """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
     return x.movedim(2, 1).flatten(0, 1)
+
+
+def normalized_together(call: PadFramesCall) -> int:
+    """Number of positions over which a GroupNorm computes its statistics."""
+    T, H, W = call.x.shape[2:]
+    frames = 1 if call.framewise else call.front + T + call.back if call.pads_first else T
+    return frames * H * W
 
 
 def group_norm_call(call: PadFramesCall) -> GroupNormCall:
@@ -233,6 +247,8 @@ def reference_pad_frames(
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
     if isinstance(norm, GroupNorm):
+        if norm.pads_first:
+            u, front, back = F.pad(u, (0, 0, 0, 0, front, back), "replicate"), 0, 0
         if norm.framewise:
             u = reference_group_norm(_images(u), *norm[:4]).unflatten(0, (len(u), -1)).movedim(2, 1)
         else:
@@ -286,6 +302,10 @@ def _plan(call: PadFramesCall) -> Any:
 def _has_kernel(call: PadFramesCall) -> bool:
     frames = call.front + call.upsampled[0] + call.back
     rows = call.x.shape[0] * frames * math.prod(call.padded[3:])
+    if call.pads_first:
+        statistics = call.statistics
+        if statistics is None or normalized_together(call) % statistics.shape[2]:
+            return False
     return call.x.numel() > 0 and fits(call.x.shape[1]) and rows <= _MAX_ROWS
 
 
@@ -406,7 +426,13 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
     if call.modulation is not None:
         _check_modulation(name, call)
     upsample = call.times_t, call.times_h, call.times_w
-    if upsample != (1, 1, 1) and (call.framewise or call.modulation is not None):
+    has_others = call.framewise or call.cache is not None or call.modulation is not None
+    if call.pads_first and (call.mode == "zeros" or has_others):
+        raise ValueError(
+            f"{name}: a norm with pads_first needs another mode than 'zeros', no cache, no modulation and "
+            f"framewise=False, got mode={call.mode!r}"
+        )
+    if upsample != (1, 1, 1) and (call.framewise or call.pads_first or call.modulation is not None):
         raise ValueError(f"{name}: upsample must be (1, 1, 1) with this norm, got {upsample}")
     if call.norm == "group":
         as_size(name, "num_groups", call.num_groups)

@@ -15,7 +15,12 @@ from sdfastgn.kernels.common.layout import empty_laid_out
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.group_norm.plans import TablePlan
 from sdfastgn.kernels.pad_frames import kernels
-from sdfastgn.kernels.pad_frames.op import PadFramesCall, group_norm_call, modulation_times
+from sdfastgn.kernels.pad_frames.op import (
+    PadFramesCall,
+    group_norm_call,
+    modulation_times,
+    normalized_together,
+)
 
 
 class PadFramesPlan:
@@ -37,8 +42,7 @@ class PadFramesPlan:
         self.kept_shape = (N, C, call.keep, height, width)
         self.table: TablePlan | None = None
         if call.norm == "group":
-            norm = group_norm_call(call)
-            self.table = TablePlan(norm, math.prod(norm.x.shape[2:]), True)
+            self.table = TablePlan(group_norm_call(call), normalized_together(call), True)
         times, apart = (call.times_t, call.times_h, call.times_w), True
         if call.modulation is not None:
             times, apart = modulation_times(x.shape, call.modulation.shape) or (times, apart)

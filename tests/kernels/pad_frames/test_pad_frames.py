@@ -50,6 +50,8 @@ def truth(
         if isinstance(norm, GroupNorm):
             act = "identity" if norm.modulation is not None else norm.activation
             u = u.movedim(2, 1).flatten(0, 1) if norm.framewise else u
+            if norm.pads_first:
+                u, front, back = F.pad(u, (0, 0, 0, 0, front, back), "replicate"), 0, 0
             u = true_group_norm(u, norm.num_groups, weight, bias, norm.eps, act)
             u = u.unflatten(0, (len(x), -1)).movedim(2, 1) if norm.framewise else u
             if norm.modulation is not None:
@@ -290,6 +292,25 @@ def test_statistics_that_are_given(device):
     assert error(y, (z - moved.repeat_interleave(2, 1)[:, :, None, None, None]) / 2) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "front", "back"), [(1, 1, 1), (3, 1, 1), (2, 2, 0)], ids=str)
+def test_a_norm_of_padded_frames(T, front, back, dtype, device):
+    x, _, norm, shift = video((2, 6, T, 3, 4), dtype, device)
+    # Frames that differ, so that it matters which count twice.
+    x += torch.arange(T, device=device).view(-1, 1, 1)
+    padded = F.pad(x, (0, 0, 0, 0, front, back), "replicate")
+    images = padded.movedim(2, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    statistics = run_statistics(images).unflatten(1, (2, -1)).flatten(2, 3)
+    for shifted in (None, shift):
+        each = groups(norm, statistics=statistics, pads_first=True)
+        options = {"front": front, "back": back, "border": (1, 1), "mode": "replicate", "shift": shifted}
+        options["bound"] = 2 * BOUNDS[dtype]  # some results are larger than 1
+        check(x, norm=each, keep=1, **options)
+        check(x, norm=each._replace(statistics=None), **options)
+        # Chunks that do not divide the padded frames evenly.
+        check(x, norm=each._replace(statistics=statistics.repeat(1, 1, 5, 1)), **options)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(layout, device):
     x, cache, norm, shift = video((2, 6, 2, 3, 4), device=device, layout=layout)
@@ -405,6 +426,12 @@ ERRORS = [
     ({"shift": ones(3)}, ValueError, "shift must have shape (6,), got (3,)"),
     ({"norm": Norm(ones(6, 1, 1, 1))}, ValueError, "weight must have shape (6,), got (6, 1, 1, 1)"),
     ({"norm": Norm(activation="mish")}, ValueError, "unknown activation 'mish'"),
+    ({"norm": GroupNorm(2, pads_first=True)}, ValueError, "another mode than 'zeros'"),
+    (
+        {"norm": GroupNorm(2, pads_first=True, framewise=True), "mode": "replicate"},
+        ValueError,
+        "framewise=False, got mode='replicate'",
+    ),
     ({"norm": GroupNorm(2, modulation=3)}, TypeError, "modulation must be a torch.Tensor, got int"),
     (
         {"norm": GroupNorm(2, modulation=ones(1, 12, 2, 3, 4).half())},
