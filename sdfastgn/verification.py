@@ -97,7 +97,8 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
         call = small_call(root, weight.dtype, weight.device)
         if call is None:
             return {}, f"there are no inputs for a {type(root).__name__}"
-        return record(modules, call), ""
+        with _kept_tensors(root):
+            return record(modules, call), ""
     except Exception as error:  # a model with an unknown configuration may raise anything
         return {}, f"the small call fails: {one_line(error)}"
     finally:
@@ -184,7 +185,8 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
 def _outputs(module: nn.Module, inputs: Inputs) -> dict[tuple[Any, ...], Tensor]:
     """The floating-point tensors in the module's result, by the indices and keys that lead to them."""
     args, kwargs = inputs
-    return dict(_tensors(module(*args, **kwargs)))
+    with _kept_tensors(module):
+        return dict(_tensors(module(*args, **kwargs)))
 
 
 def _tensors(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
@@ -212,6 +214,24 @@ def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: 
         return t.clone(memory_format=torch.channels_last if is_image else torch.preserve_format)
 
     return tree_map_only(Tensor, copied, inputs)
+
+
+@contextlib.contextmanager
+def _kept_tensors(root: nn.Module) -> Iterator[None]:
+    """A context after which the attributes of all modules have the same tensors as before, or None.
+
+    Some convolutions keep frames for their next call. Without this context each call would have
+    another result.
+    """
+    before = [
+        (vars(module), {k: v for k, v in vars(module).items() if v is None or isinstance(v, Tensor)})
+        for module in root.modules()
+    ]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            attributes.update(kept)
 
 
 @contextlib.contextmanager

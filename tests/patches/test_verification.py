@@ -215,6 +215,24 @@ def test_a_healthy_model_stays_fused(build, recwarn):
     assert snapshot(model) == before
 
 
+class Keeps(nn.Module):
+    """Adds the input of the call before."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = None
+
+    def forward(self, x):
+        before, self.before = self.before, x
+        return x if before is None else x + before
+
+
+def test_each_call_starts_from_the_same_kept_tensors():
+    module = Keeps()
+    assert verification.compare(module, ((torch.ones(3),), {}))[0] == 0
+    assert module.before is None
+
+
 def test_autoencoder_tiny_in_half_precision():
     """AutoencoderTiny's own forward would pass fp32 to the decoder."""
     model = sdfastgn.optimize(tiny_vae().to(torch.bfloat16), verify=True)
