@@ -26,6 +26,7 @@ _VIDEO_AUTOENCODERS = {
     "AutoencoderKLCosmos": 9,
     "AutoencoderKLLTXVideo": 9,
     "AutoencoderKLLTX2Video": 9,
+    "AutoencoderKLMagvit": 5,
 }
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
@@ -33,6 +34,8 @@ _CONTROL_SCALE = 8
 _LATENTS = 8
 # Number of latents along a side in the small call of an autoencoder for video.
 _VIDEO_LATENTS = 2
+# Number of latent frames in the small call of Allegro's autoencoder.
+_ALLEGRO_FRAMES = 2
 
 
 def unet_inputs(
@@ -99,6 +102,8 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         if config.get("timestep_conditioning"):
             return functools.partial(model, sample, torch.full((1,), 0.05, dtype=dtype, device=device))
         return functools.partial(model, sample)
+    if kind == "AutoencoderKLAllegro":
+        return functools.partial(_call_halves, model, config, draw)
     if kind == "AutoencoderTiny":
         return functools.partial(_encode_and_decode, model, config, draw)
     if kind not in _UNETS:
@@ -117,6 +122,15 @@ def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., T
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))
+
+
+def _call_halves(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
+    # The forward of Allegro's autoencoder takes only large videos, which it computes in tiles.
+    frames = _ALLEGRO_FRAMES * config["temporal_compression_ratio"]
+    side = _VIDEO_LATENTS * model.spatial_compression_ratio
+    model.encoder(draw(1, config["in_channels"], frames, side, side, seed=0))
+    latents = _ALLEGRO_FRAMES, _VIDEO_LATENTS, _VIDEO_LATENTS
+    model.decoder(draw(1, config["latent_channels"], *latents, seed=1))
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:

@@ -48,6 +48,8 @@ _OF_DIFFUSERS = (
     ("fusions.ltx", "FUSIONS"),
     ("fusions.cogvideox", "FUSIONS"),
     ("fusions.mochi", "FUSIONS"),
+    ("fusions.allegro", "FUSIONS"),
+    ("fusions.easyanimate", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),

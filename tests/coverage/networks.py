@@ -204,6 +204,13 @@ def _():
     return built
 
 
+@autoencoders("EasyAnimate")
+def _():
+    blocks = {f"{way}_block_types": (f"SpatialTemporal{way.title()}Block3D",) * 2 for way in ("down", "up")}
+    sizes = {"block_out_channels": (8, 16), "latent_channels": 4, "layers_per_block": 1}
+    return decodes(model("AutoencoderKLMagvit", **blocks, **sizes, norm_num_groups=4), 1, 4, 2, 2, 2)
+
+
 @autoencoders("Mochi")
 def _():
     sizes = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}

@@ -10,9 +10,11 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
+from diffusers.models.autoencoders import autoencoder_kl_allegro as allegro
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
 from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan_video
+from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
 from diffusers.models.autoencoders import autoencoder_kl_mochi as mochi
 from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
@@ -298,6 +300,75 @@ def _of_mochi():
         ("mochi_resnet_block", lambda: Block(32), lambda m: m(x)[0]),
         ("mochi_up_block", lambda: mochi.MochiUpBlock3D(32, 5), lambda m: m(x)[0]),
     ]
+
+
+def _of_allegro():
+    """Samples of the layer over time of Allegro's autoencoder."""
+    Layer, x = allegro.AllegroTemporalConvLayer, image(8, 12, 4, 3)
+    options = {"plain": {}, "down": {"down_sample": True}, "up": {"up_sample": True}}
+    return [
+        (
+            f"allegro_temporal_conv-{name}",
+            lambda kind=kind: Layer(12, norm_num_groups=4, stride=3 if kind else 1, **kind),
+            lambda m: m(x, batch_size=2),
+        )
+        for name, kind in options.items()
+    ]
+
+
+def without_frames(module):
+    """Let the convolutions in ``module`` forget the frames that they keep between calls."""
+    for part in module.modules():
+        if hasattr(part, "_clear_conv_cache"):
+            part._clear_conv_cache()
+
+
+def in_batches(module, x, *sizes):
+    """The result for the frames of x in batches of these sizes. ``module`` keeps frames between calls."""
+    found = torch.cat([module(part) for part in x.split(sizes, 2)], 2)
+    if isinstance(module, nn.Module):  # else it is a function that calls a module
+        without_frames(module)
+    return found
+
+
+def _of_easyanimate():
+    """Samples of the blocks of EasyAnimate's autoencoder."""
+    Conv, Block = easyanimate.EasyAnimateCausalConv3d, easyanimate.EasyAnimateResidualBlock3D
+    Up, Down = easyanimate.EasyAnimateUpsampler3D, easyanimate.EasyAnimateDownsampler3D
+    sizes = {"block_out_channels": (8,) * 2, "layers_per_block": 1, "norm_num_groups": 4}
+    down, up = ((f"SpatialTemporal{name}Block3D",) * 2 for name in ("Down", "Up"))
+    Encoder, Decoder = easyanimate.EasyAnimateEncoder, easyanimate.EasyAnimateDecoder
+    x = video(2, 12, 4, 4, 2).requires_grad_()
+    found = [
+        ("conv", lambda: Conv(12, 20), lambda m: in_batches(m, x, 1, 3)),
+        ("conv-strided", lambda: Conv(12, 20, stride=2), lambda m: in_batches(m, x.contiguous(), 2, 2)),
+        ("resnet_block", lambda: Block(12, 20, norm_num_groups=4), lambda m: in_batches(m, x, 1, 3)),
+        (
+            "resnet_block-all-frames",
+            lambda: Block(12, 12, norm_num_groups=4, spatial_group_norm=False),
+            lambda m: in_batches(m, x, 2, 2),
+        ),
+        ("upsample", lambda: Up(12, 20, temporal_upsample=True), lambda m: in_batches(m, x, 1, 3)),
+        (
+            "upsample-all-frames",
+            lambda: Up(12, 20, temporal_upsample=True, spatial_group_norm=False),
+            lambda m: in_batches(m, x, 1, 3),
+        ),
+        ("upsample-2d", lambda: Up(12, 20), lambda m: in_batches(m, x, 1, 3)),
+        ("downsample", lambda: Down(12, 20), lambda m: in_batches(m, x, 2, 2)),
+        ("downsample-2d", lambda: Down(12, 20, stride=(1, 2, 2)), lambda m: in_batches(m, x, 1, 3)),
+        (
+            "encoder",
+            lambda: Encoder(3, 4, down, spatial_group_norm=True, **sizes),
+            lambda m: in_batches(m, video(1, 3, 5, 4, 2), 1, 4),
+        ),
+        (
+            "decoder",
+            lambda: Decoder(4, 3, up, spatial_group_norm=True, **sizes),
+            lambda m: in_batches(m, video(1, 4, 2, 2, 1), 1, 1),
+        ),
+    ]
+    return [(f"easyanimate_{name}", build, call) for name, build, call in found]
 
 
 def _of_hunyuan_video_15(family, module, prefix, resampling=""):
@@ -675,6 +746,8 @@ SAMPLES = [
     *_of_hunyuan_video(),
     *_of_cogvideox(),
     *_of_mochi(),
+    *_of_allegro(),
+    *_of_easyanimate(),
     *_of_cosmos(),
     *_of_ltx("ltx", ltx.ltx, "LTXVideo"),
 ]

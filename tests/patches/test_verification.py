@@ -6,10 +6,12 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
+    AutoencoderKLAllegro,
     AutoencoderKLCogVideoX,
     AutoencoderKLCosmos,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLLTXVideo,
+    AutoencoderKLMagvit,
     AutoencoderKLWan,
     AutoencoderTiny,
     ControlNetModel,
@@ -64,6 +66,7 @@ def check(build, call, dtype):
     sdfastgn.optimize(module, cuda_graphs=False)
     fused = list(dict.fromkeys(f.module for f in patcher.inspect(module)))
     recorded = verification.record(fused, lambda: in_dtype(module, call, dtype))
+    samples.without_frames(module)
     for part, inputs in recorded.items():
         with torch.no_grad():
             error, stock_error, bound = verification.compare(part, inputs)
@@ -156,6 +159,20 @@ def cosmos_vae():
     return randomize(AutoencoderKLCosmos(**sizes, latent_channels=4, num_layers=1))
 
 
+BLOCKS = {"block_out_channels": (8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4}
+
+
+def allegro_vae():
+    kinds = {f"{way}_block_types": (f"Allegro{way.title()}Block3D",) * 2 for way in ("down", "up")}
+    resampling = {f"temporal_{way}sample_blocks": (True, False) for way in ("down", "up")}
+    return randomize(AutoencoderKLAllegro(**BLOCKS, **kinds, **resampling, temporal_compression_ratio=2))
+
+
+def easyanimate_vae():
+    kinds = {f"{way}_block_types": (f"SpatialTemporal{way.title()}Block3D",) * 2 for way in ("down", "up")}
+    return randomize(AutoencoderKLMagvit(**BLOCKS, **kinds))
+
+
 def ltx_vae(**options):
     sizes = {"latent_channels": 4, "block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
     counts = {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5}
@@ -172,12 +189,13 @@ def ltx2_vae():
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
     video_vae, hunyuan_video_vae, cogvideox_vae, cosmos_vae, ltx_vae,
-    lambda: ltx_vae(timestep_conditioning=True),
+    lambda: ltx_vae(timestep_conditioning=True), allegro_vae, easyanimate_vae,
 ]  # fmt: skip
 
 
 NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "hunyuan-video-vae",
-         "cogvideox-vae", "cosmos-vae", "ltx-vae", "ltx-vae-conditioned"]  # fmt: skip
+         "cogvideox-vae", "cosmos-vae", "ltx-vae", "ltx-vae-conditioned", "allegro-vae",
+         "easyanimate-vae"]  # fmt: skip
 # Of later releases of diffusers.
 LATER = {
     "HunyuanVideo15": hunyuan_video_15_vae,

@@ -1,0 +1,149 @@
+"""diffusers' autoencoder of Allegro: its convolutions over time.
+
+The other blocks of this autoencoder are blocks of image models, with fusions of their own (``resnet_block``,
+``attention``, ``upsample_2d``, ``conv_norm_out``).
+
+A layer over time has four steps. Each repeats the first and the last frame of its input, and then runs a
+GroupNorm, SiLU and a convolution. The repeated frames count in the norm's mean and variance. Stock makes one
+pass over memory or more for each of these operations. Here one kernel (``pad_frames``) writes the padded
+input of the convolution. The norm's statistics are computed for each frame, and merged with the first and the
+last frame counted once more.
+
+Further differences from stock:
+
+- A convolution's bias is added by the kernels of the next norm, and the last one's by the sum with the
+  residual. The kernel of the sum also computes the statistics that the next norm reads.
+- A layer that doubles the frames moves channels to frames in the pass that adds the bias.
+
+All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. A norm and its SiLU are then still one
+pass (``sequential``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_allegro import AllegroTemporalConvLayer
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common.layout import empty_laid_out
+from sdfastgn.kernels.pad_frames.op import pad_frames
+from sdfastgn.kernels.statistics.op import channel_statistics
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.statistics import add, as_video, take_statistics
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.packing import unpack_sum
+from sdfastgn.patches.fusions.sequential import FusedSequential
+from sdfastgn.patches.fusions.video import (
+    can_fuse,
+    convolve_padded,
+    images_of,
+    in_channels_last,
+    is_plain_conv3d,
+    is_plain_inference,
+    norm_operands,
+)
+
+__all__ = ["FUSIONS"]
+
+
+def _is_plain(step: Any, x: Tensor, C: int, C_out: int) -> bool:
+    """True if a call of ``step`` is a GroupNorm, an activation and PyTorch's convolution, in the dtype of x.
+
+    C and C_out: its numbers of channels.
+    """
+    if type(step) not in (nn.Sequential, FusedSequential) or not is_unhooked(step) or len(step) < 3:
+        return False
+    norm, act, *dropouts, conv = step
+    return (
+        can_fuse(norm, act, x, C)
+        and all(type(d) is nn.Dropout and not (d.training and d.p) and is_unhooked(d) for d in dropouts)
+        and is_plain_conv3d(conv, x, C)
+        and (conv.out_channels, conv.bias is None) == (C_out, False)
+    )
+
+
+def _convolve(step: Any, x: Tensor, shift: Tensor | None) -> Tensor:
+    """``step`` of x + shift between copies of its first and last frame, without the bias. Channels-last.
+
+    x (N, C, T, H, W), channels-last, shift (C,) or None.
+    """
+    norm, act, conv = step[0], step[1], step[-1]
+    around: Any = {"front": 1, "back": 1, "mode": "replicate"}
+    statistics = _frame_statistics(x)
+    if math.prod(x.shape[3:]) % statistics.shape[3] == 0:
+        padded = torch.cat((statistics[:, :, :1], statistics, statistics[:, :, -1:]), 2).flatten(2, 3)
+        operands = norm_operands(norm, act, x, is_shifted=True)
+        operands = operands._replace(statistics=padded, pads_first=True)
+        frames, _ = pad_frames(x, shift=shift, norm=operands, **around)
+    else:
+        # The chunks of a frame are not equal, as chunks of all frames must be.
+        frames, _ = pad_frames(x, shift=shift, **around)
+        frames, _ = pad_frames(frames, norm=norm_operands(norm, act, frames))
+    return convolve_padded(conv, frames, None, emits=False)
+
+
+def _frame_statistics(x: Tensor) -> Tensor:
+    """(2, N, T, P, C): the statistics of x (N, C, T, H, W) by frames, each in P chunks."""
+    T, statistics = x.shape[2], take_statistics(x)
+    if statistics is not None:  # of ``as_video``
+        return statistics.unflatten(2, (T, -1))
+    return channel_statistics(images_of(x)).unflatten(1, (-1, T))
+
+
+class FusedAllegroTemporalConvLayer(AllegroTemporalConvLayer):
+    """``AllegroTemporalConvLayer``. hidden_states (N * T, C, H, W) -> (N * T', C, H, W), channels-last.
+
+    T' is T, 2 T if ``up_sample``, or T / 2 if ``down_sample``.
+    """
+
+    def forward(self, hidden_states: Tensor, batch_size: int) -> Tensor:
+        if not (is_plain_inference(hidden_states, dim=4) and self._runs_fused(hidden_states, batch_size)):
+            return super().forward(hidden_states, batch_size)
+        images = in_channels_last(hidden_states)
+        x = as_video(images, len(images) // batch_size)
+        if self.up_sample or self.down_sample:
+            h, identity, bias = self._resample(x)
+        else:
+            h, identity, bias = _convolve(self.conv1, x, None), x, self.conv1[-1].bias
+        for step in (self.conv2, self.conv3, self.conv4):
+            h, bias = _convolve(step, h, bias), step[-1].bias
+        return add(images_of(h), images_of(identity), bias)
+
+    def _runs_fused(self, x: Tensor, N: int) -> bool:
+        C, T = x.shape[1], len(x) // N
+        return (
+            len(x) == N * T
+            and not (self.down_sample and T % 2)
+            and _is_plain(self.conv1, x, C, 2 * C if self.up_sample else C)
+            and all(_is_plain(step, x, C, C) for step in (self.conv2, self.conv3, self.conv4))
+        )
+
+    def _resample(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(h, identity, bias): h + bias is what conv1 makes of x. All are channels-last."""
+        norm, act, conv = self.conv1
+        frames, _ = pad_frames(x, norm=norm_operands(norm, act, x))
+        h = convolve_padded(conv, frames, None, emits=False)
+        if self.down_sample:
+            return h, in_channels_last(x[:, :, ::2]), conv.bias
+        N, C, T, H, W = x.shape
+        y = empty_laid_out(x, (N, C, 2 * T, H, W), channels_last=True)
+        unpack_sum(y, h, conv.bias.view(1, -1, 1, 1, 1), (2, 1, 1))
+        # The first frame is not repeated by ``upsample``, and stands before itself.
+        identity, _ = pad_frames(x, front=1, mode="replicate", upsample=(2, 1, 1))
+        return y, identity, None
+
+
+FUSIONS: tuple[ClassSwap, ...] = (
+    ClassSwap(
+        "allegro_temporal_conv",
+        AllegroTemporalConvLayer,
+        FusedAllegroTemporalConvLayer,
+        sources=(tested(AllegroTemporalConvLayer, "__init__", "forward", "_pad_temporal_dim"),),
+        check=lambda layer: activation_reason(layer.conv1[1]),
+        layers=tuple(f"conv{i}.{j}" for i in range(1, 5) for j in (0, 3 if i in (2, 3) else 2)),
+    ),
+)
