@@ -264,6 +264,9 @@ def _(model, draw):
 
 video_case("HunyuanVideo VAE decode, 17 x 480 x 832", "hunyuan_video", "vae")
 video_case("Wan 2.1 VAE decode, 17 x 480 x 832", "wan", "vae")
+case("Wan 2.1 VAE decode, 81 x 480 x 832", "AutoencoderKLWan", BF16, is_video=True)(
+    decode_of(1, 16, 21, 60, 104)
+)
 video_case("Qwen-Image VAE decode, 1024²", "qwen_image", "vae")
 video_case("CogVideoX VAE decode, 9 x 480 x 720", "cogvideox", "vae")
 
