@@ -84,6 +84,22 @@ def milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
     return statistics.median(timing.time_once(call, device)[0] for _ in range(count)) * 1e3
 
 
+def cpu_milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    """Returns the time that the CPU needs for a call, in milliseconds: until all of its work is launched.
+
+    If it is shorter than the whole time of the call, the GPU is the slower of the two, and a CUDA graph would
+    not make the call faster.
+    """
+
+    def once() -> float:
+        timing.synchronize(device)
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return statistics.median(once() for _ in range(3)) * 1e3
+
+
 def peak_mib(call: Callable[[], Tensor], device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
@@ -111,6 +127,7 @@ def measured(case: Case, device: torch.device) -> SizeRow:
     stock_fp32 = relative_error(expected.cpu(), exact)
     del found, expected
     optimized, mib = milliseconds(call, device), peak_mib(call, device)
+    cpu_ms = cpu_milliseconds(call, device)
     graphs = sdfastgn.report(model).graphs
     sdfastgn.restore(model)
     after = milliseconds(call, device)
@@ -125,6 +142,7 @@ def measured(case: Case, device: torch.device) -> SizeRow:
         _finite(error),
         _finite(stock_fp32),
         _finite(ours_fp32),
+        cpu_ms,
         is_video=case.is_video,
         status=documents.OK if error < MAX_ERROR else documents.WRONG,
     )

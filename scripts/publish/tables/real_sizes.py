@@ -11,7 +11,7 @@ from sdfastgn.bench.documents import FAILED, OK
 from sdfastgn.bench.tables.cells import LOSS, NOTHING, error_text, number, source_line
 
 _HEADER = (
-    "model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "peak MiB, stock", "peak MiB",
+    "model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "CPU ms", "peak MiB, stock", "peak MiB",
     "error, stock", "error",
 )  # fmt: skip
 
@@ -27,6 +27,7 @@ class SizeRow:
         error: relative error of the optimized output against stock's; None if it is not finite.
         stock_error, optimized_error: relative error of an output against stock's output in fp32 with the
             same weights; None if it is not finite.
+        cpu_ms: median milliseconds until an optimized call has launched all of its work.
         is_video: True if the model makes videos.
         reason: why the model failed.
     """
@@ -41,6 +42,7 @@ class SizeRow:
     error: float | None = None
     stock_error: float | None = None
     optimized_error: float | None = None
+    cpu_ms: float | None = None
     is_video: bool = False
     status: str = OK
     reason: str = ""
@@ -80,6 +82,7 @@ def _cells(row: SizeRow) -> list[str]:
         number(row.optimized_ms),
         f"{times:.2f}x{LOSS if round(times, 2) < 1 else ''}",
         "yes" if row.has_graph else "no",
+        number(row.cpu_ms),
         number(row.stock_mib),
         number(row.optimized_mib),
         error_text(row.stock_error),
