@@ -196,14 +196,13 @@ def test_other_values_are_no_less_exact_than_eagers(norm, place, layout, device,
     assert launched >= NORMS[norm].kernels
 
 
-@pytest.mark.parametrize("place", ["first", "last", "random"])
 @pytest.mark.parametrize(
     ("norm", "layout"), [case for case in CASES if case[0].startswith(("group_norm", "layer_norm"))]
 )
-def test_results_in_fp32_of_16_bit_values(norm, place, layout, device, monkeypatch):
-    """As under autocast."""
+def test_results_in_fp32_of_16_bit_values(norm, layout, device, monkeypatch):
+    """As under autocast. The kernels differ from those above by the dtype that they read."""
     monkeypatch.setattr(dispatch, "autocast_dtype", lambda x: torch.float32)
-    check(NORMS[norm], place, layout, device, torch.float16)
+    check(NORMS[norm], "first", layout, device, torch.float16)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
