@@ -61,7 +61,7 @@ QUIET_PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pyth
 test: $(STAMP)  ## the quick tests that need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu and not slow" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
 
-test-slow: $(STAMP)  ## the tests that start processes and build packages; need no GPU
+test-slow: $(STAMP)  ## the tests that start processes, build packages or try all cases; need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu" -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs none

@@ -162,7 +162,7 @@ def compiled(name: str, dynamic: bool) -> Compiled:
 CASES = [
     pytest.param("group_norm", False, id="group_norm"),
     pytest.param("group_norm", True, id="group_norm-dynamic"),
-    pytest.param("unet", False, id="unet"),
+    pytest.param("unet", False, id="unet", marks=pytest.mark.slow),
     pytest.param("up_block", True, id="up_block-dynamic"),
     pytest.param("encoder", False, id="encoder"),
     pytest.param("decoder", True, id="decoder-dynamic"),

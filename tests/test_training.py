@@ -302,6 +302,7 @@ def test_steps_of_a_model_in_fsdp(shard: Callable[[nn.Module], nn.Module]) -> No
     assert losses(True) == pytest.approx(stock, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_the_layout_is_not_changed_under_ddp() -> None:
     """Its buckets have the weights' former strides, and would hand out the gradients' values in

@@ -48,6 +48,7 @@ LIGHT: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIGHT)
 def test_what_commands_do_not_import(name: str, tmp_path: Path) -> None:
     code = f"""

@@ -324,6 +324,7 @@ def recorded_calls(op):
     return recorder.calls
 
 
+@pytest.mark.slow
 @each_function
 def test_registered_ops_pass_opcheck(op):
     # In fp64, because sums in another order differ by less than opcheck allows.
@@ -358,6 +359,7 @@ def test_fake_tensors_have_the_real_strides(op, place, way):
         assert (fake.shape, strides(fake), fake.dtype) == (real.shape, strides(real), real.dtype)
 
 
+@pytest.mark.slow
 @each_function
 def test_compiles_without_a_graph_break_and_with_any_size(op):
     torch.compiler.reset()

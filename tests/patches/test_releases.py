@@ -56,6 +56,7 @@ def test_every_part_of_a_model_is_fused(case, parts):
     assert (len(report.fusable), report.skipped) == (parts, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", ["diffusers.models.resnet:ResnetBlock2D", "diffusers.models.upsampling"])
 def test_a_class_that_a_release_lacks_costs_its_own_fusions_alone(gone):
     """This runs in a separate process, because fusions are imported once."""

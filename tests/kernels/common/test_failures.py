@@ -254,6 +254,7 @@ def finish(process):
     return json.loads(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "environment", "says"),
     [

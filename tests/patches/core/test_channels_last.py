@@ -256,6 +256,7 @@ def interrupted_at(count):
         sys.settrace(before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_moment_spoils_no_weight():
     """The interrupt is in ``optimize`` or ``restore``. ``restore`` then undoes everything."""
     stock = nn.Sequential(nn.Conv2d(3, 5, 3), nn.GroupNorm(1, 5))

@@ -132,7 +132,7 @@ def alive(backend):
 @pytest.mark.parametrize(
     ("device", "sizes", "calls", "rounds"),
     [
-        pytest.param("cpu", MAX_GRAPHS + 2, 2, 3, id="tape"),
+        pytest.param("cpu", MAX_GRAPHS + 2, 2, 3, id="tape", marks=pytest.mark.slow),
         pytest.param("cuda", 24, 25, 5, id="graph", marks=pytest.mark.gpu),
     ],
 )
