@@ -128,7 +128,7 @@ def test_a_hook_within_a_decoder(layer):
     models = twins()
     for model in models:
         model.decoder.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
-    same(models, decode_of(codes(2)))
+    same(models, decode_of(codes(2, latents=(1, 1))))
 
 
 # --- blocks ---------------------------------------------------------------------------

@@ -50,11 +50,10 @@ def same(models, call, bound=1e-4):
     cases.agree(fused, stock, bound)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_decode_and_encode(batch, monkeypatch):
+def test_decode_and_encode(monkeypatch):
     models = twins()
     assert not sdfastgn.report(models[0]).skipped
-    calls = decode_of(codes(batch)), encode_of(pixels(batch, (1, 3)))
+    calls = decode_of(codes(2)), encode_of(pixels(2, (1, 3)))
     expected = [call(models[1]) for call in calls]
 
     def refuse(*args, **options):
@@ -74,18 +73,19 @@ def test_slices_and_tiles():
     for model in models:
         model.enable_slicing()
         model.enable_tiling(8, 0.5)
-    same(models, decode_of(codes(2, latents=(1, 3))))
+    same(models, decode_of(codes(2, latents=(1, 1))))
+    same(models, decode_of(codes(latents=(1, 3))))
 
 
 def test_strided_input():
     models = twins()
-    same(models, decode_of(codes(latents=(4, 6))[..., ::2, 1::2]))
-    same(models, encode_of(pixels(latents=(3, 2)).mT))
+    same(models, decode_of(codes(latents=(4, 4))[..., ::2, 1::2]))
+    same(models, encode_of(pixels(latents=(2, 1)).mT))
 
 
 def test_restored_bit_by_bit():
     stock = autoencoder().to(cases.WHERE["device"])
-    calls = decode_of(codes()), encode_of(pixels())
+    calls = decode_of(codes(latents=(1, 2))), encode_of(pixels(latents=(1, 2)))
     expected = [call(stock) for call in calls]
     before = snapshot(stock)
     sdfastgn.optimize(stock)
@@ -107,7 +107,7 @@ def test_a_hook_within_a_whole_model(layer):
     models = twins()
     for model in models:
         model.decoder.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
-    same(models, decode_of(codes()))
+    same(models, decode_of(codes(latents=(1, 2))))
 
 
 def image(*shape):
@@ -125,10 +125,10 @@ def test_resampling(name, C_in, C_out):
 
 def test_gradients_are_stocks():
     models = [model.encoder for model in twins()]
-    cases.same_gradients(models, pixels(), bound=1e-4)
+    cases.same_gradients(models, pixels(latents=(1, 2)), bound=1e-4)
 
 
 def test_autocast():
     models = twins()
     with torch.autocast(cases.WHERE["device"], torch.bfloat16):
-        same(models, decode_of(codes()), 6e-2)
+        same(models, decode_of(codes(latents=(1, 2))), 6e-2)

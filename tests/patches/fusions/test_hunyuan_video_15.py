@@ -87,7 +87,7 @@ def forbid_stock(family, monkeypatch):
 
 
 @each_family
-@pytest.mark.parametrize("frames", [1, 2, 3])
+@pytest.mark.parametrize("frames", [1, 3])
 def test_decode_and_encode(family, frames, launches, monkeypatch):
     models = twins(family)
     assert not sdfastgn.report(models[0]).skipped
@@ -120,27 +120,33 @@ def test_slices_and_tiles(family, convolutions):
     for model in models:
         model.enable_slicing()
         model.enable_tiling(8, 8, 2, 2, 0.5)
-    same(models, decode_of(codes(2, batch=2, latents=(3, 2))))
-    assert len([conv for conv in convolutions if conv is models[0].decoder.conv_in]) == 2 * 3 * 2
+
+    def firsts():
+        return sum(conv is models[0].decoder.conv_in for conv in convolutions)
+
+    same(models, decode_of(codes(2, batch=2, latents=(1, 2))))
+    assert firsts() == 2
+    same(models, decode_of(codes(2, latents=(3, 2))))
+    assert firsts() == 2 + 3 * 2
     if family == "video":  # upstream's tiles of the refiner's videos are as narrow as latents
-        same(models, encode_of(pixels(3, batch=2, latents=(3, 2))))
+        same(models, encode_of(pixels(3, latents=(3, 2))))
 
 
 @each_family
 def test_strided_input(family):
     models = twins(family)
-    z = codes(6, latents=(4, 6))[:, :, ::2, ::2, 1::2]
+    z = codes(6, latents=(4, 4))[:, :, ::2, ::2, 1::2]
     same(models, decode_of(z))
-    same(models, encode_of(pixels(3, latents=(6, 4)).mT))
+    same(models, encode_of(pixels(3, latents=(2, 1)).mT))
 
 
 @each_family
 def test_calls_leave_nothing_for_the_next_one(family):
     fused, _ = twins(family)
-    z = codes(2)
+    z = codes(2, latents=(1, 2))
     first = fused.decode(z).sample
     kept = first.clone()
-    fused.decode(codes(3) + 1)
+    fused.decode(codes(3, latents=(1, 2)) + 1)
     first.add_(1)  # tiles are blended in place
     assert torch.equal(fused.decode(z).sample, kept)
 
@@ -148,7 +154,7 @@ def test_calls_leave_nothing_for_the_next_one(family):
 @each_family
 def test_restored_bit_by_bit(family):
     stock = autoencoder(family).to(cases.WHERE["device"])
-    calls = decode_of(codes(2)), encode_of(pixels(3))
+    calls = decode_of(codes(2, latents=(1, 2))), encode_of(pixels(3, latents=(1, 2)))
     expected = [call(stock) for call in calls]
     before = snapshot(stock)
     sdfastgn.optimize(stock)
@@ -173,7 +179,7 @@ def test_a_hook_within_a_whole_model(family, layer):
     models = twins(family)
     for model in models:
         model.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
-    video_cases.same(models, decode_of(codes(2)))  # the result's layout is that of the hook's
+    video_cases.same(models, decode_of(codes(2, latents=(1, 2))))  # the result's layout is that of the hook's
 
 
 @each_family

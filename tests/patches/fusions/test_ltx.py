@@ -126,14 +126,14 @@ def test_causal_decoders(build):
 def test_a_batch_in_slices_and_tiles(build):
     models = twins(build)
     z = codes(2, batch=2, latents=(4, 2))
-    same(models, decode_of(z))
+    same(models, decode_of(z[..., :2, :]))
     side = models[0].spatial_compression_ratio
     for model in models:
         model.enable_tiling(3 * side, 3 * side, None, 2 * side, 2 * side)
     same(models, decode_of(z[:1]))
     for model in models:
         model.use_slicing = build is not conditioned  # upstream cannot slice with timesteps that are given
-    same(models, decode_of(z))
+    same(models, decode_of(z[..., :2, :]))
 
 
 @each_family
@@ -143,7 +143,7 @@ def test_frames_in_tiles(build):
         model.use_framewise_decoding = True
         ratio = model.temporal_compression_ratio
         model.tile_sample_min_num_frames, model.tile_sample_stride_num_frames = 2 * ratio, ratio
-    same(models, decode_of(codes(4, latents=(2, 3))))
+    same(models, decode_of(codes(4, latents=(2, 2))))
 
 
 def test_injected_noise():
@@ -154,14 +154,14 @@ def test_injected_noise():
 @each_family
 def test_strided_input(build):
     models = twins(build)
-    same(models, decode_of(codes(4, latents=(4, 6))[:, :, ::2, ::2, 1::2]))
+    same(models, decode_of(codes(4, latents=(4, 4))[:, :, ::2, ::2, 1::2]))
     same(models, encode_of(pixels(models[0], 9).mT))
 
 
 @each_family
 def test_restored_bit_by_bit(build):
     stock = randomize(build()).to(cases.WHERE["device"])
-    calls = decode_of(codes(2)), encode_of(pixels(stock, 9))
+    calls = decode_of(codes(2, latents=(2, 2))), encode_of(pixels(stock, 9))
     expected = [call(stock) for call in calls]
     before = snapshot(stock)
     sdfastgn.optimize(stock)
@@ -185,7 +185,7 @@ def test_a_hook_within_a_decoder(build, layer):
     models = twins(build, **({"decoder_spatio_temporal_scaling": (True,) * 4} if build is first else {}))
     for model in models:
         model.decoder.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
-    same(models, decode_of(codes(1)))
+    same(models, decode_of(codes(1, latents=(2, 2))))
 
 
 # --- blocks ---------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_slices_tiles_and_strided_inputs():
 
 def test_restored_bit_by_bit():
     stock = autoencoder().to(cases.WHERE["device"])
-    is_restored_bit_by_bit(stock, decode_of(codes(2)), encode_of(pixels(6)))
+    is_restored_bit_by_bit(stock, decode_of(codes(2, latents=(1, 2))), encode_of(pixels(6, latents=(1, 2))))
 
 
 def test_an_unknown_block_is_left(monkeypatch):

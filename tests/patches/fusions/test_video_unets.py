@@ -74,7 +74,7 @@ def test_same_values_and_exact_restore(name, options, fused):
 @pytest.mark.parametrize("name", ["svd", "animatediff"])
 def test_same_values_in_the_kernels(name, launches, statistics_always_pay):
     unet, stock = twins(name)
-    options = {"batch": 2, "frames": 3, "size": (2, 4)}
+    options = {"batch": 2, "frames": 2, "size": (2, 2)}
     with kernels(direct=True):
         agree(call(unet, name, **options), call(stock, name, **options), 5e-5)
     assert {"rows", "statistics", "geglu"} <= {launched for launched, *_ in launches}
