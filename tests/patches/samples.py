@@ -778,6 +778,12 @@ each_fusion = _each(_FIRST.values())
 each_part = _each(sample for name, sample in _FIRST.items() if name != "conv_norm_out")
 
 
+# Without halves of autoencoders, whose blocks are among the samples too.
+each_block = _each(
+    sample for name, sample in _FIRST.items() if not name.endswith(("encoder", "decoder", "slices", "out"))
+)
+
+
 def sample(name):
     """(builder, call) of the first sample whose id begins with ``name``."""
     return next((build, call) for found, build, call in SAMPLES if found.startswith(name))

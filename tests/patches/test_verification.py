@@ -32,7 +32,7 @@ from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED
 from tests.kernels.samples import interpreted, kernels
 from tests.patches import samples
 from tests.patches.group_norm_32 import GroupNorm32
-from tests.patches.samples import each_part, each_sample, randomize, snapshot
+from tests.patches.samples import each_block, each_fusion, each_sample, randomize, snapshot
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -74,15 +74,21 @@ def check(build, call, dtype):
     assert recorded
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_sample
-def test_every_fusion_is_right(build, call, dtype):
+def test_every_fusion_is_right(build, call):
+    check(build, call, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@each_fusion
+def test_every_fusion_is_right_in_halves(build, call, dtype):
     check(build, call, dtype)
 
 
-@each_part
+@each_block
 @interpreted
 def test_every_kernel_is_right(build, call):
+    """In halves. ``test_failures`` runs the kernels of larger parts too, in fp32."""
     with kernels(direct=True):
         check(build, call, torch.float16)
 
