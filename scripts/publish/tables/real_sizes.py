@@ -11,8 +11,8 @@ from sdfastgn.bench.documents import FAILED, OK
 from sdfastgn.bench.tables.cells import LOSS, NOTHING, error_text, number, source_line
 
 _HEADER = (
-    "model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "CPU ms", "peak MiB, stock", "peak MiB",
-    "error, stock", "error",
+    "model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "CPU ms", "peak MiB, stock",
+    "peak MiB", "error, stock", "error",
 )  # fmt: skip
 
 
