@@ -42,6 +42,7 @@ def optimize(
     verify: bool = False,
     fold_batch_norm: bool = False,
     merge_adapters: bool = True,
+    exact_tiling: bool = True,
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
@@ -78,11 +79,14 @@ def optimize(
             as in stock. The next call notices a change of adapters or scales, merges again, and keeps its
             graphs. A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs
             layers with adapters as in stock.
+        exact_tiling: True decodes latents that are larger than a tile of ``enable_vae_tiling()`` to the image
+            of the decoder without tiles, except for rounding. Memory stays bounded, and it takes more time
+            than stock's tiles (docs/memory.md). False decodes in stock's tiles.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
-        Parameters keep their identity, names and values. A second call sets ``cuda_graphs`` again, and
-        optimizes modules that are new.
+        Parameters keep their identity, names and values. A second call sets ``cuda_graphs``,
+        ``merge_adapters`` and ``exact_tiling`` again, and optimizes modules that are new.
 
     ``restore`` undoes all changes exactly. Where no kernel can run (CPU, fp64, no Triton) the model runs
     stock's code, and a UserWarning says so once. All checks are made before the first change.
@@ -98,7 +102,15 @@ def optimize(
             shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
     before = _optimize(
-        "optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm, merge_adapters
+        "optimize",
+        obj,
+        strict,
+        cuda_graphs,
+        missing_ok,
+        verify,
+        fold_batch_norm,
+        merge_adapters,
+        exact_tiling,
     )
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
@@ -245,6 +257,15 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class _Options:
+    """What ``optimize`` was told to change: the arguments of ``patcher.inspect``."""
+
+    asked: tuple[str, ...]
+    merges: bool
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class _Before:
     """The state of one component before ``optimize``.
 
@@ -260,8 +281,8 @@ class _Before:
     laid_out: set[nn.Module]
 
 
-def _before(name: str, component: Any, asked: tuple[str, ...], merges: bool) -> _Before:
-    findings = patcher.inspect(component, name, asked, merges)
+def _before(name: str, component: Any, options: _Options) -> _Before:
+    findings = patcher.inspect(component, name, options.asked, options.merges, options.left_out)
     is_stock = not any(f.status == "fused" for f in findings)
     if not isinstance(component, nn.Module):
         return _Before(name, component, findings, is_stock, {}, set())
@@ -274,6 +295,13 @@ def _before(name: str, component: Any, asked: tuple[str, ...], merges: bool) -> 
     }
     is_stock = is_stock and not (modes or channels_last.is_applied(component))
     return _Before(name, component, findings, is_stock, modes, channels_last.laid_out(component))
+
+
+def _changes(was: _Before, options: _Options) -> bool:
+    """True if ``optimize`` changes the model ``was.component``."""
+    return patcher.needs_change(was.component, was.findings) or merged_adapters.must_release(
+        was.component, options.merges
+    )
 
 
 def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
@@ -307,6 +335,7 @@ def _optimize(
     verify: bool = False,
     fold_batch_norm: bool = False,
     merge_adapters: bool = True,
+    exact_tiling: bool = True,
 ) -> list[_Before]:
     """Optimize ``obj``, for ``optimize`` and ``optimized``.
 
@@ -315,9 +344,13 @@ def _optimize(
     """
     flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify}
     flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}
-    _check_options(call, cuda_graphs, flags)
-    asked = ("batch_norm",) if fold_batch_norm else ()
-    roots = _roots(call, obj, asked)
+    _check_options(call, cuda_graphs, {**flags, "exact_tiling": exact_tiling})
+    options = _Options(
+        ("batch_norm",) if fold_batch_norm else (),
+        merge_adapters,
+        () if exact_tiling else ("tiled_decode",),
+    )
+    roots = _roots(call, obj, options.asked)
     if not roots:
         if not missing_ok and (strict or isinstance(obj, nn.Module)):
             raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
@@ -326,18 +359,12 @@ def _optimize(
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     with one_at_a_time:
         components = {**roots, **patcher.parts_of(obj)}
-        before = [_before(name, component, asked, merge_adapters) for name, component in components.items()]
+        before = [_before(name, component, options) for name, component in components.items()]
         if strict:
             _refuse_skipped(call, [f for was in before for f in was.findings])
         warn_of_machine(call)
         models = [was for was in before if isinstance(was.component, nn.Module)]
-        changing = [
-            was.component
-            for was in models
-            if verify
-            or patcher.needs_change(was.component, was.findings)
-            or merged_adapters.must_release(was.component, merge_adapters)
-        ]
+        changing = [was.component for was in models if verify or _changes(was, options)]
         with _changing(call, changing):
             try:
                 for was in before:
@@ -346,6 +373,7 @@ def _optimize(
                     _tell(call, verdicts(obj), strict)
                 for was in models:
                     merged_adapters.allow(was.component, merge_adapters)
+                    patcher.leave_out(was.component, options.left_out)
                     graphs.install(was.component, cuda_graphs)
             except BaseException:
                 _put_back(before)

@@ -29,6 +29,7 @@ __all__ = [
     "apply",
     "has_fusions",
     "inspect",
+    "leave_out",
     "needs_change",
     "parts_ever_of",
     "parts_of",
@@ -40,6 +41,8 @@ __all__ = [
 # Module that ``put_back`` has restored -> the reason.
 # The reason is not kept in the module's ``__dict__``, because sdfastgn leaves nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+# Model -> names of the fusions that ``leave_out`` was called with.
+_left_out: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 # Part of a pipeline that ``apply`` changed -> (its path, the pipeline).
 # If the pipeline has replaced the part since then, the old part is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
@@ -102,7 +105,11 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
 
 
 def inspect(
-    component: Any, prefix: str = "", asked: Collection[str] = (), merges: bool | None = None
+    component: Any,
+    prefix: str = "",
+    asked: Collection[str] = (),
+    merges: bool | None = None,
+    left_out: Collection[str] | None = None,
 ) -> list[Finding]:
     """Returns the findings of all fusions about ``component`` and the modules in it. Changes nothing.
 
@@ -115,11 +122,13 @@ def inspect(
         asked: names of fusions in ``ASKED_FUSIONS`` to consider. A fusion that is already applied in
             ``component`` is always considered.
         merges: whether LoRAs run with merged weights; None: as ``component`` was optimized.
+        left_out: names of fusions that are not considered; None: as ``component`` was optimized.
     """
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
         return [_finding(prefix, component, rule) for rule in rules[:1]]
-    fusions = [*FUSIONS]
+    left_out = _left_out.get(component, ()) if left_out is None else left_out
+    fusions = [fusion for fusion in FUSIONS if fusion.name not in left_out]
     for name, fusion in ASKED_FUSIONS.items():
         if name in asked or any(map(fusion.is_applied, component.modules())):
             fusions.append(fusion)
@@ -144,7 +153,10 @@ def _finding(
     ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
     """
     if fusion.is_applied(module):
-        return Finding(path, module, fusion, "fused")
+        # Of some fusions calls run in stock's code as long as the module is in a certain state.
+        reason_now = getattr(fusion, "reason_now", None)
+        why_not = None if reason_now is None else reason_now(module)
+        return Finding(path, module, fusion, "skipped" if why_not else "fused", why_not or "")
     was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
     reason = was_wrong or fusion.reason_to_skip(module) or reason_to_leave
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
@@ -196,6 +208,20 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
             _found_at[component] = finding.path, weakref.ref(pipeline)
 
 
+def leave_out(root: nn.Module, names: Collection[str]) -> None:
+    """Undo the fusions ``names`` in the model ``root``, and let ``inspect`` list them no more.
+
+    All fusions that were left out before and are not in ``names`` are listed again.
+    """
+    for fusion in FUSIONS:
+        for module in root.modules() if fusion.name in names else ():
+            if fusion.is_applied(module):
+                fusion.undo(module)
+    _left_out.pop(root, None)
+    if names:
+        _left_out[root] = frozenset(names)
+
+
 def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
     """Undo what ``apply`` did for ``findings``. What was fused before ``apply`` stays fused.
 
@@ -237,6 +263,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
             rule.undo(component)
         over = any(rule.is_over_applied(component) for rule in OBJECT_FUSIONS)
         return [(prefix, component)] if over else []
+    _left_out.pop(component, None)
     for fusion in reversed(_in_order(component)):
         for module in component.modules():
             if fusion.is_applied(module):

@@ -38,6 +38,7 @@ _OF_DIFFUSERS = (
     ("fusions.geglu", "FUSION"),
     ("fusions.conv_norm_out", "FUSION"),
     ("fusions.decoder_slices", "FUSION"),
+    ("fusions.tiled_decode", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
     ("fusions.wan", "FUSIONS"),
     ("fusions.wan_residual", "FUSIONS"),

@@ -625,6 +625,7 @@ SAMPLES = [
     ),
     ("conv_norm_out-decoder", _decoder, lambda m: m(image(1, 3, 8, 8))),
     ("decoder_slices", _decoder, lambda m: m(image(2, 3, 4, 4))),
+    ("tiled_decode", vae, lambda m: m(image(1, 3, 4, 4)).sample),
     ("autoencoder_tiny_block", lambda: AutoencoderTinyBlock(12, 20, "relu"), _on_image),
     ("autoencoder_tiny_block-no-skip", lambda: AutoencoderTinyBlock(12, 12, "relu"), _on_image),
     ("encoder_tiny", lambda: AutoencoderTiny(**_TINY).encoder, lambda m: m(image(2, 3, 16, 24))),

@@ -228,7 +228,7 @@ def test_the_with_block_is_named_in_its_errors(obj, options, error):
         pass
 
 
-@pytest.mark.parametrize("name", ["strict", "missing_ok", "verify", "fold_batch_norm"])
+@pytest.mark.parametrize("name", ["strict", "missing_ok", "verify", "fold_batch_norm", "exact_tiling"])
 def test_options_that_are_no_bools(name):
     with pytest.raises(ValueError, match=rf"^sdfastgn\.optimize: {name}='no' must be True or False"):
         sdfastgn.optimize(Net(), **{name: "no"})

@@ -42,8 +42,8 @@ PARTS = {
     (build_unet, "sdxl"): 360,
     (build_controlnet, "sd15"): 72,
     (build_controlnet, "sdxl"): 170,
-    (build_vae, "sd15"): 84,
-    (build_vae, "sdxl"): 84,
+    (build_vae, "sd15"): 85,
+    (build_vae, "sdxl"): 85,
 }
 
 

@@ -21,9 +21,9 @@ MIB = 2**20
 DEVICES = [pytest.param("cpu", id="tape"), pytest.param("cuda", id="graph", marks=pytest.mark.gpu)]
 
 
-def optimized(model, mode="auto", backend=None, merge_adapters=True):
-    """``model`` with CUDA graphs, or on the CPU with tapes in their place."""
-    sdfastgn.optimize(model, cuda_graphs=mode, merge_adapters=merge_adapters)
+def optimized(model, mode="auto", backend=None, **options):
+    """``model`` with CUDA graphs, or on the CPU with tapes in their place. ``options``: of ``optimize``."""
+    sdfastgn.optimize(model, cuda_graphs=mode, **options)
     if next(model.parameters()).device.type == "cpu":
         cuda_graphs.install(model, mode, backend or TapeBackend())
     return model
@@ -39,7 +39,7 @@ def make(device="cpu", mode="auto", model="tiny", backend=None, merge_adapters=T
     """(optimized UNet, stock UNet with the same weights, arguments)"""
     unet, stock = (copy.deepcopy(built(model, device)) for _ in range(2))
     inputs = unet_inputs(model, size=64, batch=1, dtype=torch.float32, device=device, seed=0)
-    return optimized(unet, mode, backend, merge_adapters), stock, inputs
+    return optimized(unet, mode, backend, merge_adapters=merge_adapters), stock, inputs
 
 
 def run(model, inputs, calls=1):

@@ -202,7 +202,7 @@ def test_a_model_that_was_optimized_before_the_one_around_it():
 def test_an_autoencoder_in_slices_and_tiles(device):
     vae = build_vae("tiny", torch.float32, device)
     stock = copy.deepcopy(vae)
-    optimized(vae)
+    optimized(vae, exact_tiling=False)
     for model in (vae, stock):
         model.enable_slicing()
         model.enable_tiling()

@@ -1,0 +1,270 @@
+"""diffusers' ``AutoencoderKL``: decodes a large image in strips, and gets the same image as in one piece.
+
+After ``enable_tiling`` stock decodes a large latent in overlapping tiles. Each norm takes the mean and
+variance of its tile, so neighboring tiles get different colors, which stock blends where tiles overlap. Here
+each norm takes the mean and variance of the whole image (``strips.py``), so there are no seams.
+
+``conv_in`` and the middle block, whose attention needs all positions, run as a whole. Of the larger maps
+after them as many are held as fit into the memory that stock's tiles may take (``_held_bytes``), and the
+others are computed again where they are needed (docs/adr/0023-tiled-decode.md).
+
+``tiled_decode`` is replaced in the ``__dict__`` of the instance. Its class stays the same, because
+``save_pretrained`` writes the name of this class and pipelines look it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.vae import Decoder, DecoderOutput
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.unets.unet_2d_blocks import UpDecoderBlock2D
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.private import has_any_global_hook, is_tracing
+from sdfastgn.patches.core.channels_last import enter, leave
+from sdfastgn.patches.core.class_forward import has_foreign_forward
+from sdfastgn.patches.core.convolution import keeps_size
+from sdfastgn.patches.core.fusion import activation_of, foreign_class, is_about, stock_class
+from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.core.merged_adapters import plain_layer
+from sdfastgn.patches.core.tested_sources import tested, unknown_source
+from sdfastgn.patches.fusions.conv_norm_out import arm, disarm
+from sdfastgn.patches.fusions.strips import Held, Layer, Out, Resnet, Upsample, hold, write
+
+__all__ = ["FUSION"]
+
+# Size of the maps that may be held at the same time, in bytes. For 2048^2 pixels in 16 bits it is enough to
+# hold a map of every stage of Stable Diffusion's decoder.
+MOST_BYTES = 1792 * 1024**2
+# More may be held if stock's tile or the middle block's attention takes more anyway. At a tile's end there
+# are three of its largest maps: the input of a norm, its result, and the result of the activation. Attention
+# has eight of its maps, of which one is left for the strips.
+MAPS_OF_A_TILE = 3
+MAPS_OF_ATTENTION = 7
+# Bytes of all held maps, divided by those of a strip's largest map. Two or three of these exist at a time.
+STRIPS = 14
+
+_ENTRY = "tiled_decode"
+_OWN_HOOKS = (enter, leave, arm, disarm)
+
+
+class _TiledDecode(InstanceEntry):
+    """Replaces the ``tiled_decode`` of one ``AutoencoderKL``."""
+
+    __slots__ = ()
+
+    def __call__(self, z: Tensor, return_dict: bool = True) -> Any:
+        """Decode latents z (N, C, H, W). The image is (N, 3, 8 H, 8 W) for a decoder of four blocks."""
+        vae: Any = self.module
+        if not _runs_in_strips(vae, z):
+            return type(vae).tiled_decode(vae, z, return_dict=return_dict)
+        image = _decode(vae, z)
+        return DecoderOutput(sample=image) if return_dict else (image,)
+
+
+def _runs_in_strips(vae: Any, z: Tensor) -> bool:
+    return (
+        not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        and z.dim() == 4
+        and z.numel() > 0
+        and dispatch.has_kernels(z)
+        and not (is_tracing() or dispatch.is_transformed())
+        and not torch.is_autocast_enabled("cuda")
+        and not has_any_global_hook()
+        and _why_not(vae) is None
+        and _why_not_now(vae) is None
+    )
+
+
+def _decode(vae: Any, z: Tensor) -> Tensor:
+    decoder = vae.decoder
+    N, _, H, W = z.shape
+    shape = N, plain_layer(decoder.conv_out).out_channels, H * _scale(decoder), W * _scale(decoder)
+    image = torch.empty(shape, dtype=_dtype(decoder), device=z.device)
+    for latent, out in zip(z.split(1), image.split(1), strict=True):
+        write(_layers(vae, latent), out)
+    return image
+
+
+def _layers(vae: Any, latent: Tensor) -> Out:
+    """The end of the chain of layers that decodes ``latent`` (1, C, H, W)."""
+    x = _middle(vae, latent)
+    most = _held_bytes(vae, x)
+    layer: Layer = Held(x, most // STRIPS)
+    del x  # ``hold`` and the loop free a map as soon as the next one is held
+    modules = list(_modules(vae.decoder))
+    for module, after in zip(modules, [*modules[1:], None], strict=True):
+        following = _layer(module, layer)
+        if isinstance(layer, Held) and following.row_bytes * following.shape[1] <= layer.strip_bytes:
+            layer = Held(following.whole(layer.x), layer.strip_bytes)
+            continue
+        following.learn()
+        layer = following
+        if _can_hold(following, after, most):
+            layer = hold(following, is_normalized=not isinstance(after, Upsample2D))
+    end = Out(vae.decoder, layer)
+    end.learn()
+    return end
+
+
+def _layer(module: Any, source: Layer) -> Resnet | Upsample:
+    return Upsample(module, source) if isinstance(module, Upsample2D) else Resnet(module, source)
+
+
+def _can_hold(layer: Resnet | Upsample, after: Any, most: int) -> bool:
+    """True if the result of ``layer`` fits into ``most`` bytes together with the held map that it reads.
+
+    The result of an upsampling must also fit together with the next result. Else all later layers would have
+    to begin at a map that is much larger than the one before it.
+
+    ``after``: the module after ``layer``; None if it is the last one.
+    """
+    if layer.source is layer.anchor and layer.source.shape == layer.shape:
+        return True  # it is written over its source
+    if isinstance(layer, Upsample) and after is not None:
+        following = _layer(after, layer)
+        if following.shape != layer.shape and layer.nbytes + following.nbytes > most:
+            return False
+    return layer.anchor.nbytes + layer.nbytes <= most
+
+
+def _middle(vae: Any, latent: Tensor) -> Tensor:
+    """The result of the middle block."""
+    decoder = vae.decoder
+    if vae.post_quant_conv is not None:
+        latent = vae.post_quant_conv(latent)
+    x = decoder.mid_block(decoder.conv_in(latent), None)
+    # Some releases of diffusers can run the layers up to here in another dtype, and then cast.
+    return x.to(_dtype(decoder))
+
+
+def _held_bytes(vae: Any, x: Tensor) -> int:
+    """How many bytes of maps may be held at the same time. x (1, C, H, W): the middle block's result."""
+    side = vae.tile_latent_min_size * _scale(vae.decoder)
+    of_tile = vae.decoder.up_blocks[-1].resnets[0].in_channels * side**2 * x.element_size()
+    return max(MOST_BYTES, MAPS_OF_A_TILE * of_tile, MAPS_OF_ATTENTION * x.nbytes)
+
+
+def _scale(decoder: Any) -> int:
+    """Height of an image divided by that of its latent."""
+    return 2 ** sum(isinstance(module, Upsample2D) for module in _modules(decoder))
+
+
+def _dtype(decoder: Any) -> torch.dtype:
+    return next(decoder.up_blocks.parameters()).dtype
+
+
+def _modules(decoder: Any) -> Iterator[Any]:
+    """The layers of all up blocks, in the order in which they run."""
+    for block in decoder.up_blocks:
+        yield from block.resnets
+        yield from block.upsamplers or ()
+
+
+# --- when it runs -------------------------------------------------------------------------------------
+
+
+def _why_not(vae: Any) -> str | None:
+    """Why the layers of ``vae`` cannot run in strips, whatever its state is; None if they can."""
+    decoder = vae.decoder
+    if stock_class(decoder) is not Decoder:
+        return f"its decoder is a {type(decoder).__name__}"
+    for block in decoder.up_blocks:
+        if type(block) is not UpDecoderBlock2D:
+            return f"its decoder has a {type(block).__name__}"
+    norms, acts, convs = [decoder.conv_norm_out], [decoder.conv_act], [decoder.conv_out]
+    for module in _modules(decoder):
+        if stock_class(module) is ResnetBlock2D and _is_plain_resnet(module):
+            norms += [module.norm1, module.norm2]
+            acts.append(module.nonlinearity)
+            convs += [module.conv1, module.conv2]
+        elif stock_class(module) is Upsample2D and _is_plain_upsample(module):
+            convs.append(module.conv)
+        else:
+            return f"its decoder has a {type(module).__name__} with other settings"
+    if any(stock_class(norm) is not nn.GroupNorm for norm in norms):
+        return "its decoder has a norm that is no nn.GroupNorm"
+    if any(activation_of(act, stock_class(act)) is None for act in acts):
+        return "its decoder has an activation that has no fused form"
+    if not all(map(_is_plain_conv, convs)):
+        return "its decoder has a convolution that is no 3 x 3 nn.Conv2d with a border of zeros"
+    return None
+
+
+def _is_plain_resnet(block: Any) -> bool:
+    return (
+        (block.upsample, block.downsample, block.time_emb_proj) == (None, None, None)
+        and block.time_embedding_norm != "scale_shift"
+        and (block.conv_shortcut is None or plain_layer(block.conv_shortcut).kernel_size == (1, 1))
+    )
+
+
+def _is_plain_upsample(module: Any) -> bool:
+    doubles = module.interpolate and module.norm is None
+    return doubles and module.use_conv and module.name == "conv" and not module.use_conv_transpose
+
+
+def _is_plain_conv(conv: Any) -> bool:
+    conv = plain_layer(conv)
+    is_conv = type(conv) is nn.Conv2d and "_conv_forward" not in vars(conv)
+    return is_conv and conv.groups == 1 and keeps_size(conv)
+
+
+def _why_not_now(vae: Any) -> str | None:
+    """Why calls decode in stock's tiles as long as ``vae`` is in its present state; None if they need not."""
+    if vae.training:
+        return "it is in training mode"
+    for path, module in vae.decoder.named_modules(prefix="decoder"):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(hook not in _OWN_HOOKS for hook in hooks):
+            return f"{path} has a hook, and would run in strips"
+        if has_foreign_forward(module) and not isinstance(vars(module)["forward"], InstanceEntry):
+            return f"other code replaced the forward of {path}"
+    return None
+
+
+class _TiledDecodeFusion:
+    name = "tiled_decode"
+    sources = (
+        tested(AutoencoderKL, "_decode", "tiled_decode"),
+        tested(Decoder, "forward"),
+        tested(UpDecoderBlock2D, "__init__", "forward"),
+        tested(ResnetBlock2D, "__init__", "forward"),
+        tested(Upsample2D, "__init__", "forward"),
+    )
+
+    def claims(self, module: nn.Module) -> bool:
+        return is_about(module, AutoencoderKL)
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return isinstance(vars(module).get(_ENTRY), _TiledDecode)
+
+    def reason_to_skip(self, module: nn.Module) -> str | None:
+        replaced = [name for name in ("decode", "_decode", _ENTRY) if name in vars(module)]
+        return (
+            foreign_class(module, AutoencoderKL)
+            or (f"other code replaced this instance's {replaced[0]}" if replaced else None)
+            or unknown_source(*self.sources)
+            or _why_not(module)
+        )
+
+    def reason_now(self, module: nn.Module) -> str | None:
+        return _why_not(module) or _why_not_now(module)
+
+    def apply(self, module: nn.Module) -> None:
+        vars(module)[_ENTRY] = _TiledDecode(module)
+        guard(module)
+
+    def undo(self, module: nn.Module) -> None:
+        if self.is_applied(module):
+            del vars(module)[_ENTRY]
+            unguard(module)
+
+
+FUSION = _TiledDecodeFusion()
