@@ -76,9 +76,9 @@ def built(
     return model, call
 
 
-def milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
+def milliseconds(call: Callable[[], Tensor], device: torch.device, warm_up: int = WARM_UP) -> float:
     """Returns the median time of a call in milliseconds, after a warm-up. It includes the GPU's work."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         took, _ = timing.time_once(call, device)
     count = min(MAX_CALLS, max(3, int(ROUND_SECONDS / took)))
     return statistics.median(timing.time_once(call, device)[0] for _ in range(count)) * 1e3
@@ -130,7 +130,7 @@ def measured(case: Case, device: torch.device) -> SizeRow:
     cpu_ms = cpu_milliseconds(call, device)
     graphs = sdfastgn.report(model).graphs
     sdfastgn.restore(model)
-    after = milliseconds(call, device)
+    after = milliseconds(call, device, warm_up=1)
     return SizeRow(
         case.name,
         str(case.dtype).removeprefix("torch."),

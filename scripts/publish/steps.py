@@ -158,10 +158,11 @@ STEPS = (
     ),
     Step(
         "kernels_training.json",
-        "sdfastgn kernels --suite training --providers eager_nchw,eager_nhwc,inductor,sdfastgn",
+        "sdfastgn kernels --suite training --providers eager_nchw,eager_nhwc,inductor,sdfastgn --shapes"
+        " 2x1280x16x16,2x640x32x32,2x320x64x64,2x320x128x128,1x512x128x128,1x256x512x512,1x128x1024x1024",
         f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn",
         ("training",),
-        65,
+        45,
     ),
     Step(
         "kernels_layer_norm.json",
