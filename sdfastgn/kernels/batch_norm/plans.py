@@ -104,7 +104,7 @@ class BatchNormPlan:
 
         If the call gives mean and var, the results mean and var are None.
         """
-        stream = gpu.stream_on(call.x.device)
+        stream = gpu.stream_of(call.x)
         if stream is None:
             with torch.cuda.device(call.x.device):
                 return self.run(call)

@@ -91,12 +91,8 @@ def stock_code() -> Iterator[None]:
 
 def is_on() -> bool:
     """True if calls of this thread may launch kernels now."""
-    return _is_on(torch.compiler.is_compiling())
-
-
-def _is_on(is_compiling: bool) -> bool:
     # torch.compile cannot trace the ContextVar. Compiled code therefore ignores ``stock_code``.
-    return why_off is None and (is_compiling or not _in_stock_code.get())
+    return why_off is None and (torch.compiler.is_compiling() or not _in_stock_code.get())
 
 
 def is_supported(x: Tensor) -> bool:
@@ -115,10 +111,11 @@ def has_kernels(x: Tensor) -> bool:
     If it is False, public functions call PyTorch's own ops, and optimized modules run their stock forward. An
     export to ONNX cannot translate this package's ops.
     """
-    if not is_supported(x):
+    if not is_supported(x) or why_off is not None:
         return False
-    is_compiling = torch.compiler.is_compiling()
-    return _is_on(is_compiling) and not ((is_compiling or is_tracing()) and torch.onnx.is_in_onnx_export())
+    if torch.compiler.is_compiling():
+        return not torch.onnx.is_in_onnx_export()
+    return not _in_stock_code.get() and not (is_tracing() and torch.onnx.is_in_onnx_export())
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
@@ -135,7 +132,7 @@ def needs_op(x: Tensor) -> bool:
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
     """True if the call is plain (``is_plain``) and no gradient is wanted, so that a kernel runs directly."""
-    return is_plain(x, others) and not wants_gradient(x, others)
+    return is_plain(x, others) and not (torch.is_grad_enabled() and wants_gradient(x, others))
 
 
 def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sdfastgn.kernels.common.private import current_device, current_raw_stream
 
@@ -34,16 +35,16 @@ def current_stream(device: torch.device) -> int:
     return current_raw_stream(device.index) if device.type == "cuda" else 0
 
 
-def stream_on(device: torch.device) -> int | None:
-    """Returns ``current_stream(device)``, or None if ``device`` is not the current device.
+def stream_of(x: Tensor) -> int | None:
+    """Returns ``current_stream(x.device)``, or None if the device of ``x`` is not the current device.
 
-    A launch runs on the current device. If the result is None, the caller must first make ``device`` current.
+    A launch runs on the current device. If the result is None, the caller must first make the device of ``x``
+    current.
     """
-    if device.type != "cuda":
+    index = x.get_device()  # -1 on a CPU; ``x.device.type`` would take more CPU time
+    if index < 0:
         return 0
-    if device.index != current_device():
-        return None
-    return current_raw_stream(device.index)
+    return current_raw_stream(index) if index == current_device() else None
 
 
 def num_sms(device: torch.device) -> int:

@@ -129,12 +129,12 @@ class Launch:
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch on the device of ``first``, even if it is not the current device, in its current stream."""
-        device = first.device
-        if gpu.is_current(device):  # ``torch.cuda.device`` would take more CPU time
-            self(gpu.current_stream(device), first, *others)
+        stream = gpu.stream_of(first)
+        if stream is not None:  # ``torch.cuda.device`` would take more CPU time
+            self(stream, first, *others)
         else:
-            with torch.cuda.device(device):
-                self(gpu.current_stream(device), first, *others)
+            with torch.cuda.device(first.device):
+                self.run(first, *others)
 
 
 @functools.cache

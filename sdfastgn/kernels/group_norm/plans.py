@@ -109,7 +109,7 @@ class GroupNormPlan:
 
     def run(self, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None) -> Tensor:
         """Launch, and return y. Also fills ``mean`` and ``rstd`` (N, G), unless they are None."""
-        stream = gpu.stream_on(call.x.device)
+        stream = gpu.stream_of(call.x)
         if stream is None:
             with torch.cuda.device(call.x.device):
                 return self.run(call, mean, rstd)

@@ -106,7 +106,7 @@ class LayerNormPlan:
         The kernels also fill ``centre`` and ``rstd``, unless these are None.
         """
         x = call.x
-        stream = gpu.stream_on(x.device)
+        stream = gpu.stream_of(x)
         if stream is None:
             with torch.cuda.device(x.device):
                 return self.run(call, centre, rstd)

@@ -217,7 +217,7 @@ def is_unhooked(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or has_foreign_forward(module)
+        or ("forward" in module.__dict__ and has_foreign_forward(module))
         or has_any_global_hook()
     )
 
