@@ -18,7 +18,7 @@ from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import is_choosing
 from sdfastgn.kernels.product.op import linear as product
-from sdfastgn.patches.core.fusion import activation_of, is_unhooked
+from sdfastgn.patches.core.fusion import activation_of, is_unhooked, parameters_of
 from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["call_linear", "fused_linear", "is_plain_linear", "linear_of"]
@@ -29,7 +29,11 @@ def is_plain_linear(module: nn.Module) -> bool:
 
     False for layers with LoRA, hooks, quantized weights or sharded weights.
     """
-    return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_unhooked(module)
+    return (
+        type(module) is nn.Linear
+        and type(parameters_of(module)[0]) in (Tensor, nn.Parameter)
+        and is_unhooked(module)
+    )
 
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
@@ -37,7 +41,7 @@ def call_linear(layer: Any, x: Tensor) -> Tensor:
     layer = plain_layer(layer)
     # ``is_choosing`` is True only while a graph is made. It is checked first, because it is the faster check.
     if is_choosing() and is_plain_linear(layer):
-        return product(x, layer.weight, layer.bias)
+        return product(x, *parameters_of(layer))
     return layer(x)
 
 
@@ -67,7 +71,7 @@ def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None
     name = "identity" if act is None else activation_of(act)
     if name is None or not (act is None or is_unhooked(act)) or not is_plain_linear(linear):
         return None
-    weight, bias = linear.weight, linear.bias
+    weight, bias = parameters_of(linear)
     if not dispatch.is_plain_inference(x, (weight, bias, extra_bias)) or torch.is_autocast_enabled(
         x.device.type
     ):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm, reference_group_norm
 from sdfastgn.kernels.group_norm.plain import channels_last_group_norm, is_channels_last_to_pytorch
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, stock_class
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, parameters_of, stock_class
 from sdfastgn.patches.core.known_norms import known_base
 from sdfastgn.patches.core.statistics import take_statistics
 
@@ -35,7 +35,7 @@ class FusedGroupNorm(nn.GroupNorm):
 
         ``operands``: further operands of ``sdfastgn.group_norm``, by keyword.
         """
-        norm = self.num_groups, self.weight, self.bias, self.eps
+        norm = self.num_groups, *parameters_of(self), self.eps
         return group_norm(x, *norm, activation, statistics=take_statistics(x), **operands)
 
     def _in_pytorch(self, input: Tensor) -> Tensor:

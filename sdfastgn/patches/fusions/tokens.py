@@ -15,7 +15,7 @@ from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
-from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.fusion import is_unhooked, parameters_of
 from sdfastgn.patches.core.linear import is_plain_linear
 from sdfastgn.patches.core.merged_adapters import plain_layer
 
@@ -34,7 +34,8 @@ def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     """
     layer = plain_layer(layer)
     if is_plain_linear(layer):
-        return geglu(linear(x, layer.weight), layer.bias)
+        weight, bias = parameters_of(layer)
+        return geglu(linear(x, weight), bias)
     return geglu(layer(x))
 
 
@@ -49,14 +50,14 @@ def _can_fuse(layer: nn.Module, x: Tensor) -> bool:
 
 def norm(layer: Any, x: Tensor) -> Tensor:
     """Computes ``layer(x)`` for a LayerNorm ``layer`` and x (N, tokens, C), in the kernel if possible."""
-    return layer_norm(x, layer.weight, layer.bias, layer.eps) if _can_fuse(layer, x) else layer(x)
+    return layer_norm(x, *parameters_of(layer), layer.eps) if _can_fuse(layer, x) else layer(x)
 
 
 def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Computes (layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if possible."""
     # The kernel neither promotes different dtypes (autocast, attention in fp32) nor broadcasts shapes.
     if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(layer, x):
-        return add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps)
+        return add_layer_norm(x, residual, *parameters_of(layer), layer.eps)
     total = x + residual
     return layer(total), total
 
@@ -70,7 +71,7 @@ def grouped_norm(
     layer: Any, x: Tensor, groups: Groups, residual: Tensor | None = None, *, total_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Computes ``grouped_layer_norm`` with a LayerNorm ``layer`` for which ``is_plain_norm`` is True."""
-    weight, bias = layer.weight, layer.bias
+    weight, bias = parameters_of(layer)
     return grouped_layer_norm(x, weight, bias, layer.eps, groups, residual=residual, total_bias=total_bias)
 
 
@@ -101,19 +102,20 @@ def add_feed_forward(
             h, total = add_norm(layer, x, residual)  # type: ignore[arg-type]
         return ff(h) + total
     *others, last = layers
+    weight, bias = parameters_of(last)
     # ``total`` is a new tensor that only this function has, so it can be overwritten below.
     if groups is not None:
-        h, total = grouped_norm(layer, x, groups, residual, total_bias=last.bias)
+        h, total = grouped_norm(layer, x, groups, residual, total_bias=bias)
     else:
-        norm_of_sum = layer.weight, layer.bias, layer.eps
-        h, total = add_layer_norm(x, residual, *norm_of_sum, total_bias=last.bias)  # type: ignore[arg-type]
+        norm_of_sum = *parameters_of(layer), layer.eps
+        h, total = add_layer_norm(x, residual, *norm_of_sum, total_bias=bias)  # type: ignore[arg-type]
     for module in others:
         h = module(h)
     # Because of a hook or a replaced layer, h may have another dtype or shape than usual. Then the sum must
     # promote or broadcast.
     if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
-        return linear(h, last.weight) + total
-    add_linear_(total.view(-1, total.shape[-1]), h.reshape(-1, h.shape[-1]), last.weight)
+        return linear(h, weight) + total
+    add_linear_(total.view(-1, total.shape[-1]), h.reshape(-1, h.shape[-1]), weight)
     return total
 
 
@@ -124,12 +126,13 @@ def _adds_in_product(
     if layers is None:
         return False
     last = layers[-1]
+    if not (is_plain_linear(last) and _can_fuse(layer, x)):
+        return False
+    weight, bias = parameters_of(last)
     return (
-        is_plain_linear(last)
-        and _can_fuse(layer, x)
-        and (residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype))
-        and x.dtype is last.weight.dtype
+        (residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype))
+        and x.dtype is weight.dtype
         and last.out_features == x.shape[-1]
         and not torch.is_autocast_enabled(x.device.type)
-        and dispatch.is_plain_inference(x, (residual, layer.weight, layer.bias, last.weight, last.bias))
+        and dispatch.is_plain_inference(x, (residual, *parameters_of(layer), weight, bias))
     )
