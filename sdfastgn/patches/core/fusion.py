@@ -17,6 +17,7 @@ __all__ = [
     "Fusion",
     "activation_of",
     "activation_reason",
+    "dropped_out",
     "foreign_class",
     "foreign_override",
     "is_about",
@@ -221,6 +222,13 @@ def is_unhooked(module: nn.Module) -> bool:
         or ("forward" in module.__dict__ and has_foreign_forward(module))
         or has_any_global_hook()
     )
+
+
+def dropped_out(layer: Any, x: Tensor) -> Tensor:
+    """``layer(x)``. A Dropout in eval mode is not called, because it would return x."""
+    if type(layer) is nn.Dropout and not layer.training and is_unhooked(layer):
+        return x
+    return layer(x)
 
 
 def parameters_of(layer: Any) -> tuple[Tensor, Tensor | None]:

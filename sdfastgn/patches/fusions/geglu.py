@@ -34,7 +34,7 @@ class FusedGEGLU(GEGLU):
         # runs under a compiler, which makes the same kernel.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
-        return linear_geglu(self.proj, hidden_states)
+        return linear_geglu(self._modules["proj"], hidden_states)
 
 
 def _check(_: GEGLU) -> str | None:

@@ -15,7 +15,7 @@ from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
-from sdfastgn.patches.core.fusion import is_unhooked, parameters_of
+from sdfastgn.patches.core.fusion import dropped_out, is_unhooked, parameters_of
 from sdfastgn.patches.core.linear import is_plain_linear
 from sdfastgn.patches.core.merged_adapters import plain_layer
 
@@ -110,7 +110,7 @@ def add_feed_forward(
         norm_of_sum = *parameters_of(layer), layer.eps
         h, total = add_layer_norm(x, residual, *norm_of_sum, total_bias=bias)  # type: ignore[arg-type]
     for module in others:
-        h = module(h)
+        h = dropped_out(module, h)
     # Because of a hook or a replaced layer, h may have another dtype or shape than usual. Then the sum must
     # promote or broadcast.
     if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:

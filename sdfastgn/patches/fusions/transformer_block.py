@@ -29,7 +29,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.layer_norm.grouped import Groups
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.attention import FusedAttention
+from sdfastgn.patches.fusions.attention import FusedAttention, is_one_token
 from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, is_plain_norm, norm
 
 __all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
@@ -65,29 +65,32 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 class_labels,
                 added_cond_kwargs,
             )
-        h = self.attn1(
-            norm(self.norm1, hidden_states),
+        # Reading ``_modules`` takes a tenth of the CPU time that reading the attributes takes.
+        layers: dict[str, Any] = self._modules
+        h = layers["attn1"](
+            norm(layers["norm1"], hidden_states),
             encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
             attention_mask=attention_mask,
             **options,
         )
+        ff, norm3, attn2 = layers["ff"], layers["norm3"], layers.get("attn2")
         vector = None if options else self._vector(encoder_hidden_states, encoder_attention_mask)
         if vector is not None:
             groups = Groups(h.shape[1], added=vector)
-            return add_feed_forward(self.ff, layers_of(self.ff), self.norm3, h, hidden_states, groups)
-        if self.attn2 is not None:
-            h, hidden_states = add_norm(self.norm2, h, hidden_states)
-            h = self.attn2(
+            return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, groups)
+        if attn2 is not None:
+            h, hidden_states = add_norm(layers["norm2"], h, hidden_states)
+            h = attn2(
                 h,
                 encoder_hidden_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 **options,
             )
-        return add_feed_forward(self.ff, layers_of(self.ff), self.norm3, h, hidden_states)
+        return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states)
 
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """The vector that ``attn2`` adds to each token, (N, dim). None if the context has several tokens."""
-        if mask is not None or not isinstance(self.attn2, FusedAttention):
+        if mask is not None or not is_one_token(context) or not isinstance(self.attn2, FusedAttention):
             return None
         return self.attn2.of_one_token(context) if all(map(is_plain_norm, (self.norm2, self.norm3))) else None
 
@@ -124,8 +127,10 @@ def _has_layer_norms(block: Any) -> bool:
 
 def layers_of(ff: Any) -> list[Any] | None:
     """The layers that ``ff`` calls one after the other; None if ``ff`` does anything else."""
-    is_known = type(ff) is FeedForward and is_unhooked(ff) and type(ff.net) is nn.ModuleList
-    return list(ff.net) if is_known else None
+    if not (type(ff) is FeedForward and is_unhooked(ff)):
+        return None
+    net = ff._modules["net"]
+    return list(net._modules.values()) if type(net) is nn.ModuleList else None
 
 
 FUSION = ClassSwap(
