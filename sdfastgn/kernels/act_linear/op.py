@@ -100,6 +100,7 @@ def act_linear(
     activation: str = "identity",
     *,
     extra_bias: Tensor | None = None,
+    is_plain: bool = False,
 ) -> Tensor:
     """Computes ``linear(act(x), weight, bias) + extra_bias`` in one kernel, which is fast if x has few rows.
 
@@ -111,6 +112,7 @@ def act_linear(
             ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
         extra_bias: (C,) or None. It is added to every row too. For example, if the output is added to the
             result of a convolution next, this can be the bias of the convolution.
+        is_plain: True if the caller knows that ``dispatch.is_plain_inference`` is True, and autocast is off.
 
     Shapes: the output is (N, C).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of the four
@@ -126,8 +128,8 @@ def act_linear(
     Source: torch.nn.functional.linear.
     """
     call = _Call(x, weight, bias, activation, extra_bias)
-    autocast = isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(x.device.type)
-    if not autocast and dispatch.is_plain_inference(x, call):
+    autocast = not is_plain and isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and dispatch.is_autocast(x)
+    if is_plain or (not autocast and dispatch.is_plain_inference(x, call)):
         try:
             # Calls with invalid arguments never have a plan. So only calls without a plan are checked.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))

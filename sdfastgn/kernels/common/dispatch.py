@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu, private
 from sdfastgn.kernels.common.private import (
+    any_autocast,
     dispatch_modes,
     forward_ad,
     in_function_mode,
@@ -123,6 +124,11 @@ def autocast_dtype(x: Any) -> torch.dtype | None:
     if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None
+
+
+def is_autocast(x: Tensor) -> bool:
+    """True under autocast of the device of ``x``."""
+    return any_autocast() and torch.is_autocast_enabled(x.device.type)
 
 
 def needs_op(x: Tensor) -> bool:

@@ -90,6 +90,8 @@ is_batched: Callable[[Tensor], bool] = getattr(
 )
 # ``forward_ad._current_level`` is negative outside of forward-mode AD.
 forward_ad: Any = _autograd_forward_ad if hasattr(_autograd_forward_ad, "_current_level") else _ForwardAD()
+# True if autocast is on for any device. The replacement always returns True: it may be on.
+any_autocast: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 
 def is_compiled(module: nn.Module) -> bool:

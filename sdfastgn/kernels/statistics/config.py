@@ -5,6 +5,7 @@ The constants were chosen on an H200 (docs/adr/0006-group-norm-kernels.md).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import (
@@ -91,6 +92,7 @@ def statistics_config(
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
 
 
+@functools.lru_cache(maxsize=1024)
 def statistics_pay(C: int, HW: int) -> bool:
     """True if GroupNorm of x (N, C, HW) is faster when the kernel that writes x also gives statistics."""
     return next_power_of_2(ceil_div(C, _USUAL_GROUPS)) * next_power_of_2(HW) >= _STATISTICS_MIN_ELEMENTS

@@ -19,7 +19,7 @@ from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import is_unhooked, parameters_of
 from sdfastgn.patches.core.merged_adapters import plain_layer
 
-__all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
+__all__ = ["conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
 # cuDNN fuses convolution, bias and ReLU only for multiples of this number of channels: 16 bytes of 16 bits.
 _CUDNN_CHANNELS = 8
@@ -31,11 +31,6 @@ def is_plain_conv(conv: nn.Module) -> bool:
     ``_conv_forward`` is checked too, because code for seamless tiling replaces it in the instance.
     """
     return type(conv) in (nn.Conv2d, nn.Conv3d) and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
-
-
-def bias_can_move(conv: nn.Module) -> bool:
-    """True if ``conv`` is plain and has a bias, so that the next kernel may add the bias instead."""
-    return is_plain_conv(conv) and parameters_of(conv)[1] is not None
 
 
 def keeps_size(conv: nn.Conv2d) -> bool:

@@ -72,16 +72,14 @@ def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None
     if name is None or not (act is None or is_unhooked(act)) or not is_plain_linear(linear):
         return None
     weight, bias = parameters_of(linear)
-    if not dispatch.is_plain_inference(x, (weight, bias, extra_bias)) or torch.is_autocast_enabled(
-        x.device.type
-    ):
+    if not dispatch.is_plain_inference(x, (weight, bias, extra_bias)) or dispatch.is_autocast(x):
         return None
     C, K = weight.shape
-    others = [b for b in (bias, extra_bias) if b is not None]
+    kind = x.dtype, x.device
+    misfits = [
+        b for b in (bias, extra_bias) if b is not None and (b.shape, b.dtype, b.device) != ((C,), *kind)
+    ]
     fits = (
-        x.shape[1] == K
-        and weight.is_contiguous()
-        and all(b.shape == (C,) for b in others)
-        and all((t.dtype, t.device) == (x.dtype, x.device) for t in (weight, *others))
+        x.shape[1] == K and weight.is_contiguous() and (weight.dtype, weight.device) == kind and not misfits
     )
-    return act_linear(x, weight, bias, name, extra_bias=extra_bias) if fits else None
+    return act_linear(x, weight, bias, name, extra_bias=extra_bias, is_plain=True) if fits else None

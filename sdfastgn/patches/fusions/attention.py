@@ -208,7 +208,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
     # Self-attention of a small image also has few keys. It does not use the kernel, which would have to be
     # compiled for each image size.
     fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
-    if fits and not torch.is_autocast_enabled(query.device.type):
+    if fits and not dispatch.is_autocast(query):
         found = attend_to_few(query, key, value)
         if found is not None:
             return found

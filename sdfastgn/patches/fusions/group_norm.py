@@ -13,7 +13,7 @@ from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, 
 from sdfastgn.patches.core.known_norms import known_base
 from sdfastgn.patches.core.statistics import take_statistics
 
-__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "fused_norm_act", "norm_act"]
+__all__ = ["FUSION", "FusedGroupNorm", "fused_activation", "norm_act"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -33,7 +33,7 @@ class FusedGroupNorm(nn.GroupNorm):
     def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
         """Normalizes x and applies ``activation``, in one kernel.
 
-        ``operands``: further operands of ``sdfastgn.group_norm``, by keyword.
+        ``operands``: further operands of ``sdfastgn.group_norm``, by keyword, such as ``shift``.
         """
         norm = self.num_groups, *parameters_of(self), self.eps
         return group_norm(x, *norm, activation, statistics=take_statistics(x), **operands)
@@ -50,34 +50,19 @@ class FusedGroupNorm(nn.GroupNorm):
 FusedGroupNorm.norm_alone = FusedGroupNorm
 
 
-def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
-    """True if ``act(norm(x))`` may run as one kernel.
+def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
+    """The name of ``act`` for ``norm._fused``. None if ``act(norm(x))`` cannot run as one kernel.
 
-    For that ``norm`` must be a fused norm, the kernel must have the activation ``act``, and neither may have
-    hooks.
+    It can if ``norm`` is a fused norm, the kernel has the activation ``act``, and neither has hooks.
     """
-    return (
-        isinstance(norm, FusedGroupNorm)
-        and norm.norm_alone is type(norm)
-        and activation_of(act) is not None
-        and is_unhooked(norm)
-        and is_unhooked(act)
-    )
+    is_fused = isinstance(norm, FusedGroupNorm) and norm.norm_alone is type(norm)
+    return activation_of(act) if is_fused and is_unhooked(norm) and is_unhooked(act) else None
 
 
 def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:
-    """Computes ``act(norm(x))`` for x (N, C, *spatial), in one kernel if ``can_fuse(norm, act)``."""
-    if can_fuse(norm, act) and dispatch.has_kernels(x):
-        return fused_norm_act(norm, act, x)
-    return act(norm(x))
-
-
-def fused_norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
-    """Computes ``act(norm(x))`` with further operands of ``sdfastgn.group_norm``, such as ``shift``.
-
-    Call it only if ``can_fuse(norm, act)``. Where no kernel can run, ``group_norm`` runs in plain PyTorch.
-    """
-    return norm._fused(x, activation_of(act) or "identity", **operands)
+    """``act(norm(x))`` for x (N, C, *spatial), in one kernel if that is possible."""
+    name = fused_activation(norm, act)
+    return norm._fused(x, name) if name is not None and dispatch.has_kernels(x) else act(norm(x))
 
 
 # Full name of sdfastgn's own GroupNorm, which runs the kernel already. The class itself is not used, because

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import bias_can_move
+from sdfastgn.patches.core.convolution import is_plain_conv
+from sdfastgn.patches.core.fusion import parameters_of
 from sdfastgn.patches.core.linear import fused_linear, linear_of
 from sdfastgn.patches.core.merged_adapters import plain_layer
-from sdfastgn.patches.fusions.group_norm import can_fuse, fused_norm_act, norm_act
+from sdfastgn.patches.fusions.group_norm import fused_activation, norm_act
 
 __all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
 
@@ -61,16 +62,17 @@ def conv_norm_act(
     """
     N, scales = h.shape[0], embedding.scales
     conv = plain_layer(conv)
-    fuses = can_fuse(norm, act)
+    name = fused_activation(norm, act)
     # cuDNN adds a bias in a separate pass; the norm's kernel adds it at no cost.
-    bias = conv.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(conv) else None
+    can_move = name is not None and dispatch.runs_in_triton(h) and is_plain_conv(conv)
+    weight, bias = parameters_of(conv) if can_move else (None, None)
     temb, has_bias = _project(embedding, h, bias)
     fits = temb is None or (
         embedding.linear is not None  # without a projection the embedding may have any shape
         and temb.dtype == h.dtype
         and tuple(temb.shape) == (N, 2 * C if scales else C)
     )
-    if not (fits and fuses):
+    if not fits or name is None:
         return _unfused(conv(h), norm, act, embedding, temb)
     operands: dict[str, Tensor | None] = {}
     if scales and temb is not None:
@@ -80,11 +82,11 @@ def conv_norm_act(
     if bias is None:
         h = conv(h)
     else:
-        h = conv._conv_forward(h, conv.weight, None)
+        h = conv._conv_forward(h, weight, None)
         if not has_bias:
             shift = operands.get("shift")
             operands["shift"] = bias if shift is None else shift + bias
-    return fused_norm_act(norm, act, h, **operands)
+    return norm._fused(h, name, **operands)
 
 
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:

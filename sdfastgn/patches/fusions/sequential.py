@@ -15,7 +15,7 @@ from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import ClassSwap, activation_of, foreign_override, restore_class
 from sdfastgn.patches.core.tested_sources import TestedSource
 from sdfastgn.patches.fusions.batch_norm import fold_into, foldable, folded_conv, is_folded, unfold
-from sdfastgn.patches.fusions.group_norm import can_fuse, norm_act
+from sdfastgn.patches.fusions.group_norm import fused_activation, norm_act
 
 __all__ = ["FOLD_BATCH_NORM", "FUSION", "FusedSequential"]
 
@@ -34,7 +34,7 @@ class FusedSequential(nn.Sequential):
         i = 0
         while i < len(modules):
             first, second = modules[i], modules[i + 1] if i + 1 < len(modules) else None
-            if second is not None and can_fuse(first, second):
+            if second is not None and fused_activation(first, second):
                 input = norm_act(first, second, input)
                 i += 2
             elif second is not None and (folded := folded_conv(first, second, input)) is not None:

@@ -133,6 +133,6 @@ def _adds_in_product(
         (residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype))
         and x.dtype is weight.dtype
         and last.out_features == x.shape[-1]
-        and not torch.is_autocast_enabled(x.device.type)
         and dispatch.is_plain_inference(x, (residual, *parameters_of(layer), weight, bias))
+        and not dispatch.is_autocast(x)
     )

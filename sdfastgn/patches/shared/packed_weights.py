@@ -71,7 +71,7 @@ def is_one_product(x: Tensor, parameters: Parameters) -> bool:
     if dispatch.wants_gradient(x, params) or not dispatch.is_untraced(x, params):
         return False
     fits = (x.dtype, x.shape[-1]) == (params[0].dtype, params[0].shape[-1])
-    return fits and not torch.is_autocast_enabled(x.device.type)
+    return fits and not dispatch.is_autocast(x)
 
 
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
