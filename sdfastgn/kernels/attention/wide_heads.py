@@ -34,6 +34,7 @@ from torch import Tensor
 from sdfastgn.kernels.attention.config import pays
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
+from sdfastgn.kernels.common.private import is_tracing
 
 # Dtypes of calls that run in chunks.
 _HALVES = (torch.float16, torch.bfloat16)
@@ -104,7 +105,8 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if attention in chunks can run and is faster than PyTorch's attention."""
     return (
-        not torch.jit.is_tracing()  # while it traces, sizes are tensors and not numbers
+        not torch.compiler.is_dynamo_compiling()
+        and not is_tracing()  # while it traces, sizes are tensors and not numbers
         and torch.version.hip is None  # only cuBLAS has the products of 16-bit matrices with fp32 results
         # This check comes early, because it is fast, and False for all attention layers of a UNet.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])

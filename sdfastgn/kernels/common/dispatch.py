@@ -121,7 +121,7 @@ def has_kernels(x: Tensor) -> bool:
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
     """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch. None means the dtype of x."""
-    if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
+    if any_autocast() and torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None
 
@@ -154,13 +154,19 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
     Such a call may still need autograd.
     """
     return (
-        not torch.compiler.is_compiling()
+        # ``is_compiling`` takes longer. In an export without torch.compile, x is a subclass of Tensor.
+        not torch.compiler.is_dynamo_compiling()
         and type(x) is Tensor
         and is_supported(x)
-        # The next two lines are ``is_on()``, without the time of a call.
+        # The next two lines are ``is_on()``, and the others ``is_untraced``, without the time of a call.
         and why_off is None
         and not _in_stock_code.get()
-        and _are_values(others)
+        and _PLAIN_TYPES.issuperset(map(type, others))
+        and dispatch_modes() == 0
+        and not in_function_mode()
+        and not is_tracing()
+        and in_transform() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -170,12 +176,10 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
     False under tracing, in torch.func transforms, in forward-mode AD and in PyTorch's modes
     (``TorchDispatchMode``, ``TorchFunctionMode``). Also False for a subclass of Tensor, except Parameter.
     """
-    return not torch.compiler.is_compiling() and type(x) in _TENSORS and _are_values(others)
-
-
-def _are_values(others: Iterable[Any]) -> bool:
     return (
-        _PLAIN_TYPES.issuperset(map(type, others))
+        not torch.compiler.is_dynamo_compiling()
+        and type(x) in _TENSORS
+        and _PLAIN_TYPES.issuperset(map(type, others))
         and dispatch_modes() == 0
         and not in_function_mode()
         and not is_tracing()

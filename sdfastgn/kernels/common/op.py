@@ -169,14 +169,16 @@ class PlannedOp(Op):
         self._train = _training_function(self, names).apply
         self._plain = plain or (lambda call: self.returned(reference(call)))
 
-    def __call__(self, call: Any, name: str | None = None) -> Any:
+    def __call__(self, call: Any, name: str | None = None, *, is_plain: bool = False) -> Any:
         """Run ``call`` in the fastest way that is valid for it, and return what the caller gets.
+
+        ``is_plain``: True if the caller knows that ``dispatch.is_plain`` is True, so that it is not asked.
 
         If an argument is wrong, the checks of the declaration or ``check`` raise an error. The error begins
         with ``name``, the name of the public function.
         """
         x = call[0]
-        if dispatch.is_plain(x, call):
+        if is_plain or dispatch.is_plain(x, call):
             plans = self.plans
             tensors = plans.tensors(call)
             trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)

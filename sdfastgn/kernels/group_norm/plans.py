@@ -116,6 +116,8 @@ class GroupNormPlan:
         x, out_dtype = call.x, call.out_dtype
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
+        elif out_dtype is None:
+            y = torch.empty_like(x)  # without options it takes two thirds of the CPU time
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:

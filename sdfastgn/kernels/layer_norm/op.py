@@ -354,8 +354,10 @@ def add_layer_norm(
         eps = as_eps(name, eps)
     call = AddCall(x, residual, weight, bias, add_bias, eps, dispatch.autocast_dtype(x), total_bias)
     # Only the kernels take total_bias, and only if no gradients are wanted.
-    if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
+    if total_bias is None:
         return _ADD_LAYER_NORM(call)
+    if dispatch.is_plain_inference(x, call) and x.numel():
+        return _ADD_LAYER_NORM(call, is_plain=True)
     _ADD_LAYER_NORM.check(name, call)
     y, _ = _ADD_LAYER_NORM(AddCall(x, residual, weight, bias, add_bias, eps, call.out_dtype))
     return y, reference_add(x, residual, add_bias, total_bias)

@@ -110,9 +110,12 @@ class LayerNormPlan:
         if stream is None:
             with torch.cuda.device(x.device):
                 return self.run(call, centre, rstd)
-        like = torch.preserve_format if self.is_contiguous else torch.contiguous_format
-        y = torch.empty_like(x, dtype=call.out_dtype, memory_format=like)
-        total = None if call.residual is None else torch.empty_like(x, memory_format=like)
+        # Only the options that are needed: each takes a tenth of a launch.
+        options: dict[str, Any] = {} if self.is_contiguous else {"memory_format": torch.contiguous_format}
+        total = None if call.residual is None else torch.empty_like(x, **options)
+        if call.out_dtype is not None:
+            options["dtype"] = call.out_dtype
+        y = torch.empty_like(x, **options)
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:

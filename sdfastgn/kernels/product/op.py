@@ -73,7 +73,7 @@ def is_choosing() -> bool:
 
     If it is False, ``linear`` is the same as ``F.linear``.
     """
-    return not torch.compiler.is_compiling() and (
+    return not torch.compiler.is_dynamo_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())
     )
 

@@ -83,7 +83,7 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 def take_statistics(x: Tensor) -> Tensor | None:
     """Remove the statistics of ``x`` from the table and return them. None if it has no valid statistics."""
-    if torch.compiler.is_compiling() or id(x) not in _stored:
+    if torch.compiler.is_dynamo_compiling() or id(x) not in _stored:
         return None
     entry = _stored.pop(id(x), None)
     if entry is None or entry.key() is not x or x.requires_grad or not dispatch.is_plain(x, ()):

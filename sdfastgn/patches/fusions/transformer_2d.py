@@ -7,6 +7,8 @@ of its result. The 1x1 convolutions before and after the blocks run as matrix pr
 
 from __future__ import annotations
 
+from typing import Any
+
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
@@ -30,10 +32,12 @@ class FusedTransformer2DModel(Transformer2DModel):
         def to_tokens(image: Tensor) -> Tensor:
             return image.permute(0, 2, 3, 1).flatten(1, 2)
 
-        hidden_states = self.norm(hidden_states)
+        # Reading ``_modules`` takes a tenth of the CPU time that reading the attributes takes.
+        layers: dict[str, Any] = self._modules
+        hidden_states = layers["norm"](hidden_states)
         if self.use_linear_projection:
-            return call_linear(self.proj_in, to_tokens(hidden_states)), hidden_states.shape[1]
-        hidden_states = pointwise(self.proj_in, hidden_states)
+            return call_linear(layers["proj_in"], to_tokens(hidden_states)), hidden_states.shape[1]
+        hidden_states = pointwise(layers["proj_in"], hidden_states)
         return to_tokens(hidden_states), hidden_states.shape[1]
 
     def _get_output_for_continuous_inputs(
@@ -53,9 +57,10 @@ class FusedTransformer2DModel(Transformer2DModel):
         def to_image(tokens: Tensor) -> Tensor:
             return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
 
+        proj_out: Any = self._modules["proj_out"]
         if self.use_linear_projection:
-            return add(to_image(call_linear(self.proj_out, hidden_states)), residual)
-        return add(pointwise(self.proj_out, to_image(hidden_states)), residual)
+            return add(to_image(call_linear(proj_out, hidden_states)), residual)
+        return add(pointwise(proj_out, to_image(hidden_states)), residual)
 
 
 def _check(model: Transformer2DModel) -> str | None:
