@@ -29,7 +29,7 @@ from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.statistics.op import channel_statistics
-from sdfastgn.patches.core.convolution import bias_can_move, pointwise
+from sdfastgn.patches.core.convolution import is_plain_conv, pointwise
 from sdfastgn.patches.core.fusion import activation_of, stock_class
 from sdfastgn.patches.core.merged_adapters import plain_layer
 from sdfastgn.patches.core.statistics import add, add_bias, take_statistics
@@ -296,7 +296,7 @@ def _conv(conv: Any, x: Tensor, first: int, top: int, bottom: int) -> tuple[Tens
     have no halo, and zeros take its place.
     """
     conv = plain_layer(conv)
-    adds_later = dispatch.runs_in_triton(x) and bias_can_move(conv)
+    adds_later = dispatch.runs_in_triton(x) and is_plain_conv(conv) and conv.bias is not None
     has_halo = first < top and bottom < first + x.shape[2]
     y = F.conv2d(x, conv.weight, None if adds_later else conv.bias, padding=(0 if has_halo else 1, 1))
     first = top if has_halo else first
