@@ -10,6 +10,7 @@ from diffusers.models import autoencoders
 from torch import nn
 
 import sdfastgn
+from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions import wan as fusion
 from tests.patches import cases, samples, video_cases
 from tests.patches.samples import randomize
@@ -100,9 +101,9 @@ def test_a_video_in_chunks(build, launches):
 @each_family
 def test_convolutions_of_windows(build, monkeypatch):
     found = []
-    convolve = fusion.convolve_windows
-    monkeypatch.setattr(fusion, "is_faster_in_2d", lambda conv, x: conv.kernel_size[0] > conv.stride[0])
-    monkeypatch.setattr(fusion, "convolve_windows", lambda *a: found.append(a) or convolve(*a))
+    convolve = causal.convolve_windows
+    monkeypatch.setattr(causal, "is_faster_in_2d", lambda conv, x: conv.kernel_size[0] > conv.stride[0])
+    monkeypatch.setattr(causal, "convolve_windows", lambda *a: found.append(a) or convolve(*a))
     models = twins(build)
     same(models, decode_of(codes(3)))
     decoded = len(found)
@@ -254,7 +255,7 @@ MUTANTS = [_nothing_is_read, _one_frame_is_kept, _kept_before_the_norm, _an_olde
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_a_wrong_cache_is_seen(mutant, monkeypatch):
-    monkeypatch.setattr(fusion, "_convolve", mutant(fusion._convolve))
+    monkeypatch.setattr(causal, "convolve", mutant(causal.convolve))
     with pytest.raises(AssertionError):
         test_the_cache_of_a_block_is_stocks((1, 1, 1))
 
@@ -265,7 +266,7 @@ def test_a_wrong_cache_is_seen(mutant, monkeypatch):
 @pytest.fixture
 def convolutions(monkeypatch):
     """A list of the convolutions that run fused."""
-    return recorded(monkeypatch, fusion, "_convolve")
+    return recorded(monkeypatch, causal, "convolve")
 
 
 def test_a_block_is_three_convolutions(convolutions):
