@@ -29,11 +29,12 @@ from sdfastgn.patches.core.fusion import foreign_override, is_unhooked
 from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
-__all__ = ["LAYERS", "has_steady_weights", "prepared"]
+__all__ = ["LAYERS", "has_steady_weights", "prepared", "reason_to_cast"]
 
 _ops: Any = comfy.ops
 # Key in the ``__dict__`` of a layer that is applied. Its value is the layer's ComfyUI class.
 _STOCK_CLASS = "_sdfastgn_stock_class"
+_MOVES = "ComfyUI moves its weights at each call"
 # Name of ComfyUI's class -> the class of the layer that ``prepared`` returns.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
@@ -77,7 +78,7 @@ class _Layer:
         if reason is not None or not _casts(module):
             return reason
         if _has_low_vram(module) and self._plain in (nn.Conv2d, nn.Linear):
-            return "ComfyUI moves its weights at each call"
+            return _MOVES
         return unknown_source(*self._when_casting)
 
     def apply(self, module: nn.Module) -> None:
@@ -94,6 +95,13 @@ LAYERS = tuple(_Layer(plain) for plain in (nn.Conv2d, nn.Linear, nn.GroupNorm, n
 
 def _casts(module: Any) -> bool:
     return getattr(module, "comfy_cast_weights", False) or _has_functions(module)
+
+
+def reason_to_cast(module: Any) -> str | None:
+    """Why ComfyUI prepares the weights of ``module`` at each call; None if it does not."""
+    if not _casts(module):
+        return None
+    return _MOVES if _has_low_vram(module) else "it casts its weights at each call"
 
 
 def _has_functions(module: Any) -> bool:

@@ -188,7 +188,9 @@ def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
     if not (type(norm) in NORMS and is_unhooked(norm) and norm.channel_first):
         return None
     has_bias = isinstance(norm.bias, Tensor)
-    if norm.gamma.dim() != x.dim() - 1 or norm.gamma.dtype != x.dtype or not (has_bias or norm.bias == 0):
+    if norm.gamma.dim() != x.dim() - 1 or (norm.gamma.dtype, norm.gamma.device) != (x.dtype, x.device):
+        return None
+    if not has_bias and norm.bias:  # diffusers has 0 for no bias, ComfyUI None
         return None
     return Norm(norm.gamma.flatten(), norm.bias.flatten() if has_bias else None, norm.scale, _EPS, activation)
 
