@@ -17,6 +17,7 @@ A block runs stock's code if a convolution in it has hooks or casts its weights,
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import comfy.ops
@@ -32,7 +33,15 @@ from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions.video import NORMS, FusedRMSNorm, add_into, is_plain_inference, norm_of
 
-__all__ = ["BLOCKS"]
+__all__ = [
+    "BLOCKS",
+    "DecoderBase",
+    "EncoderBase",
+    "ResampleBase",
+    "ResidualBlockBase",
+    "check_cache",
+    "upsamples",
+]
 
 _ops: Any = comfy.ops
 # True in releases whose decoder computes the frames of a chunk in pairs. There the entry of ``feat_cache``
@@ -103,7 +112,7 @@ class _Chunked(nn.Module):
         )
 
 
-class _FusedResidualBlock(_Chunked):
+class ResidualBlockBase(_Chunked):
     """``ResidualBlock``. x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last."""
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
@@ -142,7 +151,7 @@ class _FusedResidualBlock(_Chunked):
         return None if first is None or second is None else (first, second)
 
 
-class _FusedResample(_Chunked):
+class ResampleBase(_Chunked):
     """``Resample`` that upsamples. x (N, C, T, H, W) -> (N, C', T or 2T, 2H, 2W), channels-last."""
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
@@ -228,19 +237,19 @@ def _run(layers: Any, x: Tensor, feat_cache: Any, feat_idx: Any, options: dict[s
     return x
 
 
-class _FusedEncoder(_FusedHalf):
+class EncoderBase(_FusedHalf):
     def _between(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any, options: dict[str, Any]) -> Any:
         x = _run(self.downsamples, x, feat_cache, feat_idx, options)
         return None if x is None else _run(self.middle, x, feat_cache, feat_idx, {})
 
 
-class _FusedDecoder(_FusedHalf):
+class DecoderBase(_FusedHalf):
     def _between(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any, options: dict[str, Any]) -> Any:
         x = _run(self.middle, x, feat_cache, feat_idx, {})
         return _run(self.upsamples, x, feat_cache, feat_idx, options)
 
 
-class _FusedDecoderOfPairs(_Headed):
+class _DecoderOfPairs(_Headed):
     """A decoder whose ``run_up`` calls itself for the layers after an upsampling, and ends with the head."""
 
     def forward(self: Any, x: Tensor, *cached: Any, **options: Any) -> Any:
@@ -273,19 +282,19 @@ class FusedAttentionBlock(vae.AttentionBlock):
         return causal.attend_in_frames(x, self.norm, prepared(self.to_qkv, x), prepared(self.proj, x))
 
 
-class FusedResidualBlock(_FusedResidualBlock, vae.ResidualBlock):
+class FusedResidualBlock(ResidualBlockBase, vae.ResidualBlock):
     _keeps_earlier = not _HAS_PAIRS
 
 
-class FusedResample(_FusedResample, vae.Resample):
+class FusedResample(ResampleBase, vae.Resample):
     _keeps_earlier = not _HAS_PAIRS
 
 
-class FusedEncoder3d(_FusedEncoder, vae.Encoder3d):
+class FusedEncoder3d(EncoderBase, vae.Encoder3d):
     _keeps_earlier = not _HAS_PAIRS
 
 
-_DecoderOfRelease: Any = _FusedDecoderOfPairs if _HAS_PAIRS else _FusedDecoder
+_DecoderOfRelease: Any = _DecoderOfPairs if _HAS_PAIRS else DecoderBase
 
 
 class FusedDecoder3d(_DecoderOfRelease, vae.Decoder3d):
@@ -297,13 +306,16 @@ class FusedDecoder3d(_DecoderOfRelease, vae.Decoder3d):
 NORMS.add(FusedRMS)
 
 
-def _check_cache(_: Any) -> str | None:
-    if vae.CACHE_T == causal.CACHE_T:
+def check_cache(module: Any) -> str | None:
+    """Reason to skip a block with the number of frames that upstream keeps, if it is not the usual one."""
+    frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
+    if frames == causal.CACHE_T:
         return None
-    return f"its cache has {vae.CACHE_T} frames, and sdfastgn was tested with {causal.CACHE_T}"
+    return f"its cache has {frames} frames, and sdfastgn was tested with {causal.CACHE_T}"
 
 
-def _upsamples(block: Any) -> bool:
+def upsamples(block: Any) -> bool:
+    """True if ``block``, a ``Resample``, is one that upsamples. Others run as stock."""
     return block.mode in ("upsample2d", "upsample3d")
 
 
@@ -326,15 +338,15 @@ BLOCKS = (
         vae.ResidualBlock,
         FusedResidualBlock,
         sources=(tested(vae.ResidualBlock, "__init__", "forward"),),
-        check=_check_cache,
+        check=check_cache,
     ),
     ClassSwap(
         "comfyui_wan_resample",
         vae.Resample,
         FusedResample,
         sources=(tested(vae.Resample, "__init__", "forward"),),
-        check=_check_cache,
-        covers=_upsamples,
+        check=check_cache,
+        covers=upsamples,
     ),
     ClassSwap(
         "comfyui_wan_attention",
@@ -347,13 +359,13 @@ BLOCKS = (
         vae.Encoder3d,
         FusedEncoder3d,
         sources=(tested(vae.Encoder3d, "__init__", "forward"),),
-        check=_check_cache,
+        check=check_cache,
     ),
     ClassSwap(
         "comfyui_wan_decoder",
         vae.Decoder3d,
         FusedDecoder3d,
         sources=(tested(vae.Decoder3d, "__init__", "forward", *(["run_up"] if _HAS_PAIRS else [])),),
-        check=_check_cache,
+        check=check_cache,
     ),
 )

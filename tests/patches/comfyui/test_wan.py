@@ -15,7 +15,7 @@ import comfy.ops  # noqa: E402
 import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
 from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
-from comfy.ldm.wan import vae  # noqa: E402
+from comfy.ldm.wan import vae, vae2_2  # noqa: E402
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
@@ -43,7 +43,12 @@ def wan(levels=1):
     return vae.WanVAE(**sizes, temperal_downsample=[True] * levels)
 
 
-FAMILIES = [wan]
+def wan_22(_=1):
+    sizes = {"dim": 8, "dec_dim": 12, "z_dim": 4, "dim_mult": [2, 2], "num_res_blocks": 1}
+    return vae2_2.WanVAE(**sizes, temperal_downsample=[True])
+
+
+FAMILIES = [wan, wan_22]
 each_family = pytest.mark.parametrize("build", FAMILIES)
 
 
@@ -194,26 +199,48 @@ def test_injected_between_two_chunks(build):
     cases.agree(*found, 1e-4)
 
 
+@pytest.mark.parametrize(("call", "runs"), [(decode_of(3), 0), (encode_of(9), 1)], ids=["up", "down"])
+def test_shortcuts_are_added_in_place(call, runs, monkeypatch):
+    models = twins(wan_22())
+    found = []
+    for cls in vae2_2.DupUp3D, vae2_2.AvgDown3D:
+        forward = cls.forward
+        monkeypatch.setattr(
+            cls, "forward", lambda self, *a, _run=forward, **o: found.append(self) or _run(self, *a, **o)
+        )
+    agree(models, call)
+    own = [each for each in found if any(each is module for module in models[0].modules())]
+    # Two down blocks. The one that resamples pads the first frame by another.
+    assert len(own) == runs
+
+
+@pytest.mark.parametrize("layer", ["avg_shortcut", "upsamples.1", "upsamples.2"])
+def test_a_hook_in_an_up_block_sees_what_it_saw(layer):
+    models = twins(wan_22())
+    seen = [], []
+    for model, found in zip(models, seen, strict=True):
+        part = model.decoder.upsamples[0].get_submodule(layer)
+        part.register_forward_hook(lambda m, args, y, found=found: found.append(y))
+    agree(models, decode_of(2))
+    for ours, theirs in zip(*seen, strict=True):
+        cases.agree(ours, theirs, 1e-4)
+
+
 # --- ComfyUI's own VAE ------------------------------------------------------------------
 
 
-def loaded(make):
-    """ComfyUI's VAE from the weights of a model, as from a file. Its number of layers is fixed."""
+def loaded_wan():
+    """ComfyUI's VAE from the weights of a small model. Its number of layers is fixed, not its channels."""
+    sizes = {"dim": 8, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
     with torch.device("meta"):
-        model = make()
+        model = vae.WanVAE(**sizes, temperal_downsample=[False, True, True])
     return comfy.sd.VAE(sd=random_weights(model, torch.float32, "cpu"))
 
 
-def loaded_wan():
-    sizes = {"dim": 8, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
-    return loaded(lambda: vae.WanVAE(**sizes, temperal_downsample=[False, True, True]))
-
-
-@pytest.mark.parametrize("load", [loaded_wan])
-def test_from_a_vae_to_the_frames(load, on_each_device):
+def test_from_a_vae_to_the_frames():
     if cases.WHERE["device"] != "cpu":
         pytest.skip("ComfyUI was started for a CPU")
-    model = load()
+    model = loaded_wan()
     optimized = optimize_vae(model)
     latent = torch.randn(1, model.latent_channels, 2, 1, 1, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
