@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.channel_norm.op import channel_norm
-from sdfastgn.kernels.common.layout import empty_laid_out, laid_out
+from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
 from sdfastgn.patches.core.fusion import ClassSwap, activation_reason
 from sdfastgn.patches.core.left_alone import pads_quickly
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.packing import means_of, pack_sum, packed, unpack_sum
+from sdfastgn.patches.fusions.packing import downsampled, means_of, upsampled
 from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
@@ -147,15 +147,8 @@ class _FusedUpsample(nn.Module):
         ):
             return super().forward(x)
         x = laid_out(x, channels_last=True)
-        h = convolve(self.conv, x)
-        N, C_h, T, H, W = h.shape
-        alone = self.alone(T) if times == 2 else 0
-        y = empty_laid_out(x, (N, C_h // (4 * times), alone + (T - alone) * times, 2 * H, 2 * W), True)
-        if alone:
-            unpack_sum(y[:, :, :alone], h[:, :, :alone], x[:, :, :alone], (1, 2, 2))
-        if alone < T:
-            unpack_sum(y[:, :, alone:], h[:, :, alone:], x[:, :, alone:], (times, 2, 2))
-        return y
+        alone = self.alone(x.shape[2]) if times == 2 else 0
+        return upsampled(convolve(self.conv, x), x, times, alone)
 
 
 class _FusedDownsample(nn.Module):
@@ -171,24 +164,13 @@ class _FusedDownsample(nn.Module):
         times = 2 if self.add_temporal_downsample else 1
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv, x, x.shape[1])):
             return super().forward(x)
-        N, C, T, H, W = x.shape
+        _, C, T, H, W = x.shape
         C_h = self.conv.conv.out_channels
         alone = self.alone(T) if times == 2 else 0
         if (T - alone) % times or H % 2 or W % 2 or C_h * self.group_size != C or self.group_size % times:
             return super().forward(x)
         x = laid_out(x, channels_last=True)
-        h = convolve(self.conv, x)
-        y = empty_laid_out(x, (N, 4 * times * C_h, alone + (T - alone) // times, H // 2, W // 2), True)
-        if alone:
-            # A frame alone has half the channels of a pair. So the channels of the convolution are written
-            # twice, and each mean is taken over half as many channels.
-            first, image = y[:, :, :alone].movedim(1, -1), (1, 2, 2)
-            first.unflatten(-1, (2, 2, 2, -1)).copy_(packed(h[:, :, :alone], image))
-            first.unflatten(-1, (1, 2, 2, -1)).add_(packed(means_of(x[:, :, :alone], 2 * C_h), image))
-        if alone < T:
-            means = means_of(x[:, :, alone:], C_h)
-            pack_sum(y[:, :, alone:], h[:, :, alone:], means, (times, 2, 2))
-        return y
+        return downsampled(convolve(self.conv, x), x, times, alone)
 
 
 class _FusedHalf(nn.Module):

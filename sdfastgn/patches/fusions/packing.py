@@ -11,7 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Cell", "add_means", "add_repeated", "cells_of", "means_of", "pack_sum", "packed", "unpack_sum"]
+from sdfastgn.kernels.common.layout import empty_laid_out
+
+__all__ = [
+    "Cell",
+    "add_means",
+    "add_repeated",
+    "cells_of",
+    "downsampled",
+    "means_of",
+    "pack_sum",
+    "packed",
+    "unpack_sum",
+    "upsampled",
+]
 
 # The size of a cell: (t, h, w).
 Cell = tuple[int, int, int]
@@ -65,6 +78,51 @@ def pack_sum(y: Tensor, h: Tensor, x: Tensor, cell: Cell) -> None:
         cell: (t, h, w).
     """
     torch.add(packed(h, cell), packed(x, cell), out=y.movedim(1, -1).unflatten(-1, (*cell, -1)))
+
+
+def upsampled(h: Tensor, x: Tensor, times: int, alone: int) -> Tensor:
+    """h + x with channels moved to positions: (N, C', T, H, W) -> (N, C, T', 2 H, 2 W), channels-last.
+
+    Args:
+        h: (N, 4 times C, T, H, W).
+        x: the same with fewer channels, each of which is added to as many consecutive ones.
+        times: number of frames that a frame becomes.
+        alone: number of first frames that become one frame each. Only the first of each ``times`` channels
+            of these are read.
+    """
+    N, C_h, T, H, W = h.shape
+    y = empty_laid_out(h, (N, C_h // (4 * times), alone + (T - alone) * times, 2 * H, 2 * W), True)
+    if alone:
+        unpack_sum(y[:, :, :alone], h[:, :, :alone], x[:, :, :alone], (1, 2, 2))
+    if alone < T:
+        unpack_sum(y[:, :, alone:], h[:, :, alone:], x[:, :, alone:], (times, 2, 2))
+    return y
+
+
+def downsampled(h: Tensor, x: Tensor, times: int, alone: int) -> Tensor:
+    """h + means of x with positions moved to channels: (N, C, T, H, W) -> (N, C', T', H / 2, W / 2).
+
+    The result is channels-last.
+
+    Args:
+        h: (N, C_h, T, H, W). C' is 4 times C_h.
+        x: the same with more channels, of which as many consecutive ones have one mean.
+        times: number of frames that become one frame.
+        alone: number of first frames that become one frame each. These have the channels of h twice, and
+            means of half as many channels of x.
+    """
+    (N, C_h, T, H, W) = h.shape
+    y = empty_laid_out(h, (N, 4 * times * C_h, alone + (T - alone) // times, H // 2, W // 2), True)
+    if alone:
+        # A frame alone has half the channels of a pair. So the channels of h are written twice, and each
+        # mean is taken over half as many channels.
+        first, image = y[:, :, :alone].movedim(1, -1), (1, 2, 2)
+        first.unflatten(-1, (2, 2, 2, -1)).copy_(packed(h[:, :, :alone], image))
+        first.unflatten(-1, (1, 2, 2, -1)).add_(packed(means_of(x[:, :, :alone], 2 * C_h), image))
+    if alone < T:
+        means = means_of(x[:, :, alone:], C_h)
+        pack_sum(y[:, :, alone:], h[:, :, alone:], means, (times, 2, 2))
+    return y
 
 
 def _leading(factors: tuple[int, ...], count: int) -> tuple[int, ...] | None:
