@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.comfyui import graphs, unet, vae, wan, wan_22
+from sdfastgn.patches.comfyui import graphs, hunyuan_video_15, unet, vae, wan, wan_22
 from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
@@ -20,7 +20,14 @@ from sdfastgn.patches.fusions import group_norm, sequential
 
 __all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded", "root_of"]
 
-_BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, *wan.BLOCKS, *wan_22.BLOCKS, graphs.UNET)
+_BLOCKS = (
+    *unet.BLOCKS,
+    *vae.BLOCKS,
+    *wan.BLOCKS,
+    *wan_22.BLOCKS,
+    *hunyuan_video_15.BLOCKS,
+    graphs.UNET,
+)
 # The fusions of ComfyUI's own classes. The report uses them to find what will be fused in a stock model.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
 # All fusions, in the two stages in which they are applied. ``LAYERS`` must come first, because the fusions of
@@ -34,9 +41,12 @@ def root_of(patcher: Any) -> nn.Module:
 
 
 def has_blocks(root: nn.Module) -> bool:
-    """True if ``root`` contains a block of a known class. A model without such a block is left as it is."""
+    """True if ``root`` contains a block that can be fused. A model without such a block is left as it is."""
     known = tuple(fusion.stock for fusion in _BLOCKS)
-    return any(isinstance(module, known) for module in root.modules())
+    return any(
+        isinstance(module, known) and any(fusion.claims(module) for fusion in _BLOCKS)
+        for module in root.modules()
+    )
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.patches.comfyui import hunyuan_video_15
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
@@ -36,9 +37,15 @@ __all__ = ["BLOCKS"]
 
 
 class FusedResnetBlock(ResnetBlock):
-    """``ResnetBlock`` of an image autoencoder, with fused norms. x (N, C, H, W) -> (N, C_out, H, W)."""
+    """``ResnetBlock`` of an image autoencoder, with fused norms. x (N, C, H, W) -> (N, C_out, H, W).
+
+    Or one for videos (``hunyuan_video_15.py``).
+    """
 
     def forward(self, x: Tensor, temb: Tensor | None = None, *carried: Any) -> Tensor:
+        if hunyuan_video_15.is_video_block(self):
+            found = hunyuan_video_15.result_of(self, x, temb, *carried)
+            return super().forward(x, temb, *carried) if found is None else found
         is_usual = temb is None and not any(part is not None for part in carried)
         if not (is_usual and dispatch.has_kernels(x)):
             return super().forward(x, temb, *carried)
@@ -53,11 +60,17 @@ class FusedResnetBlock(ResnetBlock):
 
 
 class FusedAttnBlock(AttnBlock):
-    """``AttnBlock``: one wide head over all pixels. x (N, C, H, W) -> the same."""
+    """``AttnBlock``: one wide head over all pixels. x (N, C, H, W) -> the same.
+
+    Or one for videos (``hunyuan_video_15.py``).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         # If ComfyUI has chosen xformers or sliced attention, stock's forward runs.
         is_plain = self.optimized_attention is comfy_model.pytorch_attention
+        if is_plain and hunyuan_video_15.is_video_attention(self):
+            found = hunyuan_video_15.attention_of(self, x)
+            return super().forward(x) if found is None else found
         if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x)
         h = prepared(self.norm, x)(x)
@@ -98,8 +111,15 @@ class FusedDecoder(Decoder):
             return super().forward(z, **kwargs)
 
 
-def _is_image_block(block: Any) -> bool:
-    return isinstance(block.conv1, nn.Conv2d)
+def _is_known_block(block: Any) -> bool:
+    return isinstance(block.conv1, nn.Conv2d) or hunyuan_video_15.is_video_block(block)
+
+
+def _check(block: Any) -> str | None:
+    """Reason to skip a block of an autoencoder for videos."""
+    is_block = isinstance(block, ResnetBlock)
+    is_of_videos = hunyuan_video_15.is_video_block if is_block else hunyuan_video_15.is_video_attention
+    return hunyuan_video_15.reason_to_skip(block) if is_of_videos(block) else None
 
 
 def _is_image_conv(block: Any) -> bool:
@@ -108,8 +128,8 @@ def _is_image_conv(block: Any) -> bool:
     return bool(block.with_conv and isinstance(block.conv, nn.Conv2d) and is_double)
 
 
-def _is_image_attention(block: Any) -> bool:
-    return isinstance(block.q, nn.Conv2d)
+def _is_known_attention(block: Any) -> bool:
+    return isinstance(block.q, nn.Conv2d) or hunyuan_video_15.is_video_attention(block)
 
 
 def _is_image_model(model: Any) -> bool:
@@ -122,7 +142,8 @@ BLOCKS = (
         ResnetBlock,
         FusedResnetBlock,
         sources=(tested(ResnetBlock, "__init__", "forward"),),
-        covers=_is_image_block,
+        check=_check,
+        covers=_is_known_block,
     ),
     ClassSwap(
         "comfyui_attn_block",
@@ -132,7 +153,8 @@ BLOCKS = (
             tested(AttnBlock, "__init__", "forward"),
             tested(comfy_model, "pytorch_attention"),
         ),
-        covers=_is_image_attention,
+        check=_check,
+        covers=_is_known_attention,
     ),
     ClassSwap(
         "comfyui_vae_upsample",

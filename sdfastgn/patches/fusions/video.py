@@ -185,14 +185,18 @@ def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
     activation = "identity" if act is None else activation_of(act)
     if activation is None or (act is not None and not is_unhooked(act)):
         return None
-    if not (type(norm) in NORMS and is_unhooked(norm) and norm.channel_first):
+    if not (type(norm) in NORMS and is_unhooked(norm) and getattr(norm, "channel_first", True)):
         return None
-    has_bias = isinstance(norm.bias, Tensor)
     if norm.gamma.dim() != x.dim() - 1 or (norm.gamma.dtype, norm.gamma.device) != (x.dtype, x.device):
         return None
-    if not has_bias and norm.bias:  # diffusers has 0 for no bias, ComfyUI None
+    bias = getattr(norm, "bias", None)
+    if isinstance(bias, Tensor):
+        bias = bias.flatten()
+    elif bias:
         return None
-    return Norm(norm.gamma.flatten(), norm.bias.flatten() if has_bias else None, norm.scale, _EPS, activation)
+    else:  # diffusers has 0 for no bias, ComfyUI None
+        bias = None
+    return Norm(norm.gamma.flatten(), bias, norm.scale, _EPS, activation)
 
 
 class FusedRMSNorm(nn.Module):

@@ -1,0 +1,345 @@
+"""Fusions for ComfyUI's autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner.
+
+Norm, SiLU and the repeated borders and frames are one pass before each convolution, as in diffusers'
+(``fusions/hunyuan_video_15.py``). Resampling moves channels to positions for the convolution's result and
+for its shortcut: one pass reads both where they lie, and writes their sum.
+
+ComfyUI computes a video in chunks. Each convolution appends the last two frames that it has read, with their
+borders, to a list (``conv_carry_out``), and takes them from there for the next chunk (``conv_carry_in``).
+Here the entries are the same, so that a block which runs stock's code can read them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.ops
+import torch
+from comfy.ldm.hunyuan_video import vae_refiner
+from comfy.ldm.modules.diffusionmodules import model as comfy_model
+from torch import Tensor, nn
+
+from sdfastgn.kernels.attention.wide_heads import attend
+from sdfastgn.kernels.channel_norm.op import channel_norm
+from sdfastgn.kernels.common.layout import laid_out
+from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
+from sdfastgn.patches.comfyui.layers import reason_to_cast
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.tested_sources import tested, unknown_source
+from sdfastgn.patches.fusions.packing import downsampled, means_of, upsampled
+from sdfastgn.patches.fusions.video import (
+    NORMS,
+    FusedRMSNorm,
+    add_into,
+    in_channels_last,
+    is_plain_conv3d,
+    is_plain_inference,
+    is_product,
+    norm_of,
+    product_of,
+)
+
+__all__ = [
+    "BLOCKS",
+    "attention_of",
+    "is_video_attention",
+    "is_video_block",
+    "reason_to_skip",
+    "result_of",
+]
+
+_ops: Any = comfy.ops
+_Conv3d: Any = _ops.disable_weight_init.Conv3d
+# Older releases have no such class, and other code in the blocks here. There none of them is fused.
+CarriedConv3d: Any = getattr(comfy_model, "CarriedConv3d", ())
+# Frames of an entry of ``conv_carry_out``.
+_CARRIED = 2
+# What every block here relies on.
+_SOURCES = (
+    *([tested(CarriedConv3d, "__init__", "forward")] if CarriedConv3d else []),
+    tested(comfy_model, "conv_carry_causal_3d"),
+    tested(_Conv3d, "forward", "_conv_forward"),
+)
+
+
+# --- convolutions -----------------------------------------------------------------------------------
+
+
+def _is_plain(conv: Any, x: Tensor, C: int, size: int) -> bool:
+    """True if a call of ``conv`` on C channels is ComfyUI's convolution of ``size``^3 without padding."""
+    return (
+        is_plain_conv3d(conv, x, C, _Conv3d)
+        and (conv.kernel_size, conv.stride, conv.padding) == ((size,) * 3, (1, 1, 1), (0, 0, 0))
+        and reason_to_cast(conv) is None
+    )
+
+
+def _is_plain_wrapper(conv: Any, x: Tensor, C: int, size: int = 3) -> bool:
+    return type(conv) is CarriedConv3d and is_unhooked(conv) and _is_plain(conv.conv, x, C, size)
+
+
+def _fits(carried: Any, i: int, x: Tensor, C: int) -> bool:
+    """True if ``carried`` is None, or its entry i has frames of C channels like those of x, with borders."""
+    if carried is None:
+        return True
+    N, _, _, H, W = x.shape
+    return (
+        len(carried) > i
+        and tuple(carried[i].shape) == (N, C, _CARRIED, H + 2, W + 2)
+        and (carried[i].dtype, carried[i].device) == (x.dtype, x.device)
+    )
+
+
+def _pointwise(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A 1x1x1 convolution of x, which is channels-last. So is the result."""
+    if is_product(conv, x):
+        return product_of(conv, x, bias)
+    return in_channels_last(conv._conv_forward(x, conv.weight, bias))
+
+
+def _convolve(
+    wrapper: Any,
+    x: Tensor,
+    carry_in: Any = None,
+    carry_out: Any = None,
+    *,
+    shift: Tensor | None = None,
+    norm: Norm | None = None,
+    has_bias: bool = True,
+) -> Tensor:
+    """The convolution of norm(x + shift) after the frames of ``carry_in``, channels-last.
+
+    Args:
+        wrapper: a ``CarriedConv3d``, for which ``_is_plain_wrapper`` is true.
+        x: (N, C, T, H, W).
+        carry_in: a list, whose first entry has the frames before x and is removed; or None.
+        carry_out: a list that gets the last frames; or None.
+        shift, norm: as in ``pad_frames``.
+        has_bias: False if the next kernel adds the bias.
+    """
+    conv = wrapper.conv
+    cache = None if carry_in is None else carry_in.pop(0)[..., 1:-1, 1:-1]
+    frames, _ = pad_frames(
+        in_channels_last(x), cache, front=_CARRIED, border=(1, 1), mode="replicate", shift=shift, norm=norm
+    )
+    if carry_out is not None:
+        carry_out.append(frames[:, :, -_CARRIED:].clone())
+    return in_channels_last(conv._conv_forward(frames, conv.weight, conv.bias if has_bias else None))
+
+
+def reason_to_skip(block: Any) -> str | None:
+    """Why ``block``, a part of these autoencoders, has to run as stock; None if it can be fused."""
+    own = (conv for conv in block.modules() if isinstance(conv, _Conv3d))
+    return unknown_source(*_SOURCES) or next(filter(None, map(reason_to_cast, own)), None)
+
+
+# --- parts of ComfyUI's general blocks ----------------------------------------------------------------
+
+# ``vae.py`` has the fused classes of these blocks, which other autoencoders have too.
+
+
+def is_video_block(block: Any) -> bool:
+    """True if a ``ResnetBlock`` is one of these autoencoders."""
+    return isinstance(block.conv1, CarriedConv3d) and isinstance(block.norm1, vae_refiner.RMS_norm)
+
+
+def result_of(
+    block: Any, x: Tensor, temb: Any = None, carry_in: Any = None, carry_out: Any = None
+) -> Tensor | None:
+    """The result of a ``ResnetBlock``, for which ``is_video_block`` is true; None if stock's code has to run.
+
+    x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last.
+    """
+    dropout, C, C_out = block.dropout, block.in_channels, block.out_channels
+    if temb is not None or not is_plain_inference(x) or block.use_conv_shortcut:
+        return None
+    if (dropout.training and dropout.p) or not is_unhooked(dropout):
+        return None
+    if not (_is_plain_wrapper(block.conv1, x, C) and _is_plain_wrapper(block.conv2, x, C_out)):
+        return None
+    if C_out != C and not _is_plain_wrapper(block.nin_shortcut, x, C, 1):
+        return None
+    if not (_fits(carry_in, 0, x, C) and _fits(carry_in, 1, x, C_out)):
+        return None
+    first, second = (norm_of(norm, block.swish, x) for norm in (block.norm1, block.norm2))
+    if first is None or second is None:
+        return None
+    _ops.run_every_op()  # raises an error if the user has interrupted the run
+    x = laid_out(x, channels_last=True)
+    conv1, conv2 = block.conv1.conv, block.conv2.conv
+    y = _convolve(block.conv1, x, carry_in, carry_out, norm=first, has_bias=False)
+    y = _convolve(block.conv2, y, carry_in, carry_out, norm=second, shift=conv1.bias, has_bias=False)
+    if C_out != C:
+        x = _pointwise(block.nin_shortcut.conv, x, block.nin_shortcut.conv.bias)
+    return add_into(y, x, conv2.bias)
+
+
+def is_video_attention(block: Any) -> bool:
+    """True if an ``AttnBlock`` is one of these autoencoders."""
+    return isinstance(block.q, _Conv3d) and isinstance(block.norm, vae_refiner.RMS_norm)
+
+
+def attention_of(block: Any, x: Tensor) -> Tensor | None:
+    """The result of an ``AttnBlock``, for which ``is_video_attention`` is true; None if stock's has to run.
+
+    x (N, C, T, H, W) -> the same, channels-last. Every position attends to all positions of all frames.
+    """
+    layers = block.q, block.k, block.v, block.proj_out
+    if not (is_plain_inference(x) and all(_is_plain(layer, x, x.shape[1], 1) for layer in layers)):
+        return None
+    norm = norm_of(block.norm, None, x)
+    if norm is None:
+        return None
+    x = laid_out(x, channels_last=True)
+    normed = channel_norm(x, *norm[:5])
+    # (N, 1, T H W, C)
+    q, k, v = (
+        _pointwise(layer, normed, layer.bias).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3]
+    )
+    y = attend(q, k, v)[:, 0].unflatten(1, x.shape[2:]).movedim(-1, 1)
+    return add_into(_pointwise(block.proj_out, y, None), x, block.proj_out.bias)
+
+
+# --- fused classes ----------------------------------------------------------------------------------
+
+
+class FusedRMS(FusedRMSNorm, vae_refiner.RMS_norm):
+    pass
+
+
+class FusedUpSmpl(vae_refiner.UpSmpl):
+    """``UpSmpl``. x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last."""
+
+    def forward(self, x: Tensor, conv_carry_in: Any = None, conv_carry_out: Any = None) -> Tensor:
+        times = 2 if self.tus else 1
+        if not (
+            is_plain_inference(x)
+            and _is_plain_wrapper(self.conv, x, x.shape[1])
+            and _fits(conv_carry_in, 0, x, x.shape[1])
+            and x.shape[1] % (4 * times) == 0
+            and self.rp * x.shape[1] == self.conv.conv.out_channels
+            and self.rp % times == 0
+        ):
+            return super().forward(x, conv_carry_in, conv_carry_out)
+        x = laid_out(x, channels_last=True)
+        h = _convolve(self.conv, x, conv_carry_in, conv_carry_out)
+        return upsampled(h, x, times, int(self.tus and conv_carry_in is None))
+
+
+class FusedDnSmpl(vae_refiner.DnSmpl):
+    """``DnSmpl``. x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last."""
+
+    def forward(self, x: Tensor, conv_carry_in: Any = None, conv_carry_out: Any = None) -> Tensor:
+        times, alone = 2 if self.tds else 1, int(self.tds and conv_carry_in is None)
+        _, C, T, H, W = x.shape
+        if not (
+            is_plain_inference(x)
+            and _is_plain_wrapper(self.conv, x, C)
+            and _fits(conv_carry_in, 0, x, C)
+            and ((T - alone) % times, H % 2, W % 2) == (0, 0, 0)
+            and self.conv.conv.out_channels * self.gs == C
+            and self.gs % times == 0
+        ):
+            return super().forward(x, conv_carry_in, conv_carry_out)
+        x = laid_out(x, channels_last=True)
+        return downsampled(_convolve(self.conv, x, conv_carry_in, conv_carry_out), x, times, alone)
+
+
+def _last_norm(half: Any, x: Tensor) -> Norm | None:
+    """The last norm and SiLU of an encoder or decoder; None if stock's forward has to run."""
+    if not (is_plain_inference(x) and _is_plain_wrapper(half.conv_in, x, x.shape[1])):
+        return None
+    if not _is_plain_wrapper(half.conv_out, x, half.conv_out.conv.in_channels):
+        return None
+    norm = norm_of(half.norm_out, None, x)
+    return None if norm is None else norm._replace(activation="silu")
+
+
+def _middle(half: Any, x: Tensor) -> Tensor:
+    return half.mid.block_2(half.mid.attn_1(half.mid.block_1(x)))
+
+
+class FusedEncoder(vae_refiner.Encoder):
+    """``Encoder``. Videos (N, 3, T, H, W) -> (N, C, T', H', W'), channels-first, as stock's result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = _last_norm(self, x)
+        if norm is None:
+            return super().forward(x)
+        chunks, step = [x[:, :, :1]], self.ffactor_temporal
+        if x.shape[2] > step:
+            # Frames that do not make a whole latent are left out.
+            chunks += x[:, :, 1 : 1 + (x.shape[2] - 1) // step * step].split(2 * step, 2)
+        found: list[Tensor] = []
+        carry_in: Any = None
+        for i, chunk in enumerate(chunks):
+            carry_out: Any = None if i == len(chunks) - 1 else []
+            y = _convolve(self.conv_in, chunk, carry_in, carry_out)
+            for stage in self.down:
+                for block in stage.block:
+                    y = block(y, None, carry_in, carry_out)
+                if hasattr(stage, "downsample"):
+                    y = stage.downsample(y, carry_in, carry_out)
+            found.append(y)
+            carry_in = carry_out
+        y = in_channels_last(_middle(self, torch.cat(found, 2)))
+        z = _convolve(self.conv_out, y, norm=norm)
+        return self.regul(z.add_(means_of(y, z.shape[1])).contiguous())[0]
+
+
+class FusedDecoder(vae_refiner.Decoder):
+    """``Decoder``. Latents (N, C, T, H, W) -> videos (N, 3, T', H', W'), channels-first, as stock's."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        norm = _last_norm(self, z)
+        if norm is None:
+            return super().forward(z)
+        x = _convolve(self.conv_in, z)
+        x.movedim(1, -1).unflatten(-1, (z.shape[1], -1)).add_(z.movedim(1, -1)[..., None])
+        chunks = _middle(self, x).split(2, 2)
+        found: list[Tensor] = []
+        carry_in: Any = None
+        for i, y in enumerate(chunks):
+            carry_out: Any = None if i == len(chunks) - 1 else []
+            for stage in self.up:
+                for block in stage.block:
+                    y = block(y, None, carry_in, carry_out)
+                if hasattr(stage, "upsample"):
+                    y = stage.upsample(y, carry_in, carry_out)
+            found.append(_convolve(self.conv_out, y, carry_in, carry_out, norm=norm).contiguous())
+            carry_in = carry_out
+        return torch.cat(found, 2)
+
+
+# --- fusions ----------------------------------------------------------------------------------------
+
+NORMS.add(FusedRMS)
+
+
+def _is_video_model(module: nn.Module) -> bool:
+    return bool(module.refiner_vae)
+
+
+def _first_and_last(half: Any) -> str | None:
+    return reason_to_skip(half.conv_in) or reason_to_skip(half.conv_out)
+
+
+def _swap(name: str, stock: Any, fused: Any, check: Any) -> ClassSwap:
+    sources = (tested(stock, "__init__", "forward"), *_SOURCES)
+    return ClassSwap(
+        f"comfyui_hunyuan_{name}", stock, fused, sources=sources, check=check, covers=_is_video_model
+    )
+
+
+BLOCKS = (
+    ClassSwap(
+        "comfyui_hunyuan_norm",
+        vae_refiner.RMS_norm,
+        FusedRMS,
+        sources=(tested(vae_refiner.RMS_norm, "__init__", "forward"),),
+    ),
+    _swap("upsample", vae_refiner.UpSmpl, FusedUpSmpl, reason_to_skip),
+    _swap("downsample", vae_refiner.DnSmpl, FusedDnSmpl, reason_to_skip),
+    _swap("encoder", vae_refiner.Encoder, FusedEncoder, _first_and_last),
+    _swap("decoder", vae_refiner.Decoder, FusedDecoder, _first_and_last),
+)

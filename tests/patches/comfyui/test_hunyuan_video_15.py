@@ -1,0 +1,185 @@
+"""ComfyUI's autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner, in chunks and in one."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.patches import cases
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_for_cpu()
+
+from comfy import model_management  # noqa: E402
+from comfy.ldm.hunyuan_video import vae_refiner  # noqa: E402
+from comfy.ldm.models.autoencoder import AutoencodingEngine  # noqa: E402
+from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
+from comfy.ops import disable_weight_init  # noqa: E402
+
+from sdfastgn.patches.comfyui.inject import eject, has_blocks, inject  # noqa: E402
+from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
+from tests.patches.comfyui.comfy_models import snapshot  # noqa: E402
+from tests.patches.comfyui.test_wan import random  # noqa: E402
+
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.usefixtures("attention_of_pytorch", "on_each_device", "without_gradients"),
+]
+KIND = "comfy.ldm.hunyuan_video.vae_refiner"
+
+
+@pytest.fixture
+def attention_of_pytorch(monkeypatch):
+    """On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it."""
+    monkeypatch.setattr(comfy_model, "vae_attention", lambda: comfy_model.pytorch_attention)
+
+
+def build(regularizer="EmptyRegularizer", **options):
+    """Two resamplings: one of space alone, and one of time too."""
+    sizes = {
+        "block_out_channels": [8, 16, 16], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
+        "ffactor_spatial": 4, "ffactor_temporal": 2, "downsample_match_channel": True,
+        "upsample_match_channel": True, "z_channels": 4, **options,
+    }  # fmt: skip
+    return AutoencodingEngine(
+        regularizer_config={"target": f"comfy.ldm.models.autoencoder.{regularizer}"},
+        encoder_config={"target": f"{KIND}.Encoder", "params": sizes},
+        decoder_config={"target": f"{KIND}.Decoder", "params": sizes},
+    )
+
+
+def twins(**options):
+    """(injected, stock)"""
+    stock = random(build(**options))
+    fused = copy.deepcopy(stock)
+    inject(fused)
+    return fused, stock
+
+
+def decode_of(frames, batch=1):
+    return lambda model: model.decode(cases.noise(batch, 4, frames, 2, 3, mean=0.0))
+
+
+def encode_of(frames, batch=1):
+    return lambda model: model.encode(cases.noise(batch, 3, frames, 8, 12, mean=0.0))
+
+
+def agree(models, call):
+    ours, theirs = (call(model) for model in models)
+    assert theirs.std() > 1e-2
+    assert ours.stride() == theirs.stride()
+    cases.agree(ours, theirs, 1e-4)
+
+
+# Five latents are decoded as 2, 2 and 1. Ten frames are encoded as 1, 4 and 4; the last frame is left out.
+CALLS = {
+    "decode": decode_of(5), "decode-an-image": decode_of(1), "decode-two": decode_of(3, 2),
+    "encode": encode_of(10), "encode-an-image": encode_of(1), "encode-two": encode_of(5, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_as_stock(call, launches):
+    models = fused, stock = twins()
+    assert not parts_of(fused)[1]
+    agree(models, call)
+    names = [name for name, *_ in launches]
+    # No norm of a convolution's input runs by itself: only attention's.
+    assert names.count("channel_norm") == 1 < names.count("frames")
+    expected = call(stock)
+    eject(fused)
+    assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
+    assert torch.equal(call(fused), expected)
+
+
+def test_resampling_that_keeps_the_number_of_channels():
+    models = twins(upsample_match_channel=False, downsample_match_channel=False)
+    agree(models, decode_of(3))
+    agree(models, encode_of(3))
+
+
+def test_the_mean_of_the_refiners_latents():
+    agree(twins(regularizer="DiagonalGaussianRegularizer"), encode_of(3))
+
+
+def test_ejected_as_before():
+    model = random(build())
+    before = snapshot(model)
+    inject(model)
+    assert snapshot(model) != before
+    eject(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    "layer",
+    ["conv_in", "conv_in.conv", "norm_out", "conv_out.conv", "mid.block_1.conv1", "mid.block_1.norm2",
+     "mid.attn_1.q", "mid.attn_1.norm", "up.1.block.0.conv2.conv", "up.1.block.0.swish",
+     "up.0.upsample.conv", "up.2.block.0.nin_shortcut"],
+)  # fmt: skip
+def test_a_hook_sees_what_it_saw(layer):
+    """Beside stock's code for the hooked layer, fused blocks read and leave stock's carried frames."""
+    models = twins(upsample_match_channel=False)
+    seen = [], []
+    for model, found in zip(models, seen, strict=True):
+        model.decoder.get_submodule(layer).register_forward_hook(
+            lambda m, args, y, found=found: found.append(y.clone())
+        )
+    agree(models, decode_of(3))
+    assert len(seen[0]) == len(seen[1]) > 0
+    for ours, theirs in zip(*seen, strict=True):
+        cases.agree(ours, theirs, 1e-4)
+
+
+def test_carried_frames_stay():
+    """Frames that a chunk leaves for the next one are never written to."""
+    fused, stock = twins()
+    kept = []
+    for model in fused, stock:
+        alive = []
+        for block in (m for m in model.decoder.modules() if isinstance(m, comfy_model.ResnetBlock)):
+            block.register_forward_hook(
+                lambda m, args, y, alive=alive: (
+                    alive.extend((t, t.clone()) for t in args[3] or ()) if len(args) > 3 else None
+                )
+            )
+        decode_of(5)(model)
+        assert all(torch.equal(entry, copied) for entry, copied in alive)
+        kept.append([copied for _, copied in alive])
+    assert len(kept[0]) == len(kept[1]) > 0
+    for ours, theirs in zip(*kept, strict=True):
+        cases.agree(ours, theirs, 1e-4)
+
+
+def test_convolutions_that_cast(launches):
+    stock = random(build())
+    for conv in stock.modules():
+        if isinstance(conv, disable_weight_init.Conv3d):
+            conv.comfy_cast_weights = True
+    fused = copy.deepcopy(stock)
+    inject(fused)
+    fused_parts, reasons = parts_of(fused)
+    assert set(fused_parts) == {"norms"}
+    [(reason, parts)] = reasons.items()
+    assert reason == "it casts its weights at each call"
+    assert set(parts) == {"ResNet blocks", "attention", "upsampling", "downsampling", "encoder", "decoder"}
+    agree((fused, stock), decode_of(2))
+    assert "frames" not in {name for name, *_ in launches}
+
+
+def test_a_run_is_interrupted():
+    fused, _ = twins()
+    model_management.interrupt_current_processing()
+    with pytest.raises(model_management.InterruptProcessingException):
+        decode_of(1)(fused)
+
+
+def test_models_of_other_convolutions_stay_as_they_are():
+    """In channels-last PyTorch repeats the border of a video slowly."""
+    block = comfy_model.ResnetBlock(in_channels=32, temb_channels=0, conv_op=comfy_model.VideoConv3d)
+    models = block, vae_refiner.Decoder(4, 3, [32, 64], 1, 2, 1, refiner_vae=False)
+    for model in models:
+        before = snapshot(random(model))
+        inject(model)
+        assert not has_blocks(model)
+        assert snapshot(model) == before
