@@ -91,7 +91,7 @@ def _fits(carried: Any, i: int, x: Tensor, C: int) -> bool:
 
 
 def _pointwise(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A 1x1x1 convolution of x, which is channels-last. So is the result."""
+    """Runs a 1x1x1 convolution. x and the result are channels-last."""
     if is_product(conv, x):
         return product_of(conv, x, bias)
     return in_channels_last(conv._conv_forward(x, conv.weight, bias))
@@ -107,7 +107,7 @@ def _convolve(
     norm: Norm | None = None,
     has_bias: bool = True,
 ) -> Tensor:
-    """The convolution of norm(x + shift) after the frames of ``carry_in``, channels-last.
+    """Runs the convolution of norm(x + shift), after the frames of ``carry_in``. The result is channels-last.
 
     Args:
         wrapper: a ``CarriedConv3d``, for which ``_is_plain_wrapper`` is true.
@@ -146,7 +146,8 @@ def is_video_block(block: Any) -> bool:
 def result_of(
     block: Any, x: Tensor, temb: Any = None, carry_in: Any = None, carry_out: Any = None
 ) -> Tensor | None:
-    """The result of a ``ResnetBlock``, for which ``is_video_block`` is true; None if stock's code has to run.
+    """Runs a ``ResnetBlock``, for which ``is_video_block`` is true. Returns None if stock's forward has to
+    run.
 
     x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last.
     """
@@ -180,7 +181,8 @@ def is_video_attention(block: Any) -> bool:
 
 
 def attention_of(block: Any, x: Tensor) -> Tensor | None:
-    """The result of an ``AttnBlock``, for which ``is_video_attention`` is true; None if stock's has to run.
+    """Runs an ``AttnBlock``, for which ``is_video_attention`` is true. Returns None if stock's forward has to
+    run.
 
     x (N, C, T, H, W) -> the same, channels-last. Every position attends to all positions of all frames.
     """
@@ -246,7 +248,7 @@ class FusedDnSmpl(vae_refiner.DnSmpl):
 
 
 def _last_norm(half: Any, x: Tensor) -> Norm | None:
-    """The last norm and SiLU of an encoder or decoder; None if stock's forward has to run."""
+    """The operands of the last norm, with SiLU. None if stock's forward has to run."""
     if not (is_plain_inference(x) and _is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return None
     if not _is_plain_wrapper(half.conv_out, x, half.conv_out.conv.in_channels):

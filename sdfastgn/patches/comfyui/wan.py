@@ -50,7 +50,9 @@ _HAS_PAIRS = hasattr(vae.Decoder3d, "run_up")
 
 
 def _is_plain_conv(conv: Any, x: Tensor) -> bool:
-    """True if a call of ``conv`` is upstream's padding and PyTorch's convolution, in the dtype of x."""
+    """True if calling ``conv`` only pads as upstream does and runs PyTorch's convolution, in the dtype and
+    on the device of x.
+    """
     return (
         type(conv) is FusedCausalConv3d
         and is_unhooked(conv)
@@ -65,7 +67,7 @@ def _conv3d(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _given(feat_idx: Any) -> tuple[Any, ...]:
-    """``feat_idx`` as an argument of stock's forward; nothing if it was not given."""
+    """Returns ``(feat_idx,)`` for stock's forward, or () if ``feat_idx`` was not given."""
     return () if feat_idx is None else (feat_idx,)
 
 
@@ -99,7 +101,8 @@ class FusedCausalConv3d(vae.CausalConv3d):
         return causal.fits(cache, x, x.shape[1]) and (cache is None or cache.shape[2] <= front)
 
 
-# Each of these stands before a stock class among the bases of a fused class.
+# The next classes have the fused forwards. The bases of each fused class are one of these and the stock
+# class, whose forward ``super().forward`` calls.
 
 
 class _Chunked(nn.Module):
@@ -130,7 +133,7 @@ class ResidualBlockBase(_Chunked):
         return add_into(y, residual, conv2.bias)
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
-        """The two norms with their activations; None if stock's forward has to run."""
+        """The operands of the two norms, with their activations. None if stock's forward has to run."""
         if not is_plain_inference(x) or len(self.residual) != 7:
             return None
         norm1, act1, conv1, norm2, act2, dropout, conv2 = self.residual
@@ -162,7 +165,7 @@ class ResampleBase(_Chunked):
             i = feat_idx[0]
             feat_idx[0] += 1
             if feat_cache[i] is None:
-                feat_cache[i] = "Rep"  # upstream's mark of a first chunk, whose frame stays one
+                feat_cache[i] = "Rep"  # as upstream: marks the first chunk, whose frame is not doubled
             else:
                 x = self._twice_the_frames(x, feat_cache, i)
         return causal.upsample_and_convolve(prepared(self.resample[1], x), x)
@@ -181,7 +184,10 @@ class ResampleBase(_Chunked):
         return (isinstance(cache, str) and cache == "Rep") or causal.fits(cache, x, x.shape[1])
 
     def _twice_the_frames(self: Any, x: Tensor, feat_cache: Any, i: int) -> Tensor:
-        """time_conv's channels as two frames for each one of x."""
+        """Runs ``time_conv``, and splits its 2 C channels into two frames for each frame of x.
+
+        x (N, C, T, H, W) -> (N, C, 2 T, H, W), channels-last. Renews entry ``i`` of ``feat_cache``.
+        """
         cache = None if isinstance(feat_cache[i], str) else feat_cache[i]
         keep = causal.CACHE_T if self._keeps_earlier else 0
         y, kept = causal.convolve(self.time_conv, x, cache, keep=keep, has_bias=False, conv3d=_conv3d)
@@ -193,7 +199,7 @@ class _Headed(_Chunked):
     """A module whose ``head`` has a norm, SiLU and a convolution."""
 
     def _head_norm(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Norm | None:
-        """The norm of ``head`` with its activation; None if stock's code has to run.
+        """The operands of the norm of ``head``, with its activation. None if stock's code has to run.
 
         The next entry of ``feat_cache`` must fit x.
         """
@@ -206,7 +212,7 @@ class _Headed(_Chunked):
         return norm_of(self.head[0], self.head[1], x)
 
     def _run_head(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any, norm: Norm) -> Tensor:
-        """The result of ``head``, channels-first as stock's."""
+        """Runs ``head``. The result is channels-first, like stock's."""
         return self._step(self.head[2], x, feat_cache, feat_idx, norm=norm).contiguous()
 
 
@@ -226,7 +232,7 @@ class _FusedHalf(_Headed):
 
 
 def _run(layers: Any, x: Tensor, feat_cache: Any, feat_idx: Any, options: dict[str, Any]) -> Any:
-    """The result of ``layers``, one after the other; None if one of them waits for the next chunk."""
+    """Runs ``layers`` one after the other. Returns None if one of them waits for the next chunk."""
     for layer in layers:
         if feat_cache is None or isinstance(layer, vae.AttentionBlock):
             x = layer(x)
