@@ -186,7 +186,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     weights = torch.empty(rows * plan.config.pitch, dtype=q.dtype, device=q.device)
     sums = torch.empty(rows, dtype=torch.float32, device=q.device)
     with gpu.on_device(q.device):
-        stream = gpu.current_stream(q.device)
+        stream = gpu.current_stream(q)
         for chunk in plan.chunks:
             _launch(plan, stream, chunk, (q, k, v), (scratch, weights, sums), y.view(-1, y.shape[-1]))
     return y

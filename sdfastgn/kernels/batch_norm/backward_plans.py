@@ -102,7 +102,7 @@ class BatchNormGradPlan:
         Returns dweight and dbias (C,) in fp32, or None for both if no kernel computes them.
         """
         dy, x, mean, var, weight, bias, residual, *_ = call
-        stream = gpu.current_stream(x.device)
+        stream = gpu.current_stream(x)
         operands = mean, var, weight, bias
         of_groups = *operands, *NO_OPERANDS, residual, dz
         dweight = dbias = None

@@ -73,7 +73,7 @@ def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if found is None:
         found = _moments[key] = Moments(x)
     with gpu.on_device(x.device):
-        return found.on_stream(gpu.current_stream(x.device), dense(x))
+        return found.on_stream(gpu.current_stream(x), dense(x))
 
 
 class BatchNormPlan:

@@ -59,7 +59,7 @@ class ChannelNormGradPlan:
         if self.partials:
             partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
         with gpu.on_device(x.device):
-            stream = gpu.current_stream(x.device)
+            stream = gpu.current_stream(x)
             self.grad(stream, dy, x, weight, bias, grads.get("x"), partials)
             if partials is not None:
                 self.columns(stream, partials, grads.get("weight"), grads.get("bias"), None)

@@ -30,18 +30,19 @@ READS_AHEAD = True
 _OLDEST = (7, 5)
 
 
-def current_stream(device: torch.device) -> int:
-    """Raw handle of PyTorch's current stream on ``device``; 0 on a CPU (the interpreter)."""
-    return current_raw_stream(device.index) if device.type == "cuda" else 0
+def current_stream(x: Tensor) -> int:
+    """Raw handle of PyTorch's current stream on the device of ``x``; 0 on a CPU (the interpreter)."""
+    index = x.get_device()  # -1 on a CPU; ``x.device.type`` would take more CPU time
+    return 0 if index < 0 else current_raw_stream(index)
 
 
 def stream_of(x: Tensor) -> int | None:
-    """Returns ``current_stream(x.device)``, or None if the device of ``x`` is not the current device.
+    """Returns ``current_stream(x)``, or None if the device of ``x`` is not the current device.
 
     A launch runs on the current device. If the result is None, the caller must first make the device of ``x``
     current.
     """
-    index = x.get_device()  # -1 on a CPU; ``x.device.type`` would take more CPU time
+    index = x.get_device()
     if index < 0:
         return 0
     return current_raw_stream(index) if index == current_device() else None

@@ -82,7 +82,7 @@ class Launch:
         """Launch the kernel on the current device, which must be the device of the tensors.
 
         Args:
-            stream: ``gpu.current_stream`` of the device.
+            stream: ``gpu.current_stream`` of the tensors.
             tensors: one for each pointer, in the order of the kernel's parameters.
 
         Raises:

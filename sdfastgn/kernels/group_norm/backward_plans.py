@@ -220,7 +220,7 @@ class GroupNormGradPlan:
     def _launch(self, call: Any, dx: Tensor | None, *parameter_grads: Tensor | None) -> None:
         """Launch the kernels on the current device, which must be the device of ``call.x``."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
-        stream = gpu.current_stream(x.device)
+        stream = gpu.current_stream(x)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         operands = (mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         if self.single is not None:

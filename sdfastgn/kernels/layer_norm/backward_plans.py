@@ -115,7 +115,7 @@ class LayerNormGradPlan:
         """Launch the kernels on the current device, which must be the device of ``call.x``."""
         dy, dtotal, x, centre, rstd, weight, *_ = call
         dx = grads.get("x")
-        stream = gpu.current_stream(x.device)
+        stream = gpu.current_stream(x)
         partials = sums = None
         if self.partials:
             partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)

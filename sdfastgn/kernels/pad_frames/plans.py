@@ -67,7 +67,7 @@ class PadFramesPlan:
         y = empty_laid_out(x, self.shape, channels_last=True)
         kept = empty_laid_out(x, self.kept_shape, channels_last=True) if call.keep else None
         with gpu.on_device(x.device):
-            stream = gpu.current_stream(x.device)
+            stream = gpu.current_stream(x)
             if self.table is None:
                 self.launch(stream, x, call.shift, call.weight, call.bias, None, None, call.cache, y, kept)
             else:

@@ -209,5 +209,5 @@ def multiply(
             ctypes.byref(one), _Pointer(weight.data_ptr()), given.weight, _Pointer(x.data_ptr()), given.x,
             ctypes.byref(before), target, given.out, target, given.out,
             algorithm.description, _Pointer(workspace.data_ptr()), ctypes.c_size_t(algorithm.workspace),
-            _Pointer(gpu.current_stream(out.device)),
+            _Pointer(gpu.current_stream(out)),
         )  # fmt: skip

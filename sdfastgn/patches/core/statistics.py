@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.layout import is_channels_last, is_dense
-from sdfastgn.kernels.common.private import current_raw_stream
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 
@@ -62,10 +61,8 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
     The state changes when ``x`` is written to or moved, when another stream becomes the current one, and when
     a capture begins or ends.
     """
-    state = x._version, x.data_ptr(), x.shape
-    if not x.is_cuda:
-        return state
-    return *state, current_raw_stream(x.get_device()), torch.cuda.is_current_stream_capturing()
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x._version, x.data_ptr(), x.shape, gpu.current_stream(x), capturing
 
 
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
