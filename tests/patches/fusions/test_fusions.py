@@ -19,7 +19,7 @@ from sdfastgn.patches import patcher
 from sdfastgn.patches.core import fusion as fusion_module
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.fusions import group_norm, residual
-from sdfastgn.patches.fusions.group_norm import can_fuse
+from sdfastgn.patches.fusions.group_norm import fused_activation
 from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
 from tests.kernels.samples import kernels
@@ -332,7 +332,9 @@ def test_a_resnet_block_asks_of_each_norm_once_whether_it_can_be_fused(monkeypat
     block = sdfastgn.optimize(samples.randomize(samples._resnet()))
     asked = []
     for module in (group_norm, residual):
-        monkeypatch.setattr(module, "can_fuse", lambda norm, act: asked.append(norm) or can_fuse(norm, act))
+        monkeypatch.setattr(
+            module, "fused_activation", lambda norm, act: asked.append(norm) or fused_activation(norm, act)
+        )
     block(samples.image(2, 20, 6, 8), torch.randn(2, 16))
     assert asked == [block.norm1, block.norm2]
 
