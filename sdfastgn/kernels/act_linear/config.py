@@ -1,9 +1,9 @@
-"""The launch configuration of ``act_linear``: pure functions of sizes and multiprocessors.
+"""The launch configuration of ``act_linear``: pure functions of sizes and the number of SMs.
 
 x (N, K) has few rows, so nearly all the time goes into reading the weight (C, K) from memory. A program
-processes a few rows of the weight. It reads as many columns of them at once as are needed to keep the memory
-busy. Its warps divide the columns among them. So the program applies the activation to each element of x only
-once, for all its rows of the weight.
+processes a few rows of the weight. It reads enough columns of these rows at once to keep the memory busy. Its
+warps divide the columns among them. So the program applies the activation to each element of x only once, and
+uses the result for all its rows of the weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_VECTOR = 4
 _MIN_VECTOR = 2
 # Maximum number of sums that a thread keeps in registers.
 _MAX_SUMS = 64
-# Bytes of the weight that a thread should load at the same time. They decide the number of steps.
+# Bytes of the weight that a thread should load at the same time. ``TileConfig.steps`` follows from this.
 _BYTES_UNDER_WAY = 256
 
 
@@ -53,7 +53,7 @@ class TileConfig:
         return ceil_div(N, self.block_n) * ceil_div(C, self.block_c)
 
     def is_even(self, K: int) -> bool:
-        """True if steps divide ``K`` evenly, so that no element is masked."""
+        """True if each iteration of the loop has whole blocks, so that no element is masked along K."""
         return K % (self.block_k * self.steps) == 0
 
 
@@ -81,7 +81,10 @@ def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int
 
 
 def _fitting_block(K: int, widest: int, narrowest: int) -> int:
-    """The largest block of K, of at most ``widest`` elements, with few idle lanes at the end of a row."""
+    """The largest block, from ``widest`` elements down to ``narrowest``, that leaves few lanes idle.
+
+    Lanes are idle if the last block goes beyond the end of a row of ``K`` elements.
+    """
     if narrowest >= K:
         return next_power_of_2(K)
     best = ceil_div(K, narrowest) * narrowest

@@ -10,7 +10,7 @@ Tensors, all contiguous:
 - ``y``: (N, C) in the dtype of x.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
-runs, and waits for its end before it accesses memory.
+runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and the result is rounded once. Sums have a fixed order, so every run gives
 the same bits. Offsets that can be 2^31 or more are int64.

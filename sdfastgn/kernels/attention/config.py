@@ -28,7 +28,8 @@ _TILE = 128
 _MIN_KEYS_OF_A_PART = 512
 # Maximum length of a row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Number of elements that a program of the softmax processes at once, if a row is longer than this maximum.
+# Number of elements that a program of the softmax processes at once, if a row is longer than
+# ``_MAX_IN_REGISTERS``.
 _LONG_ROW_BLOCK = 8192
 # Maximum number of warps of a program of the softmax.
 _MAX_WARPS = 16
@@ -55,7 +56,8 @@ class ChunksConfig:
 
     Attributes:
         matrices: number of heads in a chunk.
-        rows: number of queries of each head in the chunk. If ``matrices`` > 1, the chunk has all queries.
+        rows: number of queries of each head in the chunk. If ``matrices`` > 1, the chunk has all queries of
+            its heads.
         pitch: elements between the starts of rows of scores.
         splits: number of parts into which the keys are divided in the second product.
     """
@@ -129,7 +131,7 @@ def pays(L: int, keys: int, D: int) -> bool:
     """True if attention in chunks is faster than PyTorch's attention, for heads of ``D`` channels.
 
     It is not faster if D is not a multiple of 8, because then matrix products are slow, or if there are few
-    queries or keys. On an H200 PyTorch's attention with 512 channels runs at 130 TFLOP/s, and matrix products
-    run at four times that speed.
+    queries or keys. Otherwise it is: on an H200 PyTorch's attention with 512 channels runs at 130 TFLOP/s,
+    and matrix products run at four times that speed.
     """
     return D > _MAX_FLASH_CHANNELS and D % VECTOR == 0 and min(L, keys) >= _MIN_TOKENS

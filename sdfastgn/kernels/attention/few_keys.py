@@ -86,7 +86,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     - an NVIDIA GPU of sm_80 or newer; for more than 128 channels sm_90 or newer, but older than sm_120. Under
       Triton's interpreter the device may be any.
 
-    It is not checked that the tensors are on one device.
+    This function does not check whether the tensors are on one device.
     """
     return (
         dispatch.runs_in_triton(q)
@@ -98,9 +98,10 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def fits_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if q, k and v have the dtype, channels, strides and GPU that the kernels of short sequences need.
+    """True if the kernels of this file and of ``over_frames.py`` support q, k and v.
 
-    The three have the axes samples, heads, tokens and channels.
+    It checks dtypes, the number of channels, strides and the GPU. q, k and v have the axes samples, heads,
+    tokens and channels.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)

@@ -12,8 +12,8 @@ fit there, and PyTorch's kernel for such heads is slow. With the 512 channels of
 them are faster, although all scores are written to memory.
 
 The queries are processed in chunks, in order to limit the memory for scores and for weights (the softmax of
-the scores). Scores take at most ``_MAX_SCORE_BYTES`` of ``attention/config.py``, and weights take half of
-that.
+the scores). The scores of a chunk take at most ``_MAX_SCORE_BYTES`` (``attention/config.py``), and its
+weights take half as much.
 
 On a GPU the kernels of ``attention/wide_heads_kernels.py`` run; that file explains numerics. If they cannot
 run or are not faster, PyTorch's ``scaled_dot_product_attention`` runs.
@@ -127,7 +127,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _is_cast(q: Tensor) -> bool:
-    """True if autocast is on, with another dtype than the one of ``q``. Then PyTorch's attention casts."""
+    """True if autocast is on, with another dtype than the one of ``q``. Then PyTorch's attention must run."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 

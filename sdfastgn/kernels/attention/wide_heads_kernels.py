@@ -12,7 +12,7 @@ All chunks use the same memory for scores, weights and sums. The CPU never waits
 can capture the launches.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) a Triton kernel starts while the matrix product
-that precedes it still runs, and waits for its end before it accesses memory.
+before it still runs. Before the kernel accesses memory, it waits for the end of that product.
 
 Numerics: scores, sums and products are fp32. The weights of a row are between 0 and 1, and the largest weight
 is 1. Weights are rounded to 16 bits, and the sum of a row adds up the *rounded* weights. So the weights that

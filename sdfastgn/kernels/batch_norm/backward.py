@@ -6,9 +6,10 @@ mean) / sqrt(var + eps), and M the number of values of a channel:
     dbias = sum dz        dweight = sum dz * xhat        dresidual = dz
     dx = weight / sqrt(var + eps) * (dz - dbias / M - xhat * dweight / M)
 
-If mean and var are running averages, dx has only the first term, dz. On a GPU the kernels of
-``batch_norm/kernels.py`` run. Everywhere else, and for second derivatives, ``reference_batch_norm_grads``
-runs. It computes mean and var of the batch again.
+If mean and var are running averages, dx = weight / sqrt(var + eps) * dz. On a GPU the kernels of
+``batch_norm/kernels.py`` and of GroupNorm run. Everywhere else, and for second derivatives,
+``reference_batch_norm_grads`` runs. If one process has the whole batch, it computes mean and var of the batch
+again.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, and the chain rule.
 """
@@ -33,8 +34,8 @@ _AsX = Operand(whole=like_x)
 class BatchNormGradCall(NamedTuple):
     """The arguments of the op ``sdfastgn::batch_norm_backward``, in its schema's order.
 
-    mean and var are of the batch if ``training``, else the running averages. The residual is None if there
-    is no activation, because its gradient is then dy.
+    mean and var are of the batch if ``training``, else the running averages. The residual is None if there is
+    no activation, because the residual's gradient is then dy.
     """
 
     # (N, C, *spatial)

@@ -60,8 +60,8 @@ class BatchNormGradPlan:
         sizes = _sizes(call, rows)
         small = small_config(rows, C, sms, backward=True)
         if small is not None and count is None and (needs_sums or call.dresidual):
-            # For GroupNorm's kernel the whole batch is one channels-last sample. If x is channels-first, the
-            # constant ``rows.image`` tells the kernel so.
+            # GroupNorm's kernel gets the whole batch as one sample, declared as channels-last. If x is
+            # channels-first, the constant ``IMAGE`` is set, and the kernel computes other offsets.
             sizes = sizes._replace(N=1, C=C, HW=x.numel() // C, channels_last=True, dy_last=True)
             self.small = small_grad_launch(
                 call, sizes, small, 0, rows.image, call.eps, in_eval=not call.training

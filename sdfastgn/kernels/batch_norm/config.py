@@ -1,4 +1,7 @@
-"""The launch configurations of BatchNorm's kernels: pure functions of sizes."""
+"""The launch configurations of BatchNorm's kernels: pure functions of sizes.
+
+``batch_norm/kernels.py`` explains the *small* way and the *split* way to launch kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ _SIDE_BY_SIDE = 64
 
 # Maximum number of elements of a program, padded to powers of 2. With more, the split way is faster.
 _SMALL_MAX_ELEMENTS = 16384
-# The same maximum for a forward that has at most one program for each multiprocessor, and at least one for
-# every ``_SMALL_ALONE_PART`` multiprocessors. A program of this size leaves no room for a second one on its
-# multiprocessor. Its threads have too few registers (64), but this costs less than reading x a second time.
+# The same maximum for a forward with few programs: at most one for each multiprocessor, and at least one for
+# every ``_SMALL_ALONE_PART`` multiprocessors. A program of this size fills its multiprocessor. Each thread
+# has only 64 registers and spills some of them, but this costs less time than reading x a second time.
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
 # The same maximum for the backward, which holds both x and dy.
@@ -112,7 +115,7 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
     # In channels-first, the split way uses a warp for each channel of each image, which is slow if images are
-    # small. The small way is then faster up to more elements.
+    # small. For small images the small way is therefore faster up to a larger number of elements.
     has_short_rows = not rows.channels_last and rows.rows < WARP_LOAD
     if backward and not has_short_rows:
         most = _SMALL_BACKWARD_MAX_ELEMENTS

@@ -29,7 +29,7 @@ GroupNorm, and each channel is a group:
   mean and var, and ``batch_apply_kernel`` normalizes. In the backward, GroupNorm's ``sums_kernel`` and
   ``batch_merge_sums_kernel`` compute two sums for each channel, and ``batch_apply_grad_kernel`` computes dx.
   If mean and var are running averages, the apply kernels can run alone. That is why they read mean and var,
-  and not GroupNorm's table.
+  and not the table of scales that GroupNorm's merge writes.
 
 If the gradient of the residual is wanted, ``sums_kernel`` stores dz. ``batch_apply_grad_kernel`` then reads
 dz instead of dy and the residual, unless the residual's dtype is narrower than the dtype of x.
@@ -82,7 +82,7 @@ def batch_apply_kernel(
         WIDTH: number of columns.
         EVEN: True if no element is masked.
         AHEAD: True if x and the residual are read before the wait.
-        HW_FACTOR: divisor of HW (``multiple_of``).
+        HW_FACTOR: a divisor of HW, for ``multiple_of``.
     """
     if tl.program_id(0) < AVERAGE_PROGRAMS:
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -2,7 +2,7 @@
 
 Formula, with x of shape (N, C, *spatial). mean and var are given, or are computed over all dimensions but C:
 
-    z = (x - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]          (var divided by the count)
+    z = (x - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]          (var: the biased variance)
     y = activation(z + residual)
 
 On a GPU the kernels of ``batch_norm/kernels.py`` run; that file explains layouts and numerics. Everywhere
@@ -110,7 +110,8 @@ def _check(name: str, call: BatchNormCall) -> None:
         )
 
 
-# Checks the call of one process of a group. Its part of the batch may have only one value of each channel.
+# Checks the call of one process of a group. Unlike in ``_check``, the process may have only one value of each
+# channel, because the other processes have more.
 check_share = checks_of(BatchNormCall, lambda name, call: None)
 
 
@@ -182,7 +183,7 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         # torch.compile cannot trace ``_replace`` before PyTorch 2.9.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
-    # If kernels were turned off during the call, the call ended in plain PyTorch, which updates nothing.
+    # If a kernel failed, kernels are off now, and the call ran again in plain PyTorch, without an update.
     if not fused or dispatch.why_off is not None:
         _update_running(call, mean, var)
     return y

@@ -49,7 +49,7 @@ class Moments:
         like_rows = x.new_empty(()).expand(rows.shape)
         self._statistics = StatisticsLaunch(like_rows, rows.channels_last, config=config)
         partials = math.prod(self._statistics.shape[1:]) // self.C
-        # Without a table the merge only stores mean and variance, so eps has no effect.
+        # Without GroupNorm's table of scales, the merge only stores mean and variance, so eps has no effect.
         sample, no_table = _one_sample(x, 1.0, "identity"), {"table_offset": 0, "table_plane": 0}
         tile = merge_config(partials, self.C)
         self._merge = merge_launch(sample, sample.x.shape[2], partials, tile, no_table)

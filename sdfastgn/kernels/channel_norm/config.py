@@ -1,6 +1,6 @@
 """The launch configurations of the kernels of ``channel_norm``: pure functions of sizes.
 
-The channels of one position are a row. Tiles of rows are chosen as for LayerNorm.
+The channels of one position are a row. Tiles of rows are chosen by the functions of ``layer_norm/config.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forward_config
 
 # Maximum number of elements of each thread if a warp has several rows at once.
-# LayerNorm's maximum is twice as large, because it has no activation, which takes registers.
+# LayerNorm's maximum is twice as large, because LayerNorm has no activation. An activation takes registers.
 _GATHERED_PER_THREAD = 16
 # Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384

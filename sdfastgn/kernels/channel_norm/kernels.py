@@ -9,7 +9,7 @@ Tensors (all except x and y may be None):
 - ``weight``, ``bias``: (C,).
 
 With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
-runs, and waits for its end before it accesses memory.
+runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and the result is rounded once. If the norm of a row is NaN, its results are
 NaN. If the sum of squares of a row overflows fp32, its results are 0, or NaN for an infinite element, as in

@@ -1,9 +1,9 @@
-"""Exports compiled kernels to a file, which a machine with the same GPU and versions adds to Triton's cache.
+"""Exports compiled kernels to a file, and imports such a file into Triton's cache on another machine.
 
-The file is a zip archive. It has a manifest, and for each kernel its code for the GPU and Triton's
-description of it. In Triton's cache, the name of a kernel is a hash of its source, constants and compiler, so
-Triton never launches a kernel that does not fit. ``load`` compares the manifest with this machine before it
-adds any kernel.
+Both machines must have the same GPU and the same versions of Triton, torch, Python and sdfastgn. The file is
+a zip archive. It has a manifest, and for each kernel its code for the GPU and Triton's description of it. In
+Triton's cache, the name of a kernel is a hash of its source, constants and compiler, so Triton never launches
+a kernel that does not fit. ``load`` compares the manifest with this machine before it adds any kernel.
 
 The archive has no code for the CPU: Triton builds its launchers (up to Triton 3.6 one for each signature)
 with the C compiler of the machine on which they run.
@@ -48,7 +48,8 @@ class ArchiveError(ValueError):
 class Imported(NamedTuple):
     """Result of ``load``.
 
-    ``added``: number of kernels that Triton's cache lacked. ``present``: number of kernels that it had.
+    ``added``: number of kernels that were added to Triton's cache. ``present``: number of kernels that the
+    cache had already.
     """
 
     added: int

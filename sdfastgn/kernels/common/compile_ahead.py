@@ -28,7 +28,8 @@ class _Rehearsal:
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches of a kernel that differ only in numbers use the same compiled kernel, so the key has none.
+        # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key has no
+        # numbers.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return

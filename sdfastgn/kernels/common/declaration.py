@@ -79,8 +79,8 @@ class Operand:
         shapes: the allowed shapes. A letter such as C means the same size in all operands of the op.
             ``*spatial`` and ``...`` match zero or more axes. If no shape is given, the op's own check must
             check the shape.
-        whole: one of the functions above, which turns the tensor into a layout that kernels can read.
-            None if kernels can read every layout.
+        whole: one of the functions above. It returns the tensor in a layout that kernels can read. None if
+            kernels can read every layout.
         has_gradient: True if autograd may ask for the tensor's gradient.
         same_dtype: True if the tensor must have the dtype of the first operand.
         label: name in errors. Default: the name of the field.
@@ -289,7 +289,7 @@ def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ..
 def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]:
     """Finds the operands whose memory layout kernels cannot read, and returns (index, ``whole``) for each.
 
-    For example ``((0, dense),)`` if only the first operand has gaps.
+    For example ``((0, dense),)`` if only the first operand has gaps, and its annotation has ``whole=dense``.
     """
     call_type: Any = type(call)
     return tuple(

@@ -1,6 +1,6 @@
 """Finds out whether an error of a launch means that Triton cannot run kernels on this machine.
 
-If it does, kernels are turned off, and all later calls run in plain PyTorch.
+If Triton cannot, kernels are turned off, and all later calls run in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _is_of_compiling(error: Exception) -> bool:
 
     if type(error) is RuntimeError:
         return any(word in str(error) for word in _WORDS)
-    # Errors of the files of Triton's cache, of a compiler that was run, and of the import of a launcher.
+    # Triton's compilation raises OSError for files of its cache, SubprocessError for a compiler that it runs,
+    # and ImportError for a launcher that it has built.
     machine = (OSError, subprocess.SubprocessError, ImportError)
     return isinstance(error, (CompilationError, OutOfResources, PTXASError, *machine))

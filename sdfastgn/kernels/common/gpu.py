@@ -20,7 +20,8 @@ except ImportError:  # without Triton every call runs in plain PyTorch
 
 # Triton's (major, minor) version; (0, 0) without Triton.
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
-# True if this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``.
+# True if this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``, with
+# which a kernel waits for the previous kernel.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
 # True: a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call has
@@ -31,7 +32,7 @@ _OLDEST = (7, 5)
 
 
 def current_stream(x: Tensor) -> int:
-    """Raw handle of PyTorch's current stream on the device of ``x``; 0 on a CPU (the interpreter)."""
+    """Raw handle of PyTorch's current stream on the device of ``x``; 0 on a CPU, where the interpreter runs."""
     index = x.get_device()  # -1 on a CPU; ``x.device.type`` would take more CPU time
     return 0 if index < 0 else current_raw_stream(index)
 

@@ -32,10 +32,11 @@ class GradOp(Op):
         arguments: the declaration, usually made by ``backward_of``. Its fields are the gradients of the other
             op's results, x, further arguments, and which gradients are wanted (``Wanted`` or
             ``WantedDtype``).
-        plan: ``arguments without gaps -> Plan``, whose ``run`` returns ``Gradients``.
-        reference: ``arguments -> Gradients`` in plain PyTorch. Each of its steps must be differentiable.
-        empty: ``(arguments without gaps, names) -> Gradients``, uninitialized memory for the gradients of the
-            operands ``names``.
+        plan: function ``call -> Plan``. ``call`` is an instance of ``arguments``, whose tensors have layouts
+            that kernels can read (``declaration.without_gaps``). The plan's ``run`` returns ``Gradients``.
+        reference: function ``call -> Gradients`` in plain PyTorch. Each of its steps must be differentiable.
+        empty: function ``(call, names) -> Gradients``. It allocates uninitialized memory for the gradients of
+            the operands ``names``. The call is as in ``plan``.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class GradOp(Op):
 
         def fake(call: Any) -> list[Tensor]:
             wanted = tuple(name for name, want in zip(names, self._wanted(call), strict=True) if want)
-            # Only x is checked for gaps, because torch.compile adds a guard for each check of strides.
+            # Only x is checked for gaps in memory, because torch.compile adds a guard for each check of
+            # strides.
             return _in_order(empty(without_gaps(call, x_alone), wanted), names)
 
         @dispatch.retried

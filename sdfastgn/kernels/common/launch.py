@@ -128,7 +128,7 @@ class Launch:
             raise
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
-        """Launch on the device of ``first``, even if it is not the current device, in its current stream."""
+        """Launch on the current stream of the device of ``first``, even if that device is not current."""
         stream = gpu.stream_of(first)
         if stream is not None:  # ``torch.cuda.device`` would take more CPU time
             self(stream, first, *others)

@@ -7,7 +7,8 @@ small kernel runs on the GPU. So calls run in one of these ways:
 - a plain call without gradients launches the kernels directly;
 - a plain call with gradients launches them inside an ``autograd.Function``, which takes a fifth of the CPU
   time that autograd through the dispatcher takes;
-- every other call goes through the dispatcher, or runs in PyTorch's own ops where no kernel can run.
+- every other call goes through the dispatcher, or runs in PyTorch's own ops if no kernel can run, in
+  torch.func transforms and in forward-mode AD.
 """
 
 from __future__ import annotations
@@ -117,16 +118,17 @@ class PlannedOp(Op):
         name, arguments, fake: as in ``Op``.
         results: names of the results that the caller gets.
         saved: names of further results, which only the backward uses.
-        plan: function ``arguments without gaps -> SavingPlan``.
+        plan: function ``call -> SavingPlan``. ``call`` is an instance of ``arguments``. Its tensors have
+            layouts that kernels can read (``declaration.without_gaps``).
         reference: function ``arguments -> (*results, *saved)`` in plain PyTorch.
         backward: a ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or a function as in
             ``Op``; then ``save`` is needed too.
         save: as in ``Op``. None if ``backward`` is a ``GradOp``.
         check: function ``(public name, arguments)`` that raises an error for what the declaration cannot
             check. It is called after the check of the first operand.
-        plain: function ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs
-            where the registered op cannot run. If it is None, ``reference`` runs there, and the results in
-            ``saved`` are dropped.
+        plain: function ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs if
+            no kernel can run on the first operand, in torch.func transforms and in forward-mode AD. If it is
+            None, ``reference`` runs instead, and the results in ``saved`` are dropped.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class PlannedOp(Op):
             tensors = plans.tensors(call)
             trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)
             try:
-                # Calls with invalid arguments never have a plan. So only calls without a plan are checked.
+                # Calls with invalid arguments never get a plan. So a call that has a plan needs no check.
                 plan = plans.made.get(plans.key(call, tensors, trains))
                 if plan is None:
                     self.check(name or self.name, call)
@@ -207,7 +209,8 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
     """Returns the function ``save`` of an op, which stores in ``ctx`` what ``_backward_by`` needs.
 
     ``save`` stores the first operand, the last ``saved`` results, the other operands that may have a
-    gradient, and the arguments that are no tensors, in this order. ``backward_of`` has the same order.
+    gradient, and the arguments that are no tensors, in this order. The declaration that ``backward_of`` makes
+    has the same order.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
     picked = picker(operands)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
 
-# Maximum number of entries of a cache, so that it does not grow forever in a server that gets new shapes.
+# Maximum number of entries of a cache. Without a limit, the cache of a server that gets ever new shapes would
+# grow forever.
 _MAX_PLANS = 4096
 # Types of the arguments that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))
@@ -65,7 +66,7 @@ class Plans:
 
     Args:
         arguments: the declaration of the op's arguments.
-        make: function ``arguments without gaps -> Plan``.
+        make: function ``call -> Plan``. The call's tensors have layouts that kernels can read.
     """
 
     def __init__(self, arguments: Any, make: Callable[[Any], Any]) -> None:
@@ -99,7 +100,7 @@ class Plans:
 
 
 class _CopyingPlan:
-    """A plan for calls whose operands have gaps: it copies these operands and runs another plan."""
+    """A plan for calls with operands that kernels cannot read: it copies them, and runs another plan."""
 
     __slots__ = ("_gaps", "_plan")
 

@@ -1,9 +1,9 @@
 """All private names of PyTorch that this package uses, each with a replacement if a version lacks it.
 
 A private name is used if PyTorch has no public function for the same purpose, or if the public function takes
-microseconds instead of nanoseconds. If a version of PyTorch lacks the private name, the replacement gives the
-same results, but less speed. For example, calls then go through PyTorch's dispatcher, or CUDA graphs are not
-captured.
+microseconds and the private one nanoseconds. If a version of PyTorch lacks the private name, the replacement
+gives the same results, but less speed. For example, calls then go through PyTorch's dispatcher, or CUDA
+graphs are not captured.
 
 Private names of Triton are in ``launch.py`` and ``compile_ahead.py``. Private attributes that every
 ``nn.Module`` has, such as ``_parameters``, are used where they are needed.
@@ -31,9 +31,9 @@ _C: Any = torch._C
 
 
 class _OldStyle(torch.autograd.Function):
-    """A Function without ``setup_context``.
+    """A Function without ``setup_context``, by which ``_is_refused`` recognizes torch.func transforms.
 
-    Inside torch.func transforms its ``apply`` raises RuntimeError.
+    Inside a transform its ``apply`` raises RuntimeError.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class _Doubled(nn.Module):
 
 
 def _gives_one_twice() -> bool:
-    """True if a parametrized weight is the same tensor each time it is read: then the cache is on."""
+    """True if a parametrized weight is the same tensor at each read, because parametrize's cache is on."""
     probe = nn.LayerNorm(1)  # its initialization uses no random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight

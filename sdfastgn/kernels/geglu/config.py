@@ -1,12 +1,12 @@
-"""The launch configurations of GEGLU's kernels: pure functions of sizes and multiprocessors.
+"""The launch configurations of GEGLU's kernels: pure functions of sizes and the number of SMs.
 
 A tile has some rows and columns of the output. The warps of a program divide the columns of a tile among
 them. So each thread has the same columns in all rows: it reads the bias once for all rows, and can sum over
 the rows in its registers.
 
-In the backward a program processes several tiles, which are a *group*. The tiles of a group have the same
-columns, and rows that follow each other. For each column the program writes one partial sum of the bias's
-gradient.
+In the backward a program processes several tiles. Together they are called a *group*. The tiles of a group
+have the same columns, and rows that follow each other. For each column the program writes one partial sum of
+the bias's gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power
 _ROWS = 2
 # Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Number of warps for each multiprocessor in a backward with column sums: as many as registers suffice for.
+# Number of warps for each multiprocessor in a backward with column sums: with more, there would not be enough
+# registers.
 _WARPS_PER_SM = 16
 # Minimum number of tiles of a group. With fewer, there would be too many partial sums to add up.
 _MIN_TILES = 4
@@ -44,7 +45,7 @@ class TileConfig:
         return self.groups * ceil_div(D, self.block_d)
 
     def is_even(self, rows: int, D: int) -> bool:
-        """True if groups divide (rows, D) evenly, so that no element is masked."""
+        """True if groups and blocks of columns divide ``rows`` and ``D`` evenly: no element is masked."""
         return rows % (self.block_r * self.tiles) == 0 and D % self.block_d == 0
 
 

@@ -13,7 +13,7 @@ Tensors:
 - ``partials``: fp32 (groups, 2D), or None if the gradient of the bias is not wanted.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the previous kernel still
-runs, and waits for its end before it accesses memory.
+runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. The normal distribution is approximated for
 16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. Offsets

@@ -7,7 +7,7 @@ With g = dz * scale, dx also needs the means of g and of g * xhat over each grou
 There are three ways to launch the kernels, chosen from the sizes:
 
 - *small*: a program holds one group of x and dy in registers. One launch writes dx and the sums;
-- *walk*, one launch too: a program reads its group of x and dy twice (``group_norm/walk_kernels.py``);
+- *walk*, one launch: a program reads its group of x and dy twice (``group_norm/walk_kernels.py``);
 - *split*, three launches: ``sums_kernel`` computes the sums of each chunk of positions.
   ``merge_sums_kernel`` adds them up, and stores for each channel what dx needs. ``apply_grad_kernel``
   reads x and dy again and writes dx.
@@ -147,9 +147,9 @@ def small_grad_kernel(
         CHANNELS_LAST: True if x is channels-last.
         DY_LAST: True if dy is channels-last.
         EACH_CHANNEL: True if each channel is a group.
-        IMAGE: as in ``channels_kernel``. CHANNELS_LAST and DY_LAST are True then, too.
+        IMAGE: as in ``channels_kernel``. If it is not None, CHANNELS_LAST and DY_LAST must be True.
         EPS: added to BatchNorm's variance. None for other norms.
-        IN_EVAL: True if BatchNorm took the running averages, so mean and variance do not depend on x.
+        IN_EVAL: True if BatchNorm normalized x with its running averages, which do not depend on x.
     """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -266,7 +266,7 @@ def sums_kernel(
     Constants:
         EVEN: True if no element is masked.
         LOOP: True if a chunk has more than one tile.
-        HW_FACTOR: divisor of HW and rows (``multiple_of``).
+        HW_FACTOR: a divisor of HW and rows, for ``multiple_of``.
         CHANNELS: number of BatchNorm's channels. Column ``c`` of x is then channel ``c % CHANNELS``, and all
             samples share mean and variance. None for other norms.
         EPS: added to BatchNorm's variance. None for other norms.

@@ -81,7 +81,7 @@ class Sizes(NamedTuple):
 
 
 class GroupNormGradPlan:
-    """The launches for one kind of call, which includes which gradients are wanted.
+    """The launches for one kind of call. Calls of one kind want the same gradients.
 
     dx and the totals come from one launch or from three:
 
@@ -96,8 +96,10 @@ class GroupNormGradPlan:
         scratch: number of fp32 values in the memory that the kernels share. It has the sums of chunks, the
             totals, and the table.
         totals: where the totals start in the scratch memory.
-        plane: values of each plane of the totals and of the table: N * C, rounded up.
-        part_plane: values of each gradient's sums of parts: parts * C, rounded up.
+        plane: number of values of each plane of the totals and of the table: N * C, rounded up to a multiple
+            of ``ALIGNED``.
+        part_plane: number of values of a plane of (parts, C) sums, rounded up in the same way. Each gradient
+            has one such plane.
         rows: for each operand but x, True if it has one row for each sample.
         wanted: names of the operands whose gradients are wanted.
     """

@@ -1,6 +1,6 @@
 """Triton functions that the kernels of GroupNorm and BatchNorm share.
 
-Pointers: ``group_norm/kernels.py``.
+``group_norm/kernels.py`` explains the pointers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def channel_affine(
 ):
     """Computes (scale, offset) of channels ``c`` in sample ``n``, fp32.
 
-    The activation's argument is xhat * scale + offset. Kernels call this before they sum, so that its loads
-    run at the same time as the loads of x.
+    The activation's argument is xhat * scale + offset. Kernels call this function before they sum, so that
+    its loads run at the same time as the loads of x.
     """
     offset = tl.zeros_like(c).to(tl.float32)
     scale = offset + 1

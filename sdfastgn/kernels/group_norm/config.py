@@ -1,8 +1,8 @@
 """The launch configurations of GroupNorm's kernels: pure functions of sizes and of the GPU's properties.
 
-All constants were measured on an H200, and are right for other GPUs too, if not optimal
-(docs/adr/0006-group-norm-kernels.md, 0007-programmatic-dependent-launch.md). "Padded" sizes are rounded up
-to powers of 2, as tiles are.
+All constants were measured on an H200 (docs/adr/0006-group-norm-kernels.md,
+0007-programmatic-dependent-launch.md). They affect only speed, and other values may be faster on other GPUs.
+"Padded" sizes are rounded up to powers of 2, as tiles are.
 
 Tiles of reductions have the axes (lanes, warps, steps, block) of ``common/tiles.py``.
 """
@@ -71,8 +71,8 @@ _EACH_CHANNEL_BLOCK = 32
 _MERGE_TILE = 4096
 # Elements of a merge kernel's tile for each warp, in the forward.
 _MERGE_PER_WARP = 256
-# Elements of a merge kernel's tile for each warp, in the backward. This makes fewer warps than in the
-# forward, because exchanging their sums would take longer than more warps save in additions.
+# Elements of a merge kernel's tile for each warp, in the backward. A program has fewer warps than in the
+# forward. More warps would need more time to exchange their sums than they would save in additions.
 _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a program reads its group twice, the second time from L2
@@ -110,8 +110,9 @@ _CHEAP = ("identity", "relu")
 class SmallConfig:
     """The *small* way: a program holds ``channels`` channels of a sample in registers.
 
-    They are one group or, if ``each_channel``, groups of one channel each. The tile has the axes (lanes,
-    num_warps, steps, block). ``block`` are channels if channels-last, positions if channels-first.
+    These channels are one group or, if ``each_channel``, groups of one channel each. The tile has the axes
+    (lanes, num_warps, steps, block). ``block`` is a number of channels if x is channels-last, and a number of
+    positions if x is channels-first.
 
     If ``tail`` is not 0, the group's last ``tail`` channels are in a second tile, with the axes (tail_lanes,
     num_warps, tail_steps, tail).
@@ -165,8 +166,8 @@ class MergeConfig:
 class WalkConfig:
     """The *walk* way of the backward (``group_norm/walk_kernels.py``).
 
-    A program keeps the last ``kept_hw`` positions of a group in registers. It reads the others twice, in
-    tiles of (``block_hw`` positions, ``block_c`` channels).
+    A program keeps the last ``kept_hw`` positions of a group in registers. It reads the other positions
+    twice, in tiles of (``block_hw`` positions, ``block_c`` channels).
     """
 
     block_hw: int
@@ -199,13 +200,14 @@ def launch_config(
     Args:
         channels_last: the layout of x.
         num_sms: multiprocessors of the GPU.
-        itemsize: bytes of an element of x. The backward does not depend on it.
+        itemsize: bytes of an element of x. It makes no difference in the backward.
     """
     small = _small_config(C, HW, num_groups, channels_last, itemsize, backward)
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # The second condition is for channels-first: a warp has whole channels, which may be too long.
+    # The second condition matters in channels-first: each warp has whole channels, and these may have more
+    # elements than fit into its registers.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
@@ -270,7 +272,7 @@ def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
     """The configuration of the small way. ``launch_config`` uses it if the group is small enough."""
-    # A second tile and other numbers of warps were measured only for this case.
+    # Second tiles and other numbers of warps were measured only for channels-last forwards.
     is_measured = channels_last and not backward
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups

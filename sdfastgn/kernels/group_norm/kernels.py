@@ -86,9 +86,9 @@ def _small_tile(
     """Loads the tile of ``CHANNELS`` channels from ``first_c`` on, in the group that starts at ``group_c``.
 
     Returns:
-        x, shift: their values; shift is 0 if there is none.
+        x, shift: the loaded values. shift is 0 if ``shift_ptr`` is None.
         d: x + shift - pivot, 0 where masked.
-        pivot: the group's first value of x + shift, from which sums take differences.
+        pivot: the group's first value of x + shift. It is subtracted from all values before they are summed.
         scale, offset: the results of ``channel_affine``.
         mask: which elements of the tile exist.
         out: offsets of the elements in y.
@@ -337,11 +337,11 @@ def merge_kernel(
     Constants:
         EXACT: True if y is fp32. The means are then merged again, from a better pivot.
         FOLD: True if x has 16 bits. The table then has offset - mean * scale instead of offset and mean,
-            which saves the apply kernel a load and registers. That value is rounded relative to
-            mean / deviation, as in PyTorch. Where all values of a group are equal, the error could be 0.5.
-            Such a group gets the scale 0 and keeps its offset.
+            which saves the apply kernel a load and registers. The rounding error of that value is
+            proportional to mean / deviation, as in PyTorch. If all values of a group were equal, the error of
+            y could be 0.5. So such a group gets the scale 0, and its offset is stored without the mean.
         LOOP: True if there are more than ``BLOCK_P`` chunks.
-        C_FACTOR: divisor of C and CHANNELS (``multiple_of``).
+        C_FACTOR: a divisor of C and CHANNELS, for ``multiple_of``.
     """
     C, CHANNELS = multiple_of(C, C_FACTOR), multiple_of(CHANNELS, C_FACTOR)
     part = tl.program_id(0)
@@ -423,7 +423,7 @@ def apply_kernel(
         FOLD: True if the table has no mean (``merge_kernel``).
         EVEN: True if no element is masked.
         AHEAD: True if x is read before the wait.
-        C_FACTOR, HW_FACTOR: divisors of C and HW (``multiple_of``).
+        C_FACTOR, HW_FACTOR: divisors of C and HW, for ``multiple_of``.
     """
     # The first programs take the last rows, which the statistics kernel has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -3,10 +3,10 @@
 Formula, with x of shape (N, C, *spatial), HW = product of the spatial sizes, G groups of CG = C / G channels:
 
     u = x + shift[n, c]
-    z = (u - mean(u)) / sqrt(var(u) + eps) * weight[c] + bias[c]          (per (n, g); var divided by CG * HW)
+    z = (u - mean(u)) / sqrt(var(u) + eps) * weight[c] + bias[c]          (for each (n, g); var: biased)
     y = activation(z * (1 + ada_scale[n, c]) + ada_shift[n, c])
 
-On a GPU the kernels of ``group_norm/kernels.py`` run, where layouts and numerics are explained. Everywhere
+On a GPU the kernels of ``group_norm/kernels.py`` run; that file explains layouts and numerics. Everywhere
 else ``reference_group_norm`` runs. Gradients: ``group_norm/backward.py``.
 
 Source: Wu and He, "Group Normalization", 2018. The interface follows torch.nn.functional.group_norm.

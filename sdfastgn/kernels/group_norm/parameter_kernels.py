@@ -2,10 +2,11 @@
 
 The kernels that read x and dy leave sums for each sample and channel (``totals``). ``parameter_grads``
 computes the gradients of weight, bias, shift, ada_scale and ada_shift from these sums. It runs in the first
-programs of ``apply_grad_kernel`` or, if that is not launched, in ``parameter_grad_kernel``. There, if samples
-are many, each program sums only a part of the samples, and ``parameter_sum_kernel`` adds up the parts.
+programs of ``apply_grad_kernel`` or, if that kernel is not launched, in ``parameter_grad_kernel``. If there
+are many samples, each program of ``parameter_grad_kernel`` sums only a part of the samples, and
+``parameter_sum_kernel`` adds up the parts.
 
-Pointers and numerics: ``group_norm/backward_kernels.py``.
+``group_norm/backward_kernels.py`` explains pointers and numerics.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The Triton kernel of GroupNorm's backward for x and dy that are larger than L2.
 
-One program computes the gradients of one group. It first walks through the group's positions and sums. It
-keeps the last positions in registers. Then it walks back to the first position, reads x and dy again and
-writes dx. If the groups that run at the same time fit into L2, most of the second read comes from L2. The
-three launches of the *split* way would read everything twice from memory.
+One program computes the gradients of one group. It walks from the group's first position to the last, and
+computes sums. It keeps the last positions in registers. Then it walks back. It reads x and dy of the other
+positions again, and writes dx. If the groups that run at the same time fit into L2, most of the second read
+comes from L2. The three launches of the *split* way would read everything twice from memory.
 
-dy has the layout of x. Pointers, formulas and numerics: ``group_norm/backward_kernels.py``.
+dy has the layout of x. ``group_norm/backward_kernels.py`` explains pointers, formulas and numerics.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def walk_grad_kernel(
     Constants:
         SHIFT_GRAD: True if the gradient of the shift is wanted.
         KEPT_HW: positions that stay in registers, the last ones of the group; at most HW.
-        HW_FACTOR: divisor of HW (``multiple_of``).
+        HW_FACTOR: a divisor of HW, for ``multiple_of``.
     """
     STEP: tl.constexpr = C if CHANNELS_LAST else 1
     group = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""The launch configurations of LayerNorm's kernels: pure functions of sizes and multiprocessors.
+"""The launch configurations of LayerNorm's kernels: pure functions of sizes and the number of SMs.
 
 A program loads whole rows into registers if a row, padded to a power of 2, has at most ``_MAX_IN_REGISTERS``
 elements. Its tile has the axes (lanes, warps, steps, block) of ``common/tiles.py``. A block is the part of a

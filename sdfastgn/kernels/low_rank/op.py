@@ -95,7 +95,7 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
 class LowRankSums:
     """The sums of ``add_low_rank``, to be computed several times with the same tensors.
 
-    Only the first computation has to look at all tensors. The tensors must keep their memory.
+    Only the constructor looks at all tensors. ``compute`` needs the tensors at the same addresses.
     """
 
     def __init__(self, sums: Sequence[Sum]) -> None:
@@ -134,7 +134,11 @@ class LowRankSums:
         return range(self._first[index], self._first[index + 1])
 
     def compute(self, scales: Sequence[float]) -> None:
-        """Computes all sums. ``scales``: those of all pairs, which replace the scales of the sums."""
+        """Computes all sums.
+
+        ``scales``: one for each pair of factors, for the first sum's pairs first. They are used instead of
+        the scales in the sums.
+        """
         for index in self._by_reference:
             total = self._sums[index]
             new = (scales[place] for place in self._places(index))
@@ -146,7 +150,8 @@ class LowRankSums:
             if device.type == "cuda":  # the tables may be freed before the kernel has read them
                 for table in tables[1:]:
                     table.record_stream(torch.cuda.current_stream(device))
-            # A rehearsal only records launches. But the caller uses the sums, so this launch must run.
+            # In a rehearsal (``compile_ahead.py``) kernels are compiled instead of launched. But the caller
+            # uses the sums, so this launch must run.
             token = rehearsal.set(None)
             try:
                 tables.launch.run(tables.tiles, tables.matrices, tables.factors, on_gpu)

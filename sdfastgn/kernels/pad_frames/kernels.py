@@ -20,7 +20,7 @@ Pointers (all but x and y may be None):
 - ``kept``: (N, keep, height, width, C), gets the last frames without borders.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
-runs, and waits for its end before it accesses memory.
+runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and the result is rounded once. Norms are computed as in the kernels of
 ``channel_norm`` and ``group_norm``. Offsets that can be 2^31 or more are int64; numbers of rows are int32.

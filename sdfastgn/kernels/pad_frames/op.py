@@ -78,7 +78,7 @@ class GroupNorm(NamedTuple):
 
     Attributes:
         statistics: (2, N, P, C) fp32, or (2, N T, P, C) if ``framewise``: the statistics of x without the
-            shift, as ``group_norm`` takes them. If they are None, kernels compute them.
+            shift, as for ``group_norm``. If None, kernels compute the statistics.
         modulation: (N, 2 C, t, h, w), in the dtype and on the device of x, or None. The first C channels
             multiply the norm's result. The last C channels are then added, before the activation. The
             modulation is upsampled to the size of x: H must be a multiple of h, W of w and T of t. If T is
@@ -275,7 +275,7 @@ def reference_pad_frames(
 def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
     if not norm.added:
         return reference_channel_norm(u, *norm[:5])
-    # An additional channel, whose square is ``added``.
+    # An additional channel with this value adds ``added`` to the sum of squares.
     more = u.new_full((u.shape[0], 1, *u.shape[2:]), math.sqrt(norm.added))
     weight, bias = (t if t is None else F.pad(t, (0, 1)) for t in norm[:2])
     return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]

@@ -1,7 +1,7 @@
 """The matrix products of linear layers. In CUDA graphs they use the fastest algorithm of cuBLASLt.
 
 cuBLASLt has several algorithms for a matrix product. PyTorch uses the one that cuBLASLt recommends first, but
-the fastest one can take a third less time. It is found in two steps:
+the fastest one can take a third less time. sdfastgn finds and uses it in two steps:
 
 - In a *rehearsal* (``chosen_after``) a model is called once, and the shapes of its products are recorded.
   After the call, each product is timed in PyTorch and with all algorithms that give the same bits as PyTorch.
@@ -185,7 +185,7 @@ def chosen_after() -> Iterator[None]:
 def _fastest(kind: _Kind) -> Algorithm | None:
     """The fastest algorithm that gives the same bits as PyTorch; None if PyTorch's own is the fastest."""
     shape, device = kind.shape, kind.device
-    # This has a separate generator, so that the user's random numbers do not change.
+    # The operands come from a separate generator, so that the user's random numbers do not change.
     random = partial(
         torch.randn,
         dtype=shape.dtype,

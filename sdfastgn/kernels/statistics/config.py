@@ -1,4 +1,4 @@
-"""The launch configuration of ``statistics/kernels.py``: pure functions of sizes and multiprocessors.
+"""The launch configuration of ``statistics/kernels.py``: pure functions of sizes and the number of SMs.
 
 The constants were chosen on an H200 (docs/adr/0006-group-norm-kernels.md).
 """

@@ -226,7 +226,7 @@ def _statistics_kernel(
         EXACT: True for fp32 x. M2 is then corrected for the rounding of the mean.
         EVEN: True if no element of a tile is masked.
         LOOP: True if a chunk has more than one tile.
-        C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows (``multiple_of``).
+        C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows, for ``multiple_of``.
         SAMPLE_BIAS: True if ``bias`` is (N, C). It is a constant because another offset for each sample makes
             registers spill on Blackwell.
     """
