@@ -8,7 +8,7 @@ import griffe
 
 
 class Namespaces(griffe.Extension):
-    """Adds each such folder of a package, and the modules in it."""
+    """Adds each folder without ``__init__.py`` in a package, and the modules in the folder."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         root = pkg.filepath.parent

@@ -175,7 +175,7 @@ async def refuse(_: Request, error: RequestValidationError) -> Response:
     return JSONResponse({"detail": detail}, 422)
 
 
-# Front accepts every request at once, because the queue of the Painters limits how many may wait. It does
+# Front accepts every request at once, because the queue of the Painters limits how many may wait. Front does
 # little work, so Ray reserves no CPU for it.
 @serve.deployment(
     ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000, graceful_shutdown_timeout_s=CALL_S

@@ -80,7 +80,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """The residual blocks of one resolution. If ``attends``, each is followed by attention."""
+    """The residual blocks of one resolution. If ``attends``, attention follows each block."""
 
     def __init__(self, channels: Sequence[int], attends: bool, dropout: float) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def _report(node_id: Any, model: Any, latent: Any) -> tuple[Any, ...]:
 
 
 def _show(node_id: Any, text: str) -> None:
-    """Shows ``text`` on a node that has already run. The sampler runs later and finds out more to show."""
+    """Shows ``text`` on a node that has already run, because the text changes when the sampler runs later."""
     server = sys.modules.get("server")  # missing if a script calls the nodes without ComfyUI's server
     if hasattr(getattr(server, "PromptServer", None), "instance"):
         server.PromptServer.instance.send_sync("sdfastgn.text", {"node": node_id, "text": text})

@@ -1,6 +1,6 @@
-"""Layers for ``kernels.kernelize``, which replaces the ``forward`` of a model's layers with theirs.
+"""Layers for ``kernels.kernelize``, which gives the ``forward`` of these classes to a model's layers.
 
-They have no weights or settings of their own. Their ``forward`` reads those of the model's layer.
+The classes have no weights or settings. ``forward`` reads the weights and settings of the model's layer.
 """
 
 from __future__ import annotations

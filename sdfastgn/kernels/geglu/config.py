@@ -19,7 +19,7 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power
 _ROWS = 2
 # Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Number of warps for each multiprocessor in a backward with column sums: with more, there would not be enough
+# Number of warps for each multiprocessor in a backward with column sums. With more, there would not be enough
 # registers.
 _WARPS_PER_SM = 16
 # Minimum number of tiles of a group. With fewer, there would be too many partial sums to add up.
