@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Number of 16-bit elements of a 16-byte load. Rows of scores and weights start at multiples of it.
+# Number of 16-bit elements of a 16-byte load. Rows of scores and weights start at multiples of this number.
 VECTOR = 8
 # Maximum number of bytes of a chunk's scores: enough to keep a GPU busy, and small compared with a model.
 _MAX_SCORE_BYTES = 64 * 2**20

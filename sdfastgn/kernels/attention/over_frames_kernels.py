@@ -36,8 +36,8 @@ def _frames_attention_kernel(
         BLOCK_D: D, padded to a power of 2.
     """
     PIXELS: tl.constexpr = ROWS // FRAMES
-    # Programs with neighboring numbers have different heads of the same pixels, which are neighbors in
-    # memory.
+    # Programs with neighboring numbers have different heads of the same pixels. These heads are neighbors in
+    # memory, so programs that run at the same time read the same lines of memory.
     blocks = tl.cdiv(P, PIXELS)
     h = (tl.program_id(0) % H).to(tl.int64)
     first = tl.program_id(0) // H % blocks * PIXELS

@@ -81,7 +81,7 @@ def batch_apply_kernel(
     Constants:
         WIDTH: number of columns.
         EVEN: True if no element is masked.
-        AHEAD: True if x and the residual are read before the wait.
+        AHEAD: True if x and the residual are read before ``gdc_wait``.
         HW_FACTOR: a divisor of HW, for ``multiple_of``.
     """
     if tl.program_id(0) < AVERAGE_PROGRAMS:

@@ -31,7 +31,7 @@ def check_group(name: str, process_group: Any) -> None:
     if process_group is None or (isinstance(process_group, str) and process_group == WORLD):
         return
     if dist.is_available():
-        outside = dist.GroupMember.NON_GROUP_MEMBER  # result of ``new_group`` outside the group
+        outside = dist.GroupMember.NON_GROUP_MEMBER  # ``new_group`` returns it to processes outside
         if process_group == outside or isinstance(process_group, dist.ProcessGroup):
             return
     raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')
@@ -47,7 +47,7 @@ def group_of(process_group: Any) -> Any:
 
 @dispatch.retried
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes (mean, var) (C,) of the samples of this process. They are 0 if it has none."""
+    """Computes (mean, var) (C,) of the samples of this process; zeros if this process has none."""
     if x.numel() == 0:
         return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
     if dispatch.runs_in_triton(x):

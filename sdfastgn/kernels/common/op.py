@@ -1,8 +1,8 @@
 """The classes of this package's ops. They register an op with PyTorch, and run its calls.
 
 ``torch.compile``, export, fake tensors and autograd need the registration (ADR 2). Plain calls
-(``dispatch.is_plain``) do not need it. They skip PyTorch's dispatcher, because it takes more CPU time than a
-small kernel runs on the GPU. So calls run in one of these ways:
+(``dispatch.is_plain``) do not need the registration. They skip PyTorch's dispatcher, because it takes more
+CPU time than a small kernel runs on the GPU. So calls run in one of these ways:
 
 - a plain call without gradients launches the kernels directly;
 - a plain call with gradients launches them inside an ``autograd.Function``, which takes a fifth of the CPU

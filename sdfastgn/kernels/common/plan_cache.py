@@ -72,7 +72,7 @@ class Plans:
     def __init__(self, arguments: Any, make: Callable[[Any], Any]) -> None:
         self._make = make
         self.made: PlanCache[Any] = PlanCache()
-        # Fields with a default are not in the schema. They are treated as tensors.
+        # Fields with a default are not in the schema. They hold tensors or None, so they count as tensors.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
         self.tensors, self._values = picker(places), picker(values)

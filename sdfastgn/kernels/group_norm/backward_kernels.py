@@ -440,7 +440,7 @@ def apply_grad_kernel(
 
     Constants:
         EVEN: True if no element is masked.
-        AHEAD: True if x and dy are read before the wait.
+        AHEAD: True if x and dy are read before ``gdc_wait``.
     """
     if tl.program_id(0) < PARAMETER_PROGRAMS:
         if PDL:

@@ -93,8 +93,8 @@ class GroupNormGradPlan:
 
     Attributes:
         of_batches: one None for each pointer of ``single`` that only BatchNorm uses.
-        scratch: number of fp32 values in the memory that the kernels share. It has the sums of chunks, the
-            totals, and the table.
+        scratch: number of fp32 values in the memory that the kernels share. This memory holds the sums of
+            chunks, the totals, and the table.
         totals: where the totals start in the scratch memory.
         plane: number of values of each plane of the totals and of the table: N * C, rounded up to a multiple
             of ``ALIGNED``.

@@ -70,7 +70,7 @@ _FAR = tl.constexpr(64.0)
 
 @triton.jit
 def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
-    """Stores mean and 1 / deviation (or variance) of ``groups``. Does nothing if both pointers are None."""
+    """Stores mean and 1 / deviation (BatchNorm: variance) of ``groups``, unless the pointers are None."""
     if mean_ptr is not None:
         tl.store(mean_ptr + groups, mean, mask=mask)
         tl.store(rstd_ptr + groups, rstd, mask=mask)
@@ -128,7 +128,7 @@ def small_kernel(
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A program normalizes one group of a sample, which has ``CHANNELS`` channels.
+    """A program normalizes one group, which has ``CHANNELS`` channels, of one sample.
 
     If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
     must be powers of 2, up to half of the elements would be padding.
@@ -292,10 +292,10 @@ def _differences(
     base, plane, chunks, rows, HW, c, in_range, to_pivot, C,
     EACH_CHANNEL: tl.constexpr, LOOP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Loads the first block of chunks, and sums differences from the pivot over all chunks.
+    """Loads the first block of chunks, and sums the differences of all chunks' means from the pivot.
 
-    Returns (mean + ``to_pivot``, M2, count) of the first block, and the group's sum of
-    (mean + ``to_pivot``) * count.
+    ``to_pivot`` is shift - pivot. Returns (mean + ``to_pivot``, M2, count) of the first block, and the
+    group's sum of (mean + ``to_pivot``) * count.
     """
     d, m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
     total = d * weight
@@ -422,7 +422,7 @@ def apply_kernel(
             always applied.
         FOLD: True if the table has no mean (``merge_kernel``).
         EVEN: True if no element is masked.
-        AHEAD: True if x is read before the wait.
+        AHEAD: True if x is read before ``gdc_wait``.
         C_FACTOR, HW_FACTOR: divisors of C and HW, for ``multiple_of``.
     """
     # The first programs take the last rows, which the statistics kernel has left in L2.

@@ -250,8 +250,8 @@ def group_norm(
             ``z * (1 + ada_scale) + ada_shift`` before the activation.
         statistics: (2, N, P, C) fp32, P >= 1, the statistics of x without ``shift``, which save a pass
             over x. They come from ``sdfastgn.channel_statistics``, or together with x from
-            ``add_with_statistics`` or ``cat_with_statistics``. It is not checked that they are the statistics
-            of x. Calls that run in plain PyTorch ignore them.
+            ``add_with_statistics`` or ``cat_with_statistics``. This function does not check whether they are
+            the statistics of x. Calls that run in plain PyTorch ignore them.
         tokens: return contiguous tokens (N, HW, C), as attention takes them. HW is the product of the
             spatial sizes.
 

@@ -75,7 +75,7 @@ def walk_grad_kernel(
     PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx and the sums of one group of a sample, which has ``CG`` channels.
+    """A program computes dx and the sums of one group, which has ``CG`` channels, of one sample.
 
     Constants:
         SHIFT_GRAD: True if the gradient of the shift is wanted.

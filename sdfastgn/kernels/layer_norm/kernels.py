@@ -111,7 +111,7 @@ def _read(x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_at, residual_at, added
     if residual_ptr is not None:
         total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
         if add_bias_ptr is not None:
-            # ``tl.load`` of Triton 3.4 broadcasts only the mask, not the pointers.
+            # The pointers are broadcast here, because ``tl.load`` of Triton 3.4 broadcasts only the mask.
             columns, mask = tl.broadcast(add_bias_ptr + c, mask)
             total += tl.load(columns, mask=mask, other=0.0).to(tl.float32)
     if added_ptr is not None:
@@ -235,8 +235,8 @@ def _chunk_kernel(
     total_row = row * d_parts * VECTOR + start
     i = tl.arange(0, BLOCK)
     if PDL:
-        # The wait comes before the launch of the next kernels.
-        # So these start only when x is complete, and may read x before their own wait.
+        # This kernel waits for x before it lets the next kernels start. So x is complete when they start, and
+        # they may read x before their own wait.
         gdc_wait()
         gdc_launch_dependents()
     # ``first`` is the first element of the row, or of the chunk if ``EXACT``.

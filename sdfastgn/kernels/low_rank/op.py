@@ -136,8 +136,8 @@ class LowRankSums:
     def compute(self, scales: Sequence[float]) -> None:
         """Computes all sums.
 
-        ``scales``: one for each pair of factors, for the first sum's pairs first. They are used instead of
-        the scales in the sums.
+        ``scales``: one for each pair of factors, in the order of the sums and of their pairs. They are used
+        instead of the scales in the sums.
         """
         for index in self._by_reference:
             total = self._sums[index]

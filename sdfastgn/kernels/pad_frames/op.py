@@ -86,8 +86,8 @@ class GroupNorm(NamedTuple):
             multiple of t - 1.
         framewise: True if each frame is normalized by itself.
         pads_first: True if the ``front`` and ``back`` frames count in the mean and the variance, as if they
-            were added before the norm. ``statistics`` must then be those of all frames, in chunks of equal
-            sizes. Without statistics no kernel runs. The mode must not be "zeros", and there may be no
+            were added before the norm. ``statistics`` must then be the statistics of all frames, in chunks of
+            equal sizes. Without statistics no kernel runs. The mode must not be "zeros", and there may be no
             cache, modulation or upsampling.
     """
 

@@ -34,8 +34,8 @@ _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 _TRANSPOSED, _ADD_BIAS = 1, 4
 # Key of the maximum scratch memory in a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
 _MAX_WORKSPACE = 1
-# Maximum number of bytes of scratch memory of an algorithm. This excludes algorithms that divide the depth
-# into parts, because they store partial sums, which need more memory.
+# Maximum number of bytes of scratch memory of an algorithm. The limit excludes algorithms that divide the
+# depth into parts, because these store partial sums, which need more memory.
 _WORKSPACE = 4096
 # Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16

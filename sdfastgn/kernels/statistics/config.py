@@ -88,7 +88,8 @@ def statistics_config(
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     if channels_last:
         chunks = max(chunks, ceil_div(HW, max(1, MAX_OFFSET // C)))
-    # A chunk has ceil(HW / chunks) rows, because readers of the statistics know only the number of chunks.
+    # A chunk has ceil(HW / chunks) rows: readers of the statistics know only the number of chunks, and
+    # compute the rows of a chunk from it.
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
 
 

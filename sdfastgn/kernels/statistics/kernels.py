@@ -253,7 +253,7 @@ def _statistics_kernel(
         y_ptr += first * y_step
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
     if PDL:
-        # The wait is first, so that the next kernel starts only when x is complete, and need not wait for x.
+        # This kernel first waits for x. So the next kernel finds x complete, and may read it at once.
         gdc_wait()
         gdc_launch_dependents()
     bias = _bias(bias_ptr, n * C + c if SAMPLE_BIAS else c, c < C * biased)
