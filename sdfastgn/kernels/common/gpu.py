@@ -32,7 +32,7 @@ _OLDEST = (7, 5)
 
 
 def current_stream(x: Tensor) -> int:
-    """Raw handle of PyTorch's current stream on the device of ``x``; 0 on a CPU, where the interpreter runs."""
+    """Raw handle of PyTorch's current stream on the device of ``x``; 0 on a CPU (the interpreter)."""
     index = x.get_device()  # -1 on a CPU; ``x.device.type`` would take more CPU time
     return 0 if index < 0 else current_raw_stream(index)
 
