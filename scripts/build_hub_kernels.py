@@ -33,7 +33,7 @@ NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
 # Folders of sdfastgn/kernels that the package does not contain: only ``sdfastgn.optimize`` uses their ops.
 LEFT_OUT = ("act_linear", "attention", "product")
-# A namespace of ops ends with a hash. This is its number of hexadecimal digits.
+# Number of hexadecimal digits of the hash with which a namespace of ops ends.
 ID_DIGITS = 12
 
 
@@ -63,7 +63,7 @@ def package() -> dict[str, str]:
 
 
 def variant(files: dict[str, str], backend: str) -> dict[str, str]:
-    """Returns ``files`` for one backend, with its own namespace of ops, and a metadata.json in addition."""
+    """Returns ``files`` with a namespace of ops that only this backend has, and with a metadata.json."""
     content = json.dumps(sorted(files.items())).encode()
     identifier = f"_{NAME}_{backend}_{hashlib.sha256(content).hexdigest()[:ID_DIGITS]}"
     old = f'_NAMESPACE = "{NAME}"'

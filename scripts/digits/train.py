@@ -48,7 +48,7 @@ WARM_UP = 100
 KL_WEIGHT = 1e-6
 # Fraction of the training images that the UNet gets with an empty prompt, which guidance uses.
 EMPTY_PROMPTS = 0.1
-# Number of digits that the classifier is tested with and not trained on.
+# Number of scans that are not used to train the classifier, but to test it.
 HELD_OUT = 297
 # IMAGES: number of images that the classifier reads at the end. LEAST_READ: minimum number of images in which
 # it must read the digit of the prompt.
@@ -172,7 +172,7 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
     vae = AutoencoderKL(**VAE).to(options.device)
 
     def loss_of() -> Tensor:
-        images, _ = digits.sample(options.batch_size // 4)  # images need more memory than latents
+        images, _ = digits.sample(options.batch_size // 4)  # a quarter: images need more memory than latents
         latents = vae.encode(images).latent_dist
         return F.l1_loss(vae.decode(latents.sample()).sample, images) + KL_WEIGHT * latents.kl().mean()
 
@@ -231,7 +231,8 @@ def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder:
     pipe = StableDiffusionPipeline(
         vae=vae.half(),
         unet=unet.half(),
-        text_encoder=text_encoder,  # in fp32: transformers 5 would load an fp16 file in fp16
+        # In fp32: transformers 5 would load an fp16 file in fp16, and the other models are loaded in fp32.
+        text_encoder=text_encoder,
         tokenizer=tokenizer,
         scheduler=DDIMScheduler(**SCHEDULER),
         safety_checker=None,

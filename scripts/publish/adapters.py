@@ -38,7 +38,7 @@ BATCH = 2
 RANK = 16
 # The projections of the attention, which most LoRAs adapt.
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-# Number of calls after the second, whose median is the time of later calls.
+# Number of calls after the second call. Their median is the time that the table calls "later".
 LATER = 12
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
@@ -62,7 +62,7 @@ class Step:
 
 
 def add_lora(step: Step, name: str, seed: int) -> None:
-    """Adds a LoRA with random weights. Its product B · A is small beside the layer's weight."""
+    """Adds a LoRA with random weights. The product of its two matrices is small beside the layer's weight."""
     step.unet.add_adapter(LoraConfig(r=RANK, target_modules=list(TARGETS)), adapter_name=name)
     generator = torch.Generator(step.unet.device).manual_seed(seed)
     for key, parameter in step.unet.named_parameters():
@@ -98,7 +98,7 @@ def remove_loras(step: Step) -> None:
 
 
 def give_residuals(step: Step, seed: int) -> None:
-    """Adds the arguments that a ControlNet's result becomes, with random values."""
+    """Adds random residuals, as a ControlNet computes them, to the arguments of the call."""
     config, sample = step.unet.config, step.inputs["sample"]
     widths, size = config.block_out_channels, sample.shape[-1]
     shapes = [(widths[0], size)]
@@ -124,7 +124,7 @@ def another_prompt(step: Step) -> None:
     step.inputs["encoder_hidden_states"] = step.inputs["encoder_hidden_states"].flip(0).clone()
 
 
-# (what is changed, the change), in their order.
+# (description of a change, function that makes it), in the order in which the changes are made.
 CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("no LoRA", lambda step: None),
     ("another prompt", another_prompt),
@@ -166,7 +166,11 @@ def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[Chang
 def measured_calls(
     model: str, dtype: torch.dtype, device: torch.device, *, optimize: bool
 ) -> list[tuple[Tensor, list[float], float | None]]:
-    """Returns for each change (the output on the CPU, the three times of a ``ChangeRow``, MiB)."""
+    """Makes all changes to one UNet, and calls it several times after each change.
+
+    Returns for each change (the last call's output on the CPU, the times of the first, the second and later
+    calls in ms, the MiB that tensors occupy).
+    """
     config = UNETS[model]
     unet = with_random_weights(
         lambda: diffusers.UNet2DConditionModel(**config), dtype, device, seed=0
@@ -200,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    parser.add_argument("--model", action="append", choices=UNETS, help="UNet; give it for each")
-    parser.add_argument("--device", default="cuda", help="where they run")
+    parser.add_argument("--model", action="append", choices=UNETS, help="UNet to time; can be repeated")
+    parser.add_argument("--device", default="cuda", help="device of the UNets")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     dtype = torch.float16 if device.type == "cuda" else torch.float32

@@ -34,17 +34,17 @@ from sdfastgn.cli.checks import file_path
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.program import OptionError
 
-# Variant -> the command-line arguments with which ComfyUI runs. Stock comes first, because sdfastgn's images
-# are compared with the images that it writes.
+# Variant -> the command-line arguments with which ComfyUI runs. Stock comes first, because its images are
+# saved, and sdfastgn's images are compared with them.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
 SIZES = {"sd15": 512, "sdxl": 1024}
 
 
 class Case(NamedTuple):
-    """The settings of one row. All its times are measured in one process.
+    """The settings of one row. All times of a row are measured in one process.
 
-    ``size``: width and height in pixels. ``rounds``: number of repetitions of each timed call. ``files``:
-    folder with the model's files and with stock's images.
+    ``folder``: the checkout of ComfyUI. ``size``: width and height in pixels. ``rounds``: number of
+    repetitions of each timed call. ``files``: folder with the model's files and with stock's images.
     """
 
     folder: Path
@@ -79,9 +79,7 @@ def main(
     ] = 0,
     steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 20,
     rounds: Annotated[int, typer.Option(help="Repetitions of each timed call.")] = 3,
-    seconds: Annotated[
-        float, typer.Option(help="Start no row later than this. Such rows say that the time was over.")
-    ] = 3600.0,
+    seconds: Annotated[float, typer.Option(help="Seconds after which no further row is measured.")] = 3600.0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write all results to this file.")
     ] = None,
@@ -121,12 +119,12 @@ def main(
 
 
 def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
-    """Write the models' files and measure each case. Yields a row for each.
+    """Write the models' files and measure each case. Yields a row for each case.
 
     Importing ComfyUI takes longer than many of the measurements. So the processes of all cases import it at
     the same time. After that, only one of them works at a time.
 
-    ``end``: after this time, as ``time.perf_counter`` tells it, no case is measured any more.
+    ``end``: value of ``time.perf_counter`` after which no further case is measured.
     """
     spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
@@ -141,7 +139,7 @@ def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """The row in one line."""
+    """Describes a row in one line, which is shown in the terminal."""
     setting = " with DynamicVRAM" if row["dynamic_vram"] else ""
     what = f"ComfyUI {row['comfyui']}{setting}, {row['model']}, {row['variant']}"
     if row["status"] != OK:

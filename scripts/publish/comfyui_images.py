@@ -80,7 +80,7 @@ class Images:
 
     @torch.inference_mode()
     def with_control(self) -> None:
-        """Load the ControlNet. ``controlled`` becomes the prompts to which it is applied."""
+        """Load the ControlNet, and set ``controlled`` to the prompts with this ControlNet."""
         import comfy.controlnet
 
         hint = torch.rand(1, 3, self.size, self.size, generator=torch.Generator().manual_seed(4))
@@ -93,7 +93,7 @@ class Images:
 
     @torch.inference_mode()
     def with_lora(self, strength: float) -> None:
-        """Read the LoRA. ``patched`` becomes the model to which it is applied."""
+        """Read the LoRA, and set ``patched`` to the model with this LoRA."""
         import comfy.sd
         import comfy.utils
 
@@ -107,7 +107,7 @@ class Images:
         return self.decode(self.sample(self.patched))
 
     def text(self) -> str:
-        """The text on sdfastgn's node."""
+        """The text that sdfastgn's node shows in ComfyUI."""
         from sdfastgn.patches.comfyui.report import text_of
 
         return f"{text_of(self.model)}\n{text_of(self.vae.patcher)}"

@@ -23,6 +23,7 @@ from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.models.video import Draw
 
 # A function ``(model, draw) -> call``. ``call`` has no arguments, and calls the model on random inputs.
+# ``draw`` makes a random tensor of a given shape.
 Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 
@@ -82,7 +83,7 @@ def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
         config = {**dict(model.config), "_class_name": "UNet2DConditionModel"}
         size = UNETS[name]["sample_size"] * 8
         inputs = unet_inputs(config, size=size, batch=BATCH, dtype=FP16, device=model.device, seed=0)
-        # A model that was cast to fp32 gets inputs with the same values.
+        # A model that was cast to fp32 gets the same values in fp32.
         inputs = tree_map_only(Tensor, lambda t: t.to(model.dtype) if t.dtype == FP16 else t, inputs)
         return partial(model, **inputs, **{k: make(draw) for k, make in more.items()}, return_dict=False)
 

@@ -87,8 +87,8 @@ def milliseconds(call: Callable[[], Tensor], device: torch.device, warm_up: int 
 def cpu_milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
     """Returns the time that the CPU needs for a call, in milliseconds: until all of its work is launched.
 
-    If it is shorter than the whole time of the call, the GPU is the slower of the two, and a CUDA graph would
-    not make the call faster.
+    If this time is shorter than the whole time of the call, the CPU has to wait for the GPU. Then a CUDA
+    graph would not make the call faster.
     """
 
     def once() -> float:
@@ -160,7 +160,7 @@ def _release() -> None:
 def chosen(only: str, part: int | None) -> list[Case]:
     """Returns the cases whose names match the regular expression ``only``.
 
-    ``part``: a number from 1 to ``RUNS`` for the cases of one run only; None for all.
+    ``part``: a number from 1 to ``RUNS`` for the cases of one run only; None for the cases of all runs.
     """
     found = [case for case in CASES if re.search(only, case.name)]
     return found if part is None else found[part - 1 :: RUNS]
@@ -175,9 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    parser.add_argument("--only", default="", help="regular expression: cases whose names match")
-    parser.add_argument("--part", type=int, choices=range(1, RUNS + 1), help="a quarter of the cases")
-    parser.add_argument("--device", default="cuda", help="where they run")
+    parser.add_argument("--only", default="", help="regular expression: time only matching names")
+    parser.add_argument(
+        "--part", type=int, choices=range(1, RUNS + 1), help="time only this quarter of the cases"
+    )
+    parser.add_argument("--device", default="cuda", help="device of the networks")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     rows: list[SizeRow] = []

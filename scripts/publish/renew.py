@@ -30,7 +30,7 @@ from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
-# A step that takes this number of times its budget is stopped, so that it does not block the other steps.
+# A step is stopped after its budget times this number, so that it does not block the other steps.
 PATIENCE = 3
 
 
@@ -97,7 +97,7 @@ def renew(
 def _kept(out: Path, where: dict[str, Any], tiny: bool) -> dict[str, StepRow]:
     """Returns {file: row} for the steps that an earlier call with the folder ``out`` has finished.
 
-    It is empty if the earlier call had another commit, another GPU or another value of ``tiny``.
+    The dict is empty if the earlier call had another commit, another GPU or another value of ``tiny``.
     """
     if not (out / SUMMARY).exists():
         return {}
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "renewal", help="folder of the results")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds that this call may take")
-    parser.add_argument("--resume", action="store_true", help="keep what earlier calls of this commit did")
+    parser.add_argument("--resume", action="store_true", help="skip steps that earlier calls finished")
     parser.add_argument("--tiny", action="store_true", help="dry run: tiny models on the CPU, no useful time")
     parser.add_argument("--archive", type=Path, metavar="FILE", help="also write the results as this .tar.gz")
     parser.add_argument("--unpack", type=Path, metavar="FILE", help="put an archive into benchmarks/h200")

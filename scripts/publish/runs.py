@@ -28,7 +28,7 @@ def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
 def write_rows(
     json: Path | None, kind: str, config: BenchConfig, rows: Sequence[object], **more: object
 ) -> None:
-    """Writes measured ``rows`` and their ``config`` to the file ``json``. If it is None, nothing is written.
+    """Writes measured ``rows`` and their ``config`` to the file ``json``. If ``json`` is None, does nothing.
 
     ``more`` is added to the config. The present value of ``cudnn.benchmark`` is recorded as its value during
     the measurement. So do not use this function for measurements that change the switch, such as

@@ -63,8 +63,8 @@ _MODEL = "--model tiny --size 64 --device cpu"
 _BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
 _KERNELS = "--device cpu --repeats 1"
 
-# All steps, in the order in which they run. Steps with torch.compile come first, because an earlier step
-# could fill the caches of torch.compile, and their time until the first call is done would be too short.
+# All steps, in the order in which they run. Steps with torch.compile come first. They measure the time until
+# the first call is done. An earlier step could fill the caches of torch.compile, and so shorten this time.
 STEPS = (
     # ---- steps, decodes and pipelines
     Step(

@@ -23,12 +23,12 @@ class ChangeRow:
 
     Attributes:
         model: the UNet, a key of ``UNETS``.
-        change: what was changed, and stays so until the next row.
+        change: what was changed before these calls.
         stock_ms, ours_ms: milliseconds of the first call, of the second, and the median of the later calls.
-            They include what the change itself does on the CPU if the change is a part of each call.
+            If the change is made before each call, they include its time.
         stock_mib, ours_mib: memory that tensors occupy after these calls, in MiB; None on the CPU.
         error: relative error of the optimized output against stock's.
-        status: ``OK``, or ``WRONG`` if the error is too large. A wrong row has no times of ours.
+        status: ``OK``, or ``WRONG`` if the error is too large. The table shows no ``ours_ms`` of a wrong row.
     """
 
     model: str

@@ -51,7 +51,7 @@ def comfyui_markdown(results: Path) -> str:
 
 
 def _comfyui_setting(row: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings of a row. It is compared with the row of stock that has the same settings."""
+    """The settings of a row. A row is compared with the row of stock that has the same settings."""
     return tuple(row[name] for name in ("comfyui", "dynamic_vram", "model", "size", "steps"))
 
 
