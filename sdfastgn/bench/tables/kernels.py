@@ -15,7 +15,8 @@ from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_col
 
 # The rows of one shape and task: provider -> row. The copy is one of the providers.
 Line = dict[str, KernelRow]
-# ``Overs``: two names of providers. ``Pair``: two ratios. In both, (for a hot L2 cache, for a cold L2 cache).
+# ``Overs``: the two providers that times are divided by (with a hot L2 cache, with a cold L2 cache).
+# ``Pair``: two ratios of times, or two times (with a hot L2, with a cold L2).
 Overs = tuple[str | None, str | None]
 Pair = tuple[float | None, float | None]
 
@@ -97,7 +98,7 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 
 
 def cell_line(row: KernelRow) -> str:
-    """A line of text about a measurement, shown as soon as it is made. Empty if it was not possible."""
+    """A line of text about a measurement, shown as soon as it is made. Empty if it could not be made."""
     if row.status == UNAVAILABLE:
         return ""
     found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"
@@ -185,10 +186,10 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str
 
 
 def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
-    """A table of the extras, a row for each shape. An empty list if no extra was timed.
+    """A table of ``suite.extras``, in a list. The list is empty if no extra was timed.
 
-    A cell has the microseconds with a hot L2, and two ratios: the time divided by the plain op's time, with a
-    hot and with a cold L2.
+    It has a row for each shape and a column for each extra. A cell has the extra's microseconds with a hot
+    L2, and its time divided by the time of its baseline: hot L2 (cold L2).
     """
     found, cells = lines(rows), []
     for shape in dict.fromkeys(row.shape for row in rows):
@@ -200,7 +201,7 @@ def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
             cell[f"{name} / {op.baseline}"] = shown
         cells.append(cell)
     header, body = without_empty_columns(cells)
-    caption = "microseconds: time over the plain op's, hot L2 (cold L2)"
+    caption = "microseconds with a hot L2: time over its baseline's (after the /), hot L2 (cold L2)"
     return [Blocks(header, body, caption=caption)] if header[1:] else []
 
 

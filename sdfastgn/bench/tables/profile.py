@@ -87,8 +87,9 @@ def _legend(rows: Sequence[Row]) -> str:
     if any(found.source == CPU for _, found in _found(rows)):
         return f"CPU operator time, not kernels; launch gaps: outside operators; floor: {FLOOR_NAMES}"
     return (
-        f"total: first to last kernel, while recorded; timed: on the clock; floor: {FLOOR_NAMES}; "
-        "call's gaps: idle time of the plain call, without a graph"
+        "total: first to last kernel, with the profiler; timed: the same call or replay without the "
+        f"profiler; floor: {FLOOR_NAMES}; call's gaps: a call's time without profiler and graph, minus the "
+        "time of its kernels"
     )
 
 
