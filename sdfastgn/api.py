@@ -193,7 +193,7 @@ def verdicts(obj: Any) -> list[Verdict]:
             graphs.remove(root)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        obj.maybe_free_model_hooks()  # during the small calls, offloading has moved models to the GPU
+        obj.maybe_free_model_hooks()  # the calls that verify parts let offloading move models to the GPU
     return found
 
 
@@ -248,9 +248,9 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     """
     roots = list(roots)
     # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If a call
-    # took the lock and then waited at an inner module for the end of the change, both would wait forever. So
-    # models with graphs that contain a module of ``roots`` are included here, and their calls wait before
-    # they take the lock.
+    # took the lock and then waited at an inner module for the end of the change, the call and the change
+    # would wait for each other forever. So models with graphs that contain a module of ``roots`` are included
+    # here, and their calls wait before they take the lock.
     with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
         graphs.wait_for_gpus(roots)
         yield

@@ -13,8 +13,9 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the classes of models for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-# Autoencoder for video -> number of frames of the video in its small call. Video autoencoders encode the
-# first frame alone, and the further frames in chunks of four or eight. 0: an autoencoder for images.
+# Class of an autoencoder -> number of frames of the video with which ``small_call`` calls it; 0 for an
+# autoencoder of images. The video has the first frame, which the autoencoder encodes alone, and one chunk of
+# four or eight frames.
 _VIDEO_AUTOENCODERS = {
     "AutoencoderKLWan": 5,
     "AutoencoderKLQwenImage": 5,
@@ -30,11 +31,11 @@ _VIDEO_AUTOENCODERS = {
 }
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
-# Number of latents along a side in the small call of an autoencoder for images.
+# Number of latents along a side when ``small_call`` calls an autoencoder of images.
 _LATENTS = 8
-# Number of latents along a side in the small call of an autoencoder for video.
+# Number of latents along a side when ``small_call`` calls an autoencoder of videos.
 _VIDEO_LATENTS = 2
-# Number of latent frames in the small call of Allegro's autoencoder.
+# Number of latent frames when ``small_call`` calls Allegro's autoencoder.
 _ALLEGRO_FRAMES = 2
 
 

@@ -2,8 +2,8 @@
 
 In one small call of the whole model the arguments of each part are recorded. Then each part is called with
 its arguments, once fused and once with stock's code. Both results are compared with the result of stock's
-code in a wider dtype. Their relative differences from it are their errors. For large images a kernel may run
-other code than for small images. Only the tests check this code.
+code in a wider dtype. The error of a result is its relative difference from this third result. For large
+images a kernel may run other code than for small images. Only the tests check this code.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Meeting:
 
     Each process calls ``seconds``. A process that cannot measure calls ``leave`` with the reason instead.
     Then ``seconds`` raises an error with this reason in all other processes. If no launcher started the
-    process, both methods do nothing.
+    process, ``leave`` does nothing, and ``seconds`` returns an empty list.
     """
 
     def __init__(self) -> None:

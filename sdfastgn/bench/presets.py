@@ -42,7 +42,10 @@ class Preset:
     cases: tuple[Case, ...]
 
     def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
-        """Converts a call's time to the preset's unit. None if it is images/s and the part makes no image."""
+        """Converts a call's time to ``unit``.
+
+        None if ``unit`` is images/s and ``config["part"]`` draws no image.
+        """
         s, part = median_ms / 1e3, config["part"]
         iterations = config["steps"] if part == "pipeline" else 1
         images = config["batch"] / s if part in ("pipeline", "vae") else None

@@ -46,7 +46,8 @@ from sdfastgn.bench.kernel_categories import (
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
 # Number of kernels that a breakdown lists: those that took longest.
 TOP = 10
-# The second recording is made this number of times. The one of median length is used.
+# Number of recordings that ``measure`` makes without operators (on a CPU, with operators). It uses the
+# recording of median length.
 RECORDINGS = 3
 
 # Name of a kernel -> category -> share of the kernel's time in this category. A kernel's shares add up to 1.

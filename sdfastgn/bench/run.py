@@ -46,8 +46,8 @@ class Row:
         graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays. Each graph is timed
             separately, so this is None for variants whose graphs cannot be replayed separately.
         steps: denoising steps of a pipeline.
-        frames, width: frames of a video, and pixels along a line of a frame, whose height is ``size``. None
-            for other models.
+        frames, width: number of frames of a video, and width of a frame in pixels; the height of a frame is
+            ``size``. None for models of images.
         peak_mib: maximum number of MiB that tensors occupied during the timed calls.
         reserved_mib: MiB that PyTorch's CUDA allocator took from the GPU for these calls, including the
             memory of CUDA graphs.
@@ -209,7 +209,7 @@ def _measure(
     stock: Reference,
     meeting: Meeting,
 ) -> None:
-    """Compute the row's errors. If the gate accepts them, measure its times too."""
+    """Compute the row's errors. If the gate accepts them, measure the row's times too."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
         context = prepared(variant, workload.target, config.part)

@@ -139,7 +139,8 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
     dynamo.reset()
     undo.callback(dynamo.reset)
     for module in _timed_modules(target):
-        # A VAE is called through ``decode``, and ``compile`` compiles only ``forward``: the decoder's.
+        # A VAE is called through ``decode``, but ``compile`` compiles only a module's ``forward``. So the
+        # decoder inside of the VAE is compiled.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 
@@ -199,6 +200,6 @@ VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 def label(name: str) -> str:
     """A variant's name in tables.
 
-    For a variant of an old file that does not exist any more, its plain name.
+    An old file may name a variant that does not exist any more. Then ``name`` itself is returned.
     """
     return VARIANTS[name].label if name in VARIANTS else name

@@ -97,7 +97,7 @@ class Workload:
 
 def load(config: BenchConfig) -> Any:
     """Build or load the pipeline with the config's weights."""
-    # This imports transformers, which is not needed to time one network with random weights.
+    # ``pipelines`` imports transformers, which is not needed to time one network with random weights.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
@@ -148,14 +148,14 @@ def workload_of(module: Any, inputs: T, run: Callable[[Any, T], Any]) -> Workloa
 
 
 def build_unet(config: BenchConfig) -> Workload:
-    """One step of the UNet."""
+    """The workload of one UNet step."""
     unet, scale = component(config, "unet")
     inputs = step_inputs(config, unet, scale)
     return workload_of(unet.eval(), inputs, lambda unet, inputs: unet(**inputs, return_dict=False)[0])
 
 
 def build_vae(config: BenchConfig) -> Workload:
-    """One decode by the VAE."""
+    """The workload of one VAE decode."""
     vae, _ = component(config, "vae")
     latents = architectures.vae_latents(
         vae.config, size=config.size, batch=config.batch, **_random_options(config)
@@ -164,7 +164,7 @@ def build_vae(config: BenchConfig) -> Workload:
 
 
 def build_video(config: BenchConfig) -> Workload:
-    """One step or one decode of a network of ``VIDEO_NETWORKS``."""
+    """The workload of one step or one decode of a network of ``VIDEO_NETWORKS``."""
     network = configurations.VIDEO_NETWORKS[config.model][config.part]
     model = architectures.build_video_network(network, **_random_options(config))
     seeds = itertools.count(config.seed)
@@ -190,7 +190,7 @@ def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict
 
 
 def build_pipeline(config: BenchConfig) -> Workload:
-    """A whole pipeline, from prompt to image."""
+    """The workload of a whole pipeline, from prompt to image."""
     pipe = load(config)
     pipe.set_progress_bar_config(disable=True)
     if config.scheduler:

@@ -47,7 +47,8 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         asked.append(True)
         raise KeyboardInterrupt
 
-    # Another handler of Ctrl-C than Python's own is kept: the parent process may ignore Ctrl-C.
+    # Only Python's own handler of Ctrl-C is replaced. There is another one if, for instance, the parent
+    # process has made this process ignore Ctrl-C.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)

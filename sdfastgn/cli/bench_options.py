@@ -69,9 +69,9 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
 
 
 def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
-    """Returns ``parts`` if the benchmark can time them for ``model``. None: the first part of the model.
+    """Returns ``parts`` without repetitions. If ``parts`` is None, returns the first part of ``model``.
 
-    Raises OptionError if it cannot time one of them.
+    Raises OptionError if the benchmark cannot time one of ``parts`` for this model.
     """
     networks = VIDEO_NETWORKS.get(model or "", {})
     if parts is None:

@@ -92,7 +92,7 @@ def _why(error: Exception) -> str:
 
 
 def file_path(option: str, value: Path | None) -> Path | None:
-    """Return ``value`` if a file can be written there.
+    """Return the path ``value`` if it is None, or if a file can be written at it.
 
     Its folder must exist already, because a missing folder may be a typing error.
     """

@@ -74,7 +74,8 @@ def import_comfyui(
 def _load_aimdo() -> None:
     """Load the library of comfy-aimdo if ComfyUI's arguments want DynamicVRAM.
 
-    Its modules, which ComfyUI's modules import, look for the library when they are imported.
+    The modules of comfy-aimdo look for this library when they are imported, and ComfyUI's modules import
+    them. So call this function before ComfyUI's modules are imported.
     """
     from comfy.cli_args import enables_dynamic_vram
 

@@ -94,8 +94,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
 def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
     """A picture with three rows: the two rows of images in ``rows``, and their difference.
 
-    The prompts are above the columns, and labels before the rows. The difference is multiplied by a power of
-    ten: the largest one with which it is at most one.
+    The prompts are above the columns, and labels before the rows. The difference is multiplied by the largest
+    power of ten for which no value exceeds one.
     """
     first, second = rows.values()
     difference = np.abs(second - first)

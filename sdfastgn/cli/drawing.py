@@ -46,7 +46,8 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
     try:
         with Image.open(path) as picture:
             what = f"is a {picture.format} without sdfastgn's settings"
-            found = dict(json.loads(picture.info[METADATA])["settings"])  # is before the pixels in the file
+            # The settings are before the pixels in the file, so a file that is cut off has them too.
+            found = dict(json.loads(picture.info[METADATA])["settings"])
             is_whole = _is_whole(picture)
     except Exception:  # Pillow raises errors of many classes
         raise OptionError(f"--out: {str(path)!r} {what}; choose another folder, or move it") from None

@@ -120,7 +120,7 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the results of a rehearsal are meaningless, and may be NaN
+        warnings.simplefilter("ignore")  # diffusers may warn of NaN in a rehearsal's meaningless images
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()
     return count

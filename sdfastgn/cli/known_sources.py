@@ -1,4 +1,4 @@
-"""``sdfastgn sources``: lists upstream methods whose installed code was never tested, and its changes."""
+"""``sdfastgn sources``: lists methods of diffusers and ComfyUI whose installed code was never tested."""
 
 from __future__ import annotations
 

@@ -27,5 +27,5 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # This does not run after an error, because other processes may still wait for this process.
+    # The group is not destroyed after an error, because other processes may still wait for this process.
     state.destroy_process_group()

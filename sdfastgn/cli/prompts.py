@@ -106,7 +106,8 @@ def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> 
     alike: dict[tuple[Any, ...], list[int]] = {}
     for line in lines:
         each = wanted[line]
-        # SDXL uses zeros if there is no negative prompt, but not if the negative prompt is an empty text.
+        # A line without a negative prompt cannot share a call with a line whose negative prompt is an empty
+        # text: for the first, SDXL uses zeros instead of an encoded text.
         alike.setdefault((each.negative_prompt is None, *each.shared().values()), []).append(line)
     for same in alike.values():
         yield from (same[first : first + size] for first in range(0, len(same), size))

@@ -63,7 +63,7 @@ def run_bench(
     plot: Path | None = None,
     html: Path | None = None,
 ) -> int:
-    """Measure all configs, print and write the results. Returns ``exit_code`` of the rows.
+    """Measure all configs, print and write the results. Returns ``exit_code(rows)``.
 
     The JSON file and the page are written after each row, so the rows of an interrupted run are kept. If a
     launcher started several processes, they all time pipelines at the same time, and only the main process
@@ -171,7 +171,7 @@ def exit_code(rows: Sequence[Any]) -> int:
 
 
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
-    """Time a suite, print and write the results. Returns ``exit_code`` of the rows.
+    """Time a suite, print and write the results. Returns ``exit_code(rows)``.
 
     The JSON is written after each shape, so the rows of an interrupted run are kept.
     """

@@ -173,7 +173,8 @@ VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
         "unet": VideoNetwork(
             "UNetSpatioTemporalConditionModel", "fp16", 14, 576, 1024, batch=2, config={"num_frames": 14}
         ),
-        # The pipeline decodes a few frames at a time, because all together need much memory.
+        # The pipeline decodes a few frames at a time, because all frames together need much memory. So only
+        # four frames are timed.
         "vae": VideoNetwork(
             "AutoencoderKLTemporalDecoder",
             "fp16",

@@ -87,7 +87,8 @@ def load_pipeline(
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
     """Returns the CLIP tokenizer whose files ``write_tokenizer`` writes."""
-    # It is loaded from files, because its constructors in transformers 4 and 5 take different arguments.
+    # The tokenizer is loaded from files, because the constructors of CLIPTokenizer in transformers 4 and 5
+    # take different arguments.
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
@@ -102,7 +103,8 @@ def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    # CLIP's vocabulary has a character for each byte. For bytes that are not printable, its code is over 255.
+    # CLIP's vocabulary has a character for each byte. For a byte that is not printable, the character's code
+    # is over 255.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     merges = {}
     for word in words:

@@ -30,7 +30,9 @@ def load_config(weights: str, component: str) -> dict[str, Any]:
 
 
 def unet_config(option: str, weights: str) -> dict[str, Any]:
-    """The UNet's configuration in the saved pipeline ``weights``. ``option``: the option that named it.
+    """The UNet's configuration in the saved pipeline ``weights``.
+
+    ``option``: the command-line option that named the pipeline, for errors.
 
     Raises OptionError if the pipeline has no configuration of a UNet.
     """

@@ -58,7 +58,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """Runs ``_stock`` in ATen, without cuDNN. Then the backward runs in ATen too."""
+    """Runs ``_stock`` in ATen, without cuDNN. Autograd then runs the backward in ATen too."""
     before = torch.backends.cudnn.enabled
     # ``torch.backends.cudnn.flags`` is not used: it reads the TF32 switches, which may raise an error.
     torch.backends.cudnn.enabled = False

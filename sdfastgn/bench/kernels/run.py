@@ -86,7 +86,8 @@ def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
     """Run one pass. Returns its outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
     if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
-    # Autograd runs a backward on the stream of its forward, so a capture needs a forward on its own stream.
+    # Autograd runs a backward on the stream of its forward, so a capture needs a forward on the stream of the
+    # capture.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
     is_backward_alone = pass_name == BACKWARD
     recorded = inputs.recorded.get(stream) if is_backward_alone else None
@@ -235,8 +236,8 @@ def run(
 ) -> list[KernelRow]:
     """Time every provider of the config in every task of the suite, on every shape of the config.
 
-    The copy is always measured, and it is the first, because each row has the ratio of its time to the
-    copy's.
+    The copy is always measured, and it is measured first, because each row has the ratio of its time to the
+    copy's time.
 
     Args:
         on_cell: called with shape and provider before each measurement.

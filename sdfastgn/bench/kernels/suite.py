@@ -19,7 +19,8 @@ from sdfastgn.bench.variants import compile_reason
 Shape = tuple[int, ...]
 Call = Callable[..., Any]
 
-# The name of the provider that all times are compared with. Its task has the same name.
+# The name of the provider that only copies the first operand. All times are compared with its time. Its task
+# has the same name.
 COPY = "copy"
 # Names of sdfastgn's providers begin with this word. Other providers (except the copy) are called peers.
 OURS = "sdfastgn"
@@ -74,7 +75,8 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
 
-        # Without a reset for each shape, torch.compile would run the tenth shape eagerly.
+        # Without a reset for each shape, torch.compile would reach its limit of recompilations, and run the
+        # tenth shape eagerly.
         torch.compiler.reset()
         # A backward that is timed without its forward gets the same saved tensors in all calls.
         # So it must not overwrite them, as compiled backwards do by default.
@@ -187,7 +189,7 @@ class Suite:
     def is_inference(self) -> bool:
         """True if this is the suite ``inference``.
 
-        Only this suite also measures CPU time, and only its results have a picture and a brief page.
+        Only this suite also measures CPU time, and only its results have a picture.
         """
         return self.name == INFERENCE
 
