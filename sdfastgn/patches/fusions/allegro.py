@@ -4,8 +4,8 @@ The other blocks of this autoencoder are blocks of image models, with fusions of
 ``attention``, ``upsample_2d``, ``conv_norm_out``).
 
 A layer over time has four steps. Each repeats the first and the last frame of its input, and then runs a
-GroupNorm, SiLU and a convolution. The repeated frames count in the norm's mean and variance. Stock makes one
-pass over memory or more for each of these operations. Here one kernel (``pad_frames``) writes the padded
+GroupNorm, SiLU and a convolution. The repeated frames count in the norm's mean and variance. Stock makes at
+least one pass over memory for each of these operations. Here one kernel (``pad_frames``) writes the padded
 input of the convolution. The norm's statistics are computed for each frame, and merged with the first and the
 last frame counted once more.
 
@@ -13,7 +13,8 @@ Further differences from stock:
 
 - A convolution's bias is added by the kernels of the next norm, and the last one's by the sum with the
   residual. The kernel of the sum also computes the statistics that the next norm reads.
-- A layer that doubles the frames moves channels to frames in the pass that adds the bias.
+- In a layer that doubles the number of frames, the first convolution writes two frames as 2 C channels. The
+pass that adds its bias also moves these channels to separate frames.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. A norm and its SiLU are then still one
@@ -53,7 +54,7 @@ __all__ = ["FUSIONS"]
 def _is_plain(step: Any, x: Tensor, C: int, C_out: int) -> bool:
     """True if a call of ``step`` is a GroupNorm, an activation and PyTorch's convolution, in the dtype of x.
 
-    C and C_out: its numbers of channels.
+    C, C_out: the numbers of input and output channels.
     """
     if type(step) not in (nn.Sequential, FusedSequential) or not is_unhooked(step) or len(step) < 3:
         return False
@@ -67,9 +68,10 @@ def _is_plain(step: Any, x: Tensor, C: int, C_out: int) -> bool:
 
 
 def _convolve(step: Any, x: Tensor, shift: Tensor | None) -> Tensor:
-    """``step`` of x + shift between copies of its first and last frame, without the bias. Channels-last.
+    """Runs ``step`` on x + shift with the first and last frame repeated. The convolution's bias is not added.
 
-    x (N, C, T, H, W), channels-last, shift (C,) or None.
+    ``step``: norm, activation and convolution. x: (N, C, T, H, W), channels-last. shift: (C,) or None. The
+    result is channels-last.
     """
     norm, act, conv = step[0], step[1], step[-1]
     around: Any = {"front": 1, "back": 1, "mode": "replicate"}
@@ -80,7 +82,8 @@ def _convolve(step: Any, x: Tensor, shift: Tensor | None) -> Tensor:
         operands = operands._replace(statistics=padded, pads_first=True)
         frames, _ = pad_frames(x, shift=shift, norm=operands, **around)
     else:
-        # The chunks of a frame are not equal, as chunks of all frames must be.
+        # The norm needs statistics of chunks of equal size. Here the chunks of a frame have different sizes.
+        # So frames are repeated first, and a second call computes the statistics.
         frames, _ = pad_frames(x, shift=shift, **around)
         frames, _ = pad_frames(frames, norm=norm_operands(norm, act, frames))
     return convolve_padded(conv, frames, None, emits=False)
@@ -89,7 +92,7 @@ def _convolve(step: Any, x: Tensor, shift: Tensor | None) -> Tensor:
 def _frame_statistics(x: Tensor) -> Tensor:
     """(2, N, T, P, C): the statistics of x (N, C, T, H, W) by frames, each in P chunks."""
     T, statistics = x.shape[2], take_statistics(x)
-    if statistics is not None:  # of ``as_video``
+    if statistics is not None:  # stored by ``as_video``
         return statistics.unflatten(2, (T, -1))
     return channel_statistics(images_of(x)).unflatten(1, (-1, T))
 
@@ -123,7 +126,7 @@ class FusedAllegroTemporalConvLayer(AllegroTemporalConvLayer):
         )
 
     def _resample(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(h, identity, bias): h + bias is what conv1 makes of x. All are channels-last."""
+        """(h, identity, bias): h + bias is conv1's result, identity the residual. All are channels-last."""
         norm, act, conv = self.conv1
         frames, _ = pad_frames(x, norm=norm_operands(norm, act, x))
         h = convolve_padded(conv, frames, None, emits=False)
@@ -132,7 +135,7 @@ class FusedAllegroTemporalConvLayer(AllegroTemporalConvLayer):
         N, C, T, H, W = x.shape
         y = empty_laid_out(x, (N, C, 2 * T, H, W), channels_last=True)
         unpack_sum(y, h, conv.bias.view(1, -1, 1, 1, 1), (2, 1, 1))
-        # The first frame is not repeated by ``upsample``, and stands before itself.
+        # ``upsample`` repeats all frames except the first. ``front`` adds the copy of the first frame.
         identity, _ = pad_frames(x, front=1, mode="replicate", upsample=(2, 1, 1))
         return y, identity, None
 

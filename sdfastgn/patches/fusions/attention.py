@@ -188,13 +188,13 @@ class FusedAttention(Attention):
             pack(merged[-1], merged)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``.to()`` and similar methods give every parameter new memory. So parameters are packed again."""
+        """Moves parameters side by side again, because ``.to()`` gives each parameter new memory."""
         module = super()._apply(*args, **kwargs)
         self._pack()
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A deepcopy's parameters have new memory. So they are packed again."""
+        """Moves a deepcopy's parameters side by side again, because each of them has new memory."""
         super().__setstate__(state)
         self._pack()
 
@@ -247,7 +247,7 @@ class _AttentionFusion(ClassSwap):
 
 
 def _covers(attn: Attention) -> bool:
-    # Modules for which this is False are not fused, because none of their calls could run fused. The
+    # If the result is False, the module is not fused, because none of its calls could run fused. The
     # processor is checked at each call instead, because users may change it at any time.
     return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 

@@ -72,7 +72,7 @@ def _is_upsampling(module: Any) -> bool:
 
 
 class FusedTinyBlock(AutoencoderTinyBlock):
-    """``AutoencoderTinyBlock`` with one call of cuDNN for each convolution and what follows it.
+    """``AutoencoderTinyBlock``: one call of cuDNN computes a convolution, the sum and the ReLU after it.
 
     x (N, C, H, W) -> (N, C_out, H, W).
     """

@@ -98,7 +98,7 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or dispatch.wants_gradient(x, sources) or torch.is_autocast_enabled(x.device.type):
         return None
-    if any(t is not None and t.is_inference() for t in sources):  # inference tensors count no writes
+    if any(t is not None and t.is_inference() for t in sources):  # writes into them are not counted
         return None
     states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
     found = _folded.get(conv)

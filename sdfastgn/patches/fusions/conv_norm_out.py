@@ -69,8 +69,8 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 class _HandOff(threading.local):
     """Data that norms share with their activations, separate for each thread.
 
-    ``armed``: id of an armed norm -> its activation module. ``output``: weak reference to the last tensor
-    that a norm has activated; None if there is none.
+    ``armed``: id of a norm that must also apply the activation -> the activation module. ``output``: weak
+    reference to the last tensor that a norm has activated; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ _hand_off = _HandOff()
 
 
 class FusedNormOut(FusedGroupNorm):
-    """``conv_norm_out``. While it is armed, it also applies the activation."""
+    """``conv_norm_out``. While the parent's forward runs, it also applies the activation."""
 
     def forward(self, input: Tensor) -> Tensor:
         act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))

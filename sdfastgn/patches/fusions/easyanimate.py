@@ -63,9 +63,9 @@ def _is_plain(conv: Any, x: Tensor, C: int, image: Sequence[int]) -> bool:
 
     Args:
         conv: a causal convolution.
-        x: (N, _, T, _, _): the batch, frames, dtype and device of its input.
-        C: number of channels of its input.
-        image: (height, width) of its input.
+        x: a tensor (N, _, T, _, _) with the batch size, number of frames, dtype and device of the input.
+        C: number of channels of the input.
+        image: (height, width) of the input.
     """
     return (
         type(conv) in (EasyAnimateCausalConv3d, FusedEasyAnimateCausalConv3d)
@@ -82,7 +82,7 @@ def _fits(conv: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
     return kept is None or (
         isinstance(kept, Tensor)
         and (kept.shape, kept.dtype, kept.device) == (shape, x.dtype, x.device)
-        and not (conv.t_stride == 2 and x.shape[2] < 2)  # stock raises an error
+        and not (conv.t_stride == 2 and x.shape[2] < 2)  # here stock raises an error
     )
 
 
@@ -90,13 +90,16 @@ def _fits(conv: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _norm(module: Any, norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = False) -> GroupNorm:
-    """``act(norm(x))`` as operands of a kernel, of single frames if ``module`` normalizes these."""
+    """Returns the operands with which ``pad_frames`` computes ``act(norm(x))``.
+
+    If ``module`` normalizes each frame by itself, so does the kernel.
+    """
     operands = norm_operands(norm, act, x, is_shifted=is_shifted)
     T, statistics = x.shape[2], operands.statistics
     if not module.spatial_group_norm or T == 1:
         return operands
     if statistics is not None:
-        # Of chunks that divide a frame, because ``as_video`` stored them.
+        # ``as_video`` has stored these statistics, so each chunk lies within one frame.
         statistics = statistics.unflatten(2, (T, -1)).flatten(1, 2)
     return operands._replace(framewise=True, statistics=statistics)
 
@@ -121,7 +124,7 @@ def _convolve(
     norm: GroupNorm | None = None,
     upsample: tuple[int, int, int] = (1, 1, 1),
 ) -> Tensor:
-    """``conv`` of norm(x + shift), upsampled, without the bias. Channels-last.
+    """Computes norm(x + shift), upsamples it and applies ``conv`` without its bias. Channels-last.
 
     Args:
         conv: a causal convolution, for which ``_is_plain`` is true.
@@ -137,12 +140,15 @@ def _convolve(
 
 
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """y + bias for y (N, C, T, H, W), which may be written to. Statistics are stored where that pays."""
+    """Returns y + bias for y (N, C, T, H, W). It may overwrite y.
+
+    Statistics of the sum are stored where that saves time.
+    """
     return as_video(add_bias(images_of(y), bias), y.shape[2])
 
 
 class FusedEasyAnimateCausalConv3d(EasyAnimateCausalConv3d):
-    """``EasyAnimateCausalConv3d``. x (N, C, T, H, W); the result lies as x."""
+    """``EasyAnimateCausalConv3d``. x (N, C, T, H, W). The result has the layout of x."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states
@@ -199,7 +205,7 @@ class FusedEasyAnimateUpsampler3D(EasyAnimateUpsampler3D):
         y = _convolve(conv, x, upsample=(1, 2, 2))
         is_later = self.prev_features is not None
         if self.temporal_upsample and is_later and self.spatial_group_norm:
-            # The first frame is not repeated by ``upsample``, and stands before itself.
+            # ``upsample`` repeats all frames except the first. ``front`` adds the copy of the first frame.
             return pad_frames(y, shift=conv.bias, front=1, mode="replicate", upsample=(2, 1, 1))[0]
         y = _with_bias(y, conv.bias)
         if self.temporal_upsample and is_later:
@@ -229,7 +235,7 @@ class FusedEasyAnimateDownsampler3D(EasyAnimateDownsampler3D):
 
 
 def _leave(half: Any, x: Tensor) -> Tensor:
-    """The last norm, SiLU and convolution of an encoder or decoder. Channels-first, as stock's result."""
+    """Runs the last norm, SiLU and convolution of an encoder or decoder. Channels-first, like stock."""
     norm, act, conv, C = half.conv_norm_out, half.conv_act, half.conv_out, x.shape[1]
     if can_fuse(norm, act, x, C) and _is_plain(conv, x, C, x.shape[3:]):
         return _with_bias(_convolve(conv, x, norm=_norm(half, norm, act, x)), conv.bias).contiguous()
@@ -267,7 +273,11 @@ _CONV = tested(EasyAnimateCausalConv3d, "__init__", "forward", "_clear_conv_cach
 
 
 def _fusion(name: str, fused: Any, *layers: str, activation: str = "") -> ClassSwap:
-    """``activation``: the attribute of the activation that the fused class runs, if it has one."""
+    """The fusion of a fused class, whose base is the stock class.
+
+    ``layers``: see ``ClassSwap``. ``activation``: name of the attribute with the activation that the fused
+    class runs; "" if it runs none.
+    """
     stock = fused.__bases__[0]
     methods = ("__init__", "forward", *(["_clear_conv_cache"] if stock is EasyAnimateUpsampler3D else []))
     return ClassSwap(

@@ -38,15 +38,16 @@ except ImportError:  # a diffusers before HunyuanImage
 
 __all__ = ["FUSIONS"]
 
-# (frames, rows, columns) of the cell whose positions become channels, or channels positions.
+# (frames, rows, columns) of a cell. Downsampling moves the positions of each cell to channels, and upsampling
+# moves channels to the positions of a cell.
 _CELL = (1, 2, 2)
 
 
 class _FusedResnetBlock(nn.Module):
-    """x (N, C, H, W) -> (N, C, H, W)."""
+    """``HunyuanImageResnetBlock``. x (N, C, H, W) -> the same."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        # Upstream's shortcut convolves the result instead of the input; no released model has one.
+        # Upstream's ``conv_shortcut`` convolves the result instead of the input. No released model has it.
         if self.conv_shortcut is not None or not dispatch.has_kernels(x):
             return super().forward(x)
         h = norm_act(self.norm1, self.nonlinearity, x)
@@ -56,7 +57,7 @@ class _FusedResnetBlock(nn.Module):
 
 
 class _FusedAttention(nn.Module):
-    """x (N, C, H, W) -> the same."""
+    """``HunyuanImageAttentionBlock``. x (N, C, H, W) -> the same."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not is_plain_inference(x, 4):
@@ -72,7 +73,7 @@ class _FusedAttention(nn.Module):
 
 
 class _FusedUpsample(nn.Module):
-    """x (N, C, H, W) -> (N, C_out, 2 H, 2 W), channels-last."""
+    """``HunyuanImageUpsample``. x (N, C, H, W) -> (N, C_out, 2 H, 2 W), channels-last."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not (
@@ -91,7 +92,7 @@ class _FusedUpsample(nn.Module):
 
 
 class _FusedDownsample(nn.Module):
-    """x (N, C, H, W) -> (N, C_out, H / 2, W / 2), channels-last."""
+    """``HunyuanImageDownsample``. x (N, C, H, W) -> (N, C_out, H / 2, W / 2), channels-last."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         N, C, H, W = x.shape
@@ -110,7 +111,7 @@ class _FusedDownsample(nn.Module):
 
 
 class _FusedEncoder(nn.Module):
-    """Images (N, 3, H, W) -> (N, C, H', W')."""
+    """``HunyuanImageEncoder2D``. Images (N, 3, H, W) -> (N, C, H', W')."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not is_plain_inference(x, 4):
@@ -124,7 +125,7 @@ class _FusedEncoder(nn.Module):
 
 
 class _FusedDecoder(nn.Module):
-    """Latents (N, C, H, W) -> images (N, 3, H', W')."""
+    """``HunyuanImageDecoder2D``. Latents (N, C, H, W) -> images (N, 3, H', W')."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not is_plain_inference(x, 4):
@@ -160,7 +161,7 @@ if _image is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Reason to skip ``module``: its activation has no kernel. None if it has one, or no activation."""
+    """Why ``module`` is skipped: no kernel computes its activation. None if it need not be skipped."""
     act = getattr(module, "nonlinearity", None)
     return None if act is None else activation_reason(act)
 

@@ -68,12 +68,15 @@ def _pointwise(conv: Any, x: Tensor) -> Tensor:
     return convolve_padded(conv, x, conv.bias, emits=False)
 
 
-# The next classes have the fused forwards. The bases of each fused class are one of these and the stock
-# class, whose forward ``super().forward`` calls.
+# The next classes have the fused forwards. Each fused class below is derived from one of them and from a
+# stock class, so ``super().forward`` calls stock's forward.
 
 
 class _FusedResnetBlock(nn.Module):
-    """x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last."""
+    """``HunyuanVideo15ResnetBlock``, and the same of the refiner.
+
+    x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last.
+    """
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         x = hidden_states
@@ -99,7 +102,7 @@ class _FusedResnetBlock(nn.Module):
 
 
 class _FusedAttention(nn.Module):
-    """x (N, C, T, H, W) -> the same.
+    """``HunyuanVideo15AttnBlock``, and the same of the refiner. x (N, C, T, H, W) -> the same.
 
     ``sees``: the frames to which a frame attends: "all", or "earlier" for itself and earlier frames.
     """
@@ -128,7 +131,9 @@ class _FusedAttention(nn.Module):
 
 
 class _FusedUpsample(nn.Module):
-    """x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last.
+    """``HunyuanVideo15Upsample``, and the same of the refiner.
+
+    x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last.
 
     ``alone``: function of T that returns the number of first frames that upsampling along time does not
     double.
@@ -152,7 +157,9 @@ class _FusedUpsample(nn.Module):
 
 
 class _FusedDownsample(nn.Module):
-    """x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last.
+    """``HunyuanVideo15Downsample``, and the same of the refiner.
+
+    x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last.
 
     ``alone``: function of T that returns the number of first frames that downsampling along time does not
     merge in pairs.
@@ -277,7 +284,7 @@ if _refiner is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Reason to skip ``module``: its activation has no kernel. None if it has one, or no activation."""
+    """Why ``module`` is skipped: no kernel computes its activation. None if it need not be skipped."""
     act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
     return None if act is None else activation_reason(act)
 

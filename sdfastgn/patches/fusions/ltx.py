@@ -164,7 +164,7 @@ def _unpack(y: Tensor, h: Tensor, more: Tensor, repeats: int, cell: Cell, first:
 
 
 class _FusedConv(nn.Module):
-    """x (N, C, T, H, W). The result has the layout of x."""
+    """The causal convolutions of LTX-Video and LTX-2. x (N, C, T, H, W). The result has the layout of x."""
 
     def forward(self: Any, hidden_states: Tensor, *causal: Any, **options: Any) -> Tensor:
         x = hidden_states
@@ -183,7 +183,10 @@ def _is_causal(conv: Any, causal: bool = True) -> bool:
 
 
 class _FusedResnetBlock(nn.Module):
-    """inputs (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last."""
+    """The ResNet blocks of LTX-Video and LTX-2.
+
+    inputs (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last.
+    """
 
     def forward(
         self: Any, inputs: Tensor, temb: Tensor | None = None, generator: Any = None, **options: Any
@@ -241,7 +244,10 @@ class _FusedResnetBlock(nn.Module):
 
 
 class _FusedUpsampler(nn.Module):
-    """x (N, C, T, H, W) -> (N, C_out, t T - t + 1, h H, w W), channels-last; (t, h, w) is the stride."""
+    """The upsampling of LTX-Video and LTX-2.
+
+    x (N, C, T, H, W) -> (N, C_out, t T - t + 1, h H, w W), channels-last; (t, h, w) is the stride.
+    """
 
     def forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
         x, cell = hidden_states, self.stride
@@ -273,7 +279,7 @@ class _FusedUpsampler(nn.Module):
 
 
 class _FusedDecoder(nn.Module):
-    """Latents (N, C, T, H, W) -> videos (N, 3, T', H', W')."""
+    """The decoders of LTX-Video and LTX-2. Latents (N, C, T, H, W) -> videos (N, 3, T', H', W')."""
 
     def forward(self: Any, hidden_states: Tensor, temb: Any = None, causal: Any = None) -> Tensor:
         x = hidden_states
@@ -346,7 +352,7 @@ if ltx2 is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Reason to skip ``module``: its activation has no kernel. None if it has one, or no activation."""
+    """Why ``module`` is skipped: no kernel computes its activation. None if it need not be skipped."""
     act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
     return None if act is None else activation_reason(act)
 

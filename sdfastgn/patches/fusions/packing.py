@@ -31,7 +31,7 @@ Cell = tuple[int, int, int]
 
 
 def cells_of(y: Tensor, cell: Cell) -> Tensor:
-    """y (N, C, T t, H h, W w) -> (N, T, t, H, h, W, w, C), a view."""
+    """Splits positions into cells: y (N, C, T t, H h, W w) -> (N, T, t, H, h, W, w, C), a view."""
     cells = y.movedim(1, -1)
     for axis in (3, 2, 1):
         cells = cells.unflatten(axis, (-1, cell[axis - 1]))
@@ -39,7 +39,10 @@ def cells_of(y: Tensor, cell: Cell) -> Tensor:
 
 
 def packed(y: Tensor, cell: Cell) -> Tensor:
-    """y (N, C, T t, H h, W w) -> (N, T, H, W, t, h, w, C), a view."""
+    """Moves each cell's positions beside the channels. y (N, C, T t, H h, W w) -> (N, T, H, W, t, h, w, C).
+
+    The result is a view.
+    """
     return cells_of(y, cell).permute(0, 1, 3, 5, 2, 4, 6, 7)
 
 

@@ -75,8 +75,8 @@ FUSION = ClassSwap(
     "resnet_block",
     ResnetBlock2D,
     FusedResnetBlock2D,
-    # Two versions of ``forward`` are known. They compute the same, but the one before diffusers 0.37 makes
-    # the shortcut's input channels-first.
+    # Two versions of ``forward`` are known. They compute the same values. The version before diffusers 0.37
+    # also makes the shortcut's input channels-first, which changes no value.
     sources=(tested(ResnetBlock2D, "__init__", "forward"),),
     check=lambda block: activation_reason(block.nonlinearity),
     layers=("norm1", "conv1", "time_emb_proj", "norm2", "conv2", "conv_shortcut"),

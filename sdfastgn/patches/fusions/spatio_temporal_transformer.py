@@ -95,7 +95,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
 
 def _is_plain(block: Any, tokens: Tensor) -> bool:
     """True if ``_over_frames`` computes the same as calling ``block``. ``tokens``: (1, tokens, C)."""
-    # A hook would see tokens of another shape.
+    # A hook would see tokens of another shape than in stock, so upstream's forward runs if there is one.
     if type(block) is not TemporalBasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     norms = (block.norm_in, block.norm1, block.norm2, block.norm3)

@@ -88,7 +88,7 @@ class FusedAnimateDiffTransformer3D(AnimateDiffTransformer3D):
 
 
 def tokens_of(images: Tensor) -> Tensor:
-    """(N, C, *spatial) -> (N, tokens, C), a view if the images are channels-last."""
+    """The pixels of images as tokens: (N, C, *spatial) -> (N, tokens, C), a view of channels-last images."""
     return images.movedim(1, -1).flatten(1, -2)
 
 
@@ -114,7 +114,7 @@ def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> 
 
 def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
     """True if ``_block`` computes the same as calling ``block``. x: the images, (N * frames, C, H, W)."""
-    # A hook would see tokens of another shape.
+    # A hook would see tokens of another shape than in stock, so upstream's forward runs if there is one.
     if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     tokens = tokens_of(x[:1])

@@ -115,7 +115,7 @@ def _register_for_hooks() -> None:
         from diffusers.hooks._helpers import TransformerBlockRegistry
 
         stock = TransformerBlockRegistry.get(BasicTransformerBlock)
-    except (ImportError, ValueError):  # before 0.35 there are no such hooks
+    except (ImportError, ValueError):  # diffusers before 0.35 has no such hooks
         return
     TransformerBlockRegistry.register(FusedBasicTransformerBlock, replace(stock))
 

@@ -24,7 +24,7 @@ __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock
 
 
 class FusedUpBlock2D(UpBlock2D):
-    """``UpBlock2D`` with sdfastgn's concatenation.
+    """``UpBlock2D``, where one kernel concatenates with a skip and computes statistics.
 
     hidden_states (N, C, H, W), res_hidden_states_tuple: skips (N, C', H, W) -> (N, C_out, H', W'). The last
     skip is used first.
@@ -50,7 +50,7 @@ class FusedUpBlock2D(UpBlock2D):
 
 
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
-    """``CrossAttnUpBlock2D`` with sdfastgn's concatenation.
+    """``CrossAttnUpBlock2D``, where one kernel concatenates with a skip and computes statistics.
 
     Like ``FusedUpBlock2D``, but each ResNet block is followed by a transformer, whose context is
     encoder_hidden_states (N, tokens, D).

@@ -35,7 +35,7 @@ class FusedUpsample2D(Upsample2D):
             return super().forward(hidden_states, output_size, *args, **kwargs)
         conv = _conv_of(self)
         if conv is None:
-            if torch.is_autocast_enabled("cuda"):  # autocast interpolates in fp32
+            if torch.is_autocast_enabled("cuda"):  # in stock, autocast interpolates in fp32
                 return super().forward(hidden_states)
             return upsample_nearest_2x(hidden_states)
         return conv_of_upsampled(conv, hidden_states)

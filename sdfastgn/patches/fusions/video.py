@@ -1,4 +1,7 @@
-"""Functions that the fusions of video autoencoders share: checks of layers, norms, convolutions and sums."""
+"""Code that the fusions of video autoencoders share.
+
+It checks layers, and it computes norms, convolutions and sums.
+"""
 
 from __future__ import annotations
 
@@ -239,10 +242,10 @@ def add_into(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def images_of(x: Tensor) -> Tensor:
-    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
+    """The frames of videos as images: (N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
     return x.movedim(2, 1).flatten(0, 1)
 
 
 def video_of(images: Tensor, N: int) -> Tensor:
-    """(N T, C, H, W) -> (N, C, T, H, W), a view."""
+    """N videos from their frames: (N T, C, H, W) -> (N, C, T, H, W), a view."""
     return images.unflatten(0, (N, -1)).movedim(2, 1)

@@ -21,7 +21,10 @@ __all__ = ["FUSIONS"]
 
 
 class FusedUpBlockSpatioTemporal(UpBlockSpatioTemporal):
-    """``UpBlockSpatioTemporal`` with sdfastgn's concatenation. hidden_states (N * frames, C, H, W)."""
+    """``UpBlockSpatioTemporal``, where one kernel concatenates with a skip and computes statistics.
+
+    hidden_states: (N * frames, C, H, W).
+    """
 
     def forward(
         self,
@@ -42,7 +45,7 @@ class FusedUpBlockSpatioTemporal(UpBlockSpatioTemporal):
 
 
 class FusedCrossAttnUpBlockSpatioTemporal(CrossAttnUpBlockSpatioTemporal):
-    """``CrossAttnUpBlockSpatioTemporal`` with sdfastgn's concatenation."""
+    """``CrossAttnUpBlockSpatioTemporal``, where one kernel concatenates and computes statistics."""
 
     def forward(
         self,
@@ -73,7 +76,10 @@ class FusedCrossAttnUpBlockSpatioTemporal(CrossAttnUpBlockSpatioTemporal):
 
 
 class FusedUpBlockMotion(UpBlockMotion):
-    """``UpBlockMotion`` with sdfastgn's concatenation. hidden_states (N * frames, C, H, W)."""
+    """``UpBlockMotion``, where one kernel concatenates with a skip and computes statistics.
+
+    hidden_states: (N * frames, C, H, W).
+    """
 
     def forward(
         self,
@@ -96,7 +102,7 @@ class FusedUpBlockMotion(UpBlockMotion):
 
 
 class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
-    """``CrossAttnUpBlockMotion`` with sdfastgn's concatenation."""
+    """``CrossAttnUpBlockMotion``, where one kernel concatenates and computes statistics."""
 
     def forward(
         self,

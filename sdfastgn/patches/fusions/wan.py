@@ -80,8 +80,8 @@ def _given(feat_idx: Any) -> tuple[Any, ...]:
 
 # --- fused classes ----------------------------------------------------------------------------------
 
-# The next classes have the fused forwards. The bases of each fused class are one of these and the stock
-# class, whose forward ``super().forward`` calls.
+# The next classes have the fused forwards. Each fused class below is derived from one of them and from a
+# stock class, so ``super().forward`` calls stock's forward.
 
 
 class _FusedConv(nn.Module):

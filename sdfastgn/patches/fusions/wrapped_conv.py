@@ -22,7 +22,8 @@ from sdfastgn.patches.fusions.video import (
 
 __all__ = ["WRAPPERS", "FusedWrapper", "convolve", "is_plain_wrapper"]
 
-# Classes of such modules, stock and fused. Each model's file of fusions adds its classes.
+# Classes of modules that pad a video and call an ``nn.Conv3d``, stock and fused. Each model's file of fusions
+# adds its classes.
 WRAPPERS: set[type[nn.Module]] = set()
 # ``pad_mode`` of a convolution -> the mode of ``pad_frames``.
 _MODES = {"replicate": "replicate", "constant": "zeros"}
@@ -66,7 +67,9 @@ def convolve(
 
 
 class FusedWrapper(nn.Module):
-    """Base class of the fused classes of such modules. The other base of each of them is the stock class.
+    """Base class of the fused classes of modules that pad a video and call an ``nn.Conv3d``.
+
+    The other base of each fused class is the stock class.
 
     x (N, C, T, H, W). The result has the layout of x.
     """
