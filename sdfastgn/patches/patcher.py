@@ -148,7 +148,7 @@ def inspect(
 def _finding(
     path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
 ) -> Finding:
-    """Returns the finding of ``fusion`` about ``module``, which it claims.
+    """Returns the finding of ``fusion`` about ``module``, a module that the fusion claims.
 
     ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
     """

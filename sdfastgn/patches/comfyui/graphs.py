@@ -97,13 +97,15 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # ``GraphedForward`` calls it
+        if transformer_options is None:  # this call comes from ``GraphedForward``
             if control is not None:
                 control = {name: list(entries) for name, entries in control.items()}
             try:
                 return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
             except model_management.InterruptProcessingException:
-                # If a capture ignores this error, the eager call that follows must raise it again.
+                # When ComfyUI raised this error, it cleared its flag for interrupts. The flag is set again,
+                # because a capture may ignore the error, and then the eager call after the capture must raise
+                # it.
                 model_management.interrupt_current_processing()
                 raise
         return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)

@@ -1,7 +1,7 @@
 """Leaves inference mode, in which ComfyUI runs everything.
 
-A tensor that is made in inference mode does not count the writes into it. Without this count the kernel that
-writes a tensor cannot hand its statistics to the norm that reads it (``core/statistics.py``).
+A tensor that is made in inference mode does not count the writes into it. Without this count, a norm cannot
+tell whether statistics that were stored for its input are still valid (``core/statistics.py``).
 """
 
 from __future__ import annotations

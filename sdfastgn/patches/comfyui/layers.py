@@ -32,15 +32,16 @@ from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 __all__ = ["LAYERS", "has_steady_weights", "prepared", "reason_to_cast"]
 
 _ops: Any = comfy.ops
-# Key in the ``__dict__`` of a layer that is applied. Its value is the layer's ComfyUI class.
+# Key in the ``__dict__`` of a layer that ``_Layer.apply`` has changed or marked. Its value is the layer's
+# ComfyUI class.
 _STOCK_CLASS = "_sdfastgn_stock_class"
 _MOVES = "ComfyUI moves its weights at each call"
 # Name of ComfyUI's class -> the class of the layer that ``prepared`` returns.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
 }  # fmt: skip
-# The same by ComfyUI's class. The layers of ``manual_cast`` always cast: they are for models whose weights
-# have another dtype than their activations.
+# ComfyUI's class -> the class of the layer that ``prepared`` returns. The layers of ``manual_cast`` always
+# cast: they are for models whose weights have another dtype than their activations.
 _PREPARED: dict[type[nn.Module], type[nn.Module]] = {
     getattr(ops, name): cls
     for ops in (_ops.disable_weight_init, _ops.manual_cast)
@@ -49,7 +50,7 @@ _PREPARED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 class _Layer:
-    """Applies to layers of one kind. ``plain``: PyTorch's class, from which ComfyUI's classes are derived."""
+    """The fusion of one kind of layer. ``plain``: PyTorch's class, the base of ComfyUI's classes."""
 
     def __init__(self, plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
@@ -124,7 +125,7 @@ def has_steady_weights(module: Any) -> bool:
     if has_other_class or not hasattr(module, "comfy_cast_weights"):
         return True
     if type(getattr(module, "weight", None)) not in (type(None), Tensor, nn.Parameter):
-        return False  # quantized
+        return False  # the weight is quantized
     if not _casts(module):
         return True
     if _has_low_vram(module) or _has_functions(module):
@@ -136,9 +137,9 @@ def has_steady_weights(module: Any) -> bool:
 def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     """Returns a layer of PyTorch's class, or a ``FusedGroupNorm``, with prepared weights for one call on x.
 
-    Returns ``layer`` itself if it does not cast. The same holds if it must run by ComfyUI's code: because it
-    has hooks, because sdfastgn does not know how it casts, or because ``others``, the further inputs of the
-    fused call, have another dtype than x.
+    Returns ``layer`` itself if it does not cast. Also returns ``layer`` itself if ComfyUI's code must run it:
+    because it has hooks, because sdfastgn does not know how it casts, or because ``others``, the further
+    inputs of the fused call, have another dtype than x.
     """
     if (
         type(layer) is not vars(layer).get(_STOCK_CLASS)

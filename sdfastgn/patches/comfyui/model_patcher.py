@@ -35,6 +35,7 @@ def optimize_model(
     Args:
         model: ComfyUI's MODEL, a ``ModelPatcher``.
         cuda_graphs: "auto" captures the second call of a kind, True the first, False none.
+            ``sdfastgn.optimize`` explains kinds of calls.
         after_run: called with the text of the report whenever the sampler has run the model.
 
     Raises:
@@ -60,7 +61,7 @@ def optimize_model(
     def begin(patcher: Any) -> None:
         # A clone of an injected patcher shares its model, and ``is_injected`` of the clone is True too. When
         # the clone is deleted, it ejects the model. Then ``patcher.is_injected`` is still True, although the
-        # model is stock.
+        # model is stock, so the model is fused again here.
         if patcher.is_injected and not UNET.is_applied(root_of(patcher)):
             put_in(patcher)
         begin_run(root_of(patcher))
@@ -95,6 +96,7 @@ def optimize_vae(vae: Any) -> Any:
     optimized.patcher = optimize_model(vae.patcher, False)
     optimized.first_stage_model = optimized.patcher.model
     if optimized.first_stage_model is not vae.first_stage_model:
-        # The second model of a dynamic VAE has the dtypes of its file: a dynamic layer casts at each call.
+        # The second model of a dynamic VAE has the dtypes of its file, because dynamic layers cast at each
+        # call. Its layers are not dynamic any more, so the weights are cast here, once.
         optimized.first_stage_model.to(vae.vae_dtype)
     return optimized

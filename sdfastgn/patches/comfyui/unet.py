@@ -86,7 +86,7 @@ class FusedSpatialTransformer(SpatialTransformer):
         if not (dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x, context, options)
         contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
-        options["activations_shape"] = list(x.shape)  # other nodes read it, and ``block_index``
+        options["activations_shape"] = list(x.shape)  # other nodes read this, and ``block_index`` below
         _, _, H, W = x.shape
         h = prepared(self.norm, x)(x)
         if not self.use_linear:

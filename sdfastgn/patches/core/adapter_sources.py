@@ -1,4 +1,7 @@
-"""Finds the tensors and scales from which ``merged_adapters.py`` computes merged weights."""
+"""Finds the tensors and scales from which ``merged_adapters.py`` computes merged weights.
+
+That file explains the terms *wrapper* (peft's layer), *stand-in* and *merged weights*.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["OF_CONV", "Source", "active_adapters", "source_of", "version_of"]
 
-# Settings of a convolution. Its stand-in and its adapters must have the same.
+# Settings of a convolution. Its adapters, and the stand-in that runs with merged weights, must have the same
+# settings.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 # Returns a tensor's version: the number of writes into it that PyTorch has counted.
@@ -71,7 +75,7 @@ def active_adapters(own: dict[str, Any]) -> list[str]:
 
 
 def source_of(layer: nn.Module) -> Source | str:
-    """The source of the merged weight of the wrapper ``layer``, or the reason why it cannot be merged."""
+    """The source of the merged weight of the wrapper ``layer``, or the reason why nothing can be merged."""
     own = vars(layer)
     if type(own["scaling"]) is not dict:
         return "its scales are in a dict of another class"

@@ -24,7 +24,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Survey:
     """Keeps all merged weights of the model ``root`` up to date for its CUDA graphs.
 
-    The constructor also adopts layers that are new.
+    The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merged_adapters.py``).
 
     Attributes:
         layers: the wrappers in ``root`` that run with merged weights.
@@ -54,7 +54,8 @@ class Survey:
     def refresh(self, factor: float = 1.0) -> bool:
         """Bring all merged weights up to date, in the current stream.
 
-        Returns False if a layer cannot be merged any more, or if its stand-in no longer fits.
+        Returns False if the adapters of a layer cannot be merged any more, or if the plain layer that holds
+        its merged weights (its stand-in) has another shape, dtype or setting than they need.
 
         ``factor``: number by which all scales are multiplied.
         """
@@ -99,7 +100,7 @@ class Survey:
         return True
 
     def _differ_in_scales(self, seen: list[Any]) -> bool:
-        """True if ``seen`` has at most other scales than before, and only plain numbers."""
+        """True if ``seen`` and ``_before`` differ in nothing but scales, and all scales are plain numbers."""
         before = self._before
         return (
             seen[:_SCALES] == before[:_SCALES]
@@ -167,7 +168,7 @@ class Survey:
         self._before = self._seen()
 
     def _seen(self) -> list[Any]:
-        """Values that change if a merged weight would change. The lists are built and compared in C."""
+        """Values that change if a merged weight would change. Python builds and compares these lists in C."""
         owns = self._owns
         scales = list(map(_scales_of, owns))
         return [
@@ -188,7 +189,7 @@ class Survey:
         ]
 
 
-# Index of the scales in what ``Survey._seen`` returns.
+# Index of the scales in the result of ``Survey._seen``.
 _SCALES = 10
 _disabled_of = itemgetter("_disable_adapters")
 _fused_of = itemgetter("merged_adapters")

@@ -147,7 +147,7 @@ class _Apply(InstanceEntry):
 def apply(root: nn.Module) -> None:
     """Make the convolutions in ``root`` channels-last. A second call changes nothing.
 
-    A convolution on a GPU is changed at once. Another one is changed when the model is moved to a GPU.
+    A convolution on a GPU is changed at once. Any other one is changed when the model is moved to a GPU.
     """
     for step in _steps(root):
         step()

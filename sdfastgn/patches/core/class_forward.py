@@ -29,7 +29,7 @@ _MAX_OBJECTS = 1000
 
 
 def class_forward(module: nn.Module) -> types.MethodType:
-    """The ``forward`` of the class of ``module``, bound to it."""
+    """The ``forward`` of the class of ``module``, bound to ``module``."""
     return types.MethodType(type(module).forward, module)
 
 

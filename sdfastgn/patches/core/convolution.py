@@ -21,7 +21,8 @@ from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
-# cuDNN fuses convolution, bias and ReLU only for multiples of this number of channels: 16 bytes of 16 bits.
+# cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number. Eight
+# channels of 16 bits are 16 bytes.
 _CUDNN_CHANNELS = 8
 
 
@@ -83,7 +84,7 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
         and not torch.is_autocast_enabled("cuda")
         and torch.backends.cudnn.enabled
         and not (torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
-        and hasattr(torch, "cudnn_convolution_add_relu")  # PyTorch was built with cuDNN
+        and hasattr(torch, "cudnn_convolution_add_relu")  # False if PyTorch was built without cuDNN
     )
 
 

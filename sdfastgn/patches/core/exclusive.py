@@ -45,7 +45,7 @@ _change: _Change | None = None
 
 
 class _Change:
-    """One running change of ``modules``."""
+    """A change of ``modules`` that has begun and is not done."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.owner = threading.get_ident()

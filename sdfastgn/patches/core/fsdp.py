@@ -1,6 +1,6 @@
 """Finds the modules that FSDP shards: their weights must keep their layout.
 
-At each call FSDP copies their weights into memory that it manages, with strides that it chooses.
+At each call FSDP copies the weights of these modules into memory that it manages, with its own strides.
 """
 
 from __future__ import annotations

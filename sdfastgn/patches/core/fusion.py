@@ -52,7 +52,7 @@ class Fusion(Protocol):
     def reason_to_skip(self, module: nn.Module) -> str | None:
         """Why ``module`` cannot be fused; None if it can.
 
-        Called if the fusion claims it and it is not fused.
+        It is called only for modules that the fusion claims and that are not fused.
         """
 
     def apply(self, module: nn.Module) -> None: ...

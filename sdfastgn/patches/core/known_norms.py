@@ -24,8 +24,8 @@ NORM_ACT = "norm_act"
 
 # Hash of the code of a ``forward`` -> what this code does.
 _KINDS = {
-    "38ab40599b7fe8a5": CAST,  # .type(x.dtype)
-    "fb6dbc32c2bcda99": CAST,  # .to(x.dtype)
+    "38ab40599b7fe8a5": CAST,  # casts back with .type(x.dtype)
+    "fb6dbc32c2bcda99": CAST,  # casts back with .to(x.dtype)
     "2952c40abcaa8cd6": NORM_ACT,  # timm 0.9 to 1.0.31
 }
 # A ``forward`` -> the hash of its code. Classes cannot be the keys: a class may get another ``forward``.

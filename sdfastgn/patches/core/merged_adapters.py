@@ -44,7 +44,8 @@ from sdfastgn.patches.core.merged_weights import Record, changing, forget, recor
 PEFT = "peft.tuners.lora.layer"
 _NO_MEMORY = "there was no memory for merged weights"
 
-# Wrapper -> all wrappers that were adopted with it.
+# Wrapper -> all wrappers of the same model. If several of them have outdated weights, one launch computes
+# all.
 _siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 # Modules of models for which ``allow`` forbade merged weights.
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -54,7 +55,8 @@ _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _classes: tuple[type, ...] = ()
 # True in ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
-# The factor by which the running call multiplies all scales. It comes from the call's arguments.
+# The factor by which the running call multiplies the scales of all adapters. It comes from the arguments of
+# the call.
 _factor: ContextVar[float] = ContextVar("sdfastgn_adapter_factor", default=1.0)
 
 
@@ -63,7 +65,7 @@ class Merged:
     """Describes the layers of one model that run with merged weights.
 
     Attributes:
-        path: the model's path.
+        path: the model's path in the pipeline; the name of its class if it is on its own.
         layers: number of layers.
         bytes: size of the merged weights.
         adapters: names of the adapters that are active in at least one of the layers.
@@ -105,7 +107,10 @@ def why_not(layer: Any) -> str | None:
 
 
 def merged_in(root: nn.Module, path: str = "") -> Merged:
-    """Describes the merged layers in ``root``."""
+    """Describes the layers in ``root`` with merged weights.
+
+    ``path``: the path of ``root`` in its pipeline; empty if it is on its own.
+    """
     layers = [module for module in root.modules() if is_merged(module)]
     sizes = [t.nbytes for layer in layers for t in records[layer].layer.parameters()]
     names = dict.fromkeys(name for layer in layers for name in active_adapters(vars(layer)))
@@ -144,7 +149,11 @@ def _kind_of(layer: Any) -> type | None:
 
 
 def plain_layer(layer: Any) -> Any:
-    """The layer that fused code runs for ``layer``: its stand-in, brought up to date, or ``layer`` itself."""
+    """The layer that fused code runs in place of ``layer``.
+
+    It is the stand-in of ``layer``, with merged weights that are up to date. If there is none, it is
+    ``layer`` itself.
+    """
     if type(layer) not in _classes:
         return layer
     found = merged_layer(layer)
@@ -203,7 +212,7 @@ def runs_merged(weight: Tensor) -> bool:
 
 
 def unfuse(layer: nn.Module) -> None:
-    """If adapters of ``layer`` are fused but turned off, subtract them, as peft does in its next call."""
+    """If adapters of ``layer`` are fused but turned off, subtract them, as peft's own forward would do."""
     own: Any = vars(layer)
     if own["_disable_adapters"] and own["merged_adapters"]:
         layer.unmerge()  # type: ignore[operator]
@@ -213,9 +222,10 @@ def unfuse(layer: nn.Module) -> None:
 
 
 def adopt(root: nn.Module) -> list[nn.Module]:
-    """Give all wrappers in ``root`` that can be merged a stand-in, and return these wrappers.
+    """Give a stand-in to each wrapper in ``root`` whose adapters can be merged. Returns these wrappers.
 
-    Where no kernels run, nothing is done. If there is not enough memory for all, no wrapper gets a stand-in.
+    A wrapper is peft's layer, and its stand-in is a plain layer with merged weights. Where no kernels run,
+    nothing is done. If there is not enough memory for all stand-ins, no wrapper gets one.
     """
     if PEFT not in sys.modules or root in _off:
         return []
@@ -290,7 +300,7 @@ def leave(module: nn.Module) -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """A context in which merged weights are never written. A call with outdated ones raises RuntimeError."""
+    """A context in which merged weights are not written: a call that must write them raises RuntimeError."""
     token = _is_frozen.set(True)
     try:
         yield

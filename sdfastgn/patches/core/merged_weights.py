@@ -1,8 +1,8 @@
-"""The memory of merged weights: the stand-ins of wrappers, and when their weights are written and read.
+"""Allocates, writes and frees merged weights.
 
-``merged_adapters.py`` explains merged weights, and decides which layers have them. Weights are written in the
-current stream. The stream waits for all other streams that have read merged weights since they were written
-last. A stream that reads them waits for the stream that has written them.
+``merged_adapters.py`` explains *wrapper*, *stand-in* and *merged weights*, and decides which layers have
+them. The current stream writes the weights. Before a write, it waits for each other stream that has read
+merged weights since the last write. Before a read, the reading stream waits for the last write.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Record:
         self.key = (*key[:3], scales)
 
     def wait(self) -> None:
-        """Make the current stream wait until the merged weight is written, and record that it reads it."""
+        """Make the current stream wait until the merged weight is written, and record it as a reader."""
         stream, event = self._written
         weight = self.layer.weight
         read_on(weight.device)
@@ -117,7 +117,7 @@ class Record:
             torch.cuda.current_stream(weight.device).wait_event(event)
 
     def free(self) -> None:
-        """Free the memory. The parameters stay, without elements, so that a graph's ``Watch`` notices."""
+        """Free the memory. The parameters stay, without elements, so that a graph's ``Watch`` sees it."""
         self.key = None
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)
@@ -175,15 +175,15 @@ def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
 def rescale(
     those: Sequence[Record], sums: LowRankSums, scales: Sequence[tuple[float, ...]], flat: Sequence[float]
 ) -> bool:
-    """Writes merged weights again whose sources have only other scales, in the current stream.
+    """Writes merged weights again, in the current stream, after only the scales of adapters have changed.
 
     Returns False, and writes nothing, if another thread has marked one of the records as outdated.
 
     Args:
         those: the records of all layers of a ``Survey``.
-        sums: what their ``sums`` yield, in this order.
+        sums: the sums that ``Record.sums`` yields for these records, in the same order.
         scales: the new scales of each record's source.
-        flat: the new scales of ``sums``.
+        flat: the new scales of all factors in ``sums``, in their order.
     """
     global _touches
     devices = dict.fromkeys(record.layer.weight.device for record in those)

@@ -32,7 +32,7 @@ class _MergedLayer(nn.Module):
         return super().__getattr__(name)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """peft's method. It reads the adapters' layers, but writes into no weight."""
+        """peft's method. It gets the adapters' layers, but changes no weight: merged weights stay valid."""
         token = merged_weights.only_reads.set(True)
         try:
             super().set_adapter(*args, **kwargs)  # type: ignore[misc]
@@ -49,11 +49,11 @@ class _MergedLayer(nn.Module):
 
 
 class MergedLinear(_MergedLayer, lora.Linear):
-    """``peft.tuners.lora.layer.Linear``."""
+    """``peft.tuners.lora.layer.Linear`` that runs with merged weights."""
 
 
 class MergedConv2d(_MergedLayer, lora.Conv2d):
-    """``peft.tuners.lora.layer.Conv2d``."""
+    """``peft.tuners.lora.layer.Conv2d`` that runs with merged weights."""
 
 
 MERGED: dict[type[nn.Module], type[nn.Module]] = {lora.Linear: MergedLinear, lora.Conv2d: MergedConv2d}

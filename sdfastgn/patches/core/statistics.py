@@ -68,7 +68,7 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
     """Keep ``statistics`` of ``x`` for the norm that reads ``x``, and return ``x``.
 
-    Call it only if ``emits`` is True.
+    Call it only if ``emits`` is True for the size of ``x``.
 
     ``statistics``: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
     """
@@ -149,7 +149,8 @@ def as_video(x: Tensor, frames: int) -> Tensor:
     video = x.unflatten(0, (-1, frames)).transpose(1, 2)
     if statistics is None:
         return video
-    # All chunks of a video must have equal sizes, so the chunks of x must divide each frame evenly.
+    # Statistics are kept by chunks of positions. A video's chunks must have equal sizes, so the chunks of x
+    # must divide each frame evenly.
     _, N, chunks, C = statistics.shape
     if math.prod(x.shape[2:]) % chunks:
         return video

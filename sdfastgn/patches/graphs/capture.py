@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Size in bytes of the memory pool that the graphs share; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
-        """True if at least as much memory is free as the graphs take. Models without graphs need it."""
+        """True if at least as much memory is free as the graphs take, for models without graphs."""
 
 
 class Graph:
@@ -126,8 +126,8 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # ``graph`` is None if a capture without a warm-up failed. Since the earlier call the model may have
-    # changed, or a tensor's alignment. So the capture is tried once more, with a warm-up.
+    # ``graph`` is None if a capture without a warm-up failed. Since the earlier call of this kind, the model
+    # or the alignment of a tensor may have changed. So the capture is tried once more, with a warm-up.
     if graph is None:
         return capture_call(module, call, backend, watch_of_now, is_warm=False)
     if not watch.unchanged(module):
@@ -240,7 +240,8 @@ class CudaBackend:
         except RuntimeError:
             # CUDA has invalidated the capture, for example because of a synchronization. Then PyTorch's
             # ``capture_end`` stops halfway, and the allocator still believes that a capture is running. In
-            # this state it never empties its cache, and adds no graph to this pool. ``end_pool`` ends it.
+            # this state it never empties its cache, and adds no graph to this pool. ``end_pool`` ends this
+            # state.
             self._pool = None
             if not end_pool(self._device.index, pool):
                 return  # the allocator already knows that the capture has ended, so the graph frees its pool

@@ -44,8 +44,8 @@ __all__ = ["GraphedForward", "all_living"]
 _MAX_REASONS = 64
 
 # id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, all of them drop
-# their graphs. A search through the modules would miss those that another library has wrapped, because then
-# the module's ``__dict__`` has the wrapper.
+# their graphs. A search through the modules would not find a ``GraphedForward`` that another library has
+# wrapped, because then the module's ``__dict__`` has the wrapper.
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
 
@@ -68,7 +68,7 @@ class _Current(NamedTuple):
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
         survey: the module's layers with merged weights of adapters.
-        scale: the scale of all adapters that the arguments contain.
+        scale: the scale for all adapters, if the arguments contain one.
     """
 
     module: nn.Module
@@ -390,7 +390,9 @@ class GraphedForward(InstanceEntry):
 
 
 def _drop_all() -> int:
-    """Drop all graphs in the process, and stop captures for a while. Without graphs, free merged weights.
+    """Drop all graphs in the process, and stop captures for a while.
+
+    If there are no graphs, free the merged weights of adapters instead.
 
     Returns the number of dropped graphs, or of layers whose merged weights were freed.
     """

@@ -33,7 +33,7 @@ class Graphs:
 
     Attributes:
         path: the module's dotted path.
-        kind: the name of its class.
+        kind: the name of the module's class.
         mode: "auto", "True" or "False", as in ``optimize``.
         captured: number of captures so far.
         alive: number of graphs that exist now.
@@ -79,7 +79,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
 
 
 def remove(root: nn.Module) -> None:
-    """Undo ``install``."""
+    """Undo ``install``: remove each ``GraphedForward`` in ``root``, and drop its graphs."""
     install(root, False)
 
 
@@ -149,7 +149,6 @@ def _take_off(module: Any) -> None:
     for graphed in GraphedForward.of(module):
         graphed.mode = False  # if other code kept ``graphed``, its calls run the class's forward from now on
         graphed.clear()
-        replace_kept(
-            module, graphed, class_forward(module)
-        )  # a hook may have kept ``graphed`` and put it back later
+        # A hook may have kept ``graphed``, and would put it back later.
+        replace_kept(module, graphed, class_forward(module))
     unguard(module)

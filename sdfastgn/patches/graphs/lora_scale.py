@@ -1,7 +1,7 @@
 """The scale for all LoRAs that a call may have as an argument (``cross_attention_kwargs={"scale": 0.5}``).
 
-At the beginning of a forward, diffusers multiplies the scales in all LoRA layers by this number, and at the
-end it divides them by it. If all LoRA layers run with merged weights, the number is removed from the
+diffusers multiplies the scales in all LoRA layers by this number when a forward begins, and divides them by
+this number when the forward ends. If all LoRA layers run with merged weights, the number is removed from the
 arguments and becomes part of the merged weights. So calls with different scales share one graph.
 """
 

@@ -122,7 +122,8 @@ class Watch:
 
     Attributes:
         reason: why the module must not be captured, or None. If there is a reason, the record is complete
-            only up to the object that gave it, and ``unchanged`` returns False once it no longer holds.
+            only up to the object that gave it, and ``unchanged`` returns False once the reason no longer
+            holds.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Watch:
         for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales, self._merged):
             only_for_the_walk.clear()
         self._root_values = _own_values(root)
-        if self.reason is not None:  # the reason may be a tensor without an address
+        if self.reason is not None:  # one of the tensors may have no address to read
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
         for comparison in self._comparisons:
@@ -273,8 +274,8 @@ class Watch:
             self._types.add(module, path)
             return []
         if not is_root:
-            # This is recorded before ``_reason_of`` is called, so that ``unchanged`` notices when a reason no
-            # longer holds.
+            # The state is recorded before ``_reason_of`` is called, so that ``unchanged`` notices when a
+            # reason no longer holds.
             self._types.add(module, path)
             self._see_attributes(path, attributes)
             self._see_hooks(path, module)
@@ -328,7 +329,7 @@ class Watch:
 
 
 class Comparison(Protocol):
-    """The methods that a Watch calls of the classes in ``comparisons.py``."""
+    """The methods of the classes in ``comparisons.py`` that a Watch calls."""
 
     def freeze(self) -> None: ...
 

@@ -44,7 +44,8 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         return False
     if any(name in vars(processor) for name in _SOURCE.methods):  # replaced by other code
         return False
-    # Values outside of [0, 1] can be too large for a byte, and CPU and GPU convert these differently.
+    # Denormalizing limits values to [0, 1]. Without it, stock's code must run: some values do not fit into a
+    # byte, and a CPU and a GPU convert such values differently.
     is_denormalized = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
     return (
         bool(is_denormalized)
@@ -58,7 +59,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
 def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
     """The images as an array of bytes (N, H, W, 3); None if diffusers' own code must convert them."""
     try:
-        unit = processor._denormalize_conditionally(image, do_denormalize)  # a new tensor, not the caller's
+        unit = processor._denormalize_conditionally(image, do_denormalize)  # new, so it may be overwritten
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
     except torch.OutOfMemoryError:  # possible for an image so large that it was decoded in tiles

@@ -57,7 +57,7 @@ class ObjectFusion:
     def reason_to_skip(self, part: Any) -> str | None:
         """Why ``part`` cannot be fused; None if it can.
 
-        Called if the fusion claims it and it is not fused.
+        It is called only for parts that the fusion claims and that are not fused.
         """
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
@@ -96,7 +96,7 @@ class ObjectFusion:
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # other code has derived its class from the fused class
+            if not self.is_applied(part):  # other code has derived its class, which pickle finds by name
                 return (make, arguments, *state)
             # Pickle finds classes by name, and by the name of the fused class it would find the stock class.
             return (_new, (self.module, stock), *state)

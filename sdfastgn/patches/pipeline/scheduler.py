@@ -51,9 +51,8 @@ class _Copy(NamedTuple):
     on_host: Tensor
     table: Tensor
     version: int
-    storage: (
-        torch.UntypedStorage
-    )  # the storage of ``table``; it is kept alive so that no other storage gets its address
+    # The storage of ``table``. It is kept alive, so that no other storage gets its address.
+    storage: torch.UntypedStorage
 
 
 # Scheduler -> the copy of its timesteps. The copy is not in the scheduler's ``__dict__``, because a deepcopy
@@ -66,7 +65,7 @@ def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tenso
 
     Args:
         scheduler: the scheduler.
-        table: its timesteps.
+        table: the scheduler's timesteps.
         on_host: the tensor on the CPU from which ``table`` was just copied; None if there is no such tensor.
 
     Returns None if ``table`` is on the CPU, or if a write to it could not be noticed.

@@ -36,8 +36,8 @@ PACKED_DEVICES = ("cuda",)
 # Bytes. Matrix products read 16 bytes at once, so each parameter must begin at an address divisible by 16.
 _ALIGNMENT = 16
 
-# Module that owns the linear layers -> weak reference to its allocation. It is not kept in the module's
-# ``__dict__``, so that it is neither copied nor pickled.
+# Module that owns the linear layers -> weak reference to its allocation. The reference is not kept in the
+# module's ``__dict__``, so that it is neither copied nor pickled.
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
 
 
