@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def reason(device: torch.device) -> str | None:
     """Why stable-fast cannot run on ``device``; None if it can."""
-    # ``environment`` imports torch. It is imported here, because help texts list the variants and must not
-    # wait for torch.
+    # ``environment`` imports torch. So ``environment`` is imported in this function: help texts list the
+    # variants, and must not wait for torch.
     from sdfastgn.bench.environment import cuda_package_reason
 
     # sfast itself is not imported: the import fails if its C++ extension is missing.

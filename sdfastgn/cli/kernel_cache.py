@@ -120,7 +120,7 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # diffusers may warn of NaN in a rehearsal's meaningless images
+        warnings.simplefilter("ignore")  # a rehearsal's results are meaningless, and so are warnings of NaN
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()
     return count

@@ -109,7 +109,7 @@ class Record:
         self.key = (*key[:3], scales)
 
     def wait(self) -> None:
-        """Make the current stream wait until the merged weight is written, and record it as a reader."""
+        """Make the current stream wait until the weight is written, and record the stream as a reader."""
         stream, event = self._written
         weight = self.layer.weight
         read_on(weight.device)
@@ -117,7 +117,10 @@ class Record:
             torch.cuda.current_stream(weight.device).wait_event(event)
 
     def free(self) -> None:
-        """Free the memory. The parameters stay, without elements, so that a graph's ``Watch`` sees it."""
+        """Free the memory.
+
+        The parameters stay, but have no elements. So the ``Watch`` of a graph notices the change.
+        """
         self.key = None
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)

@@ -14,7 +14,7 @@ Further differences from stock:
 - A convolution's bias is added by the kernels of the next norm, and the last one's by the sum with the
   residual. The kernel of the sum also computes the statistics that the next norm reads.
 - In a layer that doubles the number of frames, the first convolution writes two frames as 2 C channels. The
-pass that adds its bias also moves these channels to separate frames.
+  pass that adds its bias also moves these channels to separate frames.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. A norm and its SiLU are then still one
