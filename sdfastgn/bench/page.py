@@ -117,8 +117,9 @@ def _stacks(
 def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     """Returns (caption, note, data URI) for the images of stock, sdfastgn and fp32, and for differences.
 
-    The other images are compared with the fp32 image, or with stock's if there is none. All differences are
-    multiplied by the same factor, so that they can be seen.
+    The images of stock and sdfastgn are compared with the fp32 image. If there is no fp32 image, sdfastgn's
+    image is compared with stock's. All differences are multiplied by the same factor, so that they can be
+    seen.
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}

@@ -135,7 +135,7 @@ _EVERY = (
         "v5.1 is closed/Cisco/results/C885_H200x8_TRT in inference_results_v5.1",
         (
             Case(
-                # The published TensorRT runs also have batches of 32 images, with guidance.
+                # As in the published TensorRT runs, a batch is 32 images, with guidance.
                 {**_pipeline("sdxl", 1024, 20, guidance=8.0), "batch": 32, "repeats": 2},
                 {
                     "TensorRT, one of 8 H200, v5.1": 19.12 / 8,

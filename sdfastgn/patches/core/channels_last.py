@@ -218,7 +218,8 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
     if memory_format is None:
         return None
     weight: Any = module._parameters.get("weight")
-    # A subclass of Tensor may be quantized, be one of several shards, or have no shape yet.
+    # A subclass of Tensor keeps its layout: it may be quantized, be one of several shards, or have no shape
+    # yet.
     if type(weight) not in (Tensor, nn.Parameter):
         return None
     if (

@@ -135,7 +135,7 @@ def _stand_in(source: Source) -> Any:
     for name, value in vars(layer).items():
         if not isinstance(value, (dict, set)):
             vars(layer)[name] = vars(base)[name]
-    # Inference mode is off, because tensors that are made in it are inference tensors.
+    # Inference mode is off, because tensors that are made in it are inference tensors, which count no writes.
     with torch.inference_mode(False), torch.no_grad():
         place = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
         bias = weight.new_empty(len(weight)) if source.has_bias else None
