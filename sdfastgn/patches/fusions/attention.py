@@ -166,7 +166,9 @@ class FusedAttention(Attention):
         found = plain_parameters(linears)
         if found is None or not is_one_product(x, found):
             return None
-        # Merged weights of adapters are packed separately from the weights of the layers themselves.
+        # ``joined`` takes the module that owns the packed memory. This module owns the weights of its own
+        # layers, and the last stand-in (a plain layer with merged weights) owns the merged weights of
+        # adapters.
         return joined(self if linears[-1] is self._modules["to_v"] else linears[-1], found)
 
     def _pack(self) -> None:

@@ -1,8 +1,9 @@
-"""Causal convolutions of videos that are computed in chunks: what Wan's autoencoders share.
+"""Causal convolutions of videos that are computed in chunks of frames, for Wan's autoencoders.
 
-diffusers and ComfyUI have these autoencoders under other names. A causal convolution reads two frames before
-its chunk: the last frames of the chunk before, which a list (``feat_cache``) keeps, or zeros. Its padding is
-in its attribute ``_padding``.
+The fusions for diffusers and for ComfyUI share this file, because both have these autoencoders under
+different names. A causal convolution reads two frames before its chunk: the last frames of the previous
+chunk, which a list (``feat_cache``) keeps, or zeros. The attribute ``_padding`` of the convolution has the
+padding.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def padding_of(conv: Any) -> tuple[int, int, int]:
 def fits(cache: Any, x: Tensor, C: int) -> bool:
     """True if ``cache``, an entry of ``feat_cache``, can be used for a convolution of C channels.
 
-    It is None, or it has the dtype, device, batch size, height and width of x, and at most ``CACHE_T``
-    frames.
+    It can be used if it is None, or if it has the dtype, device, batch size, height and width of x, and at
+    most ``CACHE_T`` frames.
     """
     if cache is None:
         return True

@@ -87,11 +87,12 @@ def upsampled(h: Tensor, x: Tensor, times: int, alone: int) -> Tensor:
     """h + x with channels moved to positions: (N, C', T, H, W) -> (N, C, T', 2 H, 2 W), channels-last.
 
     Args:
-        h: (N, 4 times C, T, H, W).
-        x: the same with fewer channels, each of which is added to as many consecutive ones.
-        times: number of frames that a frame becomes.
-        alone: number of first frames that become one frame each. Only the first of each ``times`` channels
-            of these are read.
+        h: (N, 4 * times * C, T, H, W).
+        x: (N, C_x, T, H, W), with fewer channels than h. Each channel of x is added to several consecutive
+            channels of the result.
+        times: number of frames that one frame becomes.
+        alone: number of first frames that stay one frame each. For each of their positions h has times * C
+            channels, and only the first C are used.
     """
     N, C_h, T, H, W = h.shape
     y = empty_laid_out(h, (N, C_h // (4 * times), alone + (T - alone) * times, 2 * H, 2 * W), True)
@@ -108,17 +109,18 @@ def downsampled(h: Tensor, x: Tensor, times: int, alone: int) -> Tensor:
     The result is channels-last.
 
     Args:
-        h: (N, C_h, T, H, W). C' is 4 times C_h.
-        x: the same with more channels, of which as many consecutive ones have one mean.
+        h: (N, C_h, T, H, W). C' is 4 * times * C_h.
+        x: (N, C, T, H, W), where C_h divides C. Each mean is over C / C_h consecutive channels.
         times: number of frames that become one frame.
-        alone: number of first frames that become one frame each. These have the channels of h twice, and
-            means of half as many channels of x.
+        alone: number of first frames that stay one frame each. For these, the channels of h are written
+            twice, and each mean is over half as many channels of x.
     """
     (N, C_h, T, H, W) = h.shape
     y = empty_laid_out(h, (N, 4 * times * C_h, alone + (T - alone) // times, H // 2, W // 2), True)
     if alone:
-        # A frame alone has half the channels of a pair. So the channels of h are written twice, and each
-        # mean is taken over half as many channels.
+        # A cell of one frame has half as many positions as a cell of two frames, so it fills only half of the
+        # channels of y. As in stock, the channels of h are written twice, and means over half as many
+        # channels give twice as many means.
         first, image = y[:, :, :alone].movedim(1, -1), (1, 2, 2)
         first.unflatten(-1, (2, 2, 2, -1)).copy_(packed(h[:, :, :alone], image))
         first.unflatten(-1, (1, 2, 2, -1)).add_(packed(means_of(x[:, :, :alone], 2 * C_h), image))
@@ -156,10 +158,11 @@ def add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool
     # frame: of its copies only the last one remains.
     if tuple(y.shape) != size or shortcut.in_channels != C or (skipped and T != 1):
         return False
-    # A channel of x is repeated over ``repeats`` places, numbered by (C_out, frame, row, column of a cell).
-    # If there are fewer repeats than positions in a cell, the channel fills the innermost positions, and
-    # ``steps`` are the sizes of the outer positions, which other channels fill. Otherwise it fills whole
-    # cells of ``alike`` channels.
+    # Stock repeats each channel of x ``repeats`` times, and reads the channels as (C_out, frame, row,
+    # column), where the last three are the positions of a cell. If ``repeats`` is less than a cell has
+    # positions, several channels of x share a cell: each fills the innermost positions, and ``steps`` are the
+    # sizes of the outer axes, along which the channel of x changes. Otherwise a channel of x fills whole
+    # cells, of ``alike`` output channels.
     alike = max(1, repeats // shortcut.factor)
     steps = _leading(factors, alike * shortcut.factor // repeats)
     if steps is None or alike * shortcut.factor % repeats:
@@ -178,9 +181,10 @@ def add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
     size = (N, shortcut.out_channels, T // t, H // h, W // w)
     if T % t or H % h or W % w or tuple(y.shape) != size or shortcut.in_channels != C:
         return False
-    # A mean is over ``group_size`` places of x, numbered by (C, frame, row, column of a cell). If these are
-    # fewer than the positions in a cell, the mean is over the innermost positions, and ``steps`` are the
-    # sizes of the outer ones. Otherwise it is over whole cells of ``alike`` channels.
+    # Stock reads x as channels (C, frame, row, column), where the last three are the positions of a cell, and
+    # takes the mean of each ``group_size`` consecutive channels. If ``group_size`` is less than a cell has
+    # positions, a mean is over the innermost positions, and ``steps`` are the sizes of the outer axes, along
+    # which there are several means. Otherwise a mean is over whole cells of ``alike`` channels.
     alike = max(1, shortcut.group_size // shortcut.factor)
     kept = alike * shortcut.factor // shortcut.group_size
     steps = _leading(factors, kept)
