@@ -16,7 +16,7 @@ from diffusers.utils import is_torch_npu_available
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.fusion import ClassSwap, layer_of
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.tokens import linear_geglu
 
@@ -34,7 +34,7 @@ class FusedGEGLU(GEGLU):
         # runs under a compiler, which makes the same kernel.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
-        return linear_geglu(self._modules["proj"], hidden_states)
+        return linear_geglu(layer_of(self, "proj"), hidden_states)
 
 
 def _check(_: GEGLU) -> str | None:

@@ -56,7 +56,8 @@ def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
     It can if ``norm`` is a fused norm, the kernel has the activation ``act``, and neither has hooks.
     """
     is_fused = isinstance(norm, FusedGroupNorm) and norm.norm_alone is type(norm)
-    return activation_of(act) if is_fused and is_unhooked(norm) and is_unhooked(act) else None
+    name = activation_of(act) if is_fused else None  # None if other code has put a function in its place
+    return name if name is not None and is_unhooked(norm) and is_unhooked(act) else None
 
 
 def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:

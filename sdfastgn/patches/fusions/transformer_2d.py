@@ -7,14 +7,12 @@ of its result. The 1x1 convolutions before and after the blocks run as matrix pr
 
 from __future__ import annotations
 
-from typing import Any
-
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import pointwise
-from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.fusion import ClassSwap, layer_of
 from sdfastgn.patches.core.linear import call_linear
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
@@ -32,12 +30,10 @@ class FusedTransformer2DModel(Transformer2DModel):
         def to_tokens(image: Tensor) -> Tensor:
             return image.permute(0, 2, 3, 1).flatten(1, 2)
 
-        # Reading ``_modules`` takes a tenth of the CPU time that reading the attributes takes.
-        layers: dict[str, Any] = self._modules
-        hidden_states = layers["norm"](hidden_states)
+        hidden_states = layer_of(self, "norm")(hidden_states)
         if self.use_linear_projection:
-            return call_linear(layers["proj_in"], to_tokens(hidden_states)), hidden_states.shape[1]
-        hidden_states = pointwise(layers["proj_in"], hidden_states)
+            return call_linear(layer_of(self, "proj_in"), to_tokens(hidden_states)), hidden_states.shape[1]
+        hidden_states = pointwise(layer_of(self, "proj_in"), hidden_states)
         return to_tokens(hidden_states), hidden_states.shape[1]
 
     def _get_output_for_continuous_inputs(
@@ -57,7 +53,7 @@ class FusedTransformer2DModel(Transformer2DModel):
         def to_image(tokens: Tensor) -> Tensor:
             return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
 
-        proj_out: Any = self._modules["proj_out"]
+        proj_out = layer_of(self, "proj_out")
         if self.use_linear_projection:
             return add(to_image(call_linear(proj_out, hidden_states)), residual)
         return add(pointwise(proj_out, to_image(hidden_states)), residual)

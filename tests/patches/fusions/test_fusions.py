@@ -339,6 +339,42 @@ def test_a_resnet_block_asks_of_each_norm_once_whether_it_can_be_fused(monkeypat
     assert asked == [block.norm1, block.norm2]
 
 
+BLOCK = "mid_block.attentions.0.transformer_blocks.0"
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside-the-layer", "instead-of-it"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"mid_block.resnets.0.{name}" for name in ("norm1", "nonlinearity", "conv2", "time_emb_proj")),
+        *(f"mid_block.attentions.0.{name}" for name in ("norm", "proj_in", "proj_out")),
+        *(f"{BLOCK}.{name}" for name in ("norm1", "attn1", "ff", "ff.net", "ff.net.0.proj")),
+        *(f"{BLOCK}.attn2.{name}" for name in ("to_q", "to_v", "to_out")),
+    ],
+)
+def test_what_other_code_puts_in_the_place_of_a_layer_is_called(path, beside):
+    """An entry of the instance's ``__dict__``, which Python finds before a registered submodule."""
+    stock = samples.randomize(samples.unet())
+    unet = sdfastgn.optimize(copy.deepcopy(stock))
+    inputs = samples.image(2, 4, 8, 8), 10, torch.randn(2, 3, 12)
+    with torch.no_grad():
+        before = unet(*inputs).sample
+        for model in (stock, unet):
+            place, _, name = path.rpartition(".")
+            parent, layer = model.get_submodule(place), model.get_submodule(path)
+            several = isinstance(layer, nn.ModuleList)
+            if not beside:
+                delattr(parent, name)
+            vars(parent)[name] = [doubled(layer[0]), *layer[1:]] if several else doubled(layer)
+        expected = stock(*inputs).sample
+        assert (before - expected).abs().max() > 1e-4
+        torch.testing.assert_close(unet(*inputs).sample, expected, atol=2e-5, rtol=2e-5)
+
+
+def doubled(layer):
+    return lambda *args, **kwargs: 2 * layer(*args, **kwargs)
+
+
 def test_conv_norm_out_called_by_itself_is_only_a_norm():
     unet = samples.randomize(samples.unet())
     x = samples.image(2, 20, 8, 8)
