@@ -6,6 +6,8 @@ import nodes
 import torch
 
 from scripts.publish import comfyui_models
+from tests.patches import cases
+from tests.patches.samples import randomize
 
 __all__ = [
     "KINDS",
@@ -20,6 +22,7 @@ __all__ = [
     "snapshot",
     "step",
     "unet_of",
+    "with_random_parameters",
 ]
 
 logging.disable(logging.INFO)  # ComfyUI tells of every model that it loads
@@ -143,3 +146,12 @@ def lora_file():
         f"{name}.lora_up.weight": torch.randn(320, 4, generator=g) * 0.1,
         f"{name}.alpha": torch.tensor(4.0),
     }
+
+
+def with_random_parameters(model):
+    """``model`` with random weights, which ComfyUI's layers do not have."""
+    torch.manual_seed(1)
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=(p.numel() / len(p)) ** -0.5)
+    return randomize(model).to(cases.WHERE["device"])

@@ -18,8 +18,7 @@ from comfy.ops import disable_weight_init  # noqa: E402
 
 from sdfastgn.patches.comfyui.inject import eject, has_blocks, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
-from tests.patches.comfyui.comfy_models import snapshot  # noqa: E402
-from tests.patches.comfyui.test_wan import random  # noqa: E402
+from tests.patches.comfyui.comfy_models import snapshot, with_random_parameters  # noqa: E402
 
 pytestmark = [
     pytest.mark.fused_on_cpu,
@@ -50,7 +49,7 @@ def build(regularizer="EmptyRegularizer", **options):
 
 def twins(**options):
     """(injected, stock)"""
-    stock = random(build(**options))
+    stock = with_random_parameters(build(**options))
     fused = copy.deepcopy(stock)
     inject(fused)
     return fused, stock
@@ -103,7 +102,7 @@ def test_the_mean_of_the_refiners_latents():
 
 
 def test_ejected_as_before():
-    model = random(build())
+    model = with_random_parameters(build())
     before = snapshot(model)
     inject(model)
     assert snapshot(model) != before
@@ -152,7 +151,7 @@ def test_carried_frames_stay():
 
 
 def test_convolutions_that_cast(launches):
-    stock = random(build())
+    stock = with_random_parameters(build())
     for conv in stock.modules():
         if isinstance(conv, disable_weight_init.Conv3d):
             conv.comfy_cast_weights = True
@@ -179,7 +178,7 @@ def test_models_of_other_convolutions_stay_as_they_are():
     block = comfy_model.ResnetBlock(in_channels=32, temb_channels=0, conv_op=comfy_model.VideoConv3d)
     models = block, vae_refiner.Decoder(4, 3, [32, 64], 1, 2, 1, refiner_vae=False)
     for model in models:
-        before = snapshot(random(model))
+        before = snapshot(with_random_parameters(model))
         inject(model)
         assert not has_blocks(model)
         assert snapshot(model) == before

@@ -22,8 +22,7 @@ from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.fusions import causal  # noqa: E402
-from tests.patches.comfyui.comfy_models import close, snapshot  # noqa: E402
-from tests.patches.samples import randomize  # noqa: E402
+from tests.patches.comfyui.comfy_models import close, snapshot, with_random_parameters  # noqa: E402
 from tests.patches.video_cases import recorded  # noqa: E402
 
 pytestmark = [
@@ -52,18 +51,9 @@ FAMILIES = [wan, wan_22]
 each_family = pytest.mark.parametrize("build", FAMILIES)
 
 
-def random(model):
-    """``model`` with random weights, which ComfyUI's layers do not have."""
-    torch.manual_seed(1)
-    for p in model.parameters():
-        if p.dim() > 1:
-            torch.nn.init.normal_(p, std=(p.numel() / len(p)) ** -0.5)
-    return randomize(model).to(cases.WHERE["device"])
-
-
 def twins(stock):
     """(injected, stock)"""
-    fused = copy.deepcopy(random(stock))
+    fused = copy.deepcopy(with_random_parameters(stock))
     inject(fused)
     return fused, stock
 
@@ -125,7 +115,7 @@ def chunks_of(call, model):
 
 @each_family
 def test_ejected_as_before(build):
-    model = random(build())
+    model = with_random_parameters(build())
     before = snapshot(model)
     inject(model)
     assert snapshot(model) != before
@@ -144,7 +134,7 @@ def test_convolutions_of_windows(build, levels, call, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_no_less_exact_than_stock(dtype):
-    stock = random(vae.ResidualBlock(8, 12)).to(dtype)
+    stock = with_random_parameters(vae.ResidualBlock(8, 12)).to(dtype)
     x = cases.noise(1, 8, 3, 4, 6, dtype=dtype)
     exact = copy.deepcopy(stock).double()(x.double())
     fused = copy.deepcopy(stock)
@@ -276,7 +266,7 @@ def test_the_fault_of_cudnn_is_avoided(build, monkeypatch):
 
 
 def test_convolutions_that_cast(launches):
-    stock = random(wan())
+    stock = with_random_parameters(wan())
     for name, conv in stock.named_modules():
         if isinstance(conv, vae.CausalConv3d):
             conv.comfy_cast_weights = True
