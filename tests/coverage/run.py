@@ -101,11 +101,11 @@ def run(row):
     obj, call = row.build()
     with torch.no_grad():
         with _Stock() as stock:
-            expected = _output(call)
+            expected = output(call)
         sdfastgn.optimize(obj, missing_ok=isinstance(obj, nn.Module))
         report = sdfastgn.report(obj)
-        found = _output(call)
-        restored = torch.equal(_output(call, sdfastgn.restore(obj)), expected)
+        found = output(call)
+        restored = torch.equal(output(call, sdfastgn.restore(obj)), expected)
     assert expected.double().std() > 0
     return Result(
         row.name,
@@ -119,7 +119,7 @@ def run(row):
     )
 
 
-def _output(call, _=None):
+def output(call, _=None):
     torch.manual_seed(0)  # for what takes no generator
     output = call()
     return torch.as_tensor(np.stack(output) if isinstance(output, list) else output)
