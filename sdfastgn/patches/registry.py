@@ -58,7 +58,7 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the ImportError.
+# Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the error.
 # Their fusions are left out. The installed diffusers lacks a class that they replace, or has moved it.
 MISSING: dict[str, str] = {}
 
@@ -68,7 +68,7 @@ def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
     for file, *names in entries:
         try:
             module = importlib.import_module(f"sdfastgn.patches.{file}")
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
             MISSING[file] = str(error)
         else:
             for value in (getattr(module, name) for name in names):

@@ -40,6 +40,8 @@ try:
     from diffusers.models.autoencoders import autoencoder_kl_ltx2 as ltx2
 except ImportError:  # a diffusers before LTX-2
     ltx2 = None
+if not hasattr(ltx2, "LTX2VideoUpsampler3d"):  # diffusers 0.37 has LTX-2 with other names
+    ltx2 = None
 
 __all__ = ["FUSIONS"]
 
