@@ -39,7 +39,7 @@ RANK = 16
 # The projections of the attention, which most LoRAs adapt.
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 # Number of calls after the second call. Their median is the time that the table calls "later".
-LATER = 12
+LATER = 6
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
 

@@ -4,8 +4,7 @@ python -m scripts.publish.real_sizes --json real_sizes.json
 
 The networks have the architectures of published models and random weights (see
 ``scripts.publish.networks``). Each row has the times of one call of one model, such as a step of a UNet or a
-decode of an autoencoder. The stock model is timed twice, before ``optimize`` and after ``restore``, and the
-shorter time is taken. ``optimize`` is called with its default arguments, so it uses CUDA graphs for models
+decode of an autoencoder. ``optimize`` is called with its default arguments, so it uses CUDA graphs for models
 that support them.
 """
 
@@ -76,9 +75,9 @@ def built(
     return model, call
 
 
-def milliseconds(call: Callable[[], Tensor], device: torch.device, warm_up: int = WARM_UP) -> float:
+def milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
     """Returns the median time of a call in milliseconds, after a warm-up. It includes the GPU's work."""
-    for _ in range(warm_up):
+    for _ in range(WARM_UP):
         took, _ = timing.time_once(call, device)
     count = min(MAX_CALLS, max(3, int(ROUND_SECONDS / took)))
     return statistics.median(timing.time_once(call, device)[0] for _ in range(count)) * 1e3
@@ -120,7 +119,7 @@ def measured(case: Case, device: torch.device) -> SizeRow:
     _release()
     model, call = built(case, device)
     expected = call()
-    before, stock_mib = milliseconds(call, device), peak_mib(call, device)
+    stock, stock_mib = milliseconds(call, device), peak_mib(call, device)
     sdfastgn.optimize(model)
     found = call()
     error = relative_error(found, expected)
@@ -129,12 +128,10 @@ def measured(case: Case, device: torch.device) -> SizeRow:
     optimized, mib = milliseconds(call, device), peak_mib(call, device)
     cpu_ms = cpu_milliseconds(call, device)
     graphs = sdfastgn.report(model).graphs
-    sdfastgn.restore(model)
-    after = milliseconds(call, device, warm_up=1)
     return SizeRow(
         case.name,
         str(case.dtype).removeprefix("torch."),
-        min(before, after),
+        stock,
         optimized,
         stock_mib,
         mib,

@@ -73,7 +73,7 @@ STEPS = (
         " --variants eager,sdfastgn,sdfastgn_eager,compile",
         _BENCH,
         ("headline", "results", "compared", "times.png"),
-        115,
+        160,
     ),
     Step(
         "sdxl.json",
@@ -81,14 +81,14 @@ STEPS = (
         " --variants eager,sdfastgn,sdfastgn_eager,compile",
         _BENCH,
         ("headline", "results", "compared", "times.png"),
-        160,
+        230,
     ),
     Step(
         "pipeline_sd15.json",
-        "sdfastgn bench --model sd15 --part pipeline --repeats 5 --variants eager,sdfastgn,compile_graphs",
+        "sdfastgn bench --model sd15 --part pipeline --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --steps 2",
         ("headline", "results", "compared", "times.png"),
-        95,
+        45,
     ),
     Step(
         "pipeline_sdxl.json",
@@ -99,17 +99,10 @@ STEPS = (
     ),
     Step(
         "vae_1024_fp32.json",
-        "sdfastgn bench --model sdxl --part vae --dtype fp32 --repeats 10 --variants eager,sdfastgn,compile",
-        _BENCH,
-        ("results", "compared"),
-        45,
-    ),
-    Step(
-        "train_sdxl.json",
-        "sdfastgn bench --model sdxl --part train --size 512 --repeats 5 --variants eager,sdfastgn",
+        "sdfastgn bench --model sdxl --part vae --dtype fp32 --repeats 10 --variants eager,sdfastgn",
         _BENCH,
         ("results",),
-        50,
+        30,
     ),
     # ---- batches, few steps, first images, adapters, where the time goes
     Step(
@@ -117,7 +110,7 @@ STEPS = (
         "sdfastgn bench --model sdxl --part unet --batch 1,8,32 --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --batch 1,2",
         ("batches",),
-        50,
+        60,
     ),
     Step(
         "latency_sdxl.json",
@@ -125,28 +118,28 @@ STEPS = (
         " --guidance 0 --steps 1,4 --repeats 20 --variants eager,sdfastgn",
         f"{_BENCH} --steps 1,2",
         ("latency",),
-        50,
+        55,
     ),
     Step(
         "warm_up_sdxl.json",
         "scripts.publish.warm_up --model sdxl",
         f"{_MODEL} --dtype fp32 --steps 2",
         ("warm_up",),
-        80,
+        90,
     ),
     Step(
         "adapters.json",
         "scripts.publish.adapters",
         "--model tiny --device cpu",
         ("adapters",),
-        90,
+        100,
     ),
     Step(
         "profile_sdxl.json",
         "sdfastgn bench --model sdxl --part unet --part vae --profile --repeats 10 --variants eager,sdfastgn",
         _BENCH,
         ("profile", "profile_sdxl.png"),
-        55,
+        60,
     ),
     # ---- single operations
     Step(
@@ -154,15 +147,7 @@ STEPS = (
         "sdfastgn kernels --repeats 10 --providers eager_nchw,eager_nhwc,inductor,sdfastgn",
         f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn",
         ("kernels", "roofline_h200_fp16.png"),
-        90,
-    ),
-    Step(
-        "kernels_training.json",
-        "sdfastgn kernels --suite training --providers eager_nchw,eager_nhwc,inductor,sdfastgn --shapes"
-        " 2x1280x16x16,2x640x32x32,2x320x64x64,2x320x128x128,1x512x128x128,1x256x512x512,1x128x1024x1024",
-        f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn",
-        ("training",),
-        45,
+        100,
     ),
     Step(
         "kernels_layer_norm.json",
@@ -178,7 +163,7 @@ STEPS = (
             f"scripts.publish.real_sizes --part {part}",
             "--device cpu --only UNet1DModel",
             ("real_sizes", "video"),
-            100,
+            110,
         )
         for part in (1, 2, 3, 4)
     ),

@@ -11,7 +11,7 @@ from sdfastgn.bench.documents import FAILED, OK
 from sdfastgn.bench.tables.cells import LOSS, NOTHING, error_text, number, source_line
 
 _HEADER = (
-    "model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "CPU ms", "peak MiB, stock",
+    "model", "GPU", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "CPU ms", "peak MiB, stock",
     "peak MiB", "error, stock", "error",
 )  # fmt: skip
 
@@ -53,7 +53,10 @@ class SizeRow:
 
 
 def real_sizes_markdown(results: Path) -> str:
-    """Returns a table with a line for each model. A dagger marks speed-ups that round to less than 1.00."""
+    """Returns a table with a line for each model. A dagger marks speed-ups that round to less than 1.00.
+
+    If several runs have timed a model, the line is of the latest run.
+    """
     return _table(results, lambda row: True)
 
 
@@ -63,20 +66,26 @@ def video_markdown(results: Path) -> str:
 
 
 def _table(results: Path, is_shown: Callable[[SizeRow], bool]) -> str:
-    body, sources = [], []
-    for content in documents(results, "real_sizes"):
-        rows = [SizeRow(**values) for values in content["rows"]]
-        body += [_cells(row) for row in rows if is_shown(row)]
-        sources.append(source_line(content))
-    return markdown(_HEADER, sorted(body), sources)
+    runs = sorted(documents(results, "real_sizes"), key=lambda content: str(content["environment"]["date"]))
+    latest = {values["model"]: (SizeRow(**values), run) for run in runs for values in run["rows"]}
+    shown = [(row, run) for row, run in latest.values() if is_shown(row)]
+    body = sorted(_cells(row, str(run["environment"].get("gpu"))) for row, run in shown)
+    return markdown(_HEADER, body, [source_line(run) for run in runs if any(run is one for _, one in shown)])
 
 
-def _cells(row: SizeRow) -> list[str]:
+def _cells(row: SizeRow, gpu: str) -> list[str]:
     if row.status != OK or row.stock_ms is None or row.optimized_ms is None:
-        return [row.model, row.dtype, f"{row.status} {row.reason}".strip(), *[NOTHING] * (len(_HEADER) - 3)]
+        return [
+            row.model,
+            _short(gpu),
+            row.dtype,
+            f"{row.status} {row.reason}".strip(),
+            *[NOTHING] * (len(_HEADER) - 4),
+        ]
     times = row.stock_ms / row.optimized_ms
     return [
         row.model,
+        _short(gpu),
         row.dtype,
         number(row.stock_ms),
         number(row.optimized_ms),
@@ -88,3 +97,8 @@ def _cells(row: SizeRow) -> list[str]:
         error_text(row.stock_error),
         error_text(row.optimized_error),
     ]
+
+
+def _short(gpu: str) -> str:
+    """Returns the name of a GPU without its maker and its memory, such as H100."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]

@@ -13,7 +13,7 @@ from scripts.publish.networks import Case
 from scripts.publish.pages import TABLES
 from scripts.publish.tables.real_sizes import SizeRow
 from sdfastgn.bench.images import relative_error
-from tests.bench.tables.cases import save
+from tests.bench.tables.cases import ENVIRONMENT, save
 
 CPU = torch.device("cpu")
 ROW = SizeRow("a VAE", "bfloat16", 40.0, 20.0, 900.0, 800.0, False, 1e-3, 5e-3, 4e-3, 7.0)
@@ -45,7 +45,20 @@ def test_errors_are_against_fp32_of_the_same_weights_and_inputs():
 def test_videos_have_a_table_of_their_own(tmp_path):
     rows = [ROW, dataclasses.replace(ROW, model="a video", is_video=True)]
     save(tmp_path, "1.json", "real_sizes", rows)
-    line = "| bfloat16 | 40 | 20 | 2.00x | no | 7 | 900 | 800 | 5.0e-03 | 4.0e-03 |"
+    line = "| H200 | bfloat16 | 40 | 20 | 2.00x | no | 7 | 900 | 800 | 5.0e-03 | 4.0e-03 |"
     assert f"| a VAE {line}" in TABLES["real_sizes"](tmp_path)
     assert f"| a video {line}" in TABLES["video"](tmp_path)
     assert "a VAE" not in TABLES["video"](tmp_path)
+
+
+def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one(tmp_path):
+    where = {**ENVIRONMENT, "gpu": "NVIDIA H100 80GB HBM3", "date": "2026-11-25T06:00:00+00:00"}
+    save(tmp_path, "later.json", "real_sizes", [dataclasses.replace(ROW, stock_ms=50.0)], environment=where)
+    save(tmp_path, "new.json", "real_sizes", [ROW, dataclasses.replace(ROW, model="another")])
+    text = TABLES["real_sizes"](tmp_path)
+    assert "| a VAE | H100 | bfloat16 | 50 | 20 | 2.50x |" in text
+    assert "| another | H200 | bfloat16 | 40 |" in text
+    assert text.count("| a VAE |") == 1
+    assert text.count("commit") == 2
+    (tmp_path / "new.json").unlink()
+    assert TABLES["real_sizes"](tmp_path).count("commit") == 1
