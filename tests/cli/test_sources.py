@@ -124,11 +124,25 @@ def test_a_file_that_cannot_be_written(monkeypatch):
 
 
 _CLASSES = {
-    "attention": ("GEGLU", "BasicTransformerBlock", "CrossAttention", "FeedForward", "SpatialTransformer"),
-    "diffusionmodules/openaimodel": ("ResBlock", "Upsample", "TimestepEmbedSequential", "UNetModel"),
-    "diffusionmodules/model": ("AttnBlock", "Decoder", "Encoder", "ResnetBlock", "Upsample"),
+    "modules/attention": (
+        "GEGLU",
+        "BasicTransformerBlock",
+        "CrossAttention",
+        "FeedForward",
+        "SpatialTransformer",
+    ),
+    "modules/diffusionmodules/openaimodel": ("ResBlock", "Upsample", "TimestepEmbedSequential", "UNetModel"),
+    "modules/diffusionmodules/model": (
+        *("AttnBlock", "CarriedConv3d", "Decoder", "Encoder", "ResnetBlock", "Upsample"),
+    ),
+    "hunyuan_video/vae_refiner": ("Decoder", "DnSmpl", "Encoder", "RMS_norm", "UpSmpl"),
+    "wan/vae": ("AttentionBlock", "CausalConv3d", "Encoder3d", "RMS_norm", "Resample", "ResidualBlock"),
+    "wan/vae2_2": (
+        *("AvgDown3D", "Decoder3d", "Down_ResidualBlock", "DupUp3D", "Encoder3d", "Resample"),
+        *("ResidualBlock", "Up_ResidualBlock"),
+    ),
 }
-_LAYERS = ("Conv2d", "Linear", "GroupNorm", "LayerNorm")
+_LAYERS = ("Conv2d", "Conv3d", "Linear", "GroupNorm", "LayerNorm")
 # A checkout of ComfyUI with the classes that fusions replace, and no code in them. File -> text.
 COMFYUI = {
     "comfyui_version.py": "__version__ = '9.9.9'",
@@ -146,9 +160,10 @@ COMFYUI = {
         ]
     ),
 } | {
-    f"comfy/ldm/modules/{file}.py": "\n".join(f"class {name}(nn.Module): ..." for name in names)
+    f"comfy/ldm/{file}.py": "\n".join(f"class {name}(nn.Module): ..." for name in names)
     for file, names in _CLASSES.items()
 }
+COMFYUI["comfy/ldm/wan/vae.py"] += "\nclass Decoder3d(nn.Module):\n    def run_up(self): ..."
 
 
 @pytest.mark.slow
