@@ -75,7 +75,7 @@ def device_word(option: str, value: str | None) -> str | None:
 
 
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """Return ``value`` if it is in ``words``, an existing path, or looks like the id of a Hub repository."""
+    """Return ``value`` if it is one of ``words``, an existing path, or maybe the id of a Hub repository."""
     try:
         if value in words or (value and Path(value).expanduser().exists()):
             return value

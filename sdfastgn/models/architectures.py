@@ -29,8 +29,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in c
 # Settings of a UNet whose value is either a list with an entry for each block, or one value for all blocks.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
-# Setting of a UNet that may require further inputs -> the values for which ``unet_inputs`` can make these
-# inputs.
+# Some settings of a UNet add inputs to its forward. Setting -> the values that ``unet_inputs`` supports.
 _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),

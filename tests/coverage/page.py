@@ -14,10 +14,11 @@ from tests.plugin import run_fused_on_cpu
 SECTIONS = (*stable_diffusion.SECTIONS, *relatives.SECTIONS, *networks.SECTIONS)
 _HEAD = """# Coverage
 
-What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. A test builds each row
-with tiny random weights and runs it stock, optimized and restored. The optimized output equals
-stock's within the dtype's rounding, and the restored one bit by bit, in every row. The tables are
-from that run: `python -m tests.coverage.page --write docs/coverage.md` renews it.
+What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. Each row below is one
+pipeline or model. A test builds it with tiny random weights, and runs it three times: stock,
+optimized and restored. The optimized output equals stock's within the dtype's rounding, and the
+restored one bit by bit, in every row. The tables show the results of this test, and
+`python -m tests.coverage.page --write docs/coverage.md` renews this page.
 
 - **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused. In
   the autoencoders of Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner, LTX-Video and LTX-2
@@ -25,8 +26,8 @@ from that run: `python -m tests.coverage.page --write docs/coverage.md` renews i
 - **partly**: the last column says which parts keep stock's code or a separate pass, and why.
 - **left alone**: nothing is fused, and the call is stock's.
 
-Text encoders and vocoders have no GroupNorm and no row. [Fusions](fusions.md) explains the parts,
-and which are left alone on purpose.
+Text encoders and vocoders have no GroupNorm and no row. [Fusions](fusions.md) explains
+what each fusion does. It also lists the layers that are left alone on purpose.
 """
 _TAIL = """## Real sizes
 

@@ -61,7 +61,7 @@ def real_sizes_markdown(results: Path) -> str:
 
 
 def video_markdown(results: Path) -> str:
-    """Returns the lines of ``real_sizes_markdown`` whose models make videos."""
+    """Returns the table of ``real_sizes_markdown``, but only with the models that make videos."""
     return _table(results, lambda row: row.is_video)
 
 

@@ -98,7 +98,10 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 
 
 def cell_line(row: KernelRow) -> str:
-    """A line of text about a measurement, shown as soon as it is made. Empty if it could not be made."""
+    """The line that is shown after a measurement: its times, or why it failed.
+
+    It is empty if the provider was unavailable.
+    """
     if row.status == UNAVAILABLE:
         return ""
     found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"
@@ -123,7 +126,10 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
 
 
 def competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
-    """The rows of the copy and of the suite's ``operations``, without its ``extras``."""
+    """The rows of the first table: the memory copy (``COPY``) and the suite's ``operations``.
+
+    The suite's ``extras`` have no competitors, so they are left out.
+    """
     return [row for row in rows if row.task in (COPY, *suite.ideals)]
 
 

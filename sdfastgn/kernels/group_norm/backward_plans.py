@@ -164,7 +164,10 @@ class GroupNormGradPlan:
                 self.parts_sum = self._plan_parts_sum(sizes, parts)
 
     def _plan_parts_sum(self, sizes: Sizes, parts: int) -> Launch:
-        """Plan a launch with one program for each of the five gradients and each block of channels."""
+        """Plan the launch that adds up the partial sums of the gradients of all operands but x.
+
+        It has one program for each of these five operands and each block of channels.
+        """
         block_p, block_c = column_sum_block(parts, sizes.C)
         return Launch(
             parameter_kernels.parameter_sum_kernel, _PARAMETERS * ceil_div(sizes.C, block_c), SUM_WARPS,

@@ -136,7 +136,9 @@ def small_launch(
     image: int | None = None,
     momentum: float | None = None,
 ) -> Launch:
-    """The launch of the small way. It has one program for each group, or for several groups of one channel.
+    """The single launch for small groups. A program normalizes one group.
+
+    If each group is one channel, a program normalizes several groups.
 
     ``image``, ``momentum``: BatchNorm's constants ``IMAGE`` and ``MOMENTUM`` of ``channels_kernel``.
     """

@@ -73,7 +73,7 @@ def _pointwise(conv: Any, x: Tensor) -> Tensor:
 
 
 class _FusedResnetBlock(nn.Module):
-    """``HunyuanVideo15ResnetBlock``, and the same of the refiner.
+    """The fused forward of ``HunyuanVideo15ResnetBlock`` and of ``HunyuanImageRefinerResnetBlock``.
 
     x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last.
     """

@@ -74,8 +74,8 @@ class _Containers:
 
         Args:
             items: an iterable of the container's items.
-            place: where the container is, for the sentence of ``difference``. None if another comparison
-                describes changes of this container.
+            place: names the container in the text that ``difference`` returns. None if ``difference`` must
+                skip this container, because another comparison reports its changes.
         """
         self._items.append(items)
         self._places.append(place)

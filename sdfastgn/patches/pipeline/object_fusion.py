@@ -107,9 +107,9 @@ class ObjectFusion:
 
 
 def _new(module: str, stock: type) -> Any:
-    """Make a fused instance without attributes; copies and pickles then set its attributes.
+    """Make an instance without attributes. Copy and pickle call this, and then set the attributes.
 
-    The instance is a stock one if the installed upstream code is not a version that was tested.
+    The class is the fused one if the installed upstream code was tested. Otherwise it is the stock one.
     """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     source = fusion._source_of(stock)
