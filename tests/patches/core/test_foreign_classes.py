@@ -121,10 +121,12 @@ def test_a_class_over_ours_is_reported(build, call):
         if type(module.get_submodule(path)).__name__ != "Over":
             put_over(module.get_submodule(path))
     over = over_fused(module)
-    assert {path for path, _ in found(module, "skipped")} == over
+    # A tiled decode is left to stock because its decoder has another class.
+    skipped = [e for e in sdfastgn.report(module).skipped if e.fusion != "tiled_decode"]
+    assert {e.path for e in skipped} == over
     # A model's hooks work with any class.
     assert found(module, "skipped") | found(module, "fused") == fused
-    assert all("other code changed its fused class to " in e.reason for e in sdfastgn.report(module).skipped)
+    assert all("other code changed its fused class to " in e.reason for e in skipped)
     if over:
         with pytest.raises(ValueError, match=r"strict=True and .* other code changed its fused class"):
             sdfastgn.optimize(module, strict=True)
