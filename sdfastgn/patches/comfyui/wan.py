@@ -50,25 +50,12 @@ _HAS_PAIRS = hasattr(vae.Decoder3d, "run_up")
 
 
 def _is_plain_conv(conv: Any, x: Tensor) -> bool:
-    """True if calling ``conv`` only pads as upstream does and runs PyTorch's convolution, in the dtype and
-    on the device of x.
-    """
-    return (
-        type(conv) is FusedCausalConv3d
-        and is_unhooked(conv)
-        and "_conv_forward" not in vars(conv)
-        and conv.padding_mode == "zeros"
-        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
-    )
+    """``causal.is_plain_conv`` for ``FusedCausalConv3d``."""
+    return causal.is_plain_conv(conv, x, (FusedCausalConv3d,))
 
 
 def _conv3d(conv: Any, frames: Tensor, bias: Tensor | None) -> Tensor:
     return conv._conv_forward(frames, conv.weight, bias)
-
-
-def _given(feat_idx: Any) -> tuple[Any, ...]:
-    """Returns ``(feat_idx,)`` for stock's forward, or () if ``feat_idx`` was not given."""
-    return () if feat_idx is None else (feat_idx,)
 
 
 class FusedRMS(FusedRMSNorm, vae.RMS_norm):
@@ -121,7 +108,7 @@ class ResidualBlockBase(_Chunked):
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
         norms = self._norms(x, feat_cache, feat_idx)
         if norms is None:
-            return super().forward(x, feat_cache, *_given(feat_idx), **options)
+            return super().forward(x, feat_cache, *causal.given(feat_idx), **options)
         _ops.run_every_op()  # raises an error if the user has interrupted the run
         _, _, conv1, _, _, _, conv2 = self.residual
         x = laid_out(x, channels_last=True)
@@ -144,11 +131,7 @@ class ResidualBlockBase(_Chunked):
             return None
         if not (_is_plain_conv(conv1, x) and _is_plain_conv(conv2, x)):
             return None
-        if feat_cache is not None and not (
-            feat_idx is not None
-            and causal.fits(feat_cache[feat_idx[0]], x, self.in_dim)
-            and causal.fits(feat_cache[feat_idx[0] + 1], x, self.out_dim)
-        ):
+        if not causal.next_fit(feat_cache, feat_idx, x, self.in_dim, self.out_dim):
             return None
         first, second = norm_of(norm1, act1, x), norm_of(norm2, act2, x)
         return None if first is None or second is None else (first, second)
@@ -158,30 +141,13 @@ class ResampleBase(_Chunked):
     """``Resample`` that upsamples. x (N, C, T, H, W) -> (N, C', T or 2T, 2H, 2W), channels-last."""
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
-        if not (is_plain_inference(x) and self._is_plain(x, feat_cache, feat_idx)):
-            return super().forward(x, feat_cache, *_given(feat_idx), **options)
-        x = laid_out(x, channels_last=True)
-        if self.mode == "upsample3d" and feat_cache is not None:
-            i = feat_idx[0]
-            feat_idx[0] += 1
-            if feat_cache[i] is None:
-                feat_cache[i] = "Rep"  # as upstream: marks the first chunk, whose frame is not doubled
-            else:
-                x = self._twice_the_frames(x, feat_cache, i)
+        if not (
+            is_plain_inference(x)
+            and causal.is_plain_upsampling(self, x, feat_cache, feat_idx, (nn.Upsample,), _is_plain_conv)
+        ):
+            return super().forward(x, feat_cache, *causal.given(feat_idx), **options)
+        x = causal.with_new_frames(self, x, feat_cache, feat_idx)
         return causal.upsample_and_convolve(prepared(self.resample[1], x), x)
-
-    def _is_plain(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> bool:
-        upsample = self.resample[0]
-        if not all(map(is_unhooked, (self.resample, upsample))) or type(upsample) is not nn.Upsample:
-            return False
-        if (upsample.scale_factor, upsample.mode, upsample.size) != ((2.0, 2.0), "nearest-exact", None):
-            return False
-        if self.mode == "upsample2d" or feat_cache is None:
-            return True
-        if feat_idx is None or not _is_plain_conv(self.time_conv, x):
-            return False
-        cache = feat_cache[feat_idx[0]]
-        return (isinstance(cache, str) and cache == "Rep") or causal.fits(cache, x, x.shape[1])
 
     def _twice_the_frames(self: Any, x: Tensor, feat_cache: Any, i: int) -> Tensor:
         """Runs ``time_conv``, and splits its 2 C channels into two frames for each frame of x.
@@ -205,9 +171,7 @@ class _Headed(_Chunked):
         """
         if len(self.head) != 3 or not (is_plain_inference(x) and _is_plain_conv(self.head[2], x)):
             return None
-        if feat_cache is not None and (
-            feat_idx is None or not causal.fits(feat_cache[feat_idx[0]], x, x.shape[1])
-        ):
+        if not causal.next_fit(feat_cache, feat_idx, x, x.shape[1]):
             return None
         return norm_of(self.head[0], self.head[1], x)
 
@@ -225,7 +189,7 @@ class _FusedHalf(_Headed):
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Any:
         norm = self._head_norm(x, feat_cache, feat_idx)
         if norm is None or not _is_plain_conv(self.conv1, x):
-            return super().forward(x, feat_cache, *_given(feat_idx), **options)
+            return super().forward(x, feat_cache, *causal.given(feat_idx), **options)
         x = self._step(self.conv1, x, feat_cache, feat_idx)
         found = self._between(x, feat_cache, feat_idx, options)
         return None if found is None else self._run_head(found, feat_cache, feat_idx, norm)

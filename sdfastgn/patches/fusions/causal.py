@@ -8,7 +8,7 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import pointwise
+from sdfastgn.patches.core.fusion import is_unhooked
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
 from sdfastgn.patches.fusions.video import (
     convolve_windows,
@@ -37,10 +38,15 @@ __all__ = [
     "attend_in_frames",
     "convolve",
     "fits",
+    "given",
+    "is_plain_conv",
+    "is_plain_upsampling",
+    "next_fit",
     "padding_of",
     "pairs_as_frames",
     "step",
     "upsample_and_convolve",
+    "with_new_frames",
 ]
 
 # Maximum number of frames of an entry of ``feat_cache``, upstream's CACHE_T.
@@ -53,6 +59,26 @@ def padding_of(conv: Any) -> tuple[int, int, int]:
     """
     own = conv._padding
     return (own, *conv.padding[1:]) if isinstance(own, int) else (own[4], own[2], own[0])
+
+
+def is_plain_conv(conv: Any, x: Tensor, kinds: Container[type]) -> bool:
+    """True if calling ``conv`` only pads as upstream does and runs PyTorch's convolution, in the dtype and
+    on the device of x.
+
+    ``kinds``: the known classes of causal convolutions.
+    """
+    return (
+        type(conv) in kinds
+        and is_unhooked(conv)
+        and "_conv_forward" not in vars(conv)
+        and conv.padding_mode == "zeros"
+        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
+    )
+
+
+def given(feat_idx: Any) -> tuple[Any, ...]:
+    """Returns ``(feat_idx,)`` for stock's forward, or () if ``feat_idx`` was not given."""
+    return () if feat_idx is None else (feat_idx,)
 
 
 def fits(cache: Any, x: Tensor, C: int) -> bool:
@@ -68,6 +94,13 @@ def fits(cache: Any, x: Tensor, C: int) -> bool:
         and (cache.dtype, cache.device) == (x.dtype, x.device)
         and (*cache.shape[:2], *cache.shape[3:]) == (x.shape[0], C, *x.shape[3:])
         and cache.shape[2] <= CACHE_T
+    )
+
+
+def next_fit(feat_cache: Any, feat_idx: Any, x: Tensor, *channels: int) -> bool:
+    """True if there is no cache, or if its next entries fit convolutions of ``channels`` (``fits``)."""
+    return feat_cache is None or (
+        feat_idx is not None and all(fits(feat_cache[i], x, C) for i, C in enumerate(channels, feat_idx[0]))
     )
 
 
@@ -168,6 +201,50 @@ def pairs_as_frames(y: Tensor, bias: Tensor | None) -> Tensor:
     else:
         torch.add(pairs, bias.view(2, 1, 1, -1), out=frames)
     return frames.flatten(1, 2).movedim(-1, 1)
+
+
+def is_plain_upsampling(
+    block: Any,
+    x: Tensor,
+    feat_cache: Any,
+    feat_idx: Any,
+    kinds: Container[type],
+    is_plain_time_conv: Callable[[Any, Tensor], bool],
+) -> bool:
+    """True if ``block``, a ``Resample``, only doubles the size of frames and, in a chunk, their number.
+
+    Args:
+        block: in the mode "upsample2d" or "upsample3d".
+        kinds: the known classes of ``block.resample[0]``.
+        is_plain_time_conv: called with (``block.time_conv``, x).
+    """
+    upsample = block.resample[0]
+    if not (is_unhooked(block.resample) and is_unhooked(upsample) and type(upsample) in kinds):
+        return False
+    if (upsample.scale_factor, upsample.mode, upsample.size) != ((2.0, 2.0), "nearest-exact", None):
+        return False
+    if block.mode == "upsample2d" or feat_cache is None:
+        return True
+    if feat_idx is None or not is_plain_time_conv(block.time_conv, x):
+        return False
+    cache = feat_cache[feat_idx[0]]
+    return (isinstance(cache, str) and cache == "Rep") or fits(cache, x, x.shape[1])
+
+
+def with_new_frames(block: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Tensor:
+    """Returns x (N, C, T, H, W), or twice its frames if ``block`` doubles them in this chunk; channels-last.
+
+    ``block._twice_the_frames(x, feat_cache, i)`` doubles them, and renews entry ``i`` of ``feat_cache``.
+    """
+    x = laid_out(x, channels_last=True)
+    if block.mode != "upsample3d" or feat_cache is None:
+        return x
+    i = feat_idx[0]
+    feat_idx[0] += 1
+    if feat_cache[i] is None:
+        feat_cache[i] = "Rep"  # as upstream: marks the first chunk, whose frame is not doubled
+        return x
+    return block._twice_the_frames(x, feat_cache, i)
 
 
 def upsample_and_convolve(conv: Any, x: Tensor) -> Tensor:

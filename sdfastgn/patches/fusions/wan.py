@@ -61,21 +61,8 @@ _UPSAMPLES: set[type[nn.Module]] = set()
 
 
 def _is_plain_conv(conv: Any, x: Tensor) -> bool:
-    """True if calling ``conv`` only pads as upstream does and runs PyTorch's convolution, in the dtype and
-    on the device of x.
-    """
-    return (
-        type(conv) in _CONVS
-        and is_unhooked(conv)
-        and "_conv_forward" not in vars(conv)
-        and conv.padding_mode == "zeros"
-        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
-    )
-
-
-def _given(feat_idx: Any) -> tuple[Any, ...]:
-    """Returns ``(feat_idx,)`` for stock's forward, or () if ``feat_idx`` was not given."""
-    return () if feat_idx is None else (feat_idx,)
+    """``causal.is_plain_conv`` for the causal convolutions of Wan and Qwen-Image."""
+    return causal.is_plain_conv(conv, x, _CONVS)
 
 
 # --- fused classes ----------------------------------------------------------------------------------
@@ -107,7 +94,7 @@ class _FusedResidualBlock(nn.Module):
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
         norms = self._norms(x, feat_cache, feat_idx)
         if norms is None:
-            return super().forward(x, feat_cache, *_given(feat_idx))
+            return super().forward(x, feat_cache, *causal.given(feat_idx))
         x = laid_out(x, channels_last=True)
         residual = x
         if isinstance(self.conv_shortcut, nn.Conv3d):
@@ -131,11 +118,7 @@ class _FusedResidualBlock(nn.Module):
             return None
         if not (_is_plain_conv(self.conv1, x) and _is_plain_conv(self.conv2, x)):
             return None
-        if feat_cache is not None and not (
-            feat_idx is not None
-            and causal.fits(feat_cache[feat_idx[0]], x, self.in_dim)
-            and causal.fits(feat_cache[feat_idx[0] + 1], x, self.out_dim)
-        ):
+        if not causal.next_fit(feat_cache, feat_idx, x, self.in_dim, self.out_dim):
             return None
         first, second = (norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
         return None if first is None or second is None else (first, second)
@@ -148,32 +131,14 @@ class _FusedResample(nn.Module):
     """
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
-        if not (is_plain_inference(x) and self._is_plain_upsampling(x, feat_cache, feat_idx)):
-            return super().forward(x, feat_cache, *_given(feat_idx))
-        x = laid_out(x, channels_last=True)
-        if self.mode == "upsample3d" and feat_cache is not None:
-            i = feat_idx[0]
-            feat_idx[0] += 1
-            if feat_cache[i] is None:
-                feat_cache[i] = "Rep"  # as upstream: marks the first chunk, whose frame is not doubled
-            else:
-                x = self._twice_the_frames(x, feat_cache, i)
+        if not (
+            self.mode in ("upsample2d", "upsample3d")
+            and is_plain_inference(x)
+            and causal.is_plain_upsampling(self, x, feat_cache, feat_idx, _UPSAMPLES, _is_plain_conv)
+        ):
+            return super().forward(x, feat_cache, *causal.given(feat_idx))
+        x = causal.with_new_frames(self, x, feat_cache, feat_idx)
         return causal.upsample_and_convolve(self.resample[1], x)
-
-    def _is_plain_upsampling(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> bool:
-        if self.mode not in ("upsample2d", "upsample3d") or not is_unhooked(self.resample):
-            return False
-        upsample = self.resample[0]
-        if not (type(upsample) in _UPSAMPLES and is_unhooked(upsample)):
-            return False
-        if (upsample.scale_factor, upsample.mode, upsample.size) != ((2.0, 2.0), "nearest-exact", None):
-            return False
-        if self.mode == "upsample2d" or feat_cache is None:
-            return True
-        if feat_idx is None or not _is_plain_conv(self.time_conv, x):
-            return False
-        cache = feat_cache[feat_idx[0]]
-        return (isinstance(cache, str) and cache == "Rep") or causal.fits(cache, x, x.shape[1])
 
     def _twice_the_frames(self: Any, x: Tensor, feat_cache: Any, i: int) -> Tensor:
         """Runs ``time_conv``, and splits its 2 C channels into two frames for each frame of x.
@@ -204,7 +169,7 @@ class _FusedHalf(nn.Module):
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
         norm = self._norm(x, feat_cache, feat_idx)
         if norm is None:
-            return super().forward(x, feat_cache, *_given(feat_idx), **options)
+            return super().forward(x, feat_cache, *causal.given(feat_idx), **options)
         x = causal.step(self.conv_in, x, feat_cache, feat_idx)
         x = self._middle(x, feat_cache, feat_idx, **options)
         return causal.step(self.conv_out, x, feat_cache, feat_idx, norm=norm).contiguous()
@@ -215,9 +180,7 @@ class _FusedHalf(nn.Module):
             is_plain_inference(x) and _is_plain_conv(self.conv_in, x) and _is_plain_conv(self.conv_out, x)
         ):
             return None
-        if feat_cache is not None and (
-            feat_idx is None or not causal.fits(feat_cache[feat_idx[0]], x, x.shape[1])
-        ):
+        if not causal.next_fit(feat_cache, feat_idx, x, x.shape[1]):
             return None
         return norm_of(self.norm_out, self.nonlinearity, x)
 
