@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -151,13 +152,9 @@ def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
 
     Returns the records of the wrappers.
     """
-    global _touches
     found = list(found)
     devices = dict.fromkeys(source.weight.device for _, source in found)
-    with changing, torch.no_grad():
-        _touches += 1  # so that every ``Survey`` checks again
-        for device in devices:
-            _wait_for_readers(device)
+    with _writing(devices):
         made = []
         for layer, source in found:
             record = records.get(layer)
@@ -188,22 +185,30 @@ def rescale(
         scales: the new scales of each record's source.
         flat: the new scales of all factors in ``sums``, in their order.
     """
-    global _touches
     devices = dict.fromkeys(record.layer.weight.device for record in those)
-    with changing, torch.no_grad():
+    with changing:
         keys = [record.key for record in those if record.key is not None]
         if len(keys) < len(those):
             return False
-        _touches += 1  # another ``Survey`` may expect other values
+        with _writing(devices):
+            for record in those:
+                record.key = None  # invalid until ``note_scales``
+            sums.compute(flat)
+            written = {device: _written_now(device) for device in devices}
+            for record, key, own_scales in zip(those, keys, scales, strict=True):
+                record.note_scales(key, own_scales, written[record.layer.weight.device])
+    return True
+
+
+@contextmanager
+def _writing(devices: Iterable[torch.device]) -> Iterator[None]:
+    """In this context the current streams of ``devices`` may write merged weights."""
+    global _touches
+    with changing, torch.no_grad():
+        _touches += 1  # so that every ``Survey`` checks again
         for device in devices:
             _wait_for_readers(device)
-        for record in those:
-            record.key = None  # invalid until ``note_scales``
-        sums.compute(flat)
-        written = {device: _written_now(device) for device in devices}
-        for record, key, own_scales in zip(those, keys, scales, strict=True):
-            record.note_scales(key, own_scales, written[record.layer.weight.device])
-    return True
+        yield
 
 
 def _wait_for_readers(device: torch.device) -> None:
