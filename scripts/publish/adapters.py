@@ -24,6 +24,8 @@ from peft import LoraConfig
 from torch import Tensor
 
 import sdfastgn
+from scripts.publish.networks import BATCH
+from scripts.publish.real_sizes import MAX_ERROR
 from scripts.publish.tables.adapters import KIND, ChangeRow
 from sdfastgn.bench import documents, timing
 from sdfastgn.bench.environment import environment
@@ -33,15 +35,11 @@ from sdfastgn.model_inputs import unet_inputs
 from sdfastgn.models.architectures import with_random_weights
 from sdfastgn.models.configurations import UNETS
 
-# Batch size of a step with guidance.
-BATCH = 2
 RANK = 16
 # The projections of the attention, which most LoRAs adapt.
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 # Number of calls after the second call. Their median is the time that the table calls "later".
 LATER = 6
-# Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
-MAX_ERROR = 0.05
 
 
 @dataclass
@@ -152,7 +150,7 @@ def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[Chang
 
     ``model``: the UNet, a key of ``UNETS``.
     """
-    stock, ours = ([*measured_calls(model, dtype, device, optimize=optimize)] for optimize in (False, True))
+    stock, ours = (measured_calls(model, dtype, device, optimize=optimize) for optimize in (False, True))
     rows = []
     for (change, _), (expected, stock_ms, stock_mib), (found, ours_ms, ours_mib) in zip(
         CHANGES, stock, ours, strict=True

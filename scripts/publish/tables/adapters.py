@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.publish.tables.markdown import documents, markdown
+from scripts.publish.tables.markdown import documents, markdown, speed_up
 from sdfastgn.bench.documents import OK
-from sdfastgn.bench.tables.cells import LOSS, NOTHING, error_text, number, source_line
+from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
 from sdfastgn.bench.tables.profile import MODEL_LABELS
 
 KIND = "adapters"
@@ -52,12 +52,11 @@ def adapters_markdown(results: Path) -> str:
 
 def _cells(row: ChangeRow) -> list[str]:
     ours = [number(each) for each in row.ours_ms] if row.status == OK else [row.status, NOTHING, NOTHING]
-    times = row.stock_ms[-1] / row.ours_ms[-1] if row.status == OK else None
     return [
         f"{MODEL_LABELS.get(row.model, row.model)}, {row.change}",
         *(number(each) for each in row.stock_ms),
         *ours,
-        NOTHING if times is None else f"{times:.2f}x{LOSS if round(times, 2) < 1 else ''}",
+        speed_up(row.stock_ms[-1], row.ours_ms[-1]) if row.status == OK else NOTHING,
         error_text(row.error),
         number(row.stock_mib),
         number(row.ours_mib),

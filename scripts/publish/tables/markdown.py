@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench.documents import checked, load
+from sdfastgn.bench.tables.cells import LOSS
 
 NO_RESULTS = "No results are committed yet."
-
-
-def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def markdown(header: Sequence[str], body: Sequence[Sequence[str]], lines: Iterable[str]) -> str:
     """Returns a table and below it ``lines``, each once. Returns ``NO_RESULTS`` if ``body`` is empty."""
     if not body:
         return NO_RESULTS
-    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in dict.fromkeys(lines))])
+    rows = [header, ["---", *["---:"] * (len(header) - 1)], *body]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n\n".join([table, *(f"{line}." for line in dict.fromkeys(lines))])
+
+
+def speed_up(stock_ms: float, ours_ms: float) -> str:
+    """Returns a cell with the speed-up over stock. A dagger marks one that rounds to less than 1.00."""
+    times = stock_ms / ours_ms
+    return f"{times:.2f}x{LOSS if round(times, 2) < 1 else ''}"
 
 
 def documents(results: Path, kind: str) -> list[dict[str, Any]]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.publish.tables.markdown import documents, markdown
+from scripts.publish.tables.markdown import documents, markdown, speed_up
 from sdfastgn.bench.documents import FAILED, OK
-from sdfastgn.bench.tables.cells import LOSS, NOTHING, error_text, number, source_line
+from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
 
 _HEADER = (
     "model", "GPU", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "CPU ms", "peak MiB, stock",
@@ -74,22 +74,14 @@ def _table(results: Path, is_shown: Callable[[SizeRow], bool]) -> str:
 
 
 def _cells(row: SizeRow, gpu: str) -> list[str]:
+    first = [row.model, _short(gpu), row.dtype]
     if row.status != OK or row.stock_ms is None or row.optimized_ms is None:
-        return [
-            row.model,
-            _short(gpu),
-            row.dtype,
-            f"{row.status} {row.reason}".strip(),
-            *[NOTHING] * (len(_HEADER) - 4),
-        ]
-    times = row.stock_ms / row.optimized_ms
+        return [*first, f"{row.status} {row.reason}".strip(), *[NOTHING] * (len(_HEADER) - len(first) - 1)]
     return [
-        row.model,
-        _short(gpu),
-        row.dtype,
+        *first,
         number(row.stock_ms),
         number(row.optimized_ms),
-        f"{times:.2f}x{LOSS if round(times, 2) < 1 else ''}",
+        speed_up(row.stock_ms, row.optimized_ms),
         "yes" if row.has_graph else "no",
         number(row.cpu_ms),
         number(row.stock_mib),
