@@ -37,6 +37,7 @@ class Case:
         prepare: makes the call of the model that is timed.
         dtype: the dtype of the model.
         is_video: True if the model makes videos.
+        is_long: True if its errors against fp32 are not measured, because a call in fp32 takes too long.
     """
 
     name: str
@@ -44,13 +45,20 @@ class Case:
     prepare: Prepare
     dtype: torch.dtype
     is_video: bool = False
+    is_long: bool = False
 
 
 CASES: list[Case] = []
 
 
 def case(
-    name: str, cls: str, dtype: torch.dtype = torch.float16, *, is_video: bool = False, **config: Any
+    name: str,
+    cls: str,
+    dtype: torch.dtype = torch.float16,
+    *,
+    is_video: bool = False,
+    is_long: bool = False,
+    **config: Any,
 ) -> Callable[[Prepare], Prepare]:
     """A decorator that adds a ``Case`` to ``CASES``.
 
@@ -59,7 +67,7 @@ def case(
     """
 
     def register(prepare: Prepare) -> Prepare:
-        CASES.append(Case(name, lambda: getattr(diffusers, cls)(**config), prepare, dtype, is_video))
+        CASES.append(Case(name, lambda: getattr(diffusers, cls)(**config), prepare, dtype, is_video, is_long))
         return prepare
 
     return register
@@ -265,7 +273,7 @@ def _(model, draw):
 
 video_case("HunyuanVideo VAE decode, 17 x 480 x 832", "hunyuan_video", "vae")
 video_case("Wan 2.1 VAE decode, 17 x 480 x 832", "wan", "vae")
-case("Wan 2.1 VAE decode, 81 x 480 x 832", "AutoencoderKLWan", BF16, is_video=True)(
+case("Wan 2.1 VAE decode, 81 x 480 x 832", "AutoencoderKLWan", BF16, is_video=True, is_long=True)(
     decode_of(1, 16, 21, 60, 104)
 )
 video_case("Qwen-Image VAE decode, 1024²", "qwen_image", "vae")

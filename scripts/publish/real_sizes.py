@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,11 @@ ROUND_SECONDS = 0.4
 MAX_CALLS = 20
 # Number of runs into which the networks are divided.
 RUNS = 4
-# Number of calls before the timed calls: one compiles kernels, one captures a graph, and one replays it.
-WARM_UP = 3
+# Minimum number of timed calls of one model.
+MIN_CALLS = 3
+# Number of calls between the first call, which compiles kernels, and the timed calls. One captures a graph,
+# and one replays it.
+WARM_UP = 2
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
 
@@ -75,36 +79,39 @@ def built(
     return model, call
 
 
-def milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Returns the median time of a call in milliseconds, after a warm-up. It includes the GPU's work."""
-    for _ in range(WARM_UP):
-        took, _ = timing.time_once(call, device)
-    count = min(MAX_CALLS, max(3, int(ROUND_SECONDS / took)))
-    return statistics.median(timing.time_once(call, device)[0] for _ in range(count)) * 1e3
+@dataclass(frozen=True)
+class Timed:
+    """What a call of a model takes.
 
-
-def cpu_milliseconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Returns the time that the CPU needs for a call, in milliseconds: until all of its work is launched.
-
-    If this time is shorter than the whole time of the call, the CPU has to wait for the GPU. Then a CUDA
-    graph would not make the call faster.
+    Attributes:
+        ms: median milliseconds until the GPU has finished its work.
+        cpu_ms: median milliseconds until the call has launched all of its work. If it is smaller than
+            ``ms``, the CPU waits for the GPU, and a CUDA graph would not make the call faster.
+        mib: peak memory of tensors in MiB; None on the CPU.
     """
 
-    def once() -> float:
+    ms: float
+    cpu_ms: float
+    mib: float | None
+
+
+def timed(call: Callable[[], Tensor], device: torch.device) -> Timed:
+    """Times a call that has been made once before."""
+    on_gpu = device.type == "cuda"
+    for _ in range(WARM_UP):
+        took, _ = timing.time_once(call, device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    launched, finished = [], []
+    for _ in range(min(MAX_CALLS, max(MIN_CALLS, int(ROUND_SECONDS / took)))):
         timing.synchronize(device)
         start = time.perf_counter()
         call()
-        return time.perf_counter() - start
-
-    return statistics.median(once() for _ in range(3)) * 1e3
-
-
-def peak_mib(call: Callable[[], Tensor], device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    call()
-    return torch.cuda.max_memory_allocated(device) / 2**20
+        launched.append(time.perf_counter() - start)
+        timing.synchronize(device)
+        finished.append(time.perf_counter() - start)
+    mib = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
+    return Timed(statistics.median(finished) * 1e3, statistics.median(launched) * 1e3, mib)
 
 
 def exact_output(case: Case, device: torch.device) -> Tensor:
@@ -115,31 +122,31 @@ def exact_output(case: Case, device: torch.device) -> Tensor:
 
 
 def measured(case: Case, device: torch.device) -> SizeRow:
-    exact = exact_output(case, device) if case.is_video or case.dtype == torch.bfloat16 else None
+    has_exact = (case.is_video or case.dtype == torch.bfloat16) and not case.is_long
+    exact = exact_output(case, device) if has_exact else None
     _release()
     model, call = built(case, device)
     expected = call()
-    stock, stock_mib = milliseconds(call, device), peak_mib(call, device)
+    stock = timed(call, device)
     sdfastgn.optimize(model)
     found = call()
     error = relative_error(found, expected)
     errors = [None if exact is None else _finite(relative_error(y.cpu(), exact)) for y in (expected, found)]
     del found, expected
-    optimized, mib = milliseconds(call, device), peak_mib(call, device)
-    cpu_ms = cpu_milliseconds(call, device)
+    optimized = timed(call, device)
     graphs = sdfastgn.report(model).graphs
     return SizeRow(
         case.name,
         str(case.dtype).removeprefix("torch."),
-        stock,
-        optimized,
-        stock_mib,
-        mib,
+        stock.ms,
+        optimized.ms,
+        stock.mib,
+        optimized.mib,
         any(each.replays for each in graphs),
         _finite(error),
         stock_error=errors[0],
         optimized_error=errors[1],
-        cpu_ms=cpu_ms,
+        cpu_ms=optimized.cpu_ms,
         is_video=case.is_video,
         status=documents.OK if error < MAX_ERROR else documents.WRONG,
     )

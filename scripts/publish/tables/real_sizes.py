@@ -26,7 +26,7 @@ class SizeRow:
         has_graph: True if the optimized calls were replays of a CUDA graph.
         error: relative error of the optimized output against stock's; None if it is not finite.
         stock_error, optimized_error: relative error of an output against stock's output in fp32 with the
-            same weights. Measured for videos and in bf16. None if it is not finite.
+            same weights. None if it is not finite or not measured: for images in fp16 and for long videos.
         cpu_ms: median milliseconds until an optimized call has launched all of its work.
         is_video: True if the model makes videos.
         reason: why the model failed.

@@ -40,6 +40,7 @@ def test_errors_are_against_fp32_of_the_same_weights_and_inputs():
     assert real_sizes.measured(network(torch.float32), CPU).stock_error is None
     video = dataclasses.replace(network(torch.float32), is_video=True)
     assert real_sizes.measured(video, CPU).stock_error == 0
+    assert real_sizes.measured(dataclasses.replace(video, is_long=True), CPU).stock_error is None
 
 
 def test_videos_have_a_table_of_their_own(tmp_path):
