@@ -123,7 +123,7 @@ hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub
 
 check: format-check lint types docs dist test test-slow test-compile test-serve  ## all that CI looks at
 
-bench: $(STAMP)  ## measure all that is published, on one H200; JSON goes to build/renewal
+bench: $(STAMP)  ## measure all that is published, on one GPU; JSON goes to build/renewal
 	$(BIN)/python -m scripts.publish.renew --archive build/renewal.tar.gz $(BENCH_ARGS)
 
 clean:  ## remove what the targets made

@@ -237,7 +237,7 @@ def quick(monkeypatch, tmp_path):
     for name in ("run_bench", "run_kernels"):
         monkeypatch.setattr(session, name, mock.Mock(return_value=0))
     monkeypatch.setattr(digits, "run_demo", mock.Mock(return_value=0))
-    (tmp_path / "benchmarks" / "h200").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "renewal").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 
 

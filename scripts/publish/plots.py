@@ -56,6 +56,6 @@ def profile(results: Path, picture: Path) -> None:
 
 PICTURES: dict[str, Callable[[Path, Path], None]] = {
     "times.png": headline,
-    "roofline_h200_fp16.png": kernels,
+    "roofline_fp16.png": kernels,
     "profile_sdxl.png": profile,
 }

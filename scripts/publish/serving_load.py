@@ -1,6 +1,6 @@
 """Measure a server's requests per second and their latency, stock and optimized.
 
-python -m scripts.publish.serving_load --model sd15 --json benchmarks/h200/serving_sd15.json
+python -m scripts.publish.serving_load --model sd15 --json benchmarks/by_hand/serving_sd15.json
 
 The server is docs/examples/serve.py with random weights. It runs in a separate process, and needs uvicorn:
 ``pip install ".[serve]"``. Each client sends its next request as soon as it has an answer. With ``--url``, a

@@ -1,6 +1,6 @@
 """The measurements from which the published pages are made. Each is a step: an entry of ``STEPS``.
 
-``scripts.publish.renew`` runs the steps. All together take at most ``MOST_SECONDS`` on one H200. A new table
+``scripts.publish.renew`` runs the steps. All together take at most ``MOST_SECONDS`` on one GPU. A new table
 needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# The GPU whose times the pages show.
-GPU = "NVIDIA H200"
-# Maximum number of seconds that all steps may take together on one H200.
+# Folder of the results that the pages show.
+RESULTS = ROOT / "benchmarks" / "renewal"
+# Maximum number of seconds that all steps may take together on one H100 or H200.
 MOST_SECONDS = 25 * 60
 # Name of the file that a renewal writes beside its results. It has the commit, the GPU, and each step's row.
 SUMMARY = "renewal.json"
@@ -30,7 +30,7 @@ class Step:
         command: the module that ``python -m`` runs, and its options except ``option``.
         tiny: options that are appended for a dry run on a CPU. They replace the same options in ``command``.
         feeds: names of the tables and pictures that are made from the file.
-        budget: number of seconds that the step may take on an H200, including the start of its process.
+        budget: number of seconds that the step may take on an H100, including the start of its process.
         option: the option of the command whose value is the path of the file. If it is ``--output``, its
             value is the path of the file's folder.
     """
@@ -146,7 +146,7 @@ STEPS = (
         "kernels.json",
         "sdfastgn kernels --repeats 10 --providers eager_nchw,eager_nhwc,inductor,sdfastgn",
         f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn",
-        ("kernels", "roofline_h200_fp16.png"),
+        ("kernels", "roofline_fp16.png"),
         100,
     ),
     Step(

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.publish.steps import RESULTS
 from sdfastgn.bench import page
 from sdfastgn.bench.documents import UNAVAILABLE, WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
 from sdfastgn.bench.tables.results import Result, cases_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save
 from tests.browser import open_at, tables_out_of_sight
-from tests.command_line import ROOT, invoke
+from tests.command_line import invoke
 
 LONG_NAME = "a_kernel_whose_reason_goes_on_and_on_" * 8
 # As wide as a small phone, and as a desk.
@@ -170,7 +171,7 @@ def test_a_wide_table_scrolls_beside_its_first_column(browser, written):
 
 @pytest.mark.parametrize("name", ["warm_up_sdxl", "profile_sdxl", "kernels"])
 def test_a_browser_shows_committed_results(browser, tmp_path, name):
-    content = json.loads((ROOT / "benchmarks" / "h200" / f"{name}.json").read_text())
+    content = json.loads((RESULTS / f"{name}.json").read_text())
     page.write_page(tmp_path / "page.html", [Result(name, content)])
     open_at(browser, tmp_path / "page.html", WIDTHS[0])
     assert faults(browser) == NONE

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sdfastgn
+from scripts.publish.steps import RESULTS
 from sdfastgn import cli
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels.suite import KernelRow
@@ -40,7 +41,6 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 # ---- command -> exit code, and words of its standard output
 
-H200 = ROOT / "benchmarks" / "h200"
 PROVIDERS = {name for suite in SUITES.values() for name in suite.providers}
 SEEDED = "kernels --shapes 1x32x1x1 --providers copy --device cpu --repeats 1 --seed"
 RIGHT: dict[str, tuple[int, list[str]]] = {
@@ -67,14 +67,14 @@ RIGHT: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     **{f"{SEEDED} {seed}": (0, ["copy"]) for seed in (0, -(2**63), 2**63 - 1)},
-    f"report {H200}/warm_up_sdxl.json {H200}/vae_1024_fp32.json": (
+    f"report {RESULTS}/warm_up_sdxl.json {RESULTS}/vae_1024_fp32.json": (
         0,
         ["first images, sdxl 1024²", "VAE decode, SDXL 1024²"],
     ),
 }
 
 
-@pytest.mark.parametrize("command", RIGHT, ids=lambda command: command.replace(f"{H200}/", ""))
+@pytest.mark.parametrize("command", RIGHT, ids=lambda command: command.replace(f"{RESULTS}/", ""))
 def test_a_command_ends_and_says(command: str) -> None:
     code, words = RIGHT[command]
     result = invoke(*command.split(), COLUMNS="60" if command.startswith("info") else "160")
@@ -86,7 +86,7 @@ def test_a_command_ends_and_says(command: str) -> None:
 def test_an_output_without_all_characters_has_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
-    monkeypatch.setattr(sys, "argv", ["sdfastgn", "report", str(ROOT / "benchmarks/h200/warm_up_sdxl.json")])
+    monkeypatch.setattr(sys, "argv", ["sdfastgn", "report", str(RESULTS / "warm_up_sdxl.json")])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert not caught.value.code
@@ -275,7 +275,7 @@ def test_kernels_on_the_cpu(tmp_path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if '"provider"' in line]
     assert [json.loads(line.rstrip(",")) for line in lines] == content["rows"]
     for name in ("kernels", "kernels_layer_norm"):
-        old = json.loads((ROOT / "benchmarks" / "h200" / f"{name}.json").read_text())
+        old = json.loads((RESULTS / f"{name}.json").read_text())
         assert set(old["rows"][0]) <= set(content["rows"][0])
         assert set(old["config"]) <= set(content["config"])
 

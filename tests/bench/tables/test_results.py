@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from scripts.publish.steps import SUMMARY
+from scripts.publish.steps import RESULTS, SUMMARY
 from sdfastgn.bench import documents
 from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.run import describe
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
 from sdfastgn.cli import bench_options
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
-from tests.command_line import ROOT, invoke
-
-H200 = ROOT / "benchmarks" / "h200"
+from tests.command_line import invoke
 
 
 def pipeline_result(name: str, steps: int, gpu: str = "NVIDIA H200", **times: float) -> Result:
@@ -38,7 +36,7 @@ def test_a_result_without_a_version_is_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(H200.glob("*.json")) - {H200 / SUMMARY}), ids=lambda path: path.stem
+    "path", sorted(set(RESULTS.glob("*.json")) - {RESULTS / SUMMARY}), ids=lambda path: path.stem
 )
 def test_committed_results_are_read(path):
     assert all(table.body for table in tables_of(Result(path.name, documents.read_json(path))))
@@ -103,7 +101,7 @@ def test_what_one_result_alone_has_is_shown_too(tmp_path):
     unet, vae = row("eager", 25.0), row("eager", 17.0, part="vae")
     first, second = save(tmp_path, "a.json", "end_to_end", [unet]), tmp_path / "b.json"
     save(tmp_path, second.name, "end_to_end", [unet, vae])
-    files = [str(path) for path in (first, second, H200 / "warm_up_sdxl.json")]
+    files = [str(path) for path in (first, second, RESULTS / "warm_up_sdxl.json")]
     result = invoke("report", *files)
     assert result.exit_code == 0, result.output
     assert "first images, sdxl 1024²" in result.stdout

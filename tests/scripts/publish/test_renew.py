@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from scripts.publish import pages, plots, real_sizes, renew, runs
-from scripts.publish.steps import GPU, MOST_SECONDS, ROOT, STEPS, SUMMARY, Step
+from scripts.publish.steps import MOST_SECONDS, RESULTS, ROOT, STEPS, SUMMARY, Step
 from scripts.publish.tables.markdown import NO_RESULTS
 from sdfastgn.bench.documents import FAILED, OK, write_json
 from sdfastgn.bench.variants import VARIANTS
 from sdfastgn.cli import digits, session
 
-H200 = ROOT / "benchmarks" / "h200"
+GPU = "NVIDIA H200"
 # Results that no step makes: what they need is built by hand.
 BY_HAND = {"stable_fast", "comfyui"}
 NAMES = [step.writes for step in STEPS]
@@ -46,8 +46,8 @@ def test_all_steps_fit_into_their_time_and_each_into_one_call_on_a_lent_machine(
     assert len(set(NAMES)) == len(NAMES)
 
 
-def test_every_result_of_the_h200_is_made_by_a_step():
-    committed = {path.relative_to(H200).as_posix() for path in H200.rglob("*.json")}
+def test_every_committed_result_is_made_by_a_step():
+    committed = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json")}
     assert committed <= {SUMMARY, *NAMES}
 
 
@@ -120,7 +120,7 @@ class Machine:
         self.timeouts: list[float] = []
         self.failing = failing
         self._now = 0.0
-        self.gpu = "NVIDIA H200"
+        self.gpu = GPU
         where = renew.environment(torch.device("cpu"))
         monkeypatch.setattr(renew, "environment", lambda _: {**where, "gpu": self.gpu, "git": git_of()})
         monkeypatch.setattr(renew, "execute", self.execute)
@@ -266,7 +266,6 @@ def test_an_archive_is_put_where_the_pages_look(tmp_path):
     ("options", "words"),
     [
         pytest.param({"tiny": True}, "is a dry run", id="dry run"),
-        pytest.param({"gpu": "NVIDIA H100"}, "on NVIDIA H100; the pages show NVIDIA H200", id="another GPU"),
         pytest.param({"failed": "kernels.json"}, "lacks kernels.json; go on with --resume", id="not whole"),
     ],
 )
@@ -286,7 +285,7 @@ def test_a_file_that_is_no_archive_is_one_line(tmp_path, capsys):
 
 
 def test_results_of_another_commit_or_gpu_are_refused_by_name(tmp_path):
-    results = tmp_path / "benchmarks" / "h200"
+    results = tmp_path / "benchmarks" / "renewal"
     renew.unpack(whole(tmp_path), results, tmp_path)
     (results / "sdxl.json").write_text(result(commit="fedcba9876"))
     (results / "old.json").write_text(result(gpu="NVIDIA H100"))
@@ -298,10 +297,11 @@ def test_results_of_another_commit_or_gpu_are_refused_by_name(tmp_path):
 
 
 def test_a_missing_result_is_refused_by_name(tmp_path):
-    renew.unpack(whole(tmp_path), tmp_path / "h200", tmp_path)
-    (tmp_path / "h200" / "kernels.json").unlink()
+    results = tmp_path / "benchmarks" / "renewal"
+    renew.unpack(whole(tmp_path), results, tmp_path)
+    (results / "kernels.json").unlink()
     with pytest.raises(ValueError, match=r"not there: .*kernels\.json$"):
-        pages.filled("no table", tmp_path)
+        pages.filled("no table", tmp_path / "benchmarks")
 
 
 # ---- the command line
@@ -368,7 +368,7 @@ def test_a_dry_run_makes_every_result_and_the_pages_take_them(tmp_path, monkeypa
         return run_here(arguments)
 
     monkeypatch.setattr(renew, "execute", execute)
-    out = tmp_path / "h200"
+    out = tmp_path / "renewal"
     assert renew.main(["--tiny", "--out", str(out)]) == 0
     assert {path.relative_to(out).as_posix() for path in out.rglob("*.json")} == {SUMMARY, *NAMES} - {
         "demo.png"
