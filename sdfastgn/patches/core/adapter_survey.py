@@ -24,6 +24,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Survey:
     """Keeps all merged weights of the model ``root`` up to date for its CUDA graphs.
 
+    ``refresh`` compares everything from which the merged weights are computed. If a graph waited for this,
+    the GPU would be idle for up to a millisecond in each call. So each call compares in two parts.
+    ``has_same_settings`` runs before the graph is started. It is quick, and notices what users usually
+    change. ``has_same_tensors`` compares the rest while the GPU runs the graph.
+
     The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merged_adapters.py``).
 
     Attributes:
@@ -43,7 +48,8 @@ class Survey:
         self._records = [records[layer] for layer in self.layers]
         self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
         self._factor: float | None = None
-        self._before: list[Any] = []
+        self._settings: list[Any] = []
+        self._objects: list[Any] = []
         self._sums: LowRankSums | None = None
 
     @property
@@ -69,19 +75,46 @@ class Survey:
             self.reason = f"its adapters were changed during a call: {one_line(error)}"
             return False
 
+    def has_same_settings(self, factor: float) -> bool:
+        """True if the adapters that are active, their scales and ``factor`` are as in the last refresh.
+
+        The current stream is then about to read the merged weights, so a later write waits for it.
+        """
+        if not self.layers:
+            return True
+        for device in self._devices:
+            read_on(device)
+        try:
+            return factor == self._factor and self._settings_now() == self._settings
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing the adapters
+            return False
+
+    def has_same_tensors(self) -> bool:
+        """True if all weights, and all layers of the adapters, are as in the last refresh."""
+        if not self.layers:
+            return True
+        try:
+            return (
+                self._factor is not None
+                and not any(map(is_expired, self._storage_ids))
+                and self._objects_now() == self._objects
+            )
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing the adapters
+            return False
+
     def _refresh(self, factor: float) -> bool:
         for device in self._devices:
             read_on(device)
         if self._factor is not None and not any(map(is_expired, self._storage_ids)):
-            seen = self._seen()
-            if seen == self._before and factor == self._factor:
-                return True
-            if self._differ_in_scales(seen):
-                self._factor = None
-                if self._rescale(factor):
-                    seen[0] = touches()
-                    self._before, self._factor = seen, factor
+            settings = self._settings_now()
+            if self._objects_now() == self._objects:
+                if settings == self._settings and factor == self._factor:
                     return True
+                if self._differ_in_scales(settings):
+                    self._factor = None
+                    if self._rescale(factor):
+                        self._settings, self._factor = [touches(), *settings[1:]], factor
+                        return True
         self._factor = self._sums = None
         if not self._find():
             return False
@@ -91,22 +124,20 @@ class Survey:
             if not (records.get(layer) is record and record.fits(scaled)):
                 self.reason = "a layer with an adapter has other memory or settings"
                 return False
-            if not record.is_of(scaled):
+            if record.is_of(scaled):
+                record.wait()  # an eager call may have written it in another stream
+            else:
                 found.append((layer, scaled))
         if found:
             write(found)
-            self._before[0] = touches()
+            self._settings[0] = touches()
         self._factor = factor
         return True
 
-    def _differ_in_scales(self, seen: list[Any]) -> bool:
-        """True if ``seen`` and ``_before`` differ in nothing but scales, and all scales are plain numbers."""
-        before = self._before
-        return (
-            seen[:_SCALES] == before[:_SCALES]
-            and seen[_SCALES + 1 :] == before[_SCALES + 1 :]
-            and set(map(type, seen[_SCALES])) <= {float, int}
-        )
+    def _differ_in_scales(self, settings: list[Any]) -> bool:
+        """True if ``settings`` and the last ones differ in nothing but scales, and all are plain numbers."""
+        *others, scales = settings
+        return others == self._settings[:-1] and set(map(type, scales)) <= {float, int}
 
     def _rescale(self, factor: float) -> bool:
         """Writes all merged weights again, with the present scales times ``factor``.
@@ -147,7 +178,7 @@ class Survey:
         return True
 
     def _look(self) -> None:
-        """Collect the dicts and tensors that ``_seen`` reads, and store its present result."""
+        """Collect the dicts and tensors that are compared, and store their present values."""
         owns = list(map(vars, self.layers))
         bases = [own["_modules"]["base_layer"] for own in owns]
         parts = [own["_modules"][side]._modules for own in owns for side in ("lora_A", "lora_B")]
@@ -165,32 +196,37 @@ class Survey:
         self._kept = [child for children in self._children for child in children.values()]
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
         self._storage_ids = list(map(expiring, self._storages))
-        self._before = self._seen()
+        self._settings, self._objects = self._settings_now(), self._objects_now()
 
-    def _seen(self) -> list[Any]:
-        """Values that change if a merged weight would change. Python builds and compares these lists in C."""
+    # Python builds and compares the two lists below in C.
+
+    def _settings_now(self) -> list[Any]:
+        """What ``set_adapters``, ``fuse_lora`` and similar functions change. The last item is the scales."""
         owns = self._owns
         scales = list(map(_scales_of, owns))
         return [
             touches(),
-            list(map(type, self._running)),
-            list(map(id, chain.from_iterable(map(dict.values, self._children)))),
-            list(map(id, chain.from_iterable(map(dict.values, self._parameters)))),
-            list(map(Tensor.data_ptr, self._tensors)),
-            list(map(version_of, self._tensors)),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
             list(chain.from_iterable(map(_active_of, owns))),
             list(map(type, scales)),
             list(chain.from_iterable(map(dict.values, scales))),
+        ]
+
+    def _objects_now(self) -> list[Any]:
+        """All else from which the merged weights are computed: layers, tensors and hooks."""
+        return [
+            list(map(type, self._running)),
+            list(map(id, chain.from_iterable(map(dict.values, self._children)))),
+            list(map(id, chain.from_iterable(map(dict.values, self._parameters)))),
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(version_of, self._tensors)),
             list(map(_settings_of, self._convs)),
             list(map(len, self._dicts)),
             any(self._hooks),
         ]
 
 
-# Index of the scales in the result of ``Survey._seen``.
-_SCALES = 10
 _disabled_of = itemgetter("_disable_adapters")
 _fused_of = itemgetter("merged_adapters")
 _active_of = itemgetter("_active_adapter")

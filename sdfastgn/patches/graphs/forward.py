@@ -276,15 +276,17 @@ class GraphedForward(InstanceEntry):
     def _replay_at_once(self, current: _Current) -> Any:
         """Start the call's graph and, while the GPU runs it, check that the model has not changed.
 
-        Returns the graph's result. Returns None if the call has no graph, or if the model has changed since
-        the capture.
+        Returns the graph's result. Returns None if the call has no graph, or if the model or the weights of
+        its adapters have changed since the capture.
         """
-        store = self._store
+        store, survey = self._store, current.survey
         graph, watch = store.find(current.key), store.watch
-        if graph is None or watch is None or not (watch.is_in_place() and current.refresh()):
+        if graph is None or watch is None or not watch.is_in_place():
+            return None
+        if not (survey.has_same_settings(current.scale.factor) or current.refresh()):
             return None
         output = graph.run(current.call, current.backend)
-        return output if watch.unchanged(current.module) else None
+        return output if survey.has_same_tensors() and watch.unchanged(current.module) else None
 
     def _replay_or_capture(self, current: _Current) -> Any:
         """Run the graph of the call and return its result. If it has no graph yet, capture it first.

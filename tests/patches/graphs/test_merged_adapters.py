@@ -12,6 +12,8 @@ from peft.utils.hotswap import hotswap_adapter_from_state_dict
 
 import sdfastgn
 from sdfastgn.patches.core import adapter_survey, merged_adapters
+from sdfastgn.patches.core.merged_weights import Record, records
+from sdfastgn.patches.graphs.capture import Graph
 from tests.patches.graphs.cases import DEVICES, agree, make, run, same_results, state
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -188,6 +190,41 @@ def test_new_scales_alone_look_at_no_layer_again(monkeypatch):
         through_data(model)
     same_results(unet, stock, inputs, 2)
     assert looked
+
+
+def test_tensors_are_compared_while_the_graph_runs(monkeypatch):
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    order = []
+
+    def noted(owner, name):
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: order.append(name) or method(*args))
+
+    noted(Graph, "run")
+    noted(adapter_survey.Survey, "_settings_now")
+    noted(adapter_survey.Survey, "_objects_now")
+    run(unet, inputs)
+    assert order == ["_settings_now", "run", "_objects_now"]
+    order.clear()
+    other_memory(unet), other_memory(stock)
+    agree(run(unet, inputs), run(stock, inputs))
+    assert order.count("run") == 2  # the first result was discarded
+
+
+def test_a_graph_waits_for_weights_that_an_eager_call_has_written(monkeypatch):
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    for model in (unet, stock):
+        weights(["a"], [-0.5])(model)
+    with torch.no_grad():
+        assert merged_adapters.merged_layer(wrappers(unet)[0]) is not None  # writes all weights
+    waited, wait = [], Record.wait
+    monkeypatch.setattr(Record, "wait", lambda self: waited.append(self) or wait(self))
+    agree(run(unet, inputs), run(stock, inputs))
+    assert set(waited) == {records[wrapper] for wrapper in wrappers(unet)}
 
 
 def test_a_scale_in_the_arguments_shares_the_graph():
