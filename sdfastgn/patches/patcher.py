@@ -96,7 +96,8 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
 def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
     """True if ``root`` is optimized, or if a fusion claims a module in it.
 
-    ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too.
+    ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too. They are the fusions that are
+    applied only if the user asks for them.
     """
     fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
     return channels_last.is_applied(root) or any(
@@ -113,16 +114,16 @@ def inspect(
 ) -> list[Finding]:
     """Returns the findings of all fusions about ``component`` and the modules in it. Changes nothing.
 
-    Some layers of a fused module may have an adapter, so that the fusion calls them as stock does. Each such
-    layer has a skipped finding after the finding of the module.
+    A fusion calls a layer as stock does if the layer has an adapter that cannot be merged. For each such
+    layer, a "skipped" finding follows the finding of the module that contains the layer.
 
     Args:
         component: a model, or a part of a pipeline.
         prefix: the path of ``component``.
         asked: names of fusions in ``ASKED_FUSIONS`` to consider. A fusion that is already applied in
             ``component`` is always considered.
-        merges: whether LoRAs run with merged weights; None: as ``component`` was optimized.
-        left_out: names of fusions that are not considered; None: as ``component`` was optimized.
+        merges: whether LoRAs run with merged weights; None: as ``component`` was optimized before.
+        left_out: names of fusions that are not considered; None: those of the last ``leave_out``.
     """
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
@@ -153,7 +154,7 @@ def _finding(
     ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
     """
     if fusion.is_applied(module):
-        # Of some fusions calls run in stock's code as long as the module is in a certain state.
+        # Some applied fusions run stock's code as long as the module is in a certain state.
         reason_now = getattr(fusion, "reason_now", None)
         why_not = None if reason_now is None else reason_now(module)
         return Finding(path, module, fusion, "skipped" if why_not else "fused", why_not or "")
@@ -276,7 +277,9 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drop all data about ``module`` that are stored elsewhere: reason, packed, folded and merged weights."""
+    """Drop what is stored about ``module`` outside of it: its reason in ``_put_back``, and its packed, folded
+    and merged weights.
+    """
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)

@@ -59,7 +59,8 @@ _OF_PIPELINES = (
 )
 
 # Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the error.
-# Their fusions are left out. The installed diffusers lacks a class that they replace, or has moved it.
+# Their fusions are left out. The cause: the installed diffusers lacks a class that these fusions replace, or
+# has moved it.
 MISSING: dict[str, str] = {}
 
 

@@ -1,9 +1,9 @@
 """Runs ComfyUI's ``UNetModel`` as a CUDA graph, if no other node runs code inside of the UNet.
 
 Other nodes put code into a UNet as entries of ``transformer_options``: patches, or functions that replace an
-attention. A call with such an entry runs eagerly. All other entries only inform other nodes about the call,
-so a graph does not need them. Wrappers that other nodes install run around ``_forward``, outside of the
-graph.
+attention. A call with such an entry, or with one that is not known, runs eagerly. ComfyUI's own entries only
+inform other nodes about the call, so a graph does not need them. Wrappers that other nodes install run around
+``_forward``, outside of the graph.
 
 The tensors of ControlNets and T2I-Adapters (``control``) are inputs of the graph like all other tensors.
 Stock's forward removes each tensor that it uses from the caller's lists. So a graph gets copies of the lists,

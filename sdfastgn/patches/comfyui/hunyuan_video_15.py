@@ -1,12 +1,14 @@
 """Fusions for ComfyUI's autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner.
 
-Norm, SiLU and the repeated borders and frames are one pass before each convolution, as in diffusers'
-(``fusions/hunyuan_video_15.py``). Resampling moves channels to positions for the convolution's result and
-for its shortcut: one pass reads both where they lie, and writes their sum.
+Before each convolution, one pass computes the norm and SiLU and repeats borders and frames, as in the fusions
+for diffusers (``fusions/hunyuan_video_15.py``). Resampling moves channels to positions (or positions to
+channels) twice: for the result of its convolution and for its shortcut. Here one pass reads both and writes
+their sum.
 
 ComfyUI computes a video in chunks. Each convolution appends the last two frames that it has read, with their
-borders, to a list (``conv_carry_out``), and takes them from there for the next chunk (``conv_carry_in``).
-Here the entries are the same, so that a block which runs stock's code can read them.
+borders, to a list (``conv_carry_out``). For the next chunk this list is ``conv_carry_in``, and the
+convolution takes its frames from there. The fused convolutions append the same frames as stock's, so fused
+blocks and blocks that run stock's code can be mixed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ __all__ = [
 
 _ops: Any = comfy.ops
 _Conv3d: Any = _ops.disable_weight_init.Conv3d
-# Older releases have no such class, and other code in the blocks here. There none of them is fused.
+# Older releases of ComfyUI do not have this class, and their blocks have other code. There no block is fused.
 CarriedConv3d: Any = getattr(comfy_model, "CarriedConv3d", ())
 # Frames of an entry of ``conv_carry_out``.
 _CARRIED = 2
@@ -128,7 +130,7 @@ def _convolve(
 
 
 def reason_to_skip(block: Any) -> str | None:
-    """Why ``block``, a part of these autoencoders, has to run as stock; None if it can be fused."""
+    """Why ``block``, a part of these autoencoders, must run stock's code; None if it can be fused."""
     own = (conv for conv in block.modules() if isinstance(conv, _Conv3d))
     return unknown_source(*_SOURCES) or next(filter(None, map(reason_to_cast, own)), None)
 
@@ -139,7 +141,7 @@ def reason_to_skip(block: Any) -> str | None:
 
 
 def is_video_block(block: Any) -> bool:
-    """True if a ``ResnetBlock`` is one of these autoencoders."""
+    """True if the ``ResnetBlock`` ``block`` is a part of one of these autoencoders."""
     return isinstance(block.conv1, CarriedConv3d) and isinstance(block.norm1, vae_refiner.RMS_norm)
 
 
@@ -176,7 +178,7 @@ def result_of(
 
 
 def is_video_attention(block: Any) -> bool:
-    """True if an ``AttnBlock`` is one of these autoencoders."""
+    """True if the ``AttnBlock`` ``block`` is a part of one of these autoencoders."""
     return isinstance(block.q, _Conv3d) and isinstance(block.norm, vae_refiner.RMS_norm)
 
 

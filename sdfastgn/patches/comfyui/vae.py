@@ -3,6 +3,9 @@
 The fused classes of the encoder and the decoder only leave inference mode (``inference_mode.py``). The
 activation after the last norm stays a separate pass: stock's ``forward`` calls a function for it, so there is
 no module that could be replaced.
+
+ComfyUI uses the classes ``ResnetBlock`` and ``AttnBlock`` in some autoencoders for videos, too. Such a block
+runs the code of ``hunyuan_video_15.py``.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ __all__ = ["BLOCKS"]
 
 
 class FusedResnetBlock(ResnetBlock):
-    """``ResnetBlock`` of an image autoencoder, with fused norms. x (N, C, H, W) -> (N, C_out, H, W).
+    """``ResnetBlock`` with fused norms. Images x (N, C, H, W) -> (N, C_out, H, W).
 
-    Or one for videos (``hunyuan_video_15.py``).
+    In an autoencoder for videos: x (N, C, T, H, W) -> (N, C_out, T, H, W).
     """
 
     def forward(self, x: Tensor, temb: Tensor | None = None, *carried: Any) -> Tensor:
@@ -60,9 +63,9 @@ class FusedResnetBlock(ResnetBlock):
 
 
 class FusedAttnBlock(AttnBlock):
-    """``AttnBlock``: one wide head over all pixels. x (N, C, H, W) -> the same.
+    """``AttnBlock``: one wide head over all pixels. Images x (N, C, H, W) -> the same.
 
-    Or one for videos (``hunyuan_video_15.py``).
+    In an autoencoder for videos: x (N, C, T, H, W) -> the same.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +119,7 @@ def _is_known_block(block: Any) -> bool:
 
 
 def _check(block: Any) -> str | None:
-    """Reason to skip a block of an autoencoder for videos."""
+    """Why ``block`` is skipped, if it is in an autoencoder for videos. None if it need not be skipped."""
     is_block = isinstance(block, ResnetBlock)
     is_of_videos = hunyuan_video_15.is_video_block if is_block else hunyuan_video_15.is_video_attention
     return hunyuan_video_15.reason_to_skip(block) if is_of_videos(block) else None

@@ -1,18 +1,20 @@
 """Fusions for ComfyUI's autoencoder of Wan 2.1 and Qwen-Image.
 
-Its blocks compute what diffusers' blocks compute (``fusions/wan.py``), and run by the same functions
+Its blocks compute what diffusers' blocks compute (``fusions/wan.py``), and use the same functions
 (``fusions/causal.py``): norm, SiLU, cached frames and padding in one pass before each causal convolution. The
 releases of ComfyUI differ in two ways:
 
-- The entry of ``feat_cache`` that a chunk of one frame leaves. Until ComfyUI 0.16 it also has the frame
-  before. Since 0.22 it has one frame.
-- The padding of a convolution. Until 0.8 a convolution copies its input into zeros on all sides. Later it
-  adds only the frames before.
+- ``feat_cache`` has an entry for each convolution: the last frames of the previous chunk. After a chunk of
+  one frame, the entry also has the frame before the chunk until ComfyUI 0.16, and only this one frame since
+  0.22.
+- Until ComfyUI 0.8, a causal convolution puts zeros on all sides of its input, which copies the input. In
+  later releases it only puts frames before the input, and PyTorch's convolution pads the sides.
 
 Entries of ``feat_cache`` are never written to, because every kernel writes into new memory. 3-D convolutions
 call ComfyUI's ``_conv_forward``, which avoids a fault of some releases of cuDNN.
 
-A block runs stock's code if a convolution in it has hooks or casts its weights, and where kernels cannot run.
+A block runs stock's code if a convolution in it has hooks or casts its weights (``layers.py``), and where
+kernels cannot run.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ __all__ = [
 ]
 
 _ops: Any = comfy.ops
-# True in releases whose decoder computes the frames of a chunk in pairs. There the entry of ``feat_cache``
-# that a chunk of one frame leaves has one frame.
+# True in releases whose decoder computes the frames of a chunk in pairs. In these releases, an entry of
+# ``feat_cache`` has only one frame after a chunk of one frame.
 _HAS_PAIRS = hasattr(vae.Decoder3d, "run_up")
 
 
@@ -63,7 +65,7 @@ class FusedRMS(FusedRMSNorm, vae.RMS_norm):
 
 
 class FusedCausalConv3d(vae.CausalConv3d):
-    """``CausalConv3d``. x (N, C, T, H, W), after the frames of the cache or zeros.
+    """``CausalConv3d``. x (N, C, T, H, W). It also reads the frames before x: the cache, or zeros.
 
     The result has the layout of x. The cache is ``cache_x``, or an entry of ``cache_list``, which is removed.
     """
@@ -83,17 +85,17 @@ class FusedCausalConv3d(vae.CausalConv3d):
     def _fits(self, x: Tensor, cache: Any) -> bool:
         front, _, _ = causal.padding_of(self)
         if front == 0:
-            # Newer releases leave out a part of the weight for one frame.
+            # For one frame, newer releases use only a part of the weight. Then stock's code runs.
             return x.shape[2] > 1 or self.kernel_size[0] == 1
         return causal.fits(cache, x, x.shape[1]) and (cache is None or cache.shape[2] <= front)
 
 
-# The next classes have the fused forwards. The bases of each fused class are one of these and the stock
-# class, whose forward ``super().forward`` calls.
+# The next classes have the fused forwards. Each fused class is derived from one of them and from a stock
+# class, so ``super().forward`` calls stock's forward.
 
 
 class _Chunked(nn.Module):
-    # True if an entry of ``feat_cache`` that a chunk of one frame leaves also has the frame before it.
+    # True if, after a chunk of one frame, an entry of ``feat_cache`` also has the frame before the chunk.
     _keeps_earlier = True
 
     def _step(self, conv: Any, x: Tensor, feat_cache: Any, feat_idx: Any, **options: Any) -> Tensor:
@@ -181,9 +183,9 @@ class _Headed(_Chunked):
 
 
 class _FusedHalf(_Headed):
-    """An encoder or decoder: its first convolution and its head. x (N, C, T, H, W) -> (N, C', T', H', W').
+    """An encoder or decoder, whose first convolution and head run fused.
 
-    The result is None if stock's is None.
+    x (N, C, T, H, W) -> (N, C', T', H', W'), or None if stock's forward would return None.
     """
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Any:
@@ -277,7 +279,7 @@ NORMS.add(FusedRMS)
 
 
 def check_cache(module: Any) -> str | None:
-    """Reason to skip a block with the number of frames that upstream keeps, if it is not the usual one."""
+    """Why ``module`` is skipped, if upstream keeps another number of frames than ``CACHE_T``; else None."""
     frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
     if frames == causal.CACHE_T:
         return None

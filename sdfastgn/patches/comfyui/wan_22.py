@@ -1,10 +1,10 @@
 """Fusions for ComfyUI's autoencoder of Wan 2.2.
 
-Its convolutions, norms and attention are those of Wan 2.1 (``wan.py``). The other blocks are copies under the
-same names, whose ``feat_cache`` has the entries of older releases. Around each resampling is a shortcut,
-which packs positions into channels and takes means, or repeats channels and unpacks them into positions.
-Stock writes each of these steps, and then adds. Here the shortcut is added in place
-(``fusions/packing.py``).
+Its convolutions, norms and attention are those of Wan 2.1 (``wan.py``). The other blocks are copies of Wan
+2.1's blocks with the same names. In all releases, the entries of ``feat_cache`` are those that older releases
+have for Wan 2.1. Around each resampling is a shortcut, which moves positions to channels and takes means, or
+repeats channels and moves them to positions. Stock writes the result of each step to memory, and then adds
+the shortcut. Here the shortcut is added in place (``fusions/packing.py``).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def active_adapters(own: dict[str, Any]) -> list[str]:
 
 
 def source_of(layer: nn.Module) -> Source | str:
-    """The source of the merged weight of the wrapper ``layer``, or the reason why nothing can be merged."""
+    """The source of the merged weight of the wrapper ``layer``, or the reason why there can be none."""
     own = vars(layer)
     if type(own["scaling"]) is not dict:
         return "its scales are in a dict of another class"

@@ -2,8 +2,8 @@
 
 peft replaces a layer of the model by a wrapper, which has the layer as its child. Wrappers of LoRAs run with
 merged weights (``merged_adapters.py``) where that is possible. Fusions call any other wrapper as stock's code
-does. Then the wrapper runs the layer and the adapter's small matrix products, and adds the results. peft is
-not imported here: a wrapper is recognized by the names of its children.
+does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not imported
+here: a wrapper is recognized by the names of its children.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     """The reason why ``layer`` runs stock's code because of its adapter.
 
-    None if it has no adapter, or if its adapter is merged at the next call. If there is a remedy, the reason
-    names it. ``merges``: False if the model must not get merged weights.
+    None if ``layer`` has no adapter, or if its adapter is merged by the next call at the latest. If the user
+    can do something about the reason, the text says what. ``merges``: False if the model must not get merged
+    weights.
     """
     if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
         return f"it has an adapter (LoRA): {_ALONE}"

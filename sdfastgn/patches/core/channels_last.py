@@ -102,9 +102,9 @@ def _path_in_model(path: str) -> str:
 def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Returns ``root.named_modules()`` without the modules whose weights must keep their layout.
 
-    These are modules that an adapter added, because adapters are saved contiguous, and modules that FSDP
-    shards, because FSDP manages their memory. The result is empty for a model that would become slower
-    (``left_alone.py``).
+    Two kinds of modules are left out: modules that an adapter added, because adapters are saved contiguous,
+    and modules that FSDP shards, because FSDP manages their memory. The result is empty for a model that
+    would become slower (``left_alone.py``).
     """
     if reason_to_leave(root) is not None:
         return iter(())
@@ -116,7 +116,7 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 # id -> ``_Apply``, for every ``_Apply`` that is alive.
-# ``_lay_out_as_stock`` searches their roots for the model that contains a convolution.
+# ``_lay_out_as_stock`` searches the roots of all these objects for the model that contains a convolution.
 _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 
@@ -137,8 +137,8 @@ class _Apply(InstanceEntry):
         type(root)._apply(root, fn, recurse)
         if recurse:
             for _, module in convertible_modules(root):
-                # A convolution that was converted before is not converted again: since then the caller may
-                # have chosen another layout with ``.to(memory_format=...)``.
+                # A convolution that was converted before is not converted again, because the user may have
+                # chosen another layout since, with ``.to(memory_format=...)``.
                 if _STOCK_LAYOUT not in vars(module):
                     _convert(module)
         return root

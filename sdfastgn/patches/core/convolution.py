@@ -2,8 +2,8 @@
 
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
 and applies ReLU before it writes the result (``conv_relu``). ``pointwise`` computes 1x1 convolutions as
-matrix products. All need a plain ``nn.Conv2d`` or ``nn.Conv3d``, and a call on a GPU without gradients.
-Every other convolution, such as a LoRA layer or one with hooks, is called as in stock.
+matrix products. All this needs a plain ``nn.Conv2d`` (the first function also takes ``nn.Conv3d``) and a call
+on a GPU without gradients. Every other convolution, for example one with hooks, is called as in stock.
 """
 
 from __future__ import annotations

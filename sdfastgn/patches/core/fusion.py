@@ -194,7 +194,7 @@ def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
 def foreign_override(module: nn.Module, *methods: str) -> str | None:
     """Why ``module`` is skipped, if other code replaced its ``forward`` or one of ``methods``; else None.
 
-    Only replacements in the ``__dict__`` of the instance are looked for. If it has a ``forward``, the
+    Only replacements in the ``__dict__`` of the instance are looked for. With a ``forward`` there, the
     ``forward`` of the fused class would never run.
 
     Args:
@@ -236,6 +236,7 @@ def layer_of(module: nn.Module, name: str) -> Any:
     """``getattr(module, name)`` for a submodule, in a third of the CPU time.
 
     Other code may have put a function in the submodule's place, as an entry of the instance's ``__dict__``.
+    Then the function is returned.
     """
     own = module.__dict__
     modules = own["_modules"]

@@ -5,9 +5,9 @@ Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo, Mo
 channels-first, so each convolution also copies its input. Together this costs more than the fused norms
 save. "Real sizes" in docs/coverage.md has the times of all models.
 
-Some fusions make convolutions that repeat the border in a kernel, which is fast. These fusions are registered
-with ``pads_quickly``. If they can fuse all convolutions of a model that repeat the border, ``optimize``
-changes the model.
+Some fusions repeat the border in a kernel, which is fast. These fusions are registered with
+``pads_quickly``. If they can fuse all convolutions of a model that repeat the border, ``optimize`` changes
+the model.
 """
 
 from __future__ import annotations

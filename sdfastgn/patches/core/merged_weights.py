@@ -22,16 +22,16 @@ from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_exp
 from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
 from sdfastgn.patches.core.adapter_sources import OF_CONV, Source
 
-# Number of sizes that the constructor of a layer takes.
+# Class of a layer -> number of sizes (channels, kernel size) that its constructor takes.
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
 
 # Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
 # are neither copied nor pickled.
 records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-# True while other code reaches weights through their wrappers, but is known to write into none.
+# True while peft's code reads weights through their wrappers, but is known to write into none.
 only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
-# Counts the events after which a ``Survey`` must check all layers again: merged weights were written or
-# freed, or other code may have written into a weight.
+# Counts the events after which a ``Survey`` (``adapter_survey.py``) must check all layers again: merged
+# weights were written or freed, or other code may have written into a weight.
 _touches = 0
 # (index of a GPU, handle of a stream) -> stream, for the streams that have read merged weights since these
 # were written last. The next write waits for these streams.
@@ -41,7 +41,7 @@ changing = threading.RLock()
 
 
 def touches() -> int:
-    """Returns a number that changes whenever merged weights may be others than a ``Survey`` has seen."""
+    """Returns a number that changes whenever a ``Survey`` must check the merged weights again."""
     return _touches
 
 
@@ -105,7 +105,7 @@ class Record:
         self.key = key
 
     def note_scales(self, key: tuple[Any, ...], scales: tuple[float, ...], written: tuple[int, Any]) -> None:
-        """Take note that the stand-in was computed again with other ``scales``. ``key``: the last key."""
+        """Record that the stand-in was computed again with other ``scales``. ``key``: the last key."""
         self._written = written
         self.key = (*key[:3], scales)
 
@@ -118,9 +118,10 @@ class Record:
             torch.cuda.current_stream(weight.device).wait_event(event)
 
     def free(self) -> None:
-        """Free the memory.
+        """Free the memory of the stand-in's parameters.
 
-        The parameters stay, but have no elements. So the ``Watch`` of a graph notices the change.
+        The parameters stay, but have no elements. So the ``Watch`` (``graphs/watch.py``) of a graph that
+        reads them notices the change.
         """
         self.key = None
         for parameter in self.layer.parameters():
@@ -202,7 +203,10 @@ def rescale(
 
 @contextmanager
 def _writing(devices: Iterable[torch.device]) -> Iterator[None]:
-    """In this context the current streams of ``devices`` may write merged weights."""
+    """A context for writing merged weights in the current streams of ``devices``.
+
+    These streams first wait for the other streams that read merged weights.
+    """
     global _touches
     with changing, torch.no_grad():
         _touches += 1  # so that every ``Survey`` checks again

@@ -32,7 +32,7 @@ class _MergedLayer(nn.Module):
         return super().__getattr__(name)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """peft's method. It gets the adapters' layers, but changes no weight: merged weights stay valid."""
+        """peft's method. It reads the adapters' layers, but writes no weight: merged weights stay valid."""
         token = merged_weights.only_reads.set(True)
         try:
             super().set_adapter(*args, **kwargs)  # type: ignore[misc]
@@ -42,7 +42,7 @@ class _MergedLayer(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Frees the merged weights when ``.to()`` or a similar method moves the layer.
 
-        The next call computes them again.
+        The next call of the layer computes its merged weights again.
         """
         merged_weights.forget(self)
         return super()._apply(*args, **kwargs)

@@ -1,9 +1,10 @@
 """Hands the statistics of a tensor from the kernel that writes it to the GroupNorm that reads it.
 
-The last operation of a block is a sum, and the next block normalizes the sum. If this saves time, the kernel
-of the sum also computes the statistics of its result (``statistics/op.py``), and ``store_statistics`` stores
-them. The GroupNorm that reads the result gets them with ``take_statistics``. Other code may run between the
-two blocks and change the tensor; then the norm finds no valid statistics and computes them itself.
+*Statistics* are the mean and the sum of squared deviations of each channel (``kernels/statistics/op.py``).
+The last operation of a block is a sum, and the next block normalizes the sum. Where it saves time, the kernel
+that computes the sum also computes the statistics of its result, and ``store_statistics`` stores them. The
+GroupNorm that reads the result gets them with ``take_statistics``. Other code may run between the two blocks
+and change the tensor; then the norm finds no valid statistics and computes them itself.
 
 Statistics are kept in a table in this file. If they were an attribute of the tensor, deepcopies, pickles and
 ``torch.save`` would include them. An entry of the table is dropped when it is taken or when its tensor is
@@ -89,7 +90,7 @@ def take_statistics(x: Tensor) -> Tensor | None:
 
 
 def emits(C: int, HW: int) -> bool:
-    """True if code that writes a tensor of C channels and HW positions should store its statistics."""
+    """True if code that writes a tensor of C channels and HW positions should store statistics of it."""
     return statistics_pay(C, HW) and not torch.is_inference_mode_enabled()
 
 

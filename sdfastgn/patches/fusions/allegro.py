@@ -11,8 +11,8 @@ last frame counted once more.
 
 Further differences from stock:
 
-- A convolution's bias is added by the kernels of the next norm, and the last one's by the sum with the
-  residual. The kernel of the sum also computes the statistics that the next norm reads.
+- The kernels of the next norm add a convolution's bias. The kernel of the sum with the residual adds the
+  bias of the last convolution, and also computes the statistics that the next norm reads.
 - In a layer that doubles the number of frames, the first convolution writes two frames as 2 C channels. The
   pass that adds its bias also moves these channels to separate frames.
 

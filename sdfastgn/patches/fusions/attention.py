@@ -1,6 +1,6 @@
 """diffusers' ``Attention``: queries, keys and values in one matrix product, and fewer passes over tensors.
 
-It computes what ``AttnProcessor2_0`` does, with four differences.
+The fused forward computes what ``AttnProcessor2_0`` does, with four differences.
 
 - Self-attention computes q, k and v in one matrix product; cross-attention computes k and v in one. The
   parameters stay the same objects (``shared/packed_weights.py``).
@@ -178,7 +178,7 @@ class FusedAttention(Attention):
     def pack_merged(self) -> None:
         """Moves the merged weights of adapters side by side in memory, so that one product can use them.
 
-        Their addresses change, so no CUDA graph must have been captured with them.
+        The addresses of the merged weights change, so call this only before a CUDA graph is captured.
         """
         linears = self._packed_linears()
         merged = [stand_in_of(linear) for linear in linears]

@@ -135,7 +135,7 @@ def convolve(
     taps, where = conv.kernel_size, (conv.dilation, conv.groups)
     # Zeros that ``conv3d`` does not add.
     border = (0, 0) if conv3d is None else (h - conv.padding[1], w - conv.padding[2])
-    # x is a single frame, and the frames before it are zeros. So only the weight's last slice matters.
+    # True if x is a single frame with only zeros before it. Then only the weight's last slice matters.
     is_alone = cache is None and (x.shape[2], taps[0], conv.dilation[0]) == (1, front + 1, 1) and keep <= 1
     frames, kept = in_channels_last(x), None
     if is_alone:
@@ -176,7 +176,7 @@ def step(
     ``feat_idx[0]`` is the index of the next entry. If ``feat_cache`` is None, there is no cache.
 
     Args:
-        keeps_earlier: True if the new entry of a chunk of one frame also has the frame before it.
+        keeps_earlier: True if, after a chunk of one frame, the new entry also has the frame before the chunk.
         options: further arguments of ``convolve``.
     """
     if feat_cache is None:

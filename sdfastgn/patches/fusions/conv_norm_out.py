@@ -2,8 +2,8 @@
 
 The forward of the model (the parent) calls the two modules one after the other. That forward is long, so it
 is not replaced. Instead, the kernel of ``conv_norm_out`` also applies the activation, and ``conv_act``
-returns an activated input unchanged. The norm keeps a weak reference to its last activated result, one for
-each thread, and ``conv_act`` compares its input with it.
+returns an activated input unchanged. For each thread, the norm keeps a weak reference to its last activated
+result, and ``conv_act`` compares its input with this result.
 
 If other code calls ``conv_norm_out``, the result must not be activated. So the norm applies the activation
 only while the parent's forward runs. Hooks on the parent tell the norm: one arms it before the parent's

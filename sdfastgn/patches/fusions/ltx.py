@@ -1,8 +1,8 @@
 """diffusers' autoencoders of LTX-Video and LTX-2: norm, scale, shift, SiLU and padding in one pass.
 
 Both models have almost the same blocks under different names. A causal convolution puts copies of the first
-frame before its input. Other convolutions put copies of the first frame before it and of the last frame after
-it. Each frame has a border of zeros, or in LTX-2's decoder of mirrored elements. Here one kernel
+frame before its input. Other convolutions put copies of the first frame before their input, and copies of the
+last frame after it. Each frame gets a border of zeros, or in LTX-2's decoder of mirrored elements. One kernel
 (``pad_frames``) computes the norm, the scale and shift of the timestep, and SiLU, and writes the padded input
 of the convolution.
 

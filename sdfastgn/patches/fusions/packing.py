@@ -158,11 +158,10 @@ def add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool
     # frame: of its copies only the last one remains.
     if tuple(y.shape) != size or shortcut.in_channels != C or (skipped and T != 1):
         return False
-    # Stock repeats each channel of x ``repeats`` times, and reads the channels as (C_out, frame, row,
-    # column), where the last three are the positions of a cell. If ``repeats`` is less than a cell has
-    # positions, several channels of x share a cell: each fills the innermost positions, and ``steps`` are the
-    # sizes of the outer axes, along which the channel of x changes. Otherwise a channel of x fills whole
-    # cells, of ``alike`` output channels.
+    # Stock repeats each channel of x ``repeats`` times, and reads the result as (C_out, frame, row, column),
+    # where the last three axes are the positions of a cell. If a cell has more positions than ``repeats``, it
+    # gets several channels of x, and ``steps`` has their number along each axis of the cell. Otherwise a
+    # channel of x fills the whole cells of ``alike`` consecutive output channels.
     alike = max(1, repeats // shortcut.factor)
     steps = _leading(factors, alike * shortcut.factor // repeats)
     if steps is None or alike * shortcut.factor % repeats:
@@ -181,10 +180,10 @@ def add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
     size = (N, shortcut.out_channels, T // t, H // h, W // w)
     if T % t or H % h or W % w or tuple(y.shape) != size or shortcut.in_channels != C:
         return False
-    # Stock reads x as channels (C, frame, row, column), where the last three are the positions of a cell, and
-    # takes the mean of each ``group_size`` consecutive channels. If ``group_size`` is less than a cell has
-    # positions, a mean is over the innermost positions, and ``steps`` are the sizes of the outer axes, along
-    # which there are several means. Otherwise a mean is over whole cells of ``alike`` channels.
+    # Stock reads x as channels (C, frame, row, column), where the last three axes are the positions of a
+    # cell, and takes the mean of each ``group_size`` consecutive channels. If a cell has more positions than
+    # ``group_size``, it gives several means, and ``steps`` has their number along each axis of the cell.
+    # Otherwise a mean is over the whole cells of ``alike`` consecutive channels.
     alike = max(1, shortcut.group_size // shortcut.factor)
     kept = alike * shortcut.factor // shortcut.group_size
     steps = _leading(factors, kept)

@@ -5,10 +5,9 @@ time embedding differs from frame to frame, so the norm's kernel cannot add it. 
 the first convolution's bias, and computes the statistics of the norm that follows.
 
 ``SpatioTemporalResBlock`` runs a ``ResnetBlock2D`` on each frame and then a ``TemporalResnetBlock``, and
-mixes both results. The result of the second block is its input, which is the first result, plus the result h
-of its last convolution. So the mix is a sum of the first result and of h, each times a factor. One pass
-computes this sum, adds the bias of the last convolution, and computes the statistics of the next block's
-norm.
+mixes both results. The first block returns x. The second block returns x + h, where h is the result of its
+last convolution. So the mix is a sum of x and h, each times a factor. One pass computes this sum, adds the
+bias of the last convolution, and computes the statistics of the next block's norm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""diffusers' ``Upsample2D``: upsampling by two and its convolution run as one where this is faster.
+"""diffusers' ``Upsample2D``: upsampling by two and its convolution are one convolution where that is faster.
 
 Only the usual module of a UNet or decoder is fused: it doubles the size, has no norm, and its convolution is
 not transposed. PyTorch's own channels-last upsampling is slow, because it copies element by element. It fails

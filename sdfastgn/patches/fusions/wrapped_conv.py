@@ -1,7 +1,7 @@
 """Fused classes of modules that pad a video and call an ``nn.Conv3d``, such as HunyuanVideoCausalConv3d.
 
 These modules pad with frames before the first frame and with a border around each frame. Most repeat the
-nearest element; some pad with zeros. Here ``pad_frames`` pads.
+nearest element; some pad with zeros. The fused classes pad with the kernel ``pad_frames``.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Call:
         }
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
-        """Returns ``value`` with a ``_Slot`` in place of each tensor. Appends its description to ``tokens``.
+        """Returns ``value`` with a ``_Slot`` for each tensor, and appends a description to ``tokens``.
 
         Args:
             value: an argument, or a part of an argument.

@@ -68,7 +68,7 @@ class Policy:
     # ---- kinds of calls
 
     def forget_kinds(self) -> None:
-        """Forget all first calls and refusals: the model has changed, so they may no longer hold."""
+        """Forget all first calls and refusals. If the model has changed, they may no longer hold."""
         self._threads.clear()
         self._refused.clear()
 

@@ -68,7 +68,7 @@ def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tenso
         table: the scheduler's timesteps.
         on_host: the tensor on the CPU from which ``table`` was just copied; None if there is no such tensor.
 
-    Returns None if ``table`` is on the CPU, or if a write to it could not be noticed.
+    Returns None if ``table`` is on the CPU, is not 1-d with stride 1, or does not count the writes to it.
     """
     if type(table) is not Tensor or table.device.type not in pinned_copies.WAITED_FOR or table.is_inference():
         return None

@@ -5,10 +5,10 @@ contiguous. Its storage object is a separate one, which covers only its slice of
 looks for parameters with a common storage finds none: ``torch.save`` and pickle write each parameter
 separately, and accelerate's ``save_model``, which saves only one parameter of each storage, saves them all.
 
-At each call, ``joined`` checks that all parameters are still in the allocation, and returns a view of it as
-the joined weight. So a write into a parameter takes effect, and a parameter that was moved (``.to()``,
-``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak reference to the
-allocation is kept, so the allocation is freed with the last parameter in it.
+At each call of the module, ``joined`` checks that all parameters are still in the allocation, and returns a
+view of the allocation as the joined weight. So a write into a parameter takes effect. ``joined`` also notices
+that a parameter was moved (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading).
+Only a weak reference to the allocation is kept, so the allocation is freed with the last parameter in it.
 
 Parameters are never packed during a call of the model. Packing frees their old memory, and a CUDA graph that
 was captured earlier would still read it.
@@ -36,8 +36,8 @@ PACKED_DEVICES = ("cuda",)
 # Bytes. Matrix products read 16 bytes at once, so each parameter must begin at an address divisible by 16.
 _ALIGNMENT = 16
 
-# Module that owns the linear layers -> weak reference to its allocation. The reference is not kept in the
-# module's ``__dict__``, so that it is neither copied nor pickled.
+# Module that owns the linear layers -> weak reference to the allocation with their weights. The reference is
+# not kept in the module's ``__dict__``, so that it is neither copied nor pickled.
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
 
 
@@ -49,7 +49,9 @@ class Parameters(NamedTuple):
 
 
 def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
-    """The parameters of ``linears``; None unless all are plain, and all or none of them have a bias."""
+    """The parameters of ``linears``; None unless each is an ``nn.Linear`` without hooks, and all or none have
+    a bias.
+    """
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
