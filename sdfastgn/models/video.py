@@ -24,7 +24,7 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
     Args:
         model: an instance of one of the classes in ``VIDEO_NETWORKS``.
         draw: makes the tensors.
-        batch: number of videos; for a UNet step with guidance twice this number.
+        batch: number of videos. For a UNet step with guidance, each video counts twice.
         frames: number of frames of a video.
         height, width: size of a frame in pixels.
     """

@@ -10,8 +10,8 @@ only when it loads or unloads weights, and ``eject`` is called before that.
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
   class with the weights that ComfyUI has prepared for this call.
 - With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call, on separate streams. Of
-  these layers, only norms are prepared. The others have large weights, and moving them takes longer than
-  anything that a fusion could save. So ComfyUI's code calls these layers.
+  these layers, only norms are prepared. The others have large weights, and their calls take as long as the
+  move, so a fusion would not make them faster. ComfyUI's code calls them.
 
 If the user interrupts a run, ComfyUI's layers notice this at their next call, and PyTorch's layers do not. So
 the run ends a little later: at the next call of a layer with ComfyUI's class, or at the next step.

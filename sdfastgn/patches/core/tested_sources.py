@@ -1,6 +1,6 @@
 """Checks that the installed code of upstream methods is a version that sdfastgn was tested with.
 
-"Upstream" is diffusers, ComfyUI or PyTorch. A fused ``forward`` was tested against certain versions of the
+"Upstream" is diffusers or ComfyUI. A fused ``forward`` was tested against certain versions of the
 stock ``forward``. After a change of the stock ``forward``, the images could differ. So the installed code of
 each method is compared with the tested versions, and a module whose class has unknown code is skipped with a
 reason. Each fusion's file names the methods that the fusion replaces or relies on. ``tested_sources.json``
@@ -81,7 +81,8 @@ def is_known(cls: Any, method: str) -> bool:
     return any(version["hash"] == found for version in versions)
 
 
-# Import name of an upstream package -> its name in messages.
+# Import name of an upstream package -> its name in messages. PyTorch is one of them, because methods of
+# upstream may have its decorators, such as ``torch.no_grad``.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
 # Function -> its hash. The key is not (class, name), because other code may replace a method.

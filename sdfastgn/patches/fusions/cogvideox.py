@@ -13,7 +13,7 @@ Further differences from stock:
   convolutions of the latents. Stock first upsamples the latents to the size of the norm's input. A 1x1x1
   convolution computes each position by itself, so here it runs on the small latents, and the kernel of the
   norm upsamples its result. These convolutions get no entry in ``conv_cache``, because stock never reads it.
-- conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual. That kernel also
+- In a residual block, the kernels of norm2 add conv1's bias. The kernel of the sum adds conv2's bias, and
   computes the statistics that the next norm reads.
 - Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``). This
   convolution computes each frame by itself, so frames are repeated after it instead of before.

@@ -9,8 +9,8 @@ kernel (``pad_frames``) does all of these steps. It writes the padded input of t
 
 Further differences from stock:
 
-- conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual. The kernels that
-  add other biases or the residual also compute the statistics that the next norm reads.
+- In a residual block, the kernels of norm2 add conv1's bias, and the kernel of the sum adds conv2's bias. The
+  kernels that add other biases or the residual also compute the statistics that the next norm reads.
 - The pass that adds the bias of an upsampling convolution also repeats frames.
 - A downsampling block writes the padded input of its convolution without further copies.
 - A 1x1x1 convolution is a matrix product.

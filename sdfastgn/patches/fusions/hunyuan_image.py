@@ -2,8 +2,8 @@
 
 Differences from stock:
 
-- A norm and its SiLU are one pass. conv1's bias is added by the kernel of norm2, conv2's bias by the sum with
-  the residual, which also computes the statistics that the next norm reads.
+- A norm and its SiLU are one pass. In a residual block, the kernel of norm2 adds conv1's bias. The kernel of
+  the sum adds conv2's bias, and computes the statistics that the next norm reads.
 - An upsampling block moves channels to positions twice: for the result of its convolution, and for its input,
   which is the shortcut. Stock writes both and then their sum. Here one pass reads both and writes the sum.
   Downsampling moves positions to channels in the same way.

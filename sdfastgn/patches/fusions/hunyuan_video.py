@@ -9,8 +9,8 @@ stock's layout (``core/left_alone.py``).
 
 Further differences from stock:
 
-- conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual. The kernels that
-  add the bias of conv2 and of other convolutions also compute the statistics that the next norm reads.
+- In a residual block, the kernels of norm2 add conv1's bias, and the kernel of the sum adds conv2's bias. The
+  kernels that add the bias of conv2 and of other convolutions also compute the next norm's statistics.
 - A 1x1x1 convolution is a matrix product.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a

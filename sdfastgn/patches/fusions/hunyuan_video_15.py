@@ -5,7 +5,7 @@ one pass, as in ``hunyuan_video.py``. The norm is the RMSNorm of Wan's autoencod
 
 Further differences from stock:
 
-- conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
+- In a residual block, the kernel of norm2 adds conv1's bias, and the kernel of the sum adds conv2's bias.
 - An upsampling block moves channels to positions twice: for the result of its convolution, and for its input,
   which is the shortcut. Stock writes both and then their sum. Here one pass reads both and writes the sum.
   Downsampling moves positions to channels in the same way.

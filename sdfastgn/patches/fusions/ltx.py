@@ -8,7 +8,7 @@ of the convolution.
 
 Further differences from stock:
 
-- conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
+- In a residual block, the kernel of norm2 adds conv1's bias, and the kernel of the sum adds conv2's bias.
 - Upsampling moves channels to positions. Here one pass does that and also adds the bias or the residual. It
   does not write the frames that stock writes and drops.
 - A 1x1x1 convolution is a matrix product.

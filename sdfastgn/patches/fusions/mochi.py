@@ -7,7 +7,7 @@ be slower than stock's layout (``core/left_alone.py``).
 
 Further differences from stock:
 
-- conv1's bias is added by the kernels of norm2, conv2's bias by the sum with the residual.
+- In a residual block, the kernels of norm2 add conv1's bias, and the kernel of the sum adds conv2's bias.
 - An upsampling block has a linear layer that computes, at each position, the channels of several output
   positions. Stock then rearranges single channels. Here the rows of the weight are sorted first, so that the
   channels of each output position are contiguous and are copied together.

@@ -13,7 +13,7 @@ Further differences from stock:
   2-D, with the last of the three slices of the weight along time.
 - A convolution of several frames is also 2-D where that is faster (``is_faster_in_2d``). Then the three
   frames that it reads lie side by side as channels.
-- conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
+- In a residual block, the kernel of norm2 adds conv1's bias, and the kernel of the sum adds conv2's bias.
 - Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``).
 - A 1x1x1 convolution is a matrix product of its input. Stock first copies the input, because it calls
   ``F.pad`` with zero widths.
