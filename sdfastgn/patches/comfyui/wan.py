@@ -65,7 +65,7 @@ class FusedRMS(FusedRMSNorm, vae.RMS_norm):
 
 
 class FusedCausalConv3d(vae.CausalConv3d):
-    """``CausalConv3d``. x (N, C, T, H, W). It also reads the frames before x: the cache, or zeros.
+    """``CausalConv3d``. x (N, C, T, H, W). The convolution also reads frames before x: the cache, or zeros.
 
     The result has the layout of x. The cache is ``cache_x``, or an entry of ``cache_list``, which is removed.
     """

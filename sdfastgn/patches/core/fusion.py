@@ -53,7 +53,7 @@ class Fusion(Protocol):
     def reason_to_skip(self, module: nn.Module) -> str | None:
         """Why ``module`` cannot be fused; None if it can.
 
-        It is called only for modules that the fusion claims and that are not fused.
+        This method is called only for modules that the fusion claims and that are not fused.
         """
 
     def apply(self, module: nn.Module) -> None: ...

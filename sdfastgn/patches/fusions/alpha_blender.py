@@ -30,7 +30,7 @@ def is_plain_blender(mixer: Any) -> bool:
 def factors_of(mixer: Any, image_only_indicator: Tensor | None, x: Tensor) -> Tensor:
     """Computes the factors of spatial and temporal for each frame, (2, N) fp32, contiguous.
 
-    They are rounded as in stock.
+    The factors are rounded as in stock.
 
     Args:
         mixer: an ``AlphaBlender``.

@@ -84,8 +84,8 @@ def given(feat_idx: Any) -> tuple[Any, ...]:
 def fits(cache: Any, x: Tensor, C: int) -> bool:
     """True if ``cache``, an entry of ``feat_cache``, can be used for a convolution of C channels.
 
-    It can be used if it is None, or if it has the dtype, device, batch size, height and width of x, and at
-    most ``CACHE_T`` frames.
+    An entry can be used if it is None, or if it has the dtype, device, batch size, height and width of x, C
+    channels, and at most ``CACHE_T`` frames.
     """
     if cache is None:
         return True

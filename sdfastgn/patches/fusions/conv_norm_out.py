@@ -144,7 +144,7 @@ def arm(parent: Any, args: Any) -> None:
 
 
 def disarm(parent: Any, args: Any, output: Any) -> None:
-    """Forward hook of the parent. Disarms the parent's norm. It also runs if the forward has raised."""
+    """Forward hook of the parent. Disarms the parent's norm, even if the forward has raised an error."""
     if not torch.compiler.is_compiling():
         _hand_off.armed.pop(id(parent.conv_norm_out), None)
         _hand_off.output = None

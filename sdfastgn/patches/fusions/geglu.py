@@ -30,8 +30,8 @@ class FusedGEGLU(GEGLU):
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Upstream's forward runs with extra arguments, because it warns that they are deprecated. It also
-        # runs under a compiler, which makes the same kernel.
+        # With extra arguments upstream's forward runs, because it warns that these arguments are deprecated.
+        # Under a compiler it runs too, because the compiler makes the same kernel.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         return linear_geglu(layer_of(self, "proj"), hidden_states)

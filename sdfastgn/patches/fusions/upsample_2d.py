@@ -1,8 +1,8 @@
 """diffusers' ``Upsample2D``: upsampling by two and its convolution are one convolution where that is faster.
 
 Only the usual module of a UNet or decoder is fused: it doubles the size, has no norm, and its convolution is
-not transposed. PyTorch's own channels-last upsampling is slow, because it copies element by element. It fails
-for large tensors, so upstream makes large tensors channels-first.
+not transposed. PyTorch's own channels-last upsampling is slow, because it copies element by element. For
+large tensors PyTorch's kernel fails, so upstream makes large tensors channels-first.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ObjectFusion:
     def reason_to_skip(self, part: Any) -> str | None:
         """Why ``part`` cannot be fused; None if it can.
 
-        It is called only for parts that the fusion claims and that are not fused.
+        This method is called only for parts that the fusion claims and that are not fused.
         """
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
