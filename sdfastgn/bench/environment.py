@@ -84,8 +84,8 @@ def check_kernels_ran(device: torch.device) -> None:
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
     """GPU, driver, versions, source, date and the given global switches, as a dict for JSON.
 
-    It also records the number of entries in Triton's cache. The time of a first call depends on this number,
-    so call this function before measuring.
+    The dict also has the number of entries in Triton's cache. The time of a first call depends on this
+    number, so call this function before measuring.
     """
     cache = triton_cache()
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0

@@ -69,7 +69,7 @@ class Provider:
 def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
     """A provider that runs ``call`` with torch.compile.
 
-    It only runs if the user names it, because compiling takes seconds.
+    The provider only runs if the user names it, because compiling takes seconds.
     """
 
     def build(*operands: Tensor) -> Call:

@@ -194,8 +194,8 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str
 def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
     """A table of ``suite.extras``, in a list. The list is empty if no extra was timed.
 
-    It has a row for each shape and a column for each extra. A cell has the extra's microseconds with a hot
-    L2, and its time divided by the time of its baseline: hot L2 (cold L2).
+    The table has a row for each shape and a column for each extra. A cell has the extra's microseconds with a
+    hot L2, and the extra's time divided by its baseline's time: hot L2 (cold L2).
     """
     found, cells = lines(rows), []
     for shape in dict.fromkeys(row.shape for row in rows):

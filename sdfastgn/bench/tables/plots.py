@@ -1,6 +1,6 @@
 """Pictures of a run: the roofline of kernels, and the breakdown of ``--profile``.
 
-They need matplotlib, which the extra ``plot`` installs.
+Drawing needs matplotlib, which the extra ``plot`` installs.
 """
 
 from __future__ import annotations
