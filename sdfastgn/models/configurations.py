@@ -1,6 +1,6 @@
 """The configurations of the models that benchmarks time, by the model's name. This file imports no torch.
 
-They are taken from the public configurations of four models:
+The configurations are the public ones of four models:
 
 - ``sd15``: runwayml/stable-diffusion-v1-5;
 - ``sdxl``: stabilityai/stable-diffusion-xl-base-1.0;
