@@ -37,9 +37,10 @@ _LORA_RANK = 16
 
 
 def random_weights(module: nn.Module, dtype: torch.dtype, device: str, prefix: str = "") -> dict[str, Tensor]:
-    """Returns a state dict for ``module``, with ``prefix`` before each name. It is the same in every process.
+    """Returns a state dict for ``module``, with ``prefix`` before each name.
 
-    The weights are scaled so that activations keep their magnitude from layer to layer.
+    The weights are the same in every process. They are scaled so that activations keep their magnitude from
+    layer to layer.
     """
     g = torch.Generator(device).manual_seed(0)
     return {

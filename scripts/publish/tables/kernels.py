@@ -50,7 +50,7 @@ def with_peers(results: Path, content: dict[str, Any]) -> list[KernelRow]:
 def inference_markdown(results: Path) -> str:
     """Returns a table for each committed run of the suite ``inference``.
 
-    It has a line for each shape and a column for each provider.
+    A table has a line for each shape and a column for each provider.
     """
     suite, blocks = SUITES[INFERENCE], []
     for content in documents(results, suite.kind):
