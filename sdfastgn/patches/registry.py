@@ -15,7 +15,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 
-# Each entry has the name of a Python module in ``sdfastgn.patches``, and then names of variables in this
+# Each entry has the name of a Python module in ``sdfastgn.patches``, and then names of variables in that
 # module. The value of each variable is a fusion or a tuple of fusions.
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),

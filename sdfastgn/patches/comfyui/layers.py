@@ -111,7 +111,7 @@ def _has_functions(module: Any) -> bool:
 
 
 def _has_low_vram(module: nn.Module) -> bool:
-    """True if ComfyUI has left the weights of ``module`` in main memory, because the GPU's is short."""
+    """True if ComfyUI has left the weights of ``module`` in main memory, because GPU memory is short."""
     return hasattr(module, "prev_comfy_cast_weights")
 
 

@@ -87,8 +87,8 @@ class ClassSwap:
         check: called with an instance. Returns the reason to skip it, or None.
         covers: called with an instance. Returns False if ``fused`` cannot compute what ``stock`` computes
             with the instance's settings. Then the fusion does not claim the instance.
-        layers: paths of the children that ``fused`` replaces by kernels. If such a child has an adapter,
-            ``fused`` calls it as stock does, and the report names the child.
+        layers: paths of the children that ``fused`` replaces by kernels. If such a child has an adapter that
+            cannot be merged, ``fused`` calls the child as stock does, and the report names the child.
     """
 
     name: str

@@ -15,8 +15,8 @@ three rounds, and one product of 240 tiles takes two rounds.
 
 diffusers' own forward runs for other processors (IP-Adapter, xformers, sliced attention,
 ``fuse_qkv_projections``), with masks, with arguments that the processor warns about, and under a compiler.
-With gradients, under autocast, in traces, and if a layer is not plain (LoRA, hooks, quantized weights), the
-three layers are called one by one.
+The three layers are called one by one with gradients, under autocast, in traces, and if one of them has
+hooks, quantized weights or an adapter that is not merged.
 """
 
 from __future__ import annotations

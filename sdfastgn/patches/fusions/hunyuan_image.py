@@ -9,8 +9,9 @@ Differences from stock:
   Downsampling moves positions to channels in the same way.
 - The 1x1 convolutions of attention run as matrix products. Attention itself runs as in ``attention.py``.
 
-If a layer has hooks, an adapter or another dtype, the fused forward calls the layer itself. If gradients are
-wanted, only ResNet blocks run fused, and stock's forward runs in all other blocks.
+If a layer has hooks, another dtype or an adapter that is not merged, the fused forward calls the layer as
+stock does. If gradients are wanted, only ResNet blocks run fused, and stock's forward runs in all other
+blocks.
 """
 
 from __future__ import annotations

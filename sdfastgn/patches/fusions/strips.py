@@ -206,7 +206,7 @@ def hold(layer: _Computed, *, is_normalized: bool) -> Held:
 def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None = None) -> None:
     """Write the result of ``layer`` into ``out`` (1, C, H, W), which may be the map that the layer reads.
 
-    ``found``: gets the positions and moments of each strip, for ``_merged``. None if they are not wanted.
+    ``found``: gets ``_of_strip`` of each strip, for ``_merged``. None if no moments are wanted.
     """
     last: tuple[int, int, Tensor] | None = None
     for top, bottom in _strips(layer):

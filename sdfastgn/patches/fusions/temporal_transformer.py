@@ -70,7 +70,10 @@ class FusedTransformerTemporalModel(TransformerTemporalModel):
 
 
 class FusedAnimateDiffTransformer3D(AnimateDiffTransformer3D):
-    """``AnimateDiffTransformer3D`` without copies of the image. hidden_states (N * frames, C, H, W)."""
+    """``AnimateDiffTransformer3D`` without copies of the image.
+
+    hidden_states (N * frames, C, H, W) -> the same.
+    """
 
     def forward(
         self,
