@@ -33,9 +33,8 @@ def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     """The reason why ``layer`` runs stock's code because of its adapter.
 
-    None if ``layer`` has no adapter, or if its adapter is merged by the next call at the latest. If the user
-    can do something about the reason, the text says what. ``merges``: False if the model must not get merged
-    weights.
+    None if ``layer`` has no adapter, or an adapter that can be merged. If the user can do something about the
+    reason, the text says what. ``merges``: False if the model must not get merged weights.
     """
     if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
         return f"it has an adapter (LoRA): {_ALONE}"

@@ -178,7 +178,7 @@ class FusedAttention(Attention):
     def pack_merged(self) -> None:
         """Moves the merged weights of adapters side by side in memory, so that one product can use them.
 
-        The addresses of the merged weights change, so call this only before a CUDA graph is captured.
+        The addresses of the merged weights change. So call this only if no CUDA graph reads the old ones.
         """
         linears = self._packed_linears()
         merged = [stand_in_of(linear) for linear in linears]

@@ -1,8 +1,8 @@
 """diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: one kernel concatenates and computes statistics.
 
-A *skip* is an image that a down block has returned. Its concatenation with the image from the layer below is
-the input of a ResNet block, which begins with a norm that needs these statistics. ``torch.cat`` of
-channels-last tensors takes two to three times as long as the kernel, which also computes the statistics.
+A *skip* is an image from the first half of the UNet. The concatenation of an image and a skip is the input of
+a ResNet block, which begins with a norm that needs these statistics. ``torch.cat`` of channels-last tensors
+takes two to three times as long as the kernel, which also computes the statistics.
 
 Upstream's forward runs with gradients, with checkpointing, with deprecated arguments, under compilers, and
 with FreeU, which changes both tensors before the concatenation.

@@ -5,7 +5,7 @@ contiguous. Its storage object is a separate one, which covers only its slice of
 looks for parameters with a common storage finds none: ``torch.save`` and pickle write each parameter
 separately, and accelerate's ``save_model``, which saves only one parameter of each storage, saves them all.
 
-At each call of the module, ``joined`` checks that all parameters are still in the allocation, and returns a
+At each call of the model, ``joined`` checks that all parameters are still in the allocation, and returns a
 view of the allocation as the joined weight. So a write into a parameter takes effect. ``joined`` also notices
 that a parameter was moved (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading).
 Only a weak reference to the allocation is kept, so the allocation is freed with the last parameter in it.
