@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
-import math
 import re
 import statistics
 import sys
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 
 import sdfastgn
 from scripts.publish.networks import CASES, Case
+from scripts.publish.runs import finite, release_memory
 from scripts.publish.tables.real_sizes import SizeRow
 from sdfastgn.bench import documents, timing
 from sdfastgn.bench.environment import environment
@@ -124,14 +123,14 @@ def exact_output(case: Case, device: torch.device) -> Tensor:
 def measured(case: Case, device: torch.device) -> SizeRow:
     has_exact = (case.is_video or case.dtype == torch.bfloat16) and not case.is_long
     exact = exact_output(case, device) if has_exact else None
-    _release()
+    release_memory()
     model, call = built(case, device)
     expected = call()
     stock = timed(call, device)
     sdfastgn.optimize(model)
     found = call()
     error = relative_error(found, expected)
-    errors = [None if exact is None else _finite(relative_error(y.cpu(), exact)) for y in (expected, found)]
+    errors = [None if exact is None else finite(relative_error(y.cpu(), exact)) for y in (expected, found)]
     del found, expected
     optimized = timed(call, device)
     graphs = sdfastgn.report(model).graphs
@@ -143,22 +142,13 @@ def measured(case: Case, device: torch.device) -> SizeRow:
         stock.mib,
         optimized.mib,
         any(each.replays for each in graphs),
-        _finite(error),
+        finite(error),
         stock_error=errors[0],
         optimized_error=errors[1],
         cpu_ms=optimized.cpu_ms,
         is_video=case.is_video,
         status=documents.OK if error < MAX_ERROR else documents.WRONG,
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def chosen(only: str, part: int | None) -> list[Case]:
@@ -199,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(measured(each, device))
             except Exception as error:  # the other models are still timed
                 rows.append(SizeRow.failed(each.name, str(each.dtype), one_line(error)))
-            _release()
+            release_memory()
             print(f"{time.perf_counter() - start:5.1f} s  {rows[-1]}", flush=True)
             write(rows)
     return exit_code(rows) if rows else 0

@@ -1,7 +1,9 @@
-"""Functions that several measurements use: one calls a function in a fresh process, one writes the JSON."""
+"""Functions that several measurements use."""
 
 from __future__ import annotations
 
+import gc
+import math
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +25,17 @@ def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Calls ``fn`` in a fresh process, and returns its result. An error of ``fn`` is raised here too."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(fn, *arguments, **options).result()
+
+
+def release_memory() -> None:
+    """Frees unreachable objects, and gives the GPU's unused memory back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def finite(value: float) -> float | None:
+    """Returns ``value``, or None if it is infinite or NaN, which JSON cannot hold."""
+    return value if math.isfinite(value) else None
 
 
 def write_rows(

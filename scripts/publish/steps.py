@@ -163,7 +163,7 @@ STEPS = (
             f"scripts.publish.real_sizes --part {part}",
             "--device cpu --only UNet1DModel",
             ("real_sizes", "video"),
-            110,
+            98,
         )
         for part in (1, 2, 3, 4)
     ),
