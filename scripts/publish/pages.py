@@ -28,6 +28,7 @@ from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.pipelines import comfyui_markdown, warm_up_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
+from scripts.publish.tables.tiled_decode import tiled_decode_markdown
 from sdfastgn.bench.documents import read_json
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
@@ -35,7 +36,8 @@ from sdfastgn.bench.tables.plots import plot_reason
 
 # The pages whose tables are renewed here. scripts/build_hub_kernels.py fills the tables of the Hub's card.
 PAGES = (
-    "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md", "docs/comfyui.md",
+    "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md", "docs/stable-fast.md",
+    "docs/comfyui.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
@@ -50,6 +52,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "real_sizes": real_sizes_markdown,
     "video": video_markdown,
     "adapters": adapters_markdown,
+    "tiled_decode": tiled_decode_markdown,
     "kernels": inference_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},
 }

@@ -104,7 +104,7 @@ STEPS = (
         ("results",),
         30,
     ),
-    # ---- batches, few steps, first images, adapters, where the time goes
+    # ---- batches, few steps, first images, adapters, where the time goes, large images
     Step(
         "batches_sdxl.json",
         "sdfastgn bench --model sdxl --part unet --batch 1,8,32 --repeats 5 --variants eager,sdfastgn",
@@ -139,6 +139,13 @@ STEPS = (
         "sdfastgn bench --model sdxl --part unet --part vae --profile --repeats 10 --variants eager,sdfastgn",
         _BENCH,
         ("profile", "profile_sdxl.png"),
+        60,
+    ),
+    Step(
+        "tiled_decode.json",
+        "scripts.publish.tiled_decode",
+        "--model tiny --device cpu --size 64",
+        ("tiled_decode",),
         60,
     ),
     # ---- single operations
