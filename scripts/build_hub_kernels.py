@@ -3,8 +3,8 @@
 python scripts/build_hub_kernels.py --output build/hub-kernels
 
 The sources are ``sdfastgn/kernels`` and ``integrations/hub``. The output folder is a project for the Hub's
-tool kernel-builder (``build.toml``, ``torch-ext``). It also contains the finished build
-(``build/torch-cuda``, ``build/torch-cpu``). ``kernels.get_local_kernel`` loads the build, and
+tool kernel-builder (``build.toml``, ``flake.nix``, ``torch-ext``, ``tests``). It also contains the finished
+build (``build/torch-cuda``, ``build/torch-cpu``). ``kernels.get_local_kernel`` loads the build, and
 ``kernel-builder upload`` publishes it.
 
 Source: huggingface.co/docs/kernels, "Kernel requirements", for the layout and metadata.json.
@@ -104,6 +104,8 @@ def project(repo_id: str) -> dict[str, str]:
     files = package()
     card = filled(template("CARD.md"), ROOT / "benchmarks")
     found = {"build.toml": template("build.toml"), "CARD.md": card, "build/CARD.md": card}
+    copied = ["flake.nix", *(f"tests/{path.name}" for path in sorted((HUB / "tests").glob("*.py")))]
+    found |= {name: (HUB / name).read_text("utf-8") for name in copied}
     # ``_ops.py`` is left out, because kernel-builder writes this file itself, with its own namespace.
     found |= {f"torch-ext/{NAME}/{name}": text for name, text in files.items() if name != "_ops.py"}
     for backend in BACKENDS:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 
 import sdfastgn
@@ -106,6 +107,14 @@ def test_the_card_has_every_name_and_the_measured_times(hub):
     assert (hub / "build/CARD.md").read_text("utf-8") == card
 
 
+def test_the_project_has_what_kernel_builder_reads(hub):
+    """It refuses a project without flake.nix, and it uploads to the branch of the version."""
+    general = tomllib.loads((hub / "build.toml").read_text())["general"]
+    assert (general["edition"], general["backends"]) == (5, [v.removeprefix("torch-") for v in VARIANTS])
+    assert (hub / "torch-ext" / general["name"] / "__init__.py").exists()
+    assert "genKernelFlakeOutputs" in (hub / "flake.nix").read_text()
+
+
 # ---- what ``kernels`` says to it
 
 
@@ -182,18 +191,25 @@ assert set(launches) == set(packages)
 
 MODEL = """
 import kernels
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 
 class GroupNormSiLU(nn.GroupNorm):
     def forward(self, input):
         return nn.functional.silu(super().forward(input))
 
-for cls in (nn.GroupNorm, GroupNormSiLU, nn.LayerNorm):
-    replace_kernel_forward_from_hub(cls, cls.__name__)
-names = ("GroupNorm", "GroupNormSiLU", "LayerNorm")
+class NormSiLU(WanRMS_norm):
+    def forward(self, x):
+        return nn.functional.silu(super().forward(x))
+
+layers = {nn.GroupNorm: "GroupNorm", GroupNormSiLU: "GroupNormSiLU", nn.LayerNorm: "LayerNorm"}
+layers |= {WanRMS_norm: "ChannelNorm", NormSiLU: "ChannelNormSiLU"}
+for cls, name in layers.items():
+    replace_kernel_forward_from_hub(cls, name)
 device = "cpu" if "interpret" in globals() else "cuda"
-mapping = {name: {device: LocalLayerRepository(hub, layer_name=name)} for name in names}
+mapping = {name: {device: LocalLayerRepository(hub, layer_name=name)} for name in layers.values()}
 norms = nn.GroupNorm(4, 8), GroupNormSiLU(2, 8, affine=False), nn.LayerNorm((8, 5, 6)), nn.LayerNorm(6)
+norms += WanRMS_norm(8), NormSiLU(8, bias=True), WanRMS_norm(6, channel_first=False)
 model = nn.Sequential(nn.Conv2d(3, 8, 3), *norms).to(device)
 for p in model.parameters():
     p.data = torch.randn_like(p)
@@ -232,6 +248,19 @@ except ValueError as error:
 """
     error = "sdfastgn.layers.LayerNorm: input must end in (8, 5, 6), got shape (2, 8, 6, 5)"
     assert python(hub, INTERPRET + MODEL + code, TRITON_INTERPRET="1") == error
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_its_own_tests_pass(hub):
+    """As kernel-builder runs them."""
+    code = """
+import pytest
+options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "-m", "kernels_ci"]
+sys.exit(pytest.main([*options, str(hub / "tests")]))
+"""
+    told = python(hub, code, LOCAL_KERNELS=f"sdfastgn/sdfastgn={hub}")
+    assert re.search(r"^4 passed", told, re.MULTILINE)
 
 
 @needs_kernels

@@ -1,4 +1,4 @@
-"""GroupNorm, InstanceNorm, LayerNorm, BatchNorm and GEGLU as Triton kernels, forward and backward.
+"""GroupNorm, channel norm, LayerNorm, BatchNorm and GEGLU as Triton kernels, forward and backward.
 
 sdfastgn's scripts/build_hub_kernels.py writes this package. Each function's docstring has its contract. The
 functions use plain PyTorch if no kernel can run, as on a CPU or in fp64.
@@ -6,6 +6,7 @@ functions use plain PyTorch if no kernel can run, as on a CPU or in fp64.
 
 from . import layers
 from .batch_norm.op import batch_norm
+from .channel_norm.op import channel_norm
 from .geglu.op import geglu
 from .group_norm.instance_norm import instance_norm
 from .group_norm.op import group_norm
@@ -18,6 +19,7 @@ __all__ = [
     "add_with_statistics",
     "batch_norm",
     "cat_with_statistics",
+    "channel_norm",
     "channel_statistics",
     "geglu",
     "group_norm",

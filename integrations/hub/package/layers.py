@@ -5,8 +5,11 @@ The classes have no weights or settings. ``forward`` reads the weights and setti
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from .channel_norm.op import channel_norm
 from .group_norm.op import group_norm
 from .layer_norm.op import layer_norm
 
@@ -35,6 +38,43 @@ class GroupNormSiLU(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, "silu")
+
+
+class ChannelNorm(nn.Module):
+    """Replaces diffusers' ``WanRMS_norm`` and its copies: RMSNorm over the channels of each position.
+
+    x (N, C, *spatial), or (*, C) if ``channel_first`` is False -> a tensor of the same shape.
+    """
+
+    can_torch_compile: bool = True
+    channel_first: bool
+    scale: float
+    gamma: Tensor
+    bias: Tensor | float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _channel_norm(self, x, "identity")
+
+
+class ChannelNormSiLU(nn.Module):
+    """Replaces a subclass of ``WanRMS_norm`` that applies SiLU after the norm."""
+
+    can_torch_compile: bool = True
+    channel_first: bool
+    scale: float
+    gamma: Tensor
+    bias: Tensor | float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _channel_norm(self, x, "silu")
+
+
+def _channel_norm(norm: Any, x: Tensor, activation: str) -> Tensor:
+    # Without a bias the layer has the number 0.
+    bias = norm.bias.flatten() if isinstance(norm.bias, Tensor) else None
+    channels_second = x if norm.channel_first else x.flatten(0, -2)
+    y = channel_norm(channels_second, norm.gamma.flatten(), bias, norm.scale, activation=activation)
+    return y if norm.channel_first else y.view(x.shape)
 
 
 class LayerNorm(nn.Module):
