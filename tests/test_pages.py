@@ -80,14 +80,36 @@ def for_the_kernel_hub(monkeypatch):
         monkeypatch.setattr(torch.nn.GroupNorm, name, None, raising=False)
 
 
+def for_the_page_on_diffusers(monkeypatch):
+    """The kernels of this package stand for those of the Hub, and their calls are counted."""
+    kernels = pytest.importorskip("kernels")
+    if not hasattr(kernels, "get_kernel"):  # the link at the root
+        pytest.skip("Hugging Face's package kernels is not installed")
+    hub = mock.Mock(group_norm=mock.Mock(side_effect=sdfastgn.group_norm))
+    monkeypatch.setattr(kernels, "get_kernel", mock.Mock(return_value=hub))
+
+
+def of_the_page_on_diffusers(names, asked, printed):
+    names["get_kernel"].assert_called_once()
+    decoder = names["vae"].decoder
+    blocks = [module for module in decoder.modules() if type(module) is names["ChangedBlock"]]
+    assert blocks
+    assert names["get_kernel"].return_value.group_norm.call_count == 2 * len(blocks)
+
+
 # What a page needs before it runs.
-BEFORE = {"docs/hub-kernels.md": for_the_kernel_hub, "docs/other-models.md": run_fused_on_cpu}
+BEFORE = {
+    "docs/hub-kernels.md": for_the_kernel_hub,
+    "docs/other-models.md": run_fused_on_cpu,
+    "docs/upstream.md": for_the_page_on_diffusers,
+}
 # What a page shows beyond its own assertions.
 CHECKS = {
     "README.md": of_the_readme,
     "docs/hub-kernels.md": of_the_page_on_the_kernel_hub,
     "docs/ops.md": of_the_page_on_ops,
     "docs/other-models.md": of_the_page_on_other_models,
+    "docs/upstream.md": of_the_page_on_diffusers,
 }
 
 
