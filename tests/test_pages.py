@@ -314,3 +314,12 @@ def test_an_index_names_every_note(folder):
     assert sorted(linked) == sorted(
         path.name for path in (ROOT / folder).glob("*.md") if path.name != "README.md"
     )
+
+
+def test_the_overview_links_every_page_of_the_navigation():
+    navigation = re.findall(
+        r"^ +- .*: ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE
+    )
+    assert navigation[0] == "index.md"
+    linked = re.findall(r"\]\(([\w/-]+\.md)\)", PAGES["docs/index.md"])
+    assert sorted(linked) == sorted(navigation[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from typing import Any
 
@@ -41,3 +42,12 @@ def test_only_the_job_that_publishes_gets_a_token(jobs: dict[str, Any]) -> None:
     assert (publish["needs"], publish["environment"]) == ("build", "pypi")
     assert publish["permissions"] == {"id-token": "write"}
     assert not any("run" in step for step in publish["steps"])  # no code of the repository beside the token
+
+
+def test_what_make_dist_has_checked_is_published_without_a_password(jobs: dict[str, Any]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^dist:.*\n(\t.*\n)*\t.* twine check --strict dist/\*$", makefile, re.MULTILINE)
+    upload, (download, publish) = jobs["build"]["steps"][-1], jobs["publish"]["steps"]
+    assert upload["with"] == download["with"] == {"name": "dist", "path": "dist"}
+    assert publish["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert "with" not in publish  # the token is exchanged for the right to publish
