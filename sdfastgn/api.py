@@ -37,7 +37,7 @@ def optimize(
     obj: T,
     *,
     strict: bool = False,
-    cuda_graphs: Literal["auto"] | bool = "auto",
+    cuda_graphs: Literal["auto", "training"] | bool = "auto",
     missing_ok: bool = False,
     verify: bool = False,
     fold_batch_norm: bool = False,
@@ -57,8 +57,10 @@ def optimize(
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
             one kind. ``"auto"`` captures the second call of a kind, and replays it for later calls of
-            this kind. True captures the first call of a kind. False captures none. If the model changes,
-            its graphs are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.
+            this kind. True captures the first call of a kind. False captures none. ``"training"`` is
+            ``"auto"``, and also captures calls with gradients of ``UNet2DConditionModel`` and
+            ``ControlNetModel``, with their backwards (docs/training.md). If the model changes, its graphs
+            are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.
         missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
             False there is an error for a module and a warning for a pipeline.
         verify: True runs each fused part of the UNets, ControlNets and image autoencoders once after the
@@ -93,7 +95,7 @@ def optimize(
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three values, or another option is no bool. Or there is
+        ValueError: ``cuda_graphs`` is none of the four values, or another option is no bool. Or there is
             nothing to optimize, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is True and
             something must be skipped; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: call ``optimize`` before you wrap it.
@@ -150,7 +152,11 @@ def restore(obj: T) -> T:
 
 @contextmanager
 def optimized(
-    obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto", missing_ok: bool = False
+    obj: T,
+    *,
+    strict: bool = False,
+    cuda_graphs: Literal["auto", "training"] | bool = "auto",
+    missing_ok: bool = False,
 ) -> Iterator[T]:
     """A context manager: ``with sdfastgn.optimized(pipe):`` optimizes, and restores at the end of the block.
 
@@ -384,7 +390,8 @@ def _optimize(
 def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
     # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
-        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+        modes = '"auto", "training", True or False'
+        raise ValueError(f"sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be {modes}")
     for name, flag in flags.items():
         if type(flag) is not bool:
             raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")

@@ -93,6 +93,17 @@ forward_ad: Any = _autograd_forward_ad if hasattr(_autograd_forward_ad, "_curren
 # True if autocast is on for any device. The replacement always returns True: it may be on.
 any_autocast: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
+# The hooks of ``torch.autograd.graph.saved_tensors_hooks`` that are active, or None. The replacement always
+# returns True: there may be hooks.
+_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    getattr(_C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda ignores_tracing: True
+)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """True if code has changed how autograd saves tensors. True too if this PyTorch cannot tell."""
+    return bool(_saved_tensors_hooks(True))
+
 
 def is_compiled(module: nn.Module) -> bool:
     """True if ``module.compile()`` was called."""

@@ -16,7 +16,7 @@ from sdfastgn.patches.comfyui import dynamic_vram
 from sdfastgn.patches.comfyui.graphs import UNET, begin_run
 from sdfastgn.patches.comfyui.inject import drop_graphs, eject, inject, root_of
 from sdfastgn.patches.comfyui.report import text_of
-from sdfastgn.patches.graphs.install import MODES
+from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
 __all__ = ["optimize_model", "optimize_vae"]
 
@@ -44,7 +44,7 @@ def optimize_model(
     """
     if not hasattr(model, "set_injections"):
         raise TypeError(f"sdfastgn: expected a MODEL of ComfyUI, got {type(model).__name__}")
-    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in MODES:
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in INFERENCE_MODES:
         raise ValueError(f'sdfastgn: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     clone = dynamic_vram.clone(model)
 

@@ -22,9 +22,11 @@ __all__ = [
     "clone_of",
     "contents_of",
     "global_state",
+    "mapped",
     "refill",
     "static_copy",
     "structure_of",
+    "tensors_in",
 ]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -216,7 +218,7 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
     )
 
 
-def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``value`` in new containers, with each tensor t in it replaced by ``fn(t)``.
 
     Raises Unsupported if ``value`` contains anything but tensors, plain values, lists, tuples, dicts and
@@ -228,18 +230,25 @@ def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if kind in _PLAIN:
         return value
     if kind in (list, tuple):
-        return kind([_mapped(item, fn) for item in value])
+        return kind([mapped(item, fn) for item in value])
     if kind is dict:
-        return {key: _mapped(item, fn) for key, item in value.items()}
+        return {key: mapped(item, fn) for key, item in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # diffusers' BaseOutput
         names = [field.name for field in dataclasses.fields(kind)]
-        return kind(**{name: _mapped(getattr(value, name), fn) for name in names})
+        return kind(**{name: mapped(getattr(value, name), fn) for name in names})
     raise Unsupported(f"it returns a {kind.__name__}")
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Returns each tensor in ``output`` once. Raises Unsupported like ``mapped``."""
+    found: dict[int, Tensor] = {}
+    mapped(output, lambda tensor: found.setdefault(id(tensor), tensor))
+    return list(found.values())
 
 
 def static_copy(output: Any) -> Any:
     """Returns ``output`` in new containers, with the same tensors. Raises Unsupported like ``clone_of``."""
-    return _mapped(output, lambda tensor: tensor)
+    return mapped(output, lambda tensor: tensor)
 
 
 def clone_of(output: Any) -> Any:
@@ -255,7 +264,7 @@ def clone_of(output: Any) -> Any:
             clones[id(tensor)] = tensor.clone()
         return clones[id(tensor)]
 
-    return _mapped(output, clone)
+    return mapped(output, clone)
 
 
 def structure_of(*values: Any) -> Any:

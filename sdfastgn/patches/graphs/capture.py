@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,35 @@ from sdfastgn.patches.core.merged_adapters import frozen
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, static_copy, structure_of
 from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["Backend", "CudaBackend", "Graph", "Handle", "backend_of", "capture_call", "run_on_copies"]
+__all__ = [
+    "AnyGraph",
+    "Backend",
+    "CudaBackend",
+    "Graph",
+    "Handle",
+    "backend_of",
+    "capture_call",
+    "run_on_copies",
+]
+
+
+class AnyGraph(Protocol):
+    """A captured call: ``Graph``, or ``TrainingGraph`` of ``training.py``."""
+
+    # Returns the context in which the forward runs: ``torch.no_grad`` or ``torch.enable_grad``.
+    gradients: ClassVar[Any]
+
+    def __init__(
+        self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
+    ) -> None:
+        """Capture ``run``, the forward of ``module`` with ``buffers`` as its arguments."""
+
+    @staticmethod
+    def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
+        """Run what the constructor captures, so that kernels are compiled and algorithms are chosen."""
+
+    def run(self, call: Call, backend: Backend) -> Any:
+        """Replay the graph with the arguments of ``call``, and return a copy of its output."""
 
 
 class Handle(Protocol):
@@ -34,7 +62,7 @@ class Handle(Protocol):
 class Backend(Protocol):
     """Captures and replays graphs on one device. ``CudaBackend`` is for GPUs; tests have one for the CPU.
 
-    All graphs of a device share one memory pool, so only one of them may run at a time. Each thread holds
+    The graphs of a device share a memory pool, so only one of them may run at a time. Each thread holds
     ``lock`` while it starts a graph. On the GPU, ``ordered`` makes each graph wait for the end of the
     previous graph, even if this runs on another stream.
     """
@@ -50,8 +78,14 @@ class Backend(Protocol):
     def rehearse(self, fn: Callable[[], Any]) -> None:
         """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
 
-    def capture(self, fn: Callable[[], Any]) -> Handle:
-        """Capture a call of ``fn``. If this fails, raise the error and leave the device as it was."""
+    def new_pool(self) -> Any:
+        """A memory pool of its own for ``capture``."""
+
+    def capture(self, fn: Callable[[], Any], pool: Any = None) -> Handle:
+        """Capture a call of ``fn``. If this fails, raise the error and leave the device as it was.
+
+        ``pool``: a result of ``new_pool``; None for the pool that the graphs of the device share.
+        """
 
     def ordered(self) -> AbstractContextManager[Any]:
         """A context whose GPU work starts after the GPU work of all earlier ``ordered`` contexts is done."""
@@ -67,10 +101,19 @@ class Backend(Protocol):
 
 
 class Graph:
-    """One captured call: memory for its inputs, the recorded kernels, and their output."""
+    """One captured call without gradients: memory for its inputs, the recorded kernels, and their output."""
 
-    def __init__(self, buffers: list[Tensor], handle: Handle) -> None:
-        self.buffers, self.handle, self.output = buffers, handle, static_copy(handle.output)
+    gradients: ClassVar[Any] = torch.no_grad
+
+    def __init__(
+        self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
+    ) -> None:
+        self.buffers, self.handle = buffers, backend.capture(run)
+        self.output = static_copy(self.handle.output)
+
+    @staticmethod
+    def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
+        run()
 
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the graph with the arguments of ``call``, and return a copy of its output."""
@@ -81,11 +124,18 @@ class Graph:
 
 
 def capture_call(
-    module: nn.Module, call: Call, backend: Backend, watch_of_now: Callable[[], Watch], *, is_warm: bool
-) -> Graph:
+    kind: type[AnyGraph],
+    module: nn.Module,
+    call: Call,
+    backend: Backend,
+    watch_of_now: Callable[[], Watch],
+    *,
+    is_warm: bool,
+) -> AnyGraph:
     """Capture ``call`` and return its graph.
 
     Args:
+        kind: the class of the graph.
         module: the module whose forward is captured.
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
@@ -106,7 +156,7 @@ def capture_call(
         before = structure_of(args, kwargs)
         # Inference mode is turned off here, because inference tensors do not count writes. A caller in
         # inference mode still gets inference tensors, because outputs are copied in the mode of the caller.
-        with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+        with torch.inference_mode(False), kind.gradients(), _no_autocast_cache():
             output = type(module).forward(module, *args, **kwargs)
         if structure_of(args, kwargs) != before:
             raise Unsupported("its forward changes the lists or dicts that it is given")
@@ -114,13 +164,13 @@ def capture_call(
 
     if not is_warm:
         with backend.ordered():
-            run()
+            kind.warm_up(module, buffers, run)
     watch = watch_of_now()
     versions, writes = [buffer._version for buffer in buffers], watch.writes()
     graph = None
     try:
         with backend.ordered(), frozen():
-            graph = Graph(buffers, backend.capture(run))
+            graph = kind(module, buffers, run, backend, watch)
     except Unsupported:
         raise
     except Exception as error:
@@ -129,7 +179,7 @@ def capture_call(
     # ``graph`` is None if a capture without a warm-up failed. Since the earlier call of this kind, the model
     # or the alignment of a tensor may have changed. So the capture is tried once more, with a warm-up.
     if graph is None:
-        return capture_call(module, call, backend, watch_of_now, is_warm=False)
+        return capture_call(kind, module, call, backend, watch_of_now, is_warm=False)
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
     if watch.writes() != writes:  # a replay would repeat these writes, even if its result is discarded
@@ -151,6 +201,8 @@ def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:
         with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
             buffers = call.buffers()
             call.fill(buffers)
+            for buffer, value in zip(buffers, call.tensors, strict=True):
+                buffer.requires_grad_(isinstance(value, Tensor) and value.requires_grad)
     except RuntimeError as error:
         raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
     return buffers
@@ -211,13 +263,17 @@ class CudaBackend:
         with torch.cuda.device(self._device), chosen_after():
             rehearse(fn, self._device)
 
-    def capture(self, fn: Callable[[], Any]) -> Handle:
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, fn: Callable[[], Any], pool: Any = None) -> Handle:
         graph = torch.cuda.CUDAGraph()
         # The allocator refuses a pool without graphs, so this list keeps the graphs alive during the capture.
         others = list(self._alive)
-        if self._pool is None or not others:
-            self._pool = torch.cuda.graph_pool_handle()
-        pool = self._pool
+        if pool is None:
+            if self._pool is None or not any(tuple(other.pool) == tuple(self._pool) for other in others):
+                self._pool = self.new_pool()
+            pool = self._pool
         # The pool cannot use memory in the allocator's cache, so the cache is emptied before the capture.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()

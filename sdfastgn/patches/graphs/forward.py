@@ -30,18 +30,28 @@ from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.merged_adapters import give_back, scaled
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
-from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
+from sdfastgn.patches.graphs.capture import Backend, Graph, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.lora_scale import LoraScale
-from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now, takes_gigabytes
+from sdfastgn.patches.graphs.models import (
+    is_harmless,
+    numbers_of,
+    reason_in_training,
+    reason_now,
+    takes_gigabytes,
+)
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
+from sdfastgn.patches.graphs.training import Flags, TrainingGraph
 from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["GraphedForward", "all_living"]
 
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 _MAX_REASONS = 64
+
+# Maximum number of graphs of one module for calls with gradients.
+_MAX_TRAINING_GRAPHS = 4
 
 # id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, all of them drop
 # their graphs. A search through the modules would not find a ``GraphedForward`` that another library has
@@ -93,6 +103,7 @@ class GraphedForward(InstanceEntry):
         module: the module.
         mode: ``"auto"``: the second call of a kind is captured. True: the first call of a kind is captured.
             False: all calls run eagerly. Calls are of one kind if one graph serves them all.
+            ``"training"``: as ``"auto"``, and calls with gradients become graphs too.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
         stands_over_own: True if the module's ``__dict__`` already had an entry "forward" with the method of
@@ -100,11 +111,14 @@ class GraphedForward(InstanceEntry):
 
     Attributes:
         eager: reason -> number of calls that ran eagerly for this reason.
+        training: runs the calls with gradients in mode ``"training"``; None in other modes.
     """
 
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
-    __slots__ = ("_backend", "_policy", "_store", "eager", "mode", "stands_over_own")
+    __slots__ = ("_backend", "_policy", "_store", "eager", "mode", "stands_over_own", "training")
+    # The class of the graphs.
+    _kind: type[Graph] | type[TrainingGraph] = Graph
 
     def __init__(
         self,
@@ -120,6 +134,7 @@ class GraphedForward(InstanceEntry):
         self._store = Store()
         self._policy = Policy()
         self.eager: Counter[str] = Counter()
+        self.training = _TrainingForward(module, "auto", backend) if mode == "training" else None
         _living[id(self)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -182,6 +197,8 @@ class GraphedForward(InstanceEntry):
         module = self.module
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
+        if self.training is not None and torch.is_grad_enabled():
+            return self.training(*args, **kwargs)
         try:
             try:
                 return self._by_graph(module, args, kwargs)
@@ -234,17 +251,18 @@ class GraphedForward(InstanceEntry):
         size is 0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
         """
         backend = self._store.backend
-        return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
+        own = {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
+        return own if self.training is None else own | self.training.pool_bytes()
 
     def _by_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call as a graph and return its result.
 
         Raises Unsupported, with the reason, if the call must run eagerly.
         """
-        reason = "they are turned off" if self.mode is False else reason_now(module)
+        reason = "they are turned off" if self.mode is False else self._reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
-        survey = self._store.survey or Survey(module)
+        survey = self._store.survey or self._survey_of(module)
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
         backend = self._backend or backend_of(call.device)  # type: ignore[arg-type]
@@ -252,7 +270,7 @@ class GraphedForward(InstanceEntry):
             raise Unsupported(f"there are no graphs on {call.device}")
         if backend.is_busy():
             raise Unsupported("the call is being captured by other code")
-        key = (call.key, global_state(call.device))  # type: ignore[arg-type]
+        key = self._key_of(module, call)
         store = self._store
         if backend is not store.backend:
             # ``clear`` takes and releases the lock of the old backend before the new backend's lock is taken.
@@ -272,6 +290,25 @@ class GraphedForward(InstanceEntry):
                 return output
         self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
+
+    # ---- what is different with gradients
+
+    def _reason_now(self, module: nn.Module) -> str | None:
+        """Why no call of ``module`` can run as a graph now; None if calls can."""
+        return reason_now(module)
+
+    def _survey_of(self, module: nn.Module) -> Survey:
+        return Survey(module)
+
+    def _key_of(self, module: nn.Module, call: Call) -> Any:
+        """Calls with equal keys are of one kind."""
+        return call.key, global_state(call.device)  # type: ignore[arg-type]
+
+    def _make_room(self) -> None:
+        """Make room in the store for one more graph."""
+        self._store.make_room()
+
+    # ---- with and without gradients
 
     def _replay_at_once(self, current: _Current) -> Any:
         """Start the call's graph and, while the GPU runs it, check that the model has not changed.
@@ -302,19 +339,20 @@ class GraphedForward(InstanceEntry):
             return graph.run(call, backend)
         policy.check_refused(key)
         if policy.is_new(key):
-            if self.mode == "auto":
+            if self.mode is not True:
                 policy.first_call(key)
                 return None
             self._rehearse(current)
         is_warm = policy.is_warm(key)
-        store.make_room()
+        self._make_room()
         try:
             # ``undrawn`` includes the first replay, because on a GPU only a replay draws the random numbers.
             with (
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, module, call, backend)),
             ):
-                graph = capture_call(module, call, backend, partial(self._watch_of, current), is_warm=is_warm)
+                watch_of_now = partial(self._watch_of, current)
+                graph = capture_call(self._kind, module, call, backend, watch_of_now, is_warm=is_warm)
                 store.add(key, graph)
                 if takes_gigabytes(module) and not backend.has_room():
                     raise Unsupported(NO_MEMORY)
@@ -389,6 +427,32 @@ class GraphedForward(InstanceEntry):
         if watch.reason is not None:
             raise Unsupported(watch.reason)
         return watch
+
+
+class _TrainingForward(GraphedForward):
+    """Runs the calls with gradients of a module whose ``GraphedForward`` has the mode ``"training"``."""
+
+    __slots__ = ()
+    _kind = TrainingGraph
+
+    def _reason_now(self, module: nn.Module) -> str | None:
+        return reason_in_training(module)
+
+    def _survey_of(self, module: nn.Module) -> Survey:
+        return Flags(module)
+
+    def _key_of(self, module: nn.Module, call: Call) -> Any:
+        wanted = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors)
+        return super()._key_of(module, call), wanted
+
+    def _make_room(self) -> None:
+        # A graph holds all that its forward saves for the backward. If graphs were dropped to make room,
+        # shapes that take turns would be captured again and again.
+        if len(self._store) >= _MAX_TRAINING_GRAPHS:
+            raise Unsupported(f"there are graphs for {_MAX_TRAINING_GRAPHS} other kinds of calls")
+
+    def _rehearse(self, current: _Current) -> None:
+        """Does nothing: the first call compiles the kernels of the forward and of the backward."""
 
 
 def _drop_all() -> int:

@@ -22,9 +22,22 @@ from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
 from sdfastgn.patches.graphs.models import is_graphable
 
-__all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove", "sharing", "wait_for_gpus"]
+__all__ = [
+    "INFERENCE_MODES",
+    "MODES",
+    "Graphs",
+    "has_graphable",
+    "inspect",
+    "install",
+    "remove",
+    "sharing",
+    "wait_for_gpus",
+]
 
-MODES = ("auto", True, False)
+# The values of ``optimize``'s option ``cuda_graphs``. Under the first three, only calls without gradients
+# become graphs.
+INFERENCE_MODES = ("auto", True, False)
+MODES = ("training", *INFERENCE_MODES)
 
 
 @dataclass(frozen=True)
@@ -32,9 +45,9 @@ class Graphs:
     """What the report says about the graphs of one module.
 
     Attributes:
-        path: the module's dotted path.
+        path: the module's dotted path, or words for its calls with gradients.
         kind: the name of the module's class.
-        mode: "auto", "True" or "False", as in ``optimize``.
+        mode: "auto", "training", "True" or "False", as in ``optimize``.
         captured: number of captures so far.
         alive: number of graphs that exist now.
         replays: number of calls whose result came from a graph.
@@ -101,18 +114,27 @@ def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
-    """Yields (``Graphs``, the ``GraphedForward`` or None) for every graphable module in ``root``."""
+    """Yields (``Graphs``, the ``GraphedForward`` or None) for every graphable module in ``root``.
+
+    In mode "training" a second pair, with None, is about the module's calls with gradients.
+    """
     for path, module in _outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
         if graphed is not None:
-            counts = graphed.captured, graphed.alive, graphed.replays, graphed.dropped
-            eager = {**reasons, **graphed.eager}
-            yield Graphs(path, kind, str(graphed.mode), *counts, eager, graphed.last_change), graphed
+            yield _described(path, kind, str(graphed.mode), graphed, reasons), graphed
+            if graphed.training is not None:
+                where = f"{path or kind}, calls with gradients"
+                yield _described(where, kind, str(graphed.mode), graphed.training, {}), None
         else:
             if has_foreign_forward(module):
                 reasons["other code replaced its forward"] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
+
+
+def _described(path: str, kind: str, mode: str, graphed: GraphedForward, reasons: dict[str, int]) -> Graphs:
+    counts = graphed.captured, graphed.alive, graphed.replays, graphed.dropped
+    return Graphs(path, kind, mode, *counts, {**reasons, **graphed.eager}, graphed.last_change)
 
 
 def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Number
 
-__all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now", "takes_gigabytes"]
+__all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_in_training", "reason_now", "takes_gigabytes"]
 
 # For models that convert a timestep that is a float to an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
@@ -48,6 +48,11 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.pipelines.wuerstchen.modeling_wuerstchen_prior.WuerstchenPrior": {},
     "transformers.models.clip.modeling_clip.CLIPTextModel": {},
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
+}
+# The models whose calls with gradients can become graphs.
+_TRAINED = {
+    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
+    "diffusers.models.controlnets.controlnet.ControlNetModel",
 }
 # The model whose forward multiplies the scales of all LoRA layers by an argument.
 _TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
@@ -101,6 +106,21 @@ def reason_now(module: nn.Module) -> str | None:
         return "gradients are enabled"
     if module.training:
         return "it is in training mode"
+    return _reason_with_or_without_gradients(module)
+
+
+def reason_in_training(module: nn.Module) -> str | None:
+    """Why this thread cannot run a call of ``module`` with gradients as graphs now; None if it can."""
+    if _class_name(module) not in _TRAINED:
+        return "gradients are enabled"
+    if torch.is_anomaly_enabled():
+        return "autograd detects anomalies"
+    if private.has_saved_tensors_hooks():
+        return "there are hooks on saved tensors"
+    return _reason_with_or_without_gradients(module)
+
+
+def _reason_with_or_without_gradients(module: nn.Module) -> str | None:
     if private.is_compiled(module):
         return "it is compiled by torch.compile"
     if private.is_tracing() or dispatch.is_transformed():

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 from sdfastgn.patches.core.adapter_survey import Survey
-from sdfastgn.patches.graphs.capture import Backend, Graph
+from sdfastgn.patches.graphs.capture import AnyGraph, Backend
 from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["MAX_GRAPHS", "Store"]
@@ -35,7 +35,7 @@ class Store:
         self.watch: Watch | None = None
         self.survey: Survey | None = None
         self.captured = self.replays = self.dropped = 0
-        self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # the last one was used most recently
+        self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()  # the last one was used most recently
         self._replays_before = 0
 
     def __len__(self) -> int:
@@ -54,14 +54,14 @@ class Store:
         self.watch, self.survey = watch, survey
         self._replays_before = self.replays
 
-    def find(self, key: Any) -> Graph | None:
+    def find(self, key: Any) -> AnyGraph | None:
         """The graph for calls of kind ``key``, or None. Marks the graph as the most recently used one."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
         return graph
 
-    def add(self, key: Any, graph: Graph) -> None:
+    def add(self, key: Any, graph: AnyGraph) -> None:
         self._graphs[key] = graph
         self.captured += 1
 

@@ -1,0 +1,207 @@
+"""CUDA graphs for training: one graph of a call's forward, and one of its backward.
+
+What the forward saves for the backward is in memory of the graph. So after a replay of the forward, the graph
+waits for the backward of this call: until it has run, or until the result of the call is freed, other calls
+run eagerly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sdfastgn.kernels.common.private import copy_each
+from sdfastgn.patches.core.adapter_survey import Survey
+from sdfastgn.patches.graphs.arguments import Call, Unsupported, mapped, tensors_in
+from sdfastgn.patches.graphs.capture import Backend
+from sdfastgn.patches.graphs.watch import Watch
+
+__all__ = ["Flags", "TrainingGraph"]
+
+_versions_of = attrgetter("_version")
+_requires_grad_of = attrgetter("requires_grad")
+
+
+class Flags(Survey):
+    """A ``Survey`` of a model ``root`` whose calls have gradients.
+
+    With gradients, peft's own code runs layers with adapters, so no layer has merged weights. This survey
+    checks instead that the same parameters require gradients, and that no module has backward hooks.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.layers = []
+        self.takes_scale = False
+        self._records = []
+        modules = list(root.modules())
+        self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        self._flags = list(map(_requires_grad_of, self._parameters))
+        self._hooks: list[Any] = [h for m in modules for h in (m._backward_hooks, m._backward_pre_hooks)]
+        self.reason = ""
+
+    def has_same_tensors(self) -> bool:
+        return list(map(_requires_grad_of, self._parameters)) == self._flags and not any(self._hooks)
+
+    def refresh(self, factor: float = 1.0) -> bool:
+        if any(self._hooks):
+            self.reason = "a module has backward hooks"
+        elif not self.has_same_tensors():
+            self.reason = "other parameters require gradients"
+        else:
+            return True
+        return False
+
+
+class _Turn:
+    """One replay of a forward. ``is_done``: True once the backward of this replay has run."""
+
+    __slots__ = ("__weakref__", "is_done")
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+class TrainingGraph:
+    """One captured call with gradients: its inputs, the kernels of its forward and those of its backward.
+
+    Args:
+        module: the module whose call is captured.
+        buffers: memory for the tensors of the call. Those for which a gradient is wanted require gradients.
+        run: the forward, with ``buffers`` as its arguments.
+        backend: captures and replays.
+        watch: the state of ``module`` at the capture.
+
+    Raises Unsupported if no output depends on a tensor that requires gradients, and for gradient
+    checkpointing, which runs the forward again in the backward.
+    """
+
+    gradients: ClassVar[Any] = torch.enable_grad
+
+    def __init__(
+        self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
+    ) -> None:
+        if any(vars(each).get("gradient_checkpointing") for each in module.modules()):
+            raise Unsupported("it uses gradient checkpointing")
+        self.buffers = buffers
+        self._backend = backend
+        self._watch = watch
+        self._parameters = list(module.parameters())
+        self._trained = _trained(module)
+        self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
+        # Another graph in the same pool could overwrite what the forward has saved for the backward.
+        pool = backend.new_pool()
+        self._forward = backend.capture(run, pool)
+        outputs = tensors_in(self._forward.output)
+        self._is_differentiable = list(map(_requires_grad_of, outputs))
+        ends = [tensor for tensor in outputs if tensor.requires_grad]
+        if not ends:
+            raise Unsupported("no output requires a gradient")
+        with torch.no_grad(), backend.allocating():
+            self._received = list(map(torch.zeros_like, ends))
+        wanted = [*self._trained, *(buffers[place] for place in self._places)]
+        self._backward = backend.capture(
+            lambda: torch.autograd.grad(ends, wanted, self._received, allow_unused=True), pool
+        )
+        # Without autograd's nodes, and with the same tensor where one occurs twice.
+        plain = {id(tensor): tensor.detach() for tensor in outputs}
+        self._forward.output = mapped(self._forward.output, lambda tensor: plain[id(tensor)])
+        self._outputs = list(plain.values())
+        self._turn: weakref.ref[_Turn] | None = None  # the last replay of the forward
+
+    @staticmethod
+    def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
+        """Run the forward and the backward, so that kernels are compiled and cuDNN has chosen algorithms."""
+        ends = [tensor for tensor in tensors_in(run()) if tensor.requires_grad]
+        wanted = [*_trained(module), *(buffer for buffer in buffers if buffer.requires_grad)]
+        if ends and wanted:
+            torch.autograd.grad(ends, wanted, list(map(torch.zeros_like, ends)), allow_unused=True)
+
+    def run(self, call: Call, backend: Backend) -> Any:
+        """Replay the forward with the arguments of ``call``, and return a copy of its output.
+
+        The copy belongs to autograd's graph: its backward replays the backward. The caller holds the lock of
+        ``backend``. Raises Unsupported while the backward of an earlier call is outstanding.
+        """
+        last = None if self._turn is None else self._turn()
+        if last is not None and not last.is_done:
+            raise Unsupported("the backward of an earlier call has not run")
+        arguments: list[Any] = [call.tensors[place] for place in self._places]
+        copies = _Replayed.apply(self, call, *self._trained, *arguments)
+        copy_of = {id(tensor): copy for tensor, copy in zip(self._outputs, copies, strict=True)}
+        return mapped(self._forward.output, lambda tensor: copy_of[id(tensor)])
+
+    def replay_forward(self, call: Call, turn: _Turn) -> list[Tensor]:
+        with self._backend.ordered():
+            call.fill(self.buffers)
+            self._forward.replay()
+            self._turn = weakref.ref(turn)
+            return [tensor.clone() for tensor in self._outputs]
+
+    def replay_backward(
+        self, turn: _Turn, versions: list[int], received: tuple[Tensor | None, ...]
+    ) -> list[Tensor | None]:
+        """Returns the gradients of the trained parameters, and of the arguments that require gradients.
+
+        Args:
+            turn: the replay of the forward to which this backward belongs.
+            versions: the versions of all parameters after this replay.
+            received: the gradient of each output; None for zeros.
+
+        Raises RuntimeError if the forward was replayed again, or if a parameter was written in place or has
+        other memory since then.
+        """
+        with self._backend.lock, self._backend.ordered():
+            if self._turn is None or self._turn() is not turn:
+                raise RuntimeError(
+                    "sdfastgn: this backward was run before, and the model was called since then; "
+                    'cuda_graphs="auto" keeps the values of each call'
+                )
+            if versions != self.versions() or not self._watch.is_in_place():
+                raise RuntimeError(
+                    "sdfastgn: a parameter needed for gradient computation has been modified by an inplace "
+                    "operation or moved between the call and its backward"
+                )
+            kept = [grad for grad, is_kept in zip(received, self._is_differentiable, strict=True) if is_kept]
+            for place, grad in zip(self._received, kept, strict=True):
+                place.zero_() if grad is None else place.copy_(grad)
+            self._backward.replay()
+            turn.is_done = True
+            made = [grad for grad in self._backward.output if grad is not None]
+            copies = list(map(torch.empty_like, made))
+            copy_each(copies, made)
+        of_each = iter(copies)
+        return [None if grad is None else next(of_each) for grad in self._backward.output]
+
+    def versions(self) -> list[int]:
+        return list(map(_versions_of, self._parameters))
+
+    def not_differentiable(self, outputs: list[Tensor]) -> list[Tensor]:
+        return [t for t, is_kept in zip(outputs, self._is_differentiable, strict=True) if not is_kept]
+
+
+class _Replayed(torch.autograd.Function):
+    """A replay of a ``TrainingGraph``, as a function of the tensors whose gradients are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: TrainingGraph, call: Call, *wanted: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph, ctx.turn = graph, _Turn()
+        outputs = graph.replay_forward(call, ctx.turn)
+        ctx.versions = graph.versions()
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*graph.not_differentiable(outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *received: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.graph.replay_backward(ctx.turn, ctx.versions, received))
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -1,0 +1,364 @@
+"""CUDA graphs of training: losses, gradients and weights as without graphs, and when calls run eagerly."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+
+import sdfastgn
+from tests.patches.graphs.cases import DEVICES, built, optimized
+from tests.patches.graphs.tape import TapeBackend
+
+pytestmark = pytest.mark.fused_on_cpu
+
+STEPS = 6
+
+
+def lora(unet, name="a", seed=5):
+    torch.manual_seed(seed)
+    unet.add_adapter(
+        LoraConfig(r=2, target_modules=["to_q", "to_v", "conv1"], init_lora_weights=False), adapter_name=name
+    )
+
+
+def with_lora(unet):
+    unet.requires_grad_(False)
+    lora(unet)
+
+
+# What is trained -> function that prepares a UNet for it.
+TRAINED = {"lora": with_lora, "all": lambda unet: None}
+
+
+def pair(device="cpu", prepare=with_lora):
+    """(UNet with graphs of training, the same UNet, optimized without graphs, function that draws a batch)"""
+    unet, other = (copy.deepcopy(built("tiny", device)) for _ in range(2))
+    for model in (unet, other):
+        prepare(model)
+        model.train()
+    optimized(unet, "training")
+    sdfastgn.optimize(other, cuda_graphs=False)
+
+    def batch(seed, **more):
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+        width = unet.config.cross_attention_dim
+        steps = torch.randint(0, 1000, (2,), generator=generator).to(device)
+        return {
+            "sample": draw(2, 4, 8, 8),
+            "timestep": steps,
+            "encoder_hidden_states": draw(2, 7, width),
+        } | more
+
+    return unet, other, batch
+
+
+def trained_state(model):
+    """What the report says about the graphs of calls with gradients."""
+    *_, graphs = sdfastgn.report(model).graphs
+    return graphs
+
+
+def parameters(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def loss_of(model, inputs):
+    return F.mse_loss(model(**inputs).sample, torch.zeros_like(inputs["sample"]) + 0.3)
+
+
+def gradients(model, *losses):
+    """The gradients of the sum of ``losses``, by parameter."""
+    model.zero_grad(set_to_none=True)
+    for loss in losses:
+        loss.backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in parameters(model).items()}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    assert any(value is not None for value in expected.values())
+    for name, value in expected.items():
+        assert (found[name] is None) == (value is None), name
+        if value is not None:
+            torch.testing.assert_close(found[name], value, atol=2e-5, rtol=2e-3)
+
+
+def warm(*models, batch, calls=3):
+    """Train until the calls are replayed."""
+    for number in range(calls):
+        for model in models:
+            gradients(model, loss_of(model, batch(number)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("what", TRAINED)
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_training_run_is_as_without_graphs(what, set_to_none, device):
+    unet, other, batch = pair(device, TRAINED[what])
+    losses = []
+    for model in (unet, other):
+        optimizer = torch.optim.AdamW(list(parameters(model).values()), lr=1e-3)
+        losses.append([])
+        for number in range(STEPS):
+            loss = loss_of(model, batch(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    same(dict(parameters(unet)), dict(parameters(other)))
+    state = trained_state(unet)
+    assert (state.captured, state.replays) == (1, STEPS - 1)
+    assert state.eager == {"first call of its kind": 1}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_accumulated(device):
+    unet, other, batch = pair(device)
+    warm(unet, other, batch=batch)
+    found = []
+    for model in (unet, other):
+        model.zero_grad()
+        for number in (7, 8):
+            (loss_of(model, batch(number)) / 2).backward()
+        found.append({name: p.grad for name, p in parameters(model).items()})
+    same(*found)
+
+
+def test_two_calls_before_their_backwards():
+    unet, other, batch = pair()
+    warm(unet, other, batch=batch)
+    replays = trained_state(unet).replays
+    found = [gradients(m, *[loss_of(m, batch(number)) for number in (7, 8)]) for m in (unet, other)]
+    same(*found)
+    state = trained_state(unet)
+    assert state.replays == replays + 1
+    assert state.eager["the backward of an earlier call has not run"] == 1
+
+
+def test_a_call_without_a_backward_frees_the_graph():
+    unet, other, batch = pair()
+    warm(unet, other, batch=batch)
+    replays = trained_state(unet).replays
+    for number in range(3):
+        found, expected = (loss_of(model, batch(number)).item() for model in (unet, other))
+        assert found == pytest.approx(expected, rel=1e-3)
+    assert trained_state(unet).replays == replays + 3
+
+
+def test_a_backward_that_is_run_twice():
+    unet, other, batch = pair()
+    warm(unet, other, batch=batch)
+    found = []
+    for model in (unet, other):
+        model.zero_grad()
+        loss = loss_of(model, batch(7))
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        found.append({name: p.grad.clone() for name, p in parameters(model).items()})
+    same(*found)
+    loss = loss_of(unet, batch(7))
+    loss.backward(retain_graph=True)
+    loss_of(unet, batch(8))
+    with pytest.raises(RuntimeError, match="the model was called since then"):
+        loss.backward()
+
+
+def test_no_second_derivative():
+    unet, _, batch = pair()
+    warm(unet, batch=batch)
+    (grad,) = torch.autograd.grad(
+        loss_of(unet, batch(7)), next(iter(parameters(unet).values())), create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_write_between_a_call_and_its_backward_is_an_error():
+    unet, _, batch = pair()
+    warm(unet, batch=batch)
+    loss = loss_of(unet, batch(7))
+    with torch.no_grad():
+        unet.conv_in.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_weights_that_move_between_a_call_and_its_backward_are_an_error():
+    unet, _, batch = pair()
+    warm(unet, batch=batch)
+    loss = loss_of(unet, batch(7))
+    unet.conv_in.weight.data = unet.conv_in.weight.data.clone()
+    with pytest.raises(RuntimeError, match="or moved"):
+        loss.backward()
+
+
+def unfrozen(unet):
+    unet.conv_in.weight.requires_grad_(True)
+
+
+def scaled(unet):
+    for module in unet.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("a", 0.3)
+
+
+CHANGES = {
+    "unfrozen": unfrozen,
+    "frozen": lambda unet: next(iter(parameters(unet).values())).requires_grad_(False),
+    "scaled": scaled,
+    "second-adapter": lambda unet: lora(unet, "b", 6),
+    "attribute": lambda unet: setattr(unet.mid_block.resnets[0], "output_scale_factor", 2.0),
+    "eval": lambda unet: unet.eval(),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_model_shows_in_the_next_step(change, device):
+    unet, other, batch = pair(device)
+    warm(unet, other, batch=batch)
+    for model in (unet, other):
+        CHANGES[change](model)
+    for number in range(3):
+        same(*(gradients(model, loss_of(model, batch(number))) for model in (unet, other)))
+    assert trained_state(unet).captured == 2
+
+
+def test_arguments_that_require_gradients():
+    unet, other, batch = pair()
+    warm(unet, other, batch=batch)
+    found = []
+    for model in (unet, other):
+        for number in range(3):
+            inputs = batch(number)
+            inputs["encoder_hidden_states"].requires_grad_(True)
+            loss_of(model, inputs).backward()
+        found.append({"text": inputs["encoder_hidden_states"].grad})
+    same(*found)
+    assert trained_state(unet).captured == 2
+
+
+def test_under_autocast():
+    unet, other, batch = pair()
+    found = []
+    for model in (unet, other):
+        for number in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, batch(number))
+            found.append(gradients(model, loss))
+    for a, b in zip(found[:4], found[4:], strict=True):
+        assert a.keys() == b.keys()
+        for name, value in b.items():
+            torch.testing.assert_close(a[name], value, atol=2e-3, rtol=0.1)
+    assert trained_state(unet).replays == 3
+
+
+def test_calls_without_gradients_between_steps():
+    unet, other, batch = pair()
+    for number in range(4):
+        same(*(gradients(model, loss_of(model, batch(number))) for model in (unet, other)))
+        for model in (unet, other):
+            model.eval()
+        with torch.no_grad():
+            a, b = (model(**batch(number)).sample for model in (unet, other))
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-3)
+        for model in (unet, other):
+            model.train()
+    inference, training = sdfastgn.report(unet).graphs
+    assert (inference.replays, training.replays) == (3, 3)
+    assert training.path == "UNet2DConditionModel, calls with gradients"
+    assert sdfastgn.report(unet).graph_memory_bytes > 0
+
+
+def dropout(unet):
+    unet.mid_block.resnets[0].dropout.p = 0.5
+
+
+def hooked(unet):
+    unet.mid_block.register_full_backward_hook(lambda *_: None)
+
+
+REASONS = {
+    "gradient checkpointing": lambda unet: unet.enable_gradient_checkpointing(),
+    "random numbers": dropout,
+    "backward hooks": hooked,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_some_models_run_eagerly_for_a_reason(reason):
+    unet, other, batch = pair()
+    for model in (unet, other):
+        REASONS[reason](model)
+    for number in range(3):
+        for model in (unet, other):
+            torch.manual_seed(number)
+            gradients(model, loss_of(model, batch(number)))
+    assert any(reason in text for text in trained_state(unet).eager)
+    assert trained_state(unet).replays == 0
+
+
+def test_saved_tensors_hooks_and_anomaly_mode_run_eagerly():
+    unet, other, batch = pair()
+    warm(unet, other, batch=batch)
+    replays = trained_state(unet).replays
+    for context in (torch.autograd.graph.save_on_cpu(), torch.autograd.set_detect_anomaly(True)):
+        with context:
+            same(*(gradients(model, loss_of(model, batch(7))) for model in (unet, other)))
+    assert trained_state(unet).replays == replays
+
+
+def test_an_error_in_the_capture_leaves_the_step_eager():
+    unet, other, batch = pair()
+    sdfastgn.restore(unet)
+    backend = TapeBackend()
+    backend.fail = RuntimeError("no capture")
+    optimized(unet, "training", backend)
+    for number in range(3):
+        same(*(gradients(model, loss_of(model, batch(number))) for model in (unet, other)))
+    assert any("no capture" in reason for reason in trained_state(unet).eager)
+
+
+def test_a_graph_for_each_of_four_kinds_of_calls():
+    unet, other, batch = pair()
+    for size in (8, 16, 24, 32, 40):
+        for number in range(3):
+            inputs = batch(number, sample=torch.full((1, 4, size, 8), 0.1), timestep=torch.tensor([5]))
+            inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:1]
+            same(*(gradients(model, loss_of(model, inputs)) for model in (unet, other)))
+    state = trained_state(unet)
+    assert (state.captured, state.dropped) == (4, 0)
+    assert state.eager["there are graphs for 4 other kinds of calls"] >= 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda unet: pickle.loads(pickle.dumps(unet))])
+def test_copies_train_too(copied):
+    unet, other, batch = pair()
+    warm(unet, other, batch=batch)
+    twin = copied(unet)
+    same(gradients(twin, loss_of(twin, batch(7))), gradients(other, loss_of(other, batch(7))))
+
+
+def test_restored_exactly():
+    unet, _, batch = pair()
+    before = dict(vars(built("tiny", "cpu")))
+    warm(unet, batch=batch)
+    sdfastgn.restore(unet)
+    assert "forward" not in vars(unet)
+    assert set(vars(unet)) - {"peft_config", "_hf_peft_config_loaded"} == set(before)
+
+
+def test_other_modes_have_no_graphs_of_training():
+    unet, _, batch = pair()
+    sdfastgn.restore(unet)
+    optimized(unet, "auto")
+    warm(unet, batch=batch)
+    (state,) = sdfastgn.report(unet).graphs
+    assert (state.captured, state.eager) == (0, {"gradients are enabled": 3})
