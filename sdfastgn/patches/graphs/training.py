@@ -8,7 +8,8 @@ run eagerly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import copy_each
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, mapped, tensors_in
@@ -96,18 +98,19 @@ class TrainingGraph:
         self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
         # Another graph in the same pool could overwrite what the forward has saved for the backward.
         pool = backend.new_pool()
-        self._forward = backend.capture(run, pool)
-        outputs = tensors_in(self._forward.output)
-        self._is_differentiable = list(map(_requires_grad_of, outputs))
-        ends = [tensor for tensor in outputs if tensor.requires_grad]
-        if not ends:
-            raise Unsupported("no output requires a gradient")
-        with torch.no_grad(), backend.allocating():
-            self._received = list(map(torch.zeros_like, ends))
-        wanted = [*self._trained, *(buffers[place] for place in self._places)]
-        self._backward = backend.capture(
-            lambda: torch.autograd.grad(ends, wanted, self._received, allow_unused=True), pool
-        )
+        with _aliased(module, self._trained) as trained:
+            self._forward = backend.capture(run, pool)
+            outputs = tensors_in(self._forward.output)
+            self._is_differentiable = list(map(_requires_grad_of, outputs))
+            ends = [tensor for tensor in outputs if tensor.requires_grad]
+            if not ends:
+                raise Unsupported("no output requires a gradient")
+            with torch.no_grad(), backend.allocating():
+                self._received = list(map(torch.zeros_like, ends))
+            wanted = [*trained, *(buffers[place] for place in self._places)]
+            self._backward = backend.capture(
+                lambda: torch.autograd.grad(ends, wanted, self._received, allow_unused=True), pool
+            )
         # Without autograd's nodes, and with the same tensor where one occurs twice.
         plain = {id(tensor): tensor.detach() for tensor in outputs}
         self._forward.output = mapped(self._forward.output, lambda tensor: plain[id(tensor)])
@@ -116,11 +119,20 @@ class TrainingGraph:
 
     @staticmethod
     def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
-        """Run the forward and the backward, so that kernels are compiled and cuDNN has chosen algorithms."""
-        ends = [tensor for tensor in tensors_in(run()) if tensor.requires_grad]
-        wanted = [*_trained(module), *(buffer for buffer in buffers if buffer.requires_grad)]
-        if ends and wanted:
-            torch.autograd.grad(ends, wanted, list(map(torch.zeros_like, ends)), allow_unused=True)
+        """Run the forward and the backward, so that kernels are compiled and cuDNN has chosen algorithms.
+
+        Raises Unsupported if one of them fails.
+        """
+        try:
+            with _aliased(module, _trained(module)) as trained:
+                ends = [tensor for tensor in tensors_in(run()) if tensor.requires_grad]
+                wanted = [*trained, *(buffer for buffer in buffers if buffer.requires_grad)]
+                if ends:
+                    torch.autograd.grad(ends, wanted, list(map(torch.zeros_like, ends)), allow_unused=True)
+        except (Unsupported, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Unsupported(f"its forward or backward failed: {one_line(error)}") from error
 
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the forward with the arguments of ``call``, and return a copy of its output.
@@ -201,6 +213,30 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *received: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.graph.replay_backward(ctx.turn, ctx.versions, received))
+
+
+@contextmanager
+def _aliased(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """A context in which ``module`` has new parameters with the memory of ``parameters``, which it yields.
+
+    Autograd has one node for the gradient of each parameter, with the stream on which it was made. A result
+    of an earlier call keeps this node alive. A capture in which a gradient reaches such a node fails, because
+    autograd would make the earlier stream wait. New parameters have new nodes.
+    """
+    alias_of = {id(parameter): nn.Parameter(parameter.detach()) for parameter in parameters}
+    entries = [
+        (each._parameters, name, parameter)
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if id(parameter) in alias_of
+    ]
+    try:
+        for owner, name, parameter in entries:
+            owner[name] = alias_of[id(parameter)]
+        yield list(alias_of.values())
+    finally:
+        for owner, name, parameter in entries:
+            owner[name] = parameter
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -326,6 +326,32 @@ def test_an_error_in_the_capture_leaves_the_step_eager():
     assert any("no capture" in reason for reason in trained_state(unet).eager)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_does_not_reach_the_gradients_of_the_parameters(fails, monkeypatch):
+    """On a GPU a result of an earlier call, which is still alive here, would make the capture fail."""
+    unet, _, batch = pair()
+    before = dict(unet.named_parameters())
+    reached, grad = [], torch.autograd.grad
+
+    def noted(ends, wanted, *rest, **options):
+        reached.extend(map(id, wanted))
+        if fails:
+            raise RuntimeError("no backward")
+        return grad(ends, wanted, *rest, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    loss = None
+    for number in range(3):
+        loss = loss_of(unet, batch(number))
+        loss.backward()
+    assert reached
+    assert not set(map(id, before.values())) & set(reached)
+    after = dict(unet.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert trained_state(unet).captured == (not fails)
+
+
 def test_a_graph_for_each_of_four_kinds_of_calls():
     unet, other, batch = pair()
     for size in (8, 16, 24, 32, 40):
