@@ -27,6 +27,7 @@ from sdfastgn.patches.core.tested_sources import (
     upstream_definition,
     upstream_name,
 )
+from sdfastgn.patches.graphs.factors import readers
 from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
 from sdfastgn.program import OptionError
 
@@ -66,7 +67,7 @@ def print_sources(
     """
     files = None if against is None else _release_files(against)
     releases = {"diffusers": diffusers.__version__}
-    fusions: list[Any] = [*FUSIONS, *OBJECT_FUSIONS]
+    fusions: list[Any] = [*FUSIONS, *OBJECT_FUSIONS, *readers()]
     if comfyui is not None:
         releases["comfy"], blocks = _comfyui_release(comfyui)
         fusions += blocks

@@ -11,13 +11,14 @@ import sdfastgn
 from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.patches.core import tested_sources
 from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.graphs.factors import readers
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
 from tests.controlnet import build_controlnet
 
 pytestmark = pytest.mark.fused_on_cpu
 
 
-@pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS], ids=lambda fusion: fusion.name)
+@pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS, *readers()], ids=lambda fusion: fusion.name)
 def test_every_source_is_known(fusion):
     """If it fails after an upgrade: read the change, adapt the fused forward, accept the new code."""
     assert [unknown_source(source) for source in fusion.sources] == [None] * len(fusion.sources)
@@ -27,7 +28,7 @@ def test_every_source_is_known(fusion):
 
 def test_fusions_and_the_file_name_the_same_methods():
     """ComfyUI's are in ``tests/cli/test_sources.py``."""
-    sources = [source for fusion in (*FUSIONS, *OBJECT_FUSIONS) for source in fusion.sources]
+    sources = [source for fusion in (*FUSIONS, *OBJECT_FUSIONS, *readers()) for source in fusion.sources]
     asked = {(tested_sources.upstream_name(cls), method) for cls, methods in sources for method in methods}
     versions = tested_sources.tested_versions()
     assert asked == {

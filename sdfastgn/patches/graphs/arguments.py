@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from sdfastgn.kernels.common.private import copy_each, sdp_priority_order, switches
+from sdfastgn.patches.graphs.factors import Factor, is_number
 
 __all__ = [
     "Call",
@@ -44,21 +45,32 @@ class Unsupported(Exception):  # noqa: N818  # not an error: the call runs witho
 
 
 class Number(NamedTuple):
-    """Describes an argument that may be a number, such as a timestep.
+    """Describes an argument that may be a number, such as a timestep. One graph serves all numbers.
 
-    The model's forward would turn the number into a 0-d tensor. A graph gets such a tensor instead of the
-    number, so one graph serves all numbers. ``position``: index of the argument if it is positional.
-    ``float_dtype``: dtype of the tensor if the number is a float.
+    Attributes:
+        position: index of the argument if it is positional.
+        float_dtype: dtype of the 0-d tensor that a graph gets instead of a float. The model's forward would
+            turn the number into such a tensor.
+        is_factor: True if a graph gets a ``Factor`` (``factors.py``) instead. The argument may then also be a
+            list of numbers.
     """
 
     position: int
-    float_dtype: torch.dtype
+    float_dtype: torch.dtype = torch.float64
+    is_factor: bool = False
 
 
 class _Slot(NamedTuple):
     """Replaces a tensor in the arguments. ``place``: the tensor's index in ``Call.tensors``."""
 
     place: int
+
+
+class _FactorSlot(NamedTuple):
+    """Replaces a number in the arguments that becomes a ``Factor``. ``place``: as in ``_Slot``."""
+
+    place: int
+    value: float
 
 
 class _Spec(NamedTuple):
@@ -82,7 +94,7 @@ class Call:
         key: hashable. Calls with equal keys can share a graph: their arguments have the same structure,
             shapes, strides, dtypes, device and plain values.
         tensors: the tensors, in the order in which they occur in the arguments. An argument that ``numbers``
-            names may be a number here.
+            names, or an item of it, may be a number here.
         device: the device of all tensors.
 
     Raises Unsupported for tensors on several devices, and for objects other than tensors, plain values,
@@ -140,7 +152,14 @@ class Call:
             number: says how to treat ``value`` if it may be a number.
         """
         kind = type(value)
-        if number is not None:
+        if number is not None and number.is_factor:
+            if is_number(value):
+                tokens.append(Factor)
+                return _FactorSlot(self._slot(value, _Spec((1,), (1,), torch.float64), tokens).place, value)
+            if kind is list:
+                tokens.append((kind, len(value)))
+                return [self._take(item, tokens, path, number) for item in value]
+        elif number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
             if kind in (int, float):  # becomes a tensor of the dtype that diffusers' forward would choose
@@ -198,6 +217,9 @@ def _fill_in(part: Any, buffers: list[Tensor]) -> Any:
     kind = type(part)
     if kind is _Slot:
         return buffers[part.place]
+    if kind is _FactorSlot:
+        memory = buffers[part.place]
+        return Factor(part.value, memory, memory.float())
     if kind is dict:
         return {key: _fill_in(item, buffers) for key, item in part.items()}
     if kind in (list, tuple):

@@ -37,6 +37,8 @@ class AnyGraph(Protocol):
 
     # Returns the context in which the forward runs: ``torch.no_grad`` or ``torch.enable_grad``.
     gradients: ClassVar[Any]
+    # False if a new value of any attribute of the model needs a new capture (``factors.py``).
+    has_factors: ClassVar[bool]
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
@@ -104,6 +106,7 @@ class Graph:
     """One captured call without gradients: memory for its inputs, the recorded kernels, and their output."""
 
     gradients: ClassVar[Any] = torch.no_grad
+    has_factors: ClassVar[bool] = True
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
@@ -166,10 +169,12 @@ def capture_call(
         with backend.ordered():
             kind.warm_up(module, buffers, run)
     watch = watch_of_now()
+    with backend.ordered(), backend.allocating():
+        watch.factors.allocate(call.device)  # type: ignore[arg-type]
     versions, writes = [buffer._version for buffer in buffers], watch.writes()
     graph = None
     try:
-        with backend.ordered(), frozen():
+        with backend.ordered(), frozen(), watch.factors.captured():
             graph = kind(module, buffers, run, backend, watch)
     except Unsupported:
         raise

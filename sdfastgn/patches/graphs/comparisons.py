@@ -149,6 +149,7 @@ class Attributes:
         self._plain_dicts = plain_dicts
         self._dicts: list[dict[str, Any]] = []
         self._places: list[Place] = []
+        self._skipped: list[Collection[str]] = []  # for each place, the attributes that are not compared
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
         # ``_holders``: the ``__dict__`` of each module that has attributes that are dicts.
@@ -156,10 +157,13 @@ class Attributes:
         self._holders: list[dict[str, Any]] = []
         self._dict_getters: list[Callable[[Any], Any]] = []
 
-    def add(self, place: Place) -> None:
-        attributes, keys = place.container, self._watched(place)
+    def add(self, place: Place, factors: Collection[str] = ()) -> None:
+        """Record the attributes of a module, except ``factors``: attributes that ``Factors`` compares."""
+        skipped = (*self._inert, *factors) if factors else self._inert
+        attributes, keys = place.container, _watched(place, skipped)
         self._dicts.append(attributes)
         self._places.append(place)
+        self._skipped.append(skipped)
         self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
         names = [key for key in keys if isinstance(attributes[key], dict) and key not in self._plain_dicts]
         if names:  # the first name is passed twice: with only one name, itemgetter would return no tuple
@@ -181,19 +185,20 @@ class Attributes:
         )
 
     def difference(self) -> str | None:
-        for place, values in zip(self._places, self._values, strict=True):
-            before = dict.fromkeys(place.keys) | dict(zip(self._watched(place), values, strict=True))
-            now = {name: None if name in self._inert else value for name, value in place.container.items()}
+        for place, skipped, values in zip(self._places, self._skipped, self._values, strict=True):
+            before = dict.fromkeys(place.keys) | dict(zip(_watched(place, skipped), values, strict=True))
+            now = {name: None if name in skipped else value for name, value in place.container.items()}
             found = difference_of(place, before, now, _is_equal)
             if found is not None:
                 return found
         return None
 
-    def _watched(self, place: Place) -> tuple[str, ...]:
-        return tuple(key for key in place.keys if key not in self._inert)
-
     def _types_of_dicts(self) -> list[type]:
         return list(map(type, chain.from_iterable(map(_call, self._dict_getters, self._holders))))
+
+
+def _watched(place: Place, skipped: Collection[str]) -> tuple[str, ...]:
+    return tuple(key for key in place.keys if key not in skipped)
 
 
 def _is_equal(old: Any, new: Any) -> Any:

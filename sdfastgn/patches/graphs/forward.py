@@ -88,10 +88,13 @@ class _Current(NamedTuple):
     survey: Survey
     scale: LoraScale
 
-    def refresh(self) -> bool:
-        """Bring the merged weights up to date. Returns False if that is impossible (``Survey.refresh``)."""
+    def refresh(self, watch: Watch | None = None) -> bool:
+        """Bring the merged weights and the factors of ``watch`` up to date.
+
+        Returns False if that is impossible (``Survey.refresh``, ``Factors.refresh``).
+        """
         with self.backend.ordered():
-            return self.survey.refresh(self.scale.factor)
+            return self.survey.refresh(self.scale.factor) and (watch is None or watch.factors.refresh())
 
 
 class GraphedForward(InstanceEntry):
@@ -320,7 +323,8 @@ class GraphedForward(InstanceEntry):
         graph, watch = store.find(current.key), store.watch
         if graph is None or watch is None or not watch.is_in_place():
             return None
-        if not (survey.has_same_settings(current.scale.factor) or current.refresh()):
+        is_current = survey.has_same_settings(current.scale.factor) and watch.factors.are_written()
+        if not (is_current or current.refresh(watch)):
             return None
         output = graph.run(current.call, current.backend)
         return output if survey.has_same_tensors() and watch.unchanged(current.module) else None
@@ -387,7 +391,7 @@ class GraphedForward(InstanceEntry):
         Raises _Outdated if ``current`` was made for the model before the change.
         """
         watch = self._store.watch
-        if watch is not None and not (current.refresh() and watch.unchanged(current.module)):
+        if watch is not None and not (current.refresh(watch) and watch.unchanged(current.module)):
             self._policy.model_changed(self._store.replays_of_state)
             self._drop_changed(current, watch)
         if self._store.survey not in (None, current.survey) or (
@@ -420,7 +424,9 @@ class GraphedForward(InstanceEntry):
             watch = None
         if watch is None:
             try:
-                watch = Watch(module, is_harmless, current.call.device, current.survey)
+                watch = Watch(
+                    module, is_harmless, current.call.device, current.survey, self._kind.has_factors
+                )
             except Exception as error:  # any class of error: Watch runs code of users' classes (properties)
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
             self._store.begin(watch, current.survey)

@@ -11,6 +11,7 @@ from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Number
+from sdfastgn.patches.graphs.factors import is_tested
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_in_training", "reason_now", "takes_gigabytes"]
 
@@ -54,6 +55,15 @@ _TRAINED = {
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
     "diffusers.models.controlnets.controlnet.ControlNetModel",
 }
+# Arguments that are factors (``factors.py``).
+_FACTORS: dict[str, dict[str, Number]] = {
+    "diffusers.models.controlnets.controlnet.ControlNetModel": {
+        "conditioning_scale": Number(4, is_factor=True)
+    },
+    "diffusers.models.controlnets.controlnet_union.ControlNetUnionModel": {
+        "conditioning_scale": Number(6, is_factor=True)
+    },
+}
 # The model whose forward multiplies the scales of all LoRA layers by an argument.
 _TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
 _HARMLESS = (channels_last.enter, channels_last.leave)
@@ -78,7 +88,9 @@ def is_graphable(module: nn.Module) -> bool:
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
     """The arguments of ``module`` that may be numbers, by name; None if its calls never become graphs."""
-    return _GRAPHABLE.get(_class_name(module))
+    name = _class_name(module)
+    numbers, factors = _GRAPHABLE.get(name), _FACTORS.get(name)
+    return numbers if numbers is None or factors is None or not is_tested(module) else numbers | factors
 
 
 def takes_gigabytes(module: nn.Module) -> bool:

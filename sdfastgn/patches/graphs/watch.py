@@ -12,6 +12,8 @@ In-place writes into a weight on the GPU are not watched, because a replay reads
 writes into a tensor on the CPU are watched, because the capture may have used its old value as a Python
 number or as an argument of a kernel.
 
+The values of *factors* may change, because a graph reads them from memory (``factors.py``).
+
 A model with code of an unknown package is not captured, because such code may keep its state anywhere.
 A function belongs to the package in which its code was written. Its ``__module__`` may name another package,
 because ``functools.wraps`` copies it.
@@ -55,6 +57,7 @@ from sdfastgn.patches.graphs.comparisons import (
     Values,
     Writes,
 )
+from sdfastgn.patches.graphs.factors import Factors
 
 __all__ = ["Watch"]
 
@@ -119,8 +122,10 @@ class Watch:
             change.
         survey: the layers of ``root`` that run with merged weights of adapters. The Watch only checks the
             addresses of the merged weights. ``survey`` itself notices all other changes of these layers.
+        has_factors: False if a new value of any attribute counts as a change.
 
     Attributes:
+        factors: the numbers in the model's attributes that are inputs of its graphs.
         reason: why the module must not be captured, or None. If there is a reason, the record is complete
             only up to the object that gave it, and ``unchanged`` returns False once the reason no longer
             holds.
@@ -132,10 +137,12 @@ class Watch:
         is_harmless: Callable[[Any], bool] = lambda hook: False,
         device: torch.device | None = None,
         survey: Survey | None = None,
+        has_factors: bool = True,
     ) -> None:
         self.reason: str | None = None
         self._merged = set() if survey is None else set(survey.layers)
         self._is_harmless = is_harmless
+        self._has_factors = has_factors
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited objects, kept alive so that their ids stay unique
@@ -144,10 +151,11 @@ class Watch:
         self._empty, self._types, self._held = Empty(), Types(), Identities()
         self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
+        self.factors = Factors()
         # The quickest comparison comes first. ``_memory`` comes before the comparisons that read tensors.
         self._comparisons: tuple[Comparison, ...] = (
             self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
-            self._attributes, self._plain,
+            self._attributes, self.factors, self._plain,
         )  # fmt: skip
         self._root_type = type(root)
         self._walk(root)
@@ -273,11 +281,13 @@ class Watch:
         if module in self._merged:
             self._types.add(module, path)
             return []
+        factors: tuple[str, ...] = ()
         if not is_root:
             # The state is recorded before ``_reason_of`` is called, so that ``unchanged`` notices when a
             # reason no longer holds.
             self._types.add(module, path)
-            self._see_attributes(path, attributes)
+            factors = self.factors.add(path, module) if self._has_factors else ()
+            self._see_attributes(path, attributes, factors)
             self._see_hooks(path, module)
         self.reason = self.reason or _reason_of(path or "it", module, is_root=is_root)
         if self.reason is not None or not self._is_trusted(path, module):
@@ -290,12 +300,12 @@ class Watch:
             place = self._place(path, kind, entries)
             (self._held if entries else self._empty).add(entries.values() if entries else entries, place)
             found += ((joined(path, key), value) for key, value in entries.items())
-        inert = {*_INERT, *_ENTRIES, _OUR_ENTRY, *(_NOTES if is_root else ())}
+        inert = {*_INERT, *_ENTRIES, *factors, _OUR_ENTRY, *(_NOTES if is_root else ())}
         return found + [(joined(path, key), value) for key, value in attributes.items() if key not in inert]
 
-    def _see_attributes(self, path: str, attributes: dict[str, Any]) -> None:
+    def _see_attributes(self, path: str, attributes: dict[str, Any], factors: tuple[str, ...]) -> None:
         place = self._place(path, "attribute", attributes)
-        self._attributes.add(place)
+        self._attributes.add(place, factors)
         if any(isinstance(value, Tensor) for value in attributes.values()):
             self._held.add(attributes.values(), place)
 

@@ -121,10 +121,26 @@ def ip_adapter(unet):
     unet.to(next(unet.parameters()).device)
 
 
-def ip_adapter_scale(unet):
+def two_ip_adapters(unet):
+    unet._load_ip_adapter_weights([ip_adapter_weights(unet), ip_adapter_weights(unet)])
+    unet.to(next(unet.parameters()).device)
+
+
+def ip_adapter_of_two_images(unet):
+    ip_adapter(unet)
+    ip_adapter_scale(unet, [0.8, 0.9])
+
+
+def ip_adapter_scale(unet, *scales):
     for processor in unet.attn_processors.values():
         if hasattr(processor, "scale"):
-            processor.scale = [0.1]
+            processor.scale = [*scales]
+
+
+def items_of_ip_adapter_scale(unet, scale):
+    for processor in unet.attn_processors.values():
+        if hasattr(processor, "scale"):
+            processor.scale[0] = scale
 
 
 def scaled_weights(unet):
@@ -288,20 +304,15 @@ CHANGES = {
         scales_of_another_class,
         r"attribute scaling of \S+ changed from \{'a': [\d.]+\} to Doubled",
     ),
-    "ip-adapter-scale": (
+    "ip-adapter-off": (
         ip_adapter,
-        ip_adapter_scale,
-        r"attribute scale of \S+\.attn2\.processor changed from \[1\.0\] to \[0\.1\]",
+        lambda u: ip_adapter_scale(u, 0.0),
+        r"attribute scale of \S+\.attn2\.processor changed from \[1\.0\] to \[0\.0\]",
     ),
     "freeu-on": (
         nothing,
         lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6),
         r"attribute s1 of up_blocks\.\d was added",
-    ),
-    "freeu-values": (
-        lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
-        lambda u: u.enable_freeu(0.9, 0.2, 1.1, 1.6),
-        r"attribute b1 of up_blocks\.\d changed from 1\.5 to 1\.1",
     ),
     "freeu-off": (
         lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
@@ -401,6 +412,17 @@ CHANGES = {
         r"attribute forward of mid_block was added",
     ),
 }
+# Changes of numbers that a graph reads from memory: name -> (before the first call, change)
+VALUES = {
+    "freeu": (
+        lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
+        lambda u: u.enable_freeu(0.5, 0.7, 1.1, 2),
+    ),
+    "ip-adapter": (ip_adapter, lambda u: ip_adapter_scale(u, 0.1)),
+    "ip-adapter-in-place": (ip_adapter, lambda u: items_of_ip_adapter_scale(u, 0.1)),
+    "ip-adapters": (two_ip_adapters, lambda u: ip_adapter_scale(u, 0.1, 0.6)),
+    "ip-adapter-with-masks": (ip_adapter_of_two_images, lambda u: ip_adapter_scale(u, [0.1, 0.6])),
+}
 # Changes of the model that leave a graph right, or right numbers by another way.
 HARMLESS = {
     "in-place": in_place,
@@ -412,7 +434,14 @@ HARMLESS = {
 
 def inputs_after(before, inputs):
     """``inputs``, with the arguments that a model needs in addition after ``before``."""
-    if before is not ip_adapter:
+    adapters = {ip_adapter: 1, two_ip_adapters: 2, ip_adapter_of_two_images: 1}.get(before, 0)
+    if not adapters:
         return inputs
-    image = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(7)).to(inputs["sample"].device)
-    return {**inputs, "added_cond_kwargs": {"image_embeds": [image]}}
+    device, images = inputs["sample"].device, 1 + (before is ip_adapter_of_two_images)
+    generator = torch.Generator().manual_seed(7)
+    embeds = [torch.randn(1, images, 24, generator=generator).to(device) for _ in range(adapters)]
+    inputs = {**inputs, "added_cond_kwargs": {"image_embeds": embeds}}
+    if images > 1:
+        masks = torch.rand(1, images, 8, 8, generator=generator).to(device)
+        inputs["cross_attention_kwargs"] = {"ip_adapter_masks": [masks]}
+    return inputs

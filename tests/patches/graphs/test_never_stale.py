@@ -13,10 +13,12 @@ from torch import nn
 import sdfastgn
 from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.graphs import watch as graph_state
+from sdfastgn.patches.graphs.factors import Factors
 from tests.patches.graphs.cases import (
     CHANGES,
     DEVICES,
     HARMLESS,
+    VALUES,
     activation,
     agree,
     in_place,
@@ -58,11 +60,36 @@ def test_never_stale(before, change, words, device, monkeypatch):
     if words and device == "cpu":  # a graph would read memory that is gone
         with monkeypatch.context() as unwatched:
             unwatched.setattr(graph_state.Watch, "unchanged", lambda self, root: True)
+            unwatched.setattr(Factors, "refresh", lambda self: True)
             assert (run(unet, inputs) - expected).abs().max() > 5e-3  # so that this test can fail
     for _ in range(3):
         agree(run(unet, inputs), expected)
     if words:
         assert re.fullmatch(words, state(unet).last_change)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("before", "change"), [pytest.param(*case, id=name) for name, case in VALUES.items()]
+)
+def test_new_values_need_no_capture(before, change, device):
+    unet, stock, inputs = make(device)
+    before(unet), before(stock)
+    inputs = inputs_after(before, inputs)
+    same_results(unet, stock, inputs, calls=3)
+    old = run(stock, inputs)
+    change(unet), change(stock)
+    expected = run(stock, inputs)
+    assert (old - expected).abs().max() > 5e-3
+    agree(run(unet, inputs), expected)
+    assert (state(unet).captured, state(unet).replays, state(unet).last_change) == (1, 3, "")
+    with torch.enable_grad():  # runs eagerly, with the attributes of the modules
+        agree(unet(**inputs).sample, expected)
+    assert {type(value) for block in unet.up_blocks for value in freeu_of(block)} <= {float, int}
+
+
+def freeu_of(block):
+    return [vars(block)[name] for name in ("s1", "s2", "b1", "b2") if name in vars(block)]
 
 
 def tiled(make_wrapper):

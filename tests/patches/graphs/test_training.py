@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from peft import LoraConfig
 
 import sdfastgn
-from tests.patches.graphs.cases import DEVICES, built, optimized
+from tests.controlnet import build_controlnet
+from tests.patches.graphs.cases import DEVICES, built, make, optimized
 from tests.patches.graphs.tape import TapeBackend
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -388,3 +389,33 @@ def test_other_modes_have_no_graphs_of_training():
     warm(unet, batch=batch)
     (state,) = sdfastgn.report(unet).graphs
     assert (state.captured, state.eager) == (0, {"gradients are enabled": 3})
+
+
+def test_new_values_of_freeu_before_a_backward():
+    """The backward needs the values of its own forward."""
+    unet, other, batch = pair()
+    for model in (unet, other):
+        model.enable_freeu(0.9, 0.2, 1.5, 1.6)
+    warm(unet, other, batch=batch)
+    found = []
+    for model in (unet, other):
+        first = loss_of(model, batch(7))
+        model.enable_freeu(0.5, 0.7, 1.1, 2.0)
+        found.append(gradients(model, first, loss_of(model, batch(8))))
+    same(*found)
+    same(*(gradients(model, loss_of(model, batch(9))) for model in (unet, other)))
+    assert "changed from" in trained_state(unet).last_change
+
+
+def test_a_controlnets_scale_is_an_input():
+    controlnet, other = (build_controlnet("tiny", torch.float32, "cpu").train() for _ in range(2))
+    optimized(controlnet, "training")
+    inputs = {**make()[2], "controlnet_cond": torch.ones(1, 3, 64, 64)}
+
+    def loss(model, scale):
+        down, mid = model(**inputs, conditioning_scale=scale, return_dict=False)
+        return sum(residual.square().mean() for residual in (*down, mid))
+
+    for scale in (0.9, 0.5, 0.25):
+        same(*(gradients(model, loss(model, scale)) for model in (controlnet, other)))
+    assert (trained_state(controlnet).captured, trained_state(controlnet).replays) == (1, 2)

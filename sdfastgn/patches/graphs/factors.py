@@ -1,0 +1,286 @@
+"""Numbers that users change between two images, as inputs of CUDA graphs.
+
+A graph repeats the Python numbers of its capture. Some of these numbers are *factors*: FreeU's four numbers
+and the scale of an IP-Adapter, which are attributes of modules, and the scale of a ControlNet, which is an
+argument. diffusers multiplies tensors by them or writes them into tensors, and otherwise only asks whether
+they are 0.
+
+While a call is captured, a ``Factor`` replaces each of these numbers. It is a float, but operations of
+PyTorch read its value from memory on the device. New values are written into this memory before a replay, so
+they need no new capture.
+
+A number is a factor only if the installed code that reads it was tested (``tested_sources.py``). Otherwise it
+is watched like all other attributes, and a new value leads to a new capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.patches.core.fusion import stock_class
+from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
+from sdfastgn.patches.graphs.changes import Place, changed
+
+__all__ = ["Factor", "Factors", "Reader", "is_number", "is_tested", "readers"]
+
+_WIDE = (torch.float64, torch.complex128)
+_PRODUCTS = (Tensor.mul, torch.mul)
+
+
+class Factor(float):
+    """A number whose value captured operations read from memory.
+
+    Args:
+        value: the present value, which Python code reads.
+        memory: the value on the device, fp64, of the shape (1,).
+        rounded: the same in fp32, in which PyTorch multiplies tensors of lower precision.
+    """
+
+    def __new__(cls, value: float, memory: Tensor, rounded: Tensor) -> Factor:
+        factor = super().__new__(cls, value)
+        factor._memory, factor._rounded = memory, rounded
+        factor._thread = threading.get_ident()
+        return factor
+
+    _memory: Tensor
+    _rounded: Tensor
+    _thread: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """PyTorch calls this instead of ``func`` if an argument is a ``Factor``.
+
+        Raises TypeError for all but products and writes into a tensor.
+        """
+        *tensors, factor = args
+        if not isinstance(factor, cls):
+            raise TypeError(f"{func.__name__} reads a number that a graph takes as an input")
+        if factor._thread != threading.get_ident():  # an eager call, while another thread captures
+            return func(*tensors, float(factor), **(kwargs or {}))
+        x = tensors[0]
+        value = factor._memory if x.dtype in _WIDE else factor._rounded
+        if func is Tensor.__setitem__:
+            x[tensors[1]] = value
+            return None
+        if func not in _PRODUCTS or kwargs:
+            raise TypeError(f"{func.__name__} reads a number that a graph takes as an input")
+        # A tensor of shape (1,) makes PyTorch multiply in fp32 and round once, as with a Python number. A
+        # tensor without dimensions would first be rounded to the dtype of ``x``.
+        value, dtype = value.view((1,) * x.dim()), torch.result_type(x, 1.0)
+        if torch.is_grad_enabled():  # autograd supports no ``out``, which saves a pass
+            return torch.mul(x, value).to(dtype)
+        return torch.mul(x, value, out=torch.empty_like(x, dtype=dtype))
+
+
+class Reader(NamedTuple):
+    """A class of diffusers whose code reads factors.
+
+    Attributes:
+        name: full name of the class.
+        method: the method that reads them.
+        attributes: the attributes that are factors, or lists of factors; empty if factors are arguments.
+        functions: functions, in the Python module of the class, to which the method gives factors.
+    """
+
+    name: str
+    method: str
+    attributes: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[TestedSource, ...]:
+        """The code that must be known."""
+        path, _, kind = self.name.rpartition(".")
+        module = importlib.import_module(path)
+        found = [tested(getattr(module, kind), self.method)]
+        if self.functions:
+            torch_utils = importlib.import_module("diffusers.utils.torch_utils")
+            found += [tested(module, *self.functions), tested(torch_utils, "fourier_filter")]
+        return tuple(found)
+
+
+def _with_freeu(path: str, *names: str) -> list[Reader]:
+    attributes, functions = ("s1", "s2", "b1", "b2"), ("apply_freeu",)
+    return [
+        Reader(f"diffusers.models.unets.{path}.{name}", "forward", attributes, functions) for name in names
+    ]
+
+
+_READERS = {
+    reader.name: reader
+    for reader in (
+        *_with_freeu("unet_2d_blocks", "UpBlock2D", "CrossAttnUpBlock2D"),
+        *_with_freeu("unet_3d_blocks", "UpBlock3D", "CrossAttnUpBlock3D"),
+        *_with_freeu("unet_motion_model", "UpBlockMotion", "CrossAttnUpBlockMotion"),
+        Reader("diffusers.models.attention_processor.IPAdapterAttnProcessor", "__call__", ("scale",)),
+        Reader("diffusers.models.attention_processor.IPAdapterAttnProcessor2_0", "__call__", ("scale",)),
+        Reader("diffusers.models.controlnets.controlnet.ControlNetModel", "forward"),
+        Reader("diffusers.models.controlnets.controlnet_union.ControlNetUnionModel", "forward"),
+    )
+}
+
+
+def readers() -> tuple[Reader, ...]:
+    """All classes of the installed diffusers whose code reads factors."""
+    return tuple(_READERS.values())
+
+
+def _reader_of(module: nn.Module) -> Reader | None:
+    """The ``Reader`` of the class of ``module``, if its installed code was tested; else None."""
+    kind = stock_class(module)
+    reader = _READERS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return None if reader is None or unknown_source(*reader.sources) else reader
+
+
+def is_tested(module: nn.Module) -> bool:
+    """True if arguments of ``module`` may be factors, because the code that reads them was tested."""
+    return _reader_of(module) is not None
+
+
+def is_number(value: Any) -> bool:
+    """True for a Python number that may be a factor."""
+    return type(value) in (int, float)
+
+
+class Factors:
+    """The factors in the attributes of a model's modules. A ``Watch`` owns them.
+
+    It has the methods of the classes in ``comparisons.py``. Only the values of the factors may change.
+    """
+
+    def __init__(self) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._places: list[Place] = []
+        self._values: list[Any] = []  # the last values, in new lists
+        self._memory: tuple[Tensor, ...] = ()  # all values, in fp64 and in fp32
+
+    def add(self, path: str, module: nn.Module) -> tuple[str, ...]:
+        """Register the factors of ``module``, and return the names of their attributes."""
+        reader, attributes = _reader_of(module), vars(module)
+        names = () if reader is None else reader.attributes
+        found = tuple(name for name in names if _are_numbers(attributes.get(name)))
+        for name in found:
+            self._dicts.append(attributes)
+            self._names.append(name)
+            self._places.append(Place(path, "attribute", attributes, ()))
+        return found
+
+    def freeze(self) -> None:
+        self._values = _copy(self._now())
+        self._forms = list(map(_form, self._values))
+
+    def same(self) -> bool:
+        """True if nothing but values has changed. A factor also stays 0, or other than 0."""
+        now = self._now()
+        return now == self._values or list(map(_form, now)) == self._forms
+
+    def difference(self) -> str | None:
+        for attributes, name, place, old, form in zip(
+            self._dicts, self._names, self._places, self._values, self._forms, strict=True
+        ):
+            new = attributes.get(name)
+            if _form(new) != form:
+                return changed(place.noun(name), old, new)
+        return None
+
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the memory of all factors, and write their values into it."""
+        if self._names and not self._memory:
+            count = len(list(_flat(self._values)))
+            with torch.inference_mode(False):
+                self._memory = tuple(
+                    torch.empty(count, dtype=dtype, device=device) for dtype in (torch.float64, torch.float32)
+                )
+            self._write()
+
+    def are_written(self) -> bool:
+        """True if the memory has the present values."""
+        try:
+            return self._now() == self._values
+        except Exception:  # any class of error: an attribute is gone, or a comparison of a user's class
+            return False
+
+    def refresh(self) -> bool:
+        """Write new values into the memory, in the current stream.
+
+        Returns False if something else than values has changed.
+        """
+        if not self._memory or self.are_written():
+            return True
+        try:
+            now = _copy(self._now())
+            if list(map(_form, now)) != self._forms:
+                return False
+        except LookupError:
+            return False
+        self._values = now
+        self._write()
+        return True
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """A context in which a ``Factor`` replaces each number. ``allocate`` must be called before."""
+        places = itertools.count()
+        with contextlib.ExitStack() as stack:
+            for attributes, name in zip(self._dicts, self._names, strict=True):
+                self._replace(attributes, name, places, stack)
+            yield
+
+    def _replace(self, container: Any, key: Any, places: Iterator[int], stack: contextlib.ExitStack) -> None:
+        value = container[key]
+        if type(value) is list:
+            for index in range(len(value)):
+                self._replace(value, index, places, stack)
+            return
+        place = next(places)
+        factor = Factor(value, *(values[place : place + 1] for values in self._memory))
+
+        def put_back() -> None:
+            with contextlib.suppress(LookupError):
+                if container[key] is factor:  # otherwise another thread has set a new value meanwhile
+                    container[key] = value
+
+        container[key] = factor
+        stack.callback(put_back)
+
+    def _now(self) -> list[Any]:
+        return list(map(dict.__getitem__, self._dicts, self._names))
+
+    def _write(self) -> None:
+        memory, rounded = self._memory
+        memory.copy_(torch.tensor(list(_flat(self._values)), dtype=torch.float64), non_blocking=True)
+        rounded.copy_(memory)
+
+
+def _are_numbers(value: Any) -> bool:
+    return is_number(value) or (type(value) is list and value != [] and all(map(_are_numbers, value)))
+
+
+def _form(value: Any) -> Any:
+    """What must not change in an attribute: which numbers are 0, and the lengths of lists."""
+    if type(value) is list:
+        return list(map(_form, value))
+    return value != 0 if is_number(value) else None
+
+
+def _copy(value: Any) -> Any:
+    return list(map(_copy, value)) if type(value) is list else value
+
+
+def _flat(values: list[Any]) -> Iterator[float]:
+    for value in values:
+        if type(value) is list:
+            yield from _flat(value)
+        else:
+            yield value
