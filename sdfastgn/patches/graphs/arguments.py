@@ -23,6 +23,7 @@ __all__ = [
     "clone_of",
     "contents_of",
     "global_state",
+    "lists_in",
     "mapped",
     "refill",
     "static_copy",
@@ -116,6 +117,7 @@ class Call:
             named[name] = self._take(value, tokens, name, numbers.get(name))
         if self.device is None:
             raise Unsupported("it was called without a tensor")
+        self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = args, kwargs
         self._args: list[Any] = parts
         self._kwargs: dict[str, Any] = named
         self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
@@ -141,6 +143,11 @@ class Call:
         return [_fill_in(p, buffers) for p in self._args], {
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }
+
+    def lists(self) -> list[list[Any]]:
+        """The lists in the arguments, which belong to the caller. In the order of ``lists_in``."""
+        args, kwargs = self._given
+        return lists_in(*args, kwargs)
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
         """Returns ``value`` with a ``_Slot`` for each tensor, and appends a description to ``tokens``.
@@ -287,6 +294,17 @@ def clone_of(output: Any) -> Any:
         return clones[id(tensor)]
 
     return mapped(output, clone)
+
+
+def lists_in(*values: Any) -> list[list[Any]]:
+    """All lists in ``values``, also nested ones, in the order in which they occur."""
+    found: list[list[Any]] = []
+    for value in values:
+        if type(value) is list:
+            found.append(value)
+        if type(value) in _CONTAINERS:
+            found += lists_in(*(value.values() if type(value) is dict else value))
+    return found
 
 
 def structure_of(*values: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
@@ -17,7 +18,14 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after
 from sdfastgn.patches.core.merged_adapters import frozen
-from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, static_copy, structure_of
+from sdfastgn.patches.graphs.arguments import (
+    Call,
+    Unsupported,
+    clone_of,
+    lists_in,
+    static_copy,
+    structure_of,
+)
 from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = [
@@ -39,6 +47,8 @@ class AnyGraph(Protocol):
     gradients: ClassVar[Any]
     # False if a new value of any attribute of the model needs a new capture (``factors.py``).
     has_factors: ClassVar[bool]
+    # How many items the forward leaves in each list in the arguments. Empty if it takes none.
+    left: list[int]
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
@@ -107,6 +117,7 @@ class Graph:
 
     gradients: ClassVar[Any] = torch.no_grad
     has_factors: ClassVar[bool] = True
+    left: list[int]
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
@@ -150,17 +161,25 @@ def capture_call(
     Raises:
         Unsupported: with the reason, if the capture fails, or if the forward changes the model, its tensors
             or its arguments. A replay would leave out changes that Python code makes, and would repeat writes
-            into tensors.
+            into tensors. Only one change is allowed, because it can be repeated: items that the forward takes
+            from the front of a list.
     """
     buffers = _buffers_of(call, backend)
+    left: list[int] = []
 
     def run() -> Any:
         args, kwargs = call.rebuild(buffers)
-        before = structure_of(args, kwargs)
+        lists, before = lists_in(*args, kwargs), structure_of(args, kwargs)
+        given = list(map(list, lists))
         # Inference mode is turned off here, because inference tensors do not count writes. A caller in
         # inference mode still gets inference tensors, because outputs are copied in the mode of the caller.
         with torch.inference_mode(False), kind.gradients(), _no_autocast_cache():
             output = type(module).forward(module, *args, **kwargs)
+        if any(map(operator.ne, map(len, lists), map(len, given))):
+            left[:] = map(len, lists)
+            # If items were taken from the front, the lists are now as before.
+            for items, others in zip(lists, given, strict=True):
+                items[:0] = others[: len(others) - len(items)]
         if structure_of(args, kwargs) != before:
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
@@ -176,6 +195,7 @@ def capture_call(
     try:
         with backend.ordered(), frozen(), watch.factors.captured():
             graph = kind(module, buffers, run, backend, watch)
+            graph.left = left
     except Unsupported:
         raise
     except Exception as error:

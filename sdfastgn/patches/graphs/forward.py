@@ -288,7 +288,7 @@ class GraphedForward(InstanceEntry):
             if output is None:
                 output = self._replay_or_capture(current)
             if output is not None:
-                store.replays += 1
+                store.replayed(key, call)
                 scale.end(module)
                 return output
         self._rehearse(current)  # without the lock, so that other threads can use graphs

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 from sdfastgn.patches.core.adapter_survey import Survey
+from sdfastgn.patches.graphs.arguments import Call
 from sdfastgn.patches.graphs.capture import AnyGraph, Backend
 from sdfastgn.patches.graphs.watch import Watch
 
@@ -64,6 +65,16 @@ class Store:
     def add(self, key: Any, graph: AnyGraph) -> None:
         self._graphs[key] = graph
         self.captured += 1
+
+    def replayed(self, key: Any, call: Call) -> None:
+        """Count ``call``, whose result came from the graph for ``key``.
+
+        Also takes from the lists in its arguments what the forward would have taken.
+        """
+        self.replays += 1
+        left = self._graphs[key].left
+        for items, count in zip(call.lists(), left, strict=True) if left else ():
+            del items[: len(items) - count]
 
     def make_room(self) -> None:
         """Drop the least recently used graphs until there is room for one more."""

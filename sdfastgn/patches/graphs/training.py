@@ -86,6 +86,7 @@ class TrainingGraph:
     gradients: ClassVar[Any] = torch.enable_grad
     # A new value would be written before the backward of the last call has read the old one.
     has_factors: ClassVar[bool] = False
+    left: list[int]
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch

@@ -161,16 +161,49 @@ def test_a_list_that_the_forward_empties():
     """Such a list has a T2I-Adapter's residuals. A rehearsal must not take anything from it."""
     backend = TapeBackend()
     unet, stock, inputs = make(mode=True, backend=backend)
-    residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
-    for _ in range(2):
+    for value in (1.0, 2.0, 3.0):
+        residuals = [torch.full((1, 40, 8, 8), value), torch.ones(1, 80, 4, 4), torch.ones(1)]
         ours, theirs = list(residuals), list(residuals)
         agree(
             run(unet, {**inputs, "down_intrablock_additional_residuals": ours}),
             run(stock, {**inputs, "down_intrablock_additional_residuals": theirs}),
         )
-        assert len(ours) == len(theirs) < len(residuals)
+        assert list(map(id, ours)) == list(map(id, theirs)) == [id(residuals[-1])]
+    assert (state(unet).captured, state(unet).replays, backend.rehearsals) == (1, 3, 1)
+
+
+def test_a_list_that_a_discarded_replay_would_empty():
+    unet, stock, inputs = make(mode=True)
+    for factor in (1.0, 3.0):
+        unet.mid_block.resnets[0].output_scale_factor = stock.mid_block.resnets[0].output_scale_factor = (
+            factor
+        )
+        residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
+        ours, theirs = list(residuals), list(residuals)
+        agree(
+            run(unet, {**inputs, "down_intrablock_additional_residuals": ours}),
+            run(stock, {**inputs, "down_intrablock_additional_residuals": theirs}),
+        )
+        assert ours == theirs == []
+    assert state(unet).dropped == 1
+
+
+@pytest.mark.parametrize(
+    "change", [lambda items: items.pop(), lambda items: items.reverse(), lambda items: items.append(1)]
+)
+def test_a_forward_that_changes_a_list_in_another_way(change, monkeypatch):
+    def forward(self, sample, timestep, encoder_hidden_states, items):
+        change(items)
+        return (sample + 1,)
+
+    unet, _, inputs = make(mode=True)
+    monkeypatch.setattr(UNet2DConditionModel, "forward", forward)
+    with torch.no_grad():
+        items, expected = ([1, 2, inputs["sample"]] for _ in range(2))
+        unet(**inputs, items=items)
+    change(expected)
+    assert list(map(id, items)) == list(map(id, expected))
     assert "changes the lists" in reasons_of(unet)
-    assert backend.rehearsals == 1
 
 
 def test_a_forward_that_writes_into_its_arguments(monkeypatch):
