@@ -2,8 +2,9 @@
 
 python -m scripts.publish.adapters --json adapters.json
 
-The changes are LoRAs and their scales, FreeU, the residuals of a ControlNet, and another prompt. They are
-made one after the other to the same UNet, as the list ``CHANGES`` says. The LoRAs have random weights.
+The changes are LoRAs and their scales, FreeU, an IP-Adapter, the residuals of a ControlNet or T2I-Adapter,
+and another prompt. They are made one after the other to the same UNet, as the list ``CHANGES`` says. A UNet
+in ``FEWER`` has fewer of them. LoRAs and the IP-Adapter have random weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.loaders import IPAdapterMixin
 from peft import LoraConfig
 from torch import Tensor
 
@@ -38,6 +40,8 @@ from sdfastgn.models.configurations import UNETS
 RANK = 16
 # The projections of the attention, which most LoRAs adapt.
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+# Number of channels of an IP-Adapter's image embeddings, and of tokens that it makes from an embedding.
+IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
 # Number of calls after the second call. Their median is the time that the table calls "later".
 LATER = 6
 
@@ -90,6 +94,13 @@ def no_scale_changes(step: Step) -> None:
     step.inputs.pop("cross_attention_kwargs", None)
 
 
+def two_loras(step: Step) -> None:
+    no_scale_changes(step)
+    if "second" not in step.unet.peft_config:
+        add_lora(step, "second", 2)
+    set_scales(step, ["first", "second"], [0.7, 0.6])
+
+
 def remove_loras(step: Step) -> None:
     step.unet.unfuse_lora()
     step.unet.unload_lora()
@@ -106,16 +117,83 @@ def give_residuals(step: Step, seed: int) -> None:
             size //= 2
             shapes.append((width, size))
     generator = torch.Generator(sample.device).manual_seed(seed)
-    drawn = [
-        0.1 * torch.randn(BATCH, c, s, s, generator=generator, dtype=sample.dtype, device=sample.device)
-        for c, s in [*shapes, (widths[-1], size)]
-    ]
-    step.inputs["down_block_additional_residuals"] = tuple(drawn[:-1])
-    step.inputs["mid_block_additional_residual"] = drawn[-1]
+    *down, mid = (0.1 * drawn(generator, sample, BATCH, c, s, s) for c, s in [*shapes, (widths[-1], size)])
+    step.inputs["down_block_additional_residuals"] = tuple(down)
+    step.inputs["mid_block_additional_residual"] = mid
 
 
 def remove_residuals(step: Step) -> None:
     del step.inputs["down_block_additional_residuals"], step.inputs["mid_block_additional_residual"]
+
+
+def give_adapter_residuals(step: Step, seed: int) -> None:
+    """Adds random residuals, as a T2I-Adapter computes them, to the arguments of the call.
+
+    A UNet takes them from the list, so each call gets a new list, as in diffusers' pipelines.
+    """
+    sample = step.inputs["sample"]
+    generator = torch.Generator(sample.device).manual_seed(seed)
+    residuals = [
+        0.1 * drawn(generator, sample, BATCH, width, sample.shape[-1] >> level, sample.shape[-1] >> level)
+        for level, width in enumerate(step.unet.config.block_out_channels)
+    ]
+
+    def give(number: int) -> None:
+        step.inputs["down_intrablock_additional_residuals"] = [each.clone() for each in residuals]
+
+    step.before_call = give
+
+
+def remove_adapter_residuals(step: Step) -> None:
+    step.before_call = lambda number: None
+    del step.inputs["down_intrablock_additional_residuals"]
+
+
+def drawn(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def add_ip_adapter(step: Step) -> None:
+    """Adds an IP-Adapter with random weights and an image, as ``load_ip_adapter`` and a pipeline do."""
+    unet, sample = step.unet, step.inputs["sample"]
+    draw = partial(drawn, torch.Generator(sample.device).manual_seed(3), sample)
+    width = unet.config.cross_attention_dim
+    paths = [name.removesuffix(".processor") for name in unet.attn_processors if "attn2" in name]
+    layers = {
+        f"{2 * index + 1}.to_{side}_ip.weight": draw(unet.get_submodule(path).inner_dim, width) / width**0.5
+        for index, path in enumerate(paths)
+        for side in "kv"
+    }
+    projection = {
+        "proj.weight": draw(IMAGE_TOKENS * width, IMAGE_CHANNELS) / IMAGE_CHANNELS**0.5,
+        "proj.bias": draw(IMAGE_TOKENS * width),
+        "norm.weight": 1 + 0.1 * draw(width),
+        "norm.bias": draw(width),
+    }
+    unet._load_ip_adapter_weights([{"image_proj": projection, "ip_adapter": layers}])
+    unet.requires_grad_(False)
+    give_image(step, 1)
+
+
+def give_image(step: Step, seed: int) -> None:
+    sample = step.inputs["sample"]
+    generator = torch.Generator(sample.device).manual_seed(seed)
+    image = drawn(generator, sample, BATCH, 1, IMAGE_CHANNELS)
+    step.inputs["added_cond_kwargs"] = {**step.inputs.get("added_cond_kwargs", {}), "image_embeds": [image]}
+
+
+def set_image_scale(step: Step, scale: float) -> None:
+    IPAdapterMixin.set_ip_adapter_scale(step, scale)
+
+
+def image_scale_each_call(step: Step) -> None:
+    step.before_call = lambda number: set_image_scale(step, 0.5 + number / 100)
+
+
+def remove_ip_adapter(step: Step) -> None:
+    no_scale_changes(step)
+    IPAdapterMixin.unload_ip_adapter(step)
+    del step.inputs["added_cond_kwargs"]["image_embeds"]
 
 
 def another_prompt(step: Step) -> None:
@@ -132,28 +210,56 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)),
     ("other values of FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.1, b2=1.2)),
     ("no FreeU", lambda step: step.unet.disable_freeu()),
+    ("a T2I-Adapter's residuals", lambda step: give_adapter_residuals(step, 1)),
+    ("the T2I-Adapter's residuals of another image", lambda step: give_adapter_residuals(step, 2)),
+    ("no T2I-Adapter", remove_adapter_residuals),
+    ("an IP-Adapter", add_ip_adapter),
+    ("the IP-Adapter with another image", lambda step: give_image(step, 2)),
+    ("`set_ip_adapter_scale`", lambda step: set_image_scale(step, 0.4)),
+    ("`set_ip_adapter_scale` with a new scale before each call", image_scale_each_call),
+    ("no IP-Adapter", remove_ip_adapter),
     ("one LoRA", lambda step: add_lora(step, "first", 1)),
     ("`set_adapters` with another scale", lambda step: set_scales(step, ["first"], [0.5])),
     ("`set_adapters` with a new scale before each call", scale_each_call),
     ("a new `scale` in each call's `cross_attention_kwargs`", scale_in_the_arguments),
     ("a constant scale", no_scale_changes),
     ("a second LoRA", lambda step: add_lora(step, "second", 2)),
-    ("two LoRAs", lambda step: set_scales(step, ["first", "second"], [0.7, 0.6])),
+    ("two LoRAs", two_loras),
     ("the second alone", lambda step: set_scales(step, ["second"], [1.0])),
     ("`fuse_lora`", lambda step: step.unet.fuse_lora()),
     ("no LoRA again", remove_loras),
 )
+# UNet -> its changes, if it has fewer than ``CHANGES``.
+FEWER = {
+    "sdxl": (
+        "no LoRA",
+        "FreeU",
+        "other values of FreeU",
+        "no FreeU",
+        "one LoRA",
+        "`set_adapters` with another scale",
+        "`set_adapters` with a new scale before each call",
+        "two LoRAs",
+        "`fuse_lora`",
+        "no LoRA again",
+    ),
+}
+
+
+def changes_of(model: str) -> list[tuple[str, Callable[[Step], object]]]:
+    names = FEWER.get(model)
+    return [(name, change) for name, change in CHANGES if names is None or name in names]
 
 
 def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[ChangeRow]:
-    """Makes all changes of ``CHANGES`` to a stock UNet, then to an optimized one. Returns a row per change.
+    """Makes the changes of ``model`` to a stock UNet, then to an optimized one. Returns a row per change.
 
     ``model``: the UNet, a key of ``UNETS``.
     """
     stock, ours = (measured_calls(model, dtype, device, optimize=optimize) for optimize in (False, True))
     rows = []
     for (change, _), (expected, stock_ms, stock_mib), (found, ours_ms, ours_mib) in zip(
-        CHANGES, stock, ours, strict=True
+        changes_of(model), stock, ours, strict=True
     ):
         error = relative_error(found, expected)
         status = documents.OK if error < MAX_ERROR else documents.WRONG
@@ -164,7 +270,7 @@ def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[Chang
 def measured_calls(
     model: str, dtype: torch.dtype, device: torch.device, *, optimize: bool
 ) -> list[tuple[Tensor, list[float], float | None]]:
-    """Makes all changes to one UNet, and calls it several times after each change.
+    """Makes the changes of ``model`` to one UNet, and calls it several times after each change.
 
     Returns for each change (the last call's output on the CPU, the times of the first, the second and later
     calls in ms, the MiB that tensors occupy).
@@ -181,7 +287,7 @@ def measured_calls(
         for number in range(3):
             step.call(number)
     found = []
-    for name, change in CHANGES:
+    for name, change in changes_of(model):
         change(step)
         timed = [timing.time_once(partial(step.call, number), device) for number in range(2 + LATER)]
         times = [1e3 * seconds for seconds, _ in timed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -34,8 +35,21 @@ def test_every_change_has_an_effect(calls):
 
 def test_what_was_removed_is_gone(calls):
     expected = calls["another prompt"][0]
-    for name in ("no residuals", "no FreeU", "no LoRA again"):
+    for name in ("no residuals", "no FreeU", "no T2I-Adapter", "no IP-Adapter", "no LoRA again"):
         torch.testing.assert_close(calls[name][0], expected)
+
+
+def test_a_shorter_list_of_changes(monkeypatch):
+    monkeypatch.setitem(adapters.FEWER, "tiny", adapters.FEWER["sdxl"])
+    names = [name for name, _ in adapters.changes_of("tiny")]
+    assert names == list(adapters.FEWER["sdxl"])
+    shorter = dict(
+        zip(names, adapters.measured_calls("tiny", torch.float32, CPU, optimize=False), strict=True)
+    )
+    outputs = [shorter[name][0] for name in names if name != "`fuse_lora`"]
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outputs))
+    for name in ("no FreeU", "no LoRA again"):
+        torch.testing.assert_close(shorter[name][0], shorter["no LoRA"][0])
 
 
 def test_a_run_has_a_row_for_each_change(tmp_path):
