@@ -50,6 +50,7 @@ class Record:
 
     def __init__(self, source: Source) -> None:
         self.layer = _stand_in(source)
+        self.device = source.weight.device
         self.key: tuple[Any, ...] | None = None
         self._tensors: list[Tensor] = []
         self._storages: list[StorageWeakRef] = []
@@ -186,7 +187,7 @@ def rescale(
         scales: the new scales of each record's source.
         flat: the new scales of all factors in ``sums``, in their order.
     """
-    devices = dict.fromkeys(record.layer.weight.device for record in those)
+    devices = dict.fromkeys([record.device for record in those])
     with changing:
         keys = [record.key for record in those if record.key is not None]
         if len(keys) < len(those):
@@ -197,7 +198,7 @@ def rescale(
             sums.compute(flat)
             written = {device: _written_now(device) for device in devices}
             for record, key, own_scales in zip(those, keys, scales, strict=True):
-                record.note_scales(key, own_scales, written[record.layer.weight.device])
+                record.note_scales(key, own_scales, written[record.device])
     return True
 
 
