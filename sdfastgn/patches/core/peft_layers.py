@@ -31,13 +31,38 @@ class _MergedLayer(nn.Module):
             merged_weights.may_change(self)
         return super().__getattr__(name)
 
-    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """peft's method. It reads the adapters' layers, but writes no weight: merged weights stay valid."""
+    def set_adapter(self, adapter_names: Any, *args: Any, **kwargs: Any) -> None:
+        """peft's method. It reads the adapters' layers, but writes no weight: merged weights stay valid.
+
+        It is skipped if it would change nothing. diffusers calls it for each layer when only scales change,
+        and it takes most of the time of ``set_adapters``.
+        """
+        if not (args or kwargs) and self._is_set(adapter_names):
+            vars(self)["_active_adapter"] = adapter_names
+            return
         token = merged_weights.only_reads.set(True)
         try:
-            super().set_adapter(*args, **kwargs)  # type: ignore[misc]
+            super().set_adapter(adapter_names, *args, **kwargs)  # type: ignore[misc]
         finally:
             merged_weights.only_reads.reset(token)
+
+    def _is_set(self, names: Any) -> bool:
+        """True if the adapters ``names`` are active, and their parameters alone require gradients."""
+        own: Any = vars(self)
+        if type(names) is not list or names != own["_active_adapter"]:
+            return False
+        if getattr(self, "frozen_peft_weight_names", None):  # parameters that never require gradients
+            return False
+        for kind in self.adapter_layer_names:
+            part = own["_modules"].get(kind)
+            if part is None or part._parameters:  # an embedding's adapters are parameters
+                return False
+            for name, layer in part._modules.items():
+                is_active = name in names
+                for parameter in layer._parameters.values():
+                    if parameter is not None and parameter.requires_grad != is_active:
+                        return False
+        return True
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Frees the merged weights when ``.to()`` or a similar method moves the layer.

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 import sdfastgn
@@ -102,6 +103,39 @@ def test_parameters_stay_the_same_objects_with_the_same_bits():
     assert [type(m) for m in model.modules()] == classes
     assert [type(m).__name__ for m in model.modules()] == names
     assert not is_merged(model[0])
+
+
+def test_set_adapter_runs_only_if_it_changes_something(monkeypatch):
+    ours, stock = (model_with(nn.Linear(12, 20)) for _ in range(2))
+    more(ours, "b"), more(stock, "b")
+    adopt(ours)
+    ran, set_adapter = [], BaseTunerLayer.set_adapter
+    monkeypatch.setattr(
+        BaseTunerLayer,
+        "set_adapter",
+        lambda self, *args, **kwargs: (ran.append(self), set_adapter(self, *args, **kwargs)),
+    )
+    both = ["a", "b"]
+    for names, change, is_needed in (
+        (["a"], lambda m: None, True),
+        (["a"], lambda m: None, False),
+        (both, lambda m: None, True),
+        (["a", "b"], lambda m: None, False),
+        (both, lambda m: m.requires_grad_(False), True),
+        (both, lambda m: m[0].lora_B["b"].weight.requires_grad_(False), True),
+        (both, lambda m: more(m, "c"), True),  # the new adapter is active
+        (both, lambda m: m[0].lora_A["c"].requires_grad_(True), True),
+        (both, lambda m: m[0].set_scale("a", 0.3), False),
+        ("a", lambda m: None, True),
+        ("a", lambda m: None, True),
+    ):
+        change(ours), change(stock)
+        ran.clear()
+        ours[0].set_adapter(names)
+        assert bool(ran) == is_needed
+        stock[0].set_adapter(names)
+        assert ours[0].active_adapters == stock[0].active_adapters
+        assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in stock.parameters()]
 
 
 # What peft's own code must run: (change of the model, words of the reason).
