@@ -22,7 +22,6 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.loaders import IPAdapterMixin
-from peft import LoraConfig
 from torch import Tensor
 
 import sdfastgn
@@ -36,10 +35,9 @@ from sdfastgn.cli.session import exit_code
 from sdfastgn.model_inputs import unet_inputs
 from sdfastgn.models.architectures import with_random_weights
 from sdfastgn.models.configurations import UNETS
+from sdfastgn.models.loras import add_lora
 
 RANK = 16
-# The projections of the attention, which most LoRAs adapt.
-TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 # Number of channels of an IP-Adapter's image embeddings, and of tokens that it makes from an embedding.
 IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
 # Number of calls after the second call. Their median is the time that the table calls "later".
@@ -61,17 +59,6 @@ class Step:
         self.before_call(number)
         with torch.no_grad():
             return self.unet(**self.inputs, return_dict=False)[0]
-
-
-def add_lora(step: Step, name: str, seed: int) -> None:
-    """Adds a LoRA with random weights. The product of its two matrices is small beside the layer's weight."""
-    step.unet.add_adapter(LoraConfig(r=RANK, target_modules=list(TARGETS)), adapter_name=name)
-    generator = torch.Generator(step.unet.device).manual_seed(seed)
-    for key, parameter in step.unet.named_parameters():
-        if "lora_" in key and f".{name}." in key:
-            with torch.no_grad():
-                parameter.data = parameter.to(step.unet.dtype)
-                parameter.normal_(std=0.02, generator=generator)
 
 
 def set_scales(step: Step, names: Sequence[str], scales: Sequence[float]) -> None:
@@ -97,7 +84,7 @@ def no_scale_changes(step: Step) -> None:
 def two_loras(step: Step) -> None:
     no_scale_changes(step)
     if "second" not in step.unet.peft_config:
-        add_lora(step, "second", 2)
+        add_lora(step.unet, rank=RANK, name="second", seed=2)
     set_scales(step, ["first", "second"], [0.7, 0.6])
 
 
@@ -218,12 +205,12 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("`set_ip_adapter_scale`", lambda step: set_image_scale(step, 0.4)),
     ("`set_ip_adapter_scale` with a new scale before each call", image_scale_each_call),
     ("no IP-Adapter", remove_ip_adapter),
-    ("one LoRA", lambda step: add_lora(step, "first", 1)),
+    ("one LoRA", lambda step: add_lora(step.unet, rank=RANK, name="first", seed=1)),
     ("`set_adapters` with another scale", lambda step: set_scales(step, ["first"], [0.5])),
     ("`set_adapters` with a new scale before each call", scale_each_call),
     ("a new `scale` in each call's `cross_attention_kwargs`", scale_in_the_arguments),
     ("a constant scale", no_scale_changes),
-    ("a second LoRA", lambda step: add_lora(step, "second", 2)),
+    ("a second LoRA", lambda step: add_lora(step.unet, rank=RANK, name="second", seed=2)),
     ("two LoRAs", two_loras),
     ("the second alone", lambda step: set_scales(step, ["second"], [1.0])),
     ("`fuse_lora`", lambda step: step.unet.fuse_lora()),

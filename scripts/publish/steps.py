@@ -95,44 +95,48 @@ STEPS = (
         "sdfastgn bench --model sdxl --part pipeline --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --steps 2",
         ("headline", "results", "compared", "times.png"),
-        60,
+        55,
     ),
-    Step(
-        "vae_1024_fp32.json",
-        "sdfastgn bench --model sdxl --part vae --dtype fp32 --repeats 10 --variants eager,sdfastgn",
-        _BENCH,
-        ("results",),
-        30,
+    *(
+        Step(
+            f"train_{model}.json",
+            f"sdfastgn bench --model {model} --part train --lora-rank 4 --batch {batch} --repeats 10"
+            " --variants eager,sdfastgn,sdfastgn_eager",
+            f"{_BENCH} --batch 1",
+            ("results",),
+            45,
+        )
+        for model, batch in (("sd15", 4), ("sdxl", 1))
     ),
     # ---- batches, few steps, first images, adapters, where the time goes, large images
     Step(
         "batches_sdxl.json",
-        "sdfastgn bench --model sdxl --part unet --batch 1,8,32 --repeats 5 --variants eager,sdfastgn",
+        "sdfastgn bench --model sdxl --part unet --batch 1,8 --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --batch 1,2",
         ("batches",),
-        60,
+        45,
     ),
     Step(
         "latency_sdxl.json",
         "sdfastgn bench --model sdxl --part pipeline --size 512 --scheduler EulerAncestralDiscreteScheduler"
-        " --guidance 0 --steps 1,4 --repeats 20 --variants eager,sdfastgn",
+        " --guidance 0 --steps 1,4 --repeats 10 --variants eager,sdfastgn",
         f"{_BENCH} --steps 1,2",
         ("latency",),
-        55,
+        45,
     ),
     Step(
         "warm_up_sdxl.json",
         "scripts.publish.warm_up --model sdxl",
         f"{_MODEL} --dtype fp32 --steps 2",
         ("warm_up",),
-        90,
+        80,
     ),
     Step(
         "adapters.json",
         "scripts.publish.adapters",
         "--model tiny --device cpu",
         ("adapters",),
-        100,
+        93,
     ),
     Step(
         "profile_sdxl.json",
@@ -174,5 +178,5 @@ STEPS = (
         )
         for part in (1, 2, 3, 4)
     ),
-    Step("demo.png", "sdfastgn demo", "", ("demo.png",), 30, option="--output"),
+    Step("demo.png", "sdfastgn demo", "", ("demo.png",), 20, option="--output"),
 )

@@ -95,6 +95,7 @@ class Row:
     steps: int | None = None
     frames: int | None = None
     width: int | None = None
+    lora_rank: int | None = None
 
 
 def _finite(value: float | None) -> float | None:
@@ -256,6 +257,7 @@ def _attempt(
         "steps": config.steps if config.part == "pipeline" else None,
         "frames": config.frames,
         "width": config.width,
+        "lora_rank": config.lora_rank,
     }
     if (reason := variant.available(config.torch_device)) is not None:
         return Row(*what, UNAVAILABLE, reason, **more)

@@ -90,12 +90,11 @@ def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
                 tensor.data = tensor.data.contiguous(memory_format=formats[tensor.dim()])
 
 
-def _sdfastgn(
-    target: Any, part: str, undo: contextlib.ExitStack, cuda_graphs: Literal["auto"] | bool = "auto"
-) -> None:
+def _sdfastgn(target: Any, part: str, undo: contextlib.ExitStack, *, has_graphs: bool = True) -> None:
     import sdfastgn
 
-    sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
+    graphs: Literal["auto", "training"] = "training" if part == "train" else "auto"
+    sdfastgn.optimize(target, cuda_graphs=has_graphs and graphs)
     # At its end the stack calls these two functions in reverse order: first ``restore``, then the check.
     undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
@@ -108,7 +107,7 @@ def _check_kernels_ran(target: Any) -> None:
         check_kernels_ran(device)
 
 
-_sdfastgn_eager = functools.partial(_sdfastgn, cuda_graphs=False)
+_sdfastgn_eager = functools.partial(_sdfastgn, has_graphs=False)
 
 
 def _describe_sdfastgn(target: Any) -> str:

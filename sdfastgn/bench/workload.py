@@ -20,6 +20,7 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models import architectures, configurations, video
 from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import PROMPT
+from sdfastgn.models.loras import add_lora
 from sdfastgn.models.saved import latent_scale
 from sdfastgn.program import OptionError
 
@@ -46,6 +47,7 @@ class BenchConfig:
         preset: the entry of ``PRESETS`` that these settings come from, or empty.
         frames: frames of a video if the model is one of ``VIDEO_NETWORKS``, else None.
         width: pixels along a line of a video's frames; None for other models.
+        lora_rank: rank of the LoRA that a training step trains; None to train all parameters.
     """
 
     model: str
@@ -66,6 +68,7 @@ class BenchConfig:
     preset: str = ""
     frames: int | None = None
     width: int | None = None
+    lora_rank: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -256,23 +259,37 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     return sum(found.values())
 
 
+def _graph_pool_bytes() -> int:
+    """Size of the memory pools of CUDA graphs. They hold what the forward of a graph saves."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+
+
 def build_training(config: BenchConfig) -> Workload:
     """A training step of the UNet with fixed latents, timestep, text and noise.
 
     A step drops old gradients, and computes forward, mean squared error against the noise, and backward.
     ``call`` returns the gradients. Weights are in the config's dtype. There is no gradient checkpointing. A
     step does not include an optimizer, whose time and memory would be the same for every variant.
+
+    With ``config.lora_rank`` the UNet is frozen, and a LoRA in fp32 is trained under autocast.
     """
     unet, scale = component(config, "unet")
     unet.train()
+    if config.lora_rank is not None:
+        unet.requires_grad_(False)
+        add_lora(unet, rank=config.lora_rank, seed=config.seed, dtype=torch.float32)
     kwargs = step_inputs(config, unet, scale)
     generator = torch.Generator().manual_seed(config.seed + 3)
     # The noise has the shape of the UNet's output. (An inpainting UNet's input has more channels.)
     shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
     noise = torch.randn(shape, generator=generator).to(config.torch_device)
 
-    def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        return F.mse_loss(model(**inputs, return_dict=False)[0].float(), noise)
+    def loss_of(model: Any, inputs: dict[str, Any]) -> Tensor:
+        is_mixed = config.lora_rank is not None and model.dtype != torch.float32
+        with torch.autocast(config.device, config.torch_dtype, enabled=is_mixed):
+            output = model(**inputs, return_dict=False)[0]
+        return F.mse_loss(output.float(), noise)
 
     def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
         model.zero_grad()
@@ -288,7 +305,7 @@ def build_training(config: BenchConfig) -> Workload:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step(unet, kwargs)
-            step_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+            step_mib = (torch.cuda.max_memory_allocated() - before + _graph_pool_bytes()) / 2**20
         unet.zero_grad()
         return saved_mib, step_mib
 

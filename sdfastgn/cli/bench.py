@@ -88,6 +88,15 @@ RepeatsOption = Annotated[
 Fp32Option = Annotated[
     bool, typer.Option("--fp32-reference", help="Also compare the outputs with those in fp32.")
 ]
+LoraRankOption = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank",
+        metavar="<int>",
+        help="A training step trains a LoRA of this rank, and the UNet is frozen. Needs peft.",
+        show_default="all parameters are trained",
+    ),
+]
 ProfileOption = Annotated[
     bool,
     typer.Option(
@@ -116,6 +125,7 @@ def bench(
     variants: VariantsOption = "all",
     repeats: RepeatsOption = None,
     fp32_reference: Fp32Option = False,
+    lora_rank: LoraRankOption = None,
     profile: ProfileOption = False,
     plot: BreakdownOption = None,
     json: JsonOption = None,
@@ -144,6 +154,7 @@ def bench(
             repeats=repeats,
             seed=seed,
             fp32_reference=fp32_reference,
+            lora_rank=lora_rank,
             profile=profile,
         )
         chosen = bench_options.variant_list("--variants", variants)

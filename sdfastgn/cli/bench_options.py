@@ -6,6 +6,7 @@ Checks raise OptionError. The checks that need no torch are in ``checks.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def bench_configs(
     repeats: int | None = None,
     scheduler: str | None = None,
     profile: bool = False,
+    lora_rank: int | None = None,
     **others: Any,
 ) -> list[BenchConfig]:
     """Check the options, and make a config for each part, batch and (of a pipeline) number of steps.
@@ -165,6 +167,12 @@ def bench_configs(
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
     name, sizes = _sizes(model, weights_source("--weights", weights), chosen, size)
+    if lora_rank is not None:
+        positive("--lora-rank", lora_rank)
+        if chosen != ["train"]:
+            raise OptionError(f"--lora-rank: is for --part train, got --part {', '.join(chosen)}")
+        if find_spec("peft") is None:
+            raise OptionError("--lora-rank: needs peft, which is not installed")
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
         BenchConfig(
@@ -177,6 +185,7 @@ def bench_configs(
             weights=weights,
             scheduler=scheduler,
             # Recording a pipeline takes minutes, and the other parts already show where its time goes.
+            lora_rank=lora_rank,
             profile=profile and (part != "pipeline" or len(chosen) == 1),
             **{**sizes[part], "batch": images},
             **{field: value for field, value in others.items() if value is not None},

@@ -16,8 +16,9 @@ from sdfastgn.bench import gate
 from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.documents import OK, WRONG
 from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import VARIANTS
-from sdfastgn.bench.workload import BenchConfig, saved_bytes
+from sdfastgn.bench.workload import BenchConfig, build_workload, saved_bytes
 from tests.bench.cases import broken_variant
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -44,6 +45,20 @@ def test_rows(dtype):
     assert eager.saved_mib is not None
     assert 0 < ours.saved_mib < eager.saved_mib  # one tensor less for each normalization and activation
     assert eager.error_eager == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_lora_alone_is_trained(dtype):
+    config = dataclasses.replace(CONFIG, dtype=dtype, lora_rank=2)
+    workload = build_workload(config)
+    gradients = workload.call()
+    assert all(".lora_" in name and grad.dtype == torch.float32 for name, grad in gradients.items())
+    assert len(gradients) == sum(".lora_" in name for name, _ in workload.target.named_parameters())
+    variants = [VARIANTS[name] for name in ("eager", "sdfastgn", "sdfastgn_eager")]
+    rows = end_to_end.run(config, variants, workload=workload)
+    assert [(row.status, row.reason) for row in rows] == [(OK, "")] * 3
+    assert rows[0].lora_rank == 2
+    assert "training step of a LoRA of rank 2" in row_title(rows[0])
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), ("bf16", 0.9)], ids=["nan", "scaled"])

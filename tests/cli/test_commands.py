@@ -67,7 +67,7 @@ RIGHT: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     **{f"{SEEDED} {seed}": (0, ["copy"]) for seed in (0, -(2**63), 2**63 - 1)},
-    f"report {RESULTS}/warm_up_sdxl.json {RESULTS}/vae_1024_fp32.json": (
+    f"report {RESULTS}/warm_up_sdxl.json {RESULTS}/sdxl.json": (
         0,
         ["first images, sdxl 1024²", "VAE decode, SDXL 1024²"],
     ),

@@ -112,6 +112,8 @@ BENCH = {
     "bench --size 100": "--size: must be a positive multiple of 8 (one latent covers 8x8 pixels), got 100",
     "bench --size -8": "--size: must be a positive multiple of 8",
     "bench --preset mine": "--preset: unknown value 'mine'; choose from fal, diffusion-fast, stable-fast",
+    "bench --lora-rank 4": "--lora-rank: is for --part train, got --part unet",
+    "bench --part train --lora-rank 0": "--lora-rank: must be a positive whole number, got 0",
     "bench --scheduler Euler": "--scheduler: diffusers has no scheduler 'Euler'; give a class such as Euler",
     "bench --steps 0": "--steps: must be a positive whole number, got 0",
     "bench --steps 1,-4": "--steps: must be a positive whole number, got -4",

@@ -86,7 +86,8 @@ def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
     found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
     for row, source in rows_of_runs(results, kind):
         steps = row.steps or 0 if kind == "sweep" else 0
-        line = found[PARTS.index(row.part), row.model, row.size, row.batch, row.dtype, steps]
+        key = (PARTS.index(row.part), row.model, row.size, row.batch, row.dtype, steps, row.lora_rank or 0)
+        line = found[key]
         line.rows[row.variant] = row
         line.sources.append(source)
     return [line for _, line in sorted(found.items())]

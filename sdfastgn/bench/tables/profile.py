@@ -38,7 +38,8 @@ def row_title(row: Row) -> str:
     """Describes in words what a row measures: model, part, size, batch and dtype."""
     model = MODEL_LABELS.get(row.model, row.model)
     what = f"VAE decode, {model}" if row.part == "vae" else f"{model} {PART_LABELS[row.part]}"
-    return f"{what} {extent(row.size, row.width, row.frames)}, batch {row.batch}, {row.dtype}"
+    lora = "" if row.lora_rank is None else f" of a LoRA of rank {row.lora_rank},"
+    return f"{what}{lora} {extent(row.size, row.width, row.frames)}, batch {row.batch}, {row.dtype}"
 
 
 def breakdown_of(row: Row) -> Breakdown | None:
