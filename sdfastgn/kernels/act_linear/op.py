@@ -61,7 +61,7 @@ class _Call(NamedTuple):
 class _Plan:
     """The launch for one kind of call, with one program for each tile of y."""
 
-    __slots__ = ("launch", "shape")
+    __slots__ = ("launch", "shape", "strides")
 
     def __init__(self, call: _Call) -> None:
         from sdfastgn.kernels.act_linear import kernels  # needs Triton
@@ -69,7 +69,7 @@ class _Plan:
         x = call.x
         N, K = x.shape
         C = call.weight.shape[0]
-        self.shape = (N, C)
+        self.shape, self.strides = (N, C), (C, 1)
         config = tile_config(N, C, K, x.itemsize, vector_width(x.itemsize, K), gpu.num_sms(x.device))
         pdl = gpu.has_programmatic_launch(x.device)
         self.launch = Launch(
@@ -82,7 +82,7 @@ class _Plan:
     def run(self, call: _Call) -> Tensor:
         """Launch the kernel, and return y (N, C)."""
         x, weight, bias, _, extra_bias = call
-        y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+        y = x.new_empty_strided(self.shape, self.strides)  # in half the CPU time of ``torch.empty``
         self.launch.run(x, weight, bias, extra_bias, y)
         return y
 

@@ -156,7 +156,7 @@ def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -
         k, v: (N, H, S, D), the dtype and device of q.
         scale: by default 1 / sqrt(D).
 
-    The result is (N, H, L, D) in the dtype of q. It is a transposed view of a contiguous (N, L, H, D) tensor.
+    The result is (N, H, L, D) in the dtype of q. Its memory order is (N, L, H, D), without gaps.
     """
     key = (
         q.shape,
@@ -179,9 +179,9 @@ def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -
         launch = _make_launch(q, k, v, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
         _launches[key] = launch
     N, H, L, D = q.shape
-    y = torch.empty((N, L, H, D), dtype=q.dtype, device=q.device)
+    y = q.new_empty_strided((N, H, L, D), (L * H * D, D, H * D, 1))
     try:
         launch.run(q, k, v, y)
     except dispatch.KernelError:
         return None
-    return y.transpose(1, 2)
+    return y

@@ -145,7 +145,8 @@ def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any
     launch = _launches.get(key)
     if launch is None:
         launch = _launches[key] = _new_launch(a, True, tail=b.shape[1], producer=True)
-    y = _empty_cat(a, b)
+    N, C, *spatial = a.shape
+    y = empty_laid_out(a, (N, C + b.shape[1], *spatial), True)
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=a.device) if emits else None
     launch(a, statistics, tail=b, y=y)
     return y, statistics
