@@ -137,7 +137,7 @@ def linear_calls(monkeypatch):
 def products(monkeypatch):
     """Returns a list that collects the arguments of each call of ``nn.functional.linear``.
 
-    Optimized modules call it for 1x1 convolutions that they compute as matrix products.
+    Optimized modules call it for plain linear layers, and for 1x1 convolutions.
     """
     found = []
     linear = nn.functional.linear

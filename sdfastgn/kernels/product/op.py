@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns (..., columns). Dtypes, layouts, gradients and errors: as in ``F.linear``.
     """
-    choice = _choice(x, weight, bias, None)
+    choice = _choice(x, weight, bias, None) if is_choosing() else None
     if choice is None:
         return F.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], len(weight)))
@@ -106,7 +106,7 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 
     Dtypes, layouts and errors: as in ``Tensor.addmm_``.
     """
-    choice = _choice(x, weight, None, total)
+    choice = _choice(x, weight, None, total) if is_choosing() else None
     if choice is None:
         total.addmm_(x, weight.t())
     else:
@@ -118,9 +118,9 @@ def _choice(
 ) -> tuple[Shape, Algorithm] | None:
     """Returns (shape, algorithm) for ``multiply``, or None if PyTorch must compute this product.
 
-    During a rehearsal this function records the product, and returns None.
+    Call it only if ``is_choosing()``. During a rehearsal it records the product, and returns None.
     """
-    kind = _kind_of(x, weight, bias, total) if is_choosing() else None
+    kind = _kind_of(x, weight, bias, total)
     if kind is None:
         return None
     noted = _noted.get()

@@ -16,7 +16,7 @@ from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
 from sdfastgn.patches.core.fusion import dropped_out, is_unhooked, parameters_of
-from sdfastgn.patches.core.linear import is_plain_linear
+from sdfastgn.patches.core.linear import parameters_of_plain
 from sdfastgn.patches.core.merged_adapters import plain_layer
 
 __all__ = ["add_feed_forward", "add_norm", "grouped_norm", "is_plain_norm", "linear_geglu", "norm"]
@@ -33,10 +33,11 @@ def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     The kernel of GELU adds the layer's bias.
     """
     layer = plain_layer(layer)
-    if is_plain_linear(layer):
-        weight, bias = parameters_of(layer)
-        return geglu(linear(x, weight), bias)
-    return geglu(layer(x))
+    parameters = parameters_of_plain(layer)
+    if parameters is None:
+        return geglu(layer(x))
+    weight, bias = parameters
+    return geglu(linear(x, weight), bias)
 
 
 def _can_fuse(layer: nn.Module, x: Tensor) -> bool:
@@ -126,9 +127,10 @@ def _adds_in_product(
     if layers is None:
         return False
     last = layers[-1]
-    if not (is_plain_linear(last) and _can_fuse(layer, x)):
+    parameters = parameters_of_plain(last)
+    if parameters is None or not _can_fuse(layer, x):
         return False
-    weight, bias = parameters_of(last)
+    weight, bias = parameters
     return (
         (residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype))
         and x.dtype is weight.dtype

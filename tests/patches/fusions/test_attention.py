@@ -53,13 +53,13 @@ def agree(a, b):
 
 
 @pytest.fixture
-def called(linear_calls):
-    """Names of an attention's linear layers that are called one by one: ``called(model, *args)``."""
+def called(products):
+    """Names of an attention's layers that have a product of their own: ``called(model, *args)``."""
 
     def called(model, *args, **kwargs):
-        linear_calls.clear()
+        products.clear()
         call(model, *args, **kwargs)
-        return [name for m in linear_calls for name in ALL if m is getattr(model, name)]
+        return [name for _, w, *_ in products for name in ALL if w is getattr(model, name).weight]
 
     return called
 
