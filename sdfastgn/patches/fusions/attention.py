@@ -135,14 +135,19 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head)."""
         heads = self.heads
-        to_q, to_k, to_v = [plain_layer(layer_of(self, name)) for name in ("to_q", "to_k", "to_v")]
+        own = layer_of(self, "to_v")
+        to_q, to_k = plain_layer(layer_of(self, "to_q")), plain_layer(layer_of(self, "to_k"))
+        to_v = plain_layer(own)
+        # The module that owns the packed memory: this module for the weights of its own layers, and the last
+        # stand-in (a plain layer with merged weights) for the merged weights of adapters.
+        owner = self if to_v is own else to_v
         if context is None:
-            together = self._joined(hidden_states, (to_q, to_k, to_v))
+            together = _joined(owner, hidden_states, (to_q, to_k, to_v))
             if together is not None:
                 return _split(linear(hidden_states, *together), 3 * heads).chunk(3, 1)
             context = hidden_states
         query = _split(call_linear(to_q, hidden_states), heads)
-        together = self._joined(context, (to_k, to_v))
+        together = _joined(owner, context, (to_k, to_v))
         if together is not None:
             return query, *_split(linear(context, *together), 2 * heads).chunk(2, 1)
         return query, _split(to_k(context), heads), _split(to_v(context), heads)
@@ -153,19 +158,6 @@ class FusedAttention(Attention):
         # To index a ModuleList takes ten times the CPU time.
         project, dropout, *_ = layers._modules.values() if type(layers) is nn.ModuleList else layers
         return dropped_out(dropout, call_linear(project, h))
-
-    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """Returns (weight, bias) of one linear layer that computes all ``linears`` at once.
-
-        None if they must be called one by one.
-        """
-        found = plain_parameters(linears)
-        if found is None or not is_one_product(x, found):
-            return None
-        # ``joined`` takes the module that owns the packed memory. This module owns the weights of its own
-        # layers, and the last stand-in (a plain layer with merged weights) owns the merged weights of
-        # adapters.
-        return joined(self if linears[-1] is layer_of(self, "to_v") else linears[-1], found)
 
     def _pack(self) -> None:
         pack(self, self._packed_linears())
@@ -215,6 +207,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
         if found is not None:
             return found
     return attend(query, key, value)
+
+
+def _joined(owner: nn.Module, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
+    """Returns (weight, bias) of one linear layer that computes all ``linears`` of x at once.
+
+    None if they must be called one by one. ``owner``: the module that owns their packed memory.
+    """
+    found = plain_parameters(linears)
+    return joined(owner, found) if found is not None and is_one_product(x, found) else None
 
 
 def _split(x: Tensor, heads: int) -> Tensor:

@@ -70,10 +70,14 @@ def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
 def is_one_product(x: Tensor, parameters: Parameters) -> bool:
     """True if one product of x with the joined ``parameters`` gives the same result as calling each layer."""
     params = (*parameters.weights, *parameters.biases)
-    if dispatch.wants_gradient(x, params) or not dispatch.is_untraced(x, params):
-        return False
-    fits = (x.dtype, x.shape[-1]) == (params[0].dtype, params[0].shape[-1])
-    return fits and not dispatch.is_autocast(x)
+    first = params[0]
+    return (
+        x.dtype == first.dtype
+        and not (torch.is_grad_enabled() and dispatch.wants_gradient(x, params))
+        and dispatch.is_untraced(x, params)
+        and x.shape[-1] == first.shape[-1]
+        and not dispatch.is_autocast(x)
+    )
 
 
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
@@ -105,15 +109,11 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
     start = end = first.data_ptr()
     rows = 0
     for part in parts:
-        if (
-            part.data_ptr() != end
-            or part.dtype != dtype
-            or part.shape[1:] != columns
-            or not part.is_contiguous()
-        ):
+        shape = part.shape
+        if part.data_ptr() != end or part.dtype != dtype or shape[1:] != columns or not part.is_contiguous():
             return None
         end += part.nbytes
-        rows += part.shape[0]
+        rows += shape[0]
     offset = start - allocation.data_ptr()
     if first.device != allocation.device or offset < 0 or offset + end - start > allocation.nbytes():
         return None
