@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import is_plain_conv
 from sdfastgn.patches.core.fusion import parameters_of
 from sdfastgn.patches.core.linear import fused_linear, linear_of
@@ -64,7 +63,7 @@ def conv_norm_act(
     conv = plain_layer(conv)
     name = fused_activation(norm, act)
     # cuDNN adds a bias in a separate pass; the norm's kernel adds it at no cost.
-    can_move = name is not None and dispatch.runs_in_triton(h) and is_plain_conv(conv)
+    can_move = name is not None and is_plain_conv(conv)
     weight, bias = parameters_of(conv) if can_move else (None, None)
     temb, has_bias = _project(embedding, h, bias)
     fits = temb is None or (
