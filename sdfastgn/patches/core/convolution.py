@@ -19,7 +19,14 @@ from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import is_unhooked, parameters_of
 from sdfastgn.patches.core.merged_adapters import plain_layer
 
-__all__ = ["conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
+__all__ = [
+    "conv_relu",
+    "conv_without_bias",
+    "is_plain_conv",
+    "keeps_size",
+    "pointwise",
+    "pointwise_tokens",
+]
 
 # cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number. Eight
 # channels of 16 bits are 16 bytes.
@@ -96,27 +103,41 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
     products.
     """
     conv = plain_layer(conv)
-    if is_plain_conv(conv):
-        weight, bias = parameters_of(conv)
-        if _is_product(conv, x, weight, bias):
-            N, C, H, W = x.shape
-            # ``as_strided`` instead of two views each: a view takes as much CPU time as half a launch.
-            rows = linear(x.as_strided((N * H * W, C), (C, 1)), weight.flatten(1), bias)
-            C = rows.shape[1]
-            return rows.as_strided((N, C, H, W), (H * W * C, 1, W * C, C))
-    return conv(x)
+    product = _as_linear(conv, x, x.shape[1]) if x.dim() == 4 and is_channels_last(x) else None
+    if product is None:
+        return conv(x)
+    N, C, H, W = x.shape
+    # ``as_strided`` instead of two views each: a view takes as much CPU time as half a launch.
+    rows = linear(x.as_strided((N * H * W, C), (C, 1)), *product)
+    C = rows.shape[1]
+    return rows.as_strided((N, C, H, W), (H * W * C, 1, W * C, C))
 
 
-def _is_product(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return (
-        dispatch.is_plain_inference(x, (weight, bias))
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and x.dtype == weight.dtype
-        and x.dim() == 4
-        and x.shape[1] == conv.in_channels
-        and conv.kernel_size == (1, 1)
+def pointwise_tokens(conv: Any, tokens: Tensor, H: int, W: int) -> Tensor:
+    """Computes ``pointwise`` of an image whose pixels are ``tokens`` (N, HW, C). Returns (N, HW, C_out)."""
+    conv = plain_layer(conv)
+    product = _as_linear(conv, tokens, tokens.shape[-1])
+    if product is not None:
+        return linear(tokens, *product)
+    return conv(tokens.unflatten(1, (H, W)).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _as_linear(conv: Any, x: Tensor, C: int) -> tuple[Tensor, Tensor | None] | None:
+    """Weight (C_out, C) and bias of the linear layer that computes ``conv`` of each pixel of x.
+
+    None if x must be convolved. C: number of channels of x.
+    """
+    if not is_plain_conv(conv):
+        return None
+    weight, bias = parameters_of(conv)
+    is_product = (
+        conv.kernel_size == (1, 1)
         and conv.stride == (1, 1)
         and conv.padding in ((0, 0), "valid", "same")
         and conv.groups == 1
-        and is_channels_last(x)
+        and conv.in_channels == C
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and x.dtype == weight.dtype
+        and dispatch.is_plain_inference(x, (weight, bias))
     )
+    return (weight.flatten(1), bias) if is_product else None

@@ -13,7 +13,7 @@ from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, 
 from sdfastgn.patches.core.known_norms import known_base
 from sdfastgn.patches.core.statistics import take_statistics
 
-__all__ = ["FUSION", "FusedGroupNorm", "fused_activation", "norm_act"]
+__all__ = ["FUSION", "FusedGroupNorm", "fused_activation", "norm_act", "norm_tokens"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -50,14 +50,24 @@ class FusedGroupNorm(nn.GroupNorm):
 FusedGroupNorm.norm_alone = FusedGroupNorm
 
 
+def _is_fused(norm: nn.Module) -> bool:
+    return isinstance(norm, FusedGroupNorm) and norm.norm_alone is type(norm) and is_unhooked(norm)
+
+
 def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
     """The name of ``act`` for ``norm._fused``. None if ``act(norm(x))`` cannot run as one kernel.
 
     It can if ``norm`` is a fused norm, the kernel has the activation ``act``, and neither has hooks.
     """
-    is_fused = isinstance(norm, FusedGroupNorm) and norm.norm_alone is type(norm)
-    name = activation_of(act) if is_fused else None  # None if other code has put a function in its place
-    return name if name is not None and is_unhooked(norm) and is_unhooked(act) else None
+    name = activation_of(act) if _is_fused(norm) else None  # ``act`` may be a function of other code
+    return name if name is not None and is_unhooked(act) else None
+
+
+def norm_tokens(norm: Any, x: Tensor) -> Tensor:
+    """``norm(x)`` for x (N, C, H, W), as tokens (N, HW, C)."""
+    if _is_fused(norm) and dispatch.has_kernels(x):
+        return norm._fused(x, "identity", tokens=True)
+    return norm(x).permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import pointwise
+from sdfastgn.patches.core.convolution import pointwise_tokens
 from sdfastgn.patches.core.fusion import ClassSwap, layer_of
 from sdfastgn.patches.core.linear import call_linear
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.group_norm import norm_tokens
 
 __all__ = ["FUSION", "FusedTransformer2DModel"]
 
@@ -26,15 +27,12 @@ class FusedTransformer2DModel(Transformer2DModel):
     def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
         if not dispatch.has_kernels(hidden_states):
             return super()._operate_on_continuous_inputs(hidden_states)
-
-        def to_tokens(image: Tensor) -> Tensor:
-            return image.permute(0, 2, 3, 1).flatten(1, 2)
-
-        hidden_states = layer_of(self, "norm")(hidden_states)
+        _, C, H, W = hidden_states.shape
+        tokens, proj_in = norm_tokens(layer_of(self, "norm"), hidden_states), layer_of(self, "proj_in")
         if self.use_linear_projection:
-            return call_linear(layer_of(self, "proj_in"), to_tokens(hidden_states)), hidden_states.shape[1]
-        hidden_states = pointwise(layer_of(self, "proj_in"), hidden_states)
-        return to_tokens(hidden_states), hidden_states.shape[1]
+            return call_linear(proj_in, tokens), C
+        tokens = pointwise_tokens(proj_in, tokens, H, W)
+        return tokens, tokens.shape[2]
 
     def _get_output_for_continuous_inputs(
         self,
@@ -49,14 +47,12 @@ class FusedTransformer2DModel(Transformer2DModel):
             return super()._get_output_for_continuous_inputs(
                 hidden_states, residual, batch_size, height, width, inner_dim
             )
-
-        def to_image(tokens: Tensor) -> Tensor:
-            return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
-
         proj_out = layer_of(self, "proj_out")
         if self.use_linear_projection:
-            return add(to_image(call_linear(proj_out, hidden_states)), residual)
-        return add(pointwise(proj_out, to_image(hidden_states)), residual)
+            tokens = call_linear(proj_out, hidden_states)
+        else:
+            tokens = pointwise_tokens(proj_out, hidden_states, height, width)
+        return add(tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2), residual)
 
 
 def _check(model: Transformer2DModel) -> str | None:
