@@ -69,7 +69,7 @@ class FusedAttention(Attention):
             hidden_states = self.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         query, key, value = self._project(hidden_states, encoder_hidden_states)
         h = _attend(query, key, value, is_prompt=encoder_hidden_states is not None)
-        h = self._leave(h.transpose(1, 2).flatten(2))
+        h = self._leave(h)
         if len(shape) == 4:
             h = h.transpose(1, 2).reshape(shape)
         if self.residual_connection:
@@ -197,6 +197,8 @@ def is_one_token(context: Any) -> bool:
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Tensor:
     """scaled_dot_product_attention of (N, heads, tokens, channels), with kernels for few keys and wide heads.
 
+    Returns (N, tokens, heads * channels).
+
     ``is_prompt``: True if the keys come from a prompt, so that their number does not depend on the image.
     """
     # Self-attention of a small image also has few keys. It does not use the kernel, which would have to be
@@ -206,7 +208,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
         found = attend_to_few(query, key, value)
         if found is not None:
             return found
-    return attend(query, key, value)
+    return attend(query, key, value).transpose(1, 2).flatten(2)
 
 
 def _joined(owner: nn.Module, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
@@ -232,8 +234,6 @@ def _is_plain_attention(attn: Any) -> bool:
         and not attn.norm_cross
         and attn.norm_q is None
         and attn.norm_k is None
-        and layer_of(attn, "to_k") is not None
-        and layer_of(attn, "to_out") is not None
         and attn.inner_dim == attn.inner_kv_dim
     )
 
@@ -247,7 +247,8 @@ class _AttentionFusion(ClassSwap):
 def _covers(attn: Attention) -> bool:
     # If the result is False, the module is not fused, because none of its calls could run fused. The
     # processor is checked at each call instead, because users may change it at any time.
-    return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
+    has_layers = attn.to_k is not None and attn.to_out is not None
+    return has_layers and _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 
 
 FUSION = _AttentionFusion(
