@@ -209,20 +209,22 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
     return None if replaced is None else f"other code replaced this instance's {replaced}"
 
 
-def is_unhooked(module: nn.Module) -> bool:
-    """True if calling ``module`` runs the forward of its class and nothing else.
+def is_unhooked(*modules: nn.Module) -> bool:
+    """True if calling any of ``modules`` runs the forward of its class and nothing else.
 
-    That is, the module has no hooks, and other code has put no ``forward`` into its ``__dict__``. Fused code
-    checks this at each call, because hooks may be added at any time.
+    That is, the modules have no hooks, and other code has put no ``forward`` into their ``__dict__``. Fused
+    code checks this at each call, because hooks may be added at any time.
     """
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or ("forward" in module.__dict__ and has_foreign_forward(module))
-        or has_any_global_hook()
-    )
+    for module in modules:
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or ("forward" in module.__dict__ and has_foreign_forward(module))
+        ):
+            return False
+    return not has_any_global_hook()
 
 
 def dropped_out(layer: Any, x: Tensor) -> Tensor:

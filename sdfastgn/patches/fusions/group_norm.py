@@ -51,7 +51,7 @@ FusedGroupNorm.norm_alone = FusedGroupNorm
 
 
 def _is_fused(norm: nn.Module) -> bool:
-    return isinstance(norm, FusedGroupNorm) and norm.norm_alone is type(norm) and is_unhooked(norm)
+    return isinstance(norm, FusedGroupNorm) and norm.norm_alone is type(norm)
 
 
 def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
@@ -60,12 +60,12 @@ def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
     It can if ``norm`` is a fused norm, the kernel has the activation ``act``, and neither has hooks.
     """
     name = activation_of(act) if _is_fused(norm) else None  # ``act`` may be a function of other code
-    return name if name is not None and is_unhooked(act) else None
+    return name if name is not None and is_unhooked(norm, act) else None
 
 
 def norm_tokens(norm: Any, x: Tensor) -> Tensor:
     """``norm(x)`` for x (N, C, H, W), as tokens (N, HW, C)."""
-    if _is_fused(norm) and dispatch.has_kernels(x):
+    if _is_fused(norm) and is_unhooked(norm) and dispatch.has_kernels(x):
         return norm._fused(x, "identity", tokens=True)
     return norm(x).permute(0, 2, 3, 1).flatten(1, 2)
 

@@ -17,7 +17,7 @@ was captured earlier would still read it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,14 +48,14 @@ class Parameters(NamedTuple):
     biases: list[Tensor]
 
 
-def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
+def plain_parameters(linears: Sequence[Any]) -> Parameters | None:
     """The parameters of ``linears``; None unless each is an ``nn.Linear`` without hooks, and all or none have
     a bias.
     """
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
-        if type(linear) is not nn.Linear or not is_unhooked(linear):
+        if type(linear) is not nn.Linear:
             return None
         parameters = linear._parameters  # reading an attribute such as ``linear.weight`` takes a microsecond
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -64,7 +64,7 @@ def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
         weights.append(weight)
         if bias is not None:
             biases.append(bias)
-    return Parameters(weights, biases) if len(biases) in (0, len(weights)) else None
+    return Parameters(weights, biases) if len(biases) in (0, len(weights)) and is_unhooked(*linears) else None
 
 
 def is_one_product(x: Tensor, parameters: Parameters) -> bool:
@@ -120,7 +120,7 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
     return first.new_empty(0).set_(allocation, offset // first.itemsize, (rows, *columns), (*columns, 1))
 
 
-def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
+def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
     """Put the parameters of ``linears``, which are layers of ``owner``, side by side if possible.
 
     The parameters keep their values and strides, and stay the same objects. If one of them is quantized,
