@@ -26,6 +26,8 @@ from sdfastgn.kernels.common.failures import one_line
 
 # Number of timed replays of each graph of a pipeline. Few are enough, because all replays take the same time.
 GRAPH_REPEATS = 20
+# Number of calls of eager that are timed after each variant, to see whether the machine's speed has changed.
+EAGER_REPEATS = 3
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Row:
         p99_ms: the 99th percentile of the calls' times. With few calls it is almost the slowest time.
         graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays. Each graph is timed
             separately, so this is None for variants whose graphs cannot be replayed separately.
+        eager_ms: medians of eager's calls just before and just after the variant's calls. None for eager, and
+            if eager has no time.
         steps: denoising steps of a pipeline.
         frames, width: number of frames of a video, and width of a frame in pixels; the height of a frame is
             ``size``. None for models of images.
@@ -96,6 +100,7 @@ class Row:
     frames: int | None = None
     width: int | None = None
     lora_rank: int | None = None
+    eager_ms: list[float] | None = None
 
 
 def _finite(value: float | None) -> float | None:
@@ -301,12 +306,22 @@ def run(
         timing.spin_up(device)
         workload, stock = _stock(config, workload, {} if images is None else images)
         rows = []
+        eager: float | None = None  # its latest median
         for variant in variants:
             on_variant(f"{config.part}: {variant.name}")
             meeting = Meeting()
-            rows.append(_attempt(config, variant, workload, stock, meeting))
-            meeting.leave(rows[-1].reason)
-            on_row(rows[-1])
+            row = _attempt(config, variant, workload, stock, meeting)
+            meeting.leave(row.reason)
+            if variant.name == "eager":
+                eager = row.median_ms
+            elif eager is not None and row.median_ms is not None:
+                # The CPU decides the time of a call without graphs, and a shared CPU's speed may change by a
+                # factor of two within minutes. So a speed-up takes eager's times from around the variant.
+                repeats = min(config.repeats, EAGER_REPEATS)
+                again = timing.time_callable(workload.call, device, repeats=repeats, warmup=1).median_ms
+                row.eager_ms, eager = [eager, again], again
+            rows.append(row)
+            on_row(row)
     del workload, stock
     _free(device)
     return rows

@@ -57,6 +57,10 @@ def test_rows_of_a_part(part):
         assert max(getattr(row, name) for name in ("error_eager", "error_fp32")) < 1e-4
         assert "CUDA" in row.graph_reason
     assert rows[0].error_eager == 0.0
+    assert [len(row.eager_ms or ()) for row in rows] == [0, 2, 2, 0]  # eager is timed again after each
+    first, second = rows[1].eager_ms or [], rows[2].eager_ms or []
+    assert (first[0], first[1]) == (rows[0].median_ms, second[0])
+    assert second[1] > 0
     assert "fused" in rows[2].note
     assert rows[3].reason
     assert times_of(rows[3]) == [None] * len(TIMES)

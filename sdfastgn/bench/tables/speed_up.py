@@ -10,6 +10,8 @@ from sdfastgn.bench.run import Row
 from sdfastgn.bench.variants import label
 
 UNCERTAIN = "?"
+# Maximum ratio of eager's times before and after a variant, if its speed-up is certain.
+_DRIFT = 1.1
 
 
 @dataclass(frozen=True)
@@ -17,19 +19,31 @@ class SpeedUp:
     """Eager's time divided by a variant's time.
 
     Attributes:
-        value: the ratio of the medians.
+        value: the ratio of the medians. Eager's is the mean of its medians before and after the variant.
         least, most: the lowest and the highest ratio that are possible if each of the two times is between
             its 10th and its 90th percentile.
+        drift: the ratio of eager's medians before and after the variant, at least 1.
     """
 
     value: float
     least: float
     most: float
+    drift: float = 1.0
 
     @property
     def is_uncertain(self) -> bool:
-        """True if the range from ``least`` to ``most`` is wider than ``value``."""
-        return self.most - self.least > self.value
+        """True if ``least`` to ``most`` is a wider range than ``value``, or if eager's time has changed."""
+        return self.most - self.least > self.value or self.drift > _DRIFT
+
+    @property
+    def doubt(self) -> str:
+        """Why the speed-up is uncertain."""
+        if self.drift > _DRIFT:
+            return f"eager's times before and after this variant differ by a factor of {self.drift:.2f}"
+        return (
+            f"the 10th and 90th percentiles of the times allow {self.least:.2f}x to {self.most:.2f}x, "
+            "a range wider than the speed-up itself"
+        )
 
     def __str__(self) -> str:
         return f"{self.value:.2f}x" + UNCERTAIN * self.is_uncertain
@@ -52,17 +66,17 @@ def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp 
     if row is eager and not as_graph:
         return SpeedUp(1.0, 1.0, 1.0)
     fast, slow = (None, None) if as_graph else (row.p10_ms, row.p90_ms)
-    least = (eager.p10_ms or eager.median_ms) / (slow or time)
-    most = (eager.p90_ms or eager.median_ms) / (fast or time)
-    return SpeedUp(eager.median_ms / time, least, most)
+    around = row.eager_ms or [eager.median_ms]
+    least = min(around) * (eager.p10_ms or eager.median_ms) / eager.median_ms / (slow or time)
+    most = max(around) * (eager.p90_ms or eager.median_ms) / eager.median_ms / (fast or time)
+    return SpeedUp(sum(around) / len(around) / time, least, most, max(around) / min(around))
 
 
 def uncertain_notes(rows: Sequence[Row]) -> list[str]:
     """A line for each speed-up that a table marks as uncertain."""
     found = [(row.variant, speed_up(row, eager_of(rows))) for row in rows if row.status == OK]
     return [
-        f"{label(name)}: {ratio} is uncertain: the 10th and 90th percentiles of the times allow "
-        f"{ratio.least:.2f}x to {ratio.most:.2f}x, a range wider than the speed-up itself"
+        f"{label(name)}: {ratio} is uncertain: {ratio.doubt}"
         for name, ratio in found
         if ratio is not None and ratio.is_uncertain
     ]

@@ -71,6 +71,16 @@ def test_a_speed_up_whose_range_is_wider_than_itself_is_marked(eager, ours, mark
         assert "6.14x to 36.24x" in text_of(table)  # 424 / 69, 2428 / 67
 
 
+@pytest.mark.parametrize(
+    ("around", "shown"), [([86.0, 90.0], "0.80x"), ([86.0, 140.0], "1.03x?"), ([140.0, 140.0], "1.27x")]
+)
+def test_a_speed_up_is_over_eagers_times_around_the_variant(around, shown):
+    """Eager's own row may have been measured minutes earlier, when the CPU was faster."""
+    table = end_to_end.end_to_end_table([row("eager", 86.0), row("sdfastgn", 110.0, eager_ms=around)], "t")
+    assert table.body[1][table.header.index("speed-up")] == shown
+    assert ("before and after this variant differ by a factor of 1.63" in text_of(table)) == ("?" in shown)
+
+
 # What a GPU's run has: every column, and long labels.
 WIDE = [
     row(
