@@ -63,8 +63,8 @@ def optimize(
             are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.
         missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
             False there is an error for a module and a warning for a pipeline.
-        verify: True runs each fused part of the UNets, ControlNets and image autoencoders once after the
-            change, with its own weights and small random inputs. The error of a part is its difference
+        verify: True runs each fused part of the UNets, ControlNets and autoencoders once after the change,
+            with the part's own weights and small random inputs. The error of a part is its difference
             from stock's code in fp32, or in fp64 if the weights are in fp32. A part gets stock's code
             again if its error is larger than four times the error of stock's code plus one unit of
             rounding. A UserWarning and ``report`` name these parts. The warning also names parts that
@@ -81,9 +81,10 @@ def optimize(
             as in stock. The next call notices a change of adapters or scales, merges again, and keeps its
             graphs. A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs
             layers with adapters as in stock.
-        exact_tiling: True decodes latents that are larger than a tile of ``enable_vae_tiling()`` to the image
-            of the decoder without tiles, except for rounding. Memory stays bounded, and it takes more time
-            than stock's tiles (docs/memory.md). False decodes in stock's tiles.
+        exact_tiling: matters after ``enable_vae_tiling()``, if the latents are larger than a tile. True
+            computes the same image as the decoder without tiles, except for rounding. Memory stays bounded,
+            and decoding takes more time than with stock's tiles (docs/memory.md). False decodes in stock's
+            tiles.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
@@ -100,8 +101,8 @@ def optimize(
             something must be skipped; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: call ``optimize`` before you wrap it.
         RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
-            it, and this call did not end within 30 seconds. Nothing was changed. ``optimize`` waits for
-            shorter calls, and calls that begin meanwhile wait for ``optimize``.
+            it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
+            waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
     before = _optimize(
         "optimize",
@@ -250,7 +251,7 @@ def report(obj: Any) -> Report:
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     """A context for changes of ``roots``. Inside it no other thread runs these models or changes any model.
 
-    When it begins, the GPUs of the models are idle.
+    When the context begins, the GPUs of the models are idle.
     """
     roots = list(roots)
     # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If a call
@@ -264,7 +265,11 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Options:
-    """What ``optimize`` was told to change: the arguments of ``patcher.inspect``."""
+    """The options of ``optimize`` that select fusions, as ``patcher.inspect`` takes them.
+
+    ``asked``: names of fusions in ``ASKED_FUSIONS`` that the user has asked for. ``merges``: the option
+    ``merge_adapters``. ``left_out``: names of fusions that are not applied.
+    """
 
     asked: tuple[str, ...]
     merges: bool

@@ -179,7 +179,7 @@ class BatchNorm(_NormBase):
 
     @classmethod
     def from_module(cls, module: nn.Module, activation: str = "identity") -> BatchNorm:
-        """A new norm with the settings, the same parameters and the same buffers as ``module``.
+        """Makes a norm with the settings of ``module``. Both modules share their parameters and buffers.
 
         Args:
             module: an ``nn.BatchNorm1d``, ``2d`` or ``3d``, or an ``nn.SyncBatchNorm``, whose process

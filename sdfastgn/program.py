@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program"]
 
-# Value of a command's ``context.obj`` if the process runs nothing but this command.
+# Value of ``obj`` in the context that click gives to a command, if the process runs nothing but this command.
 # Then the command may change how Python imports modules.
 OWN_PROCESS = "own process"
 

@@ -205,7 +205,7 @@ def _relative_error(y: Tensor, truth: Tensor) -> float:
 def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
     """A copy of ``inputs``.
 
-    ``dtype``: new dtype of float tensors. ``channels_last``: new layout of images.
+    ``dtype``: new dtype of floating-point tensors. ``channels_last``: True to make 4-d tensors channels-last.
     """
 
     def copied(t: Tensor) -> Tensor:

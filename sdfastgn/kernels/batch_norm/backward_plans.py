@@ -22,12 +22,12 @@ from sdfastgn.kernels.statistics.config import statistics_config
 
 
 class BatchNormGradPlan:
-    """The launches for one kind of call: ``small`` alone, or up to three others.
+    """The launches for one kind of call: ``small`` alone, or any of ``sums``, ``merge`` and ``apply``.
 
     Attributes:
         small: the launch that computes everything, or None.
         sums: the launch that stores dz if it is wanted, and sums of chunks. None if neither is needed.
-        merge: the launch that adds up the sums of chunks. None if they are not needed.
+        merge: the launch that adds up the sums of chunks. None if these sums are not needed.
         apply: the launch that computes dx. None if dx is not wanted.
         partials: number of chunks of each channel.
         reads_dz: True if ``apply`` reads dz instead of dy and the residual.

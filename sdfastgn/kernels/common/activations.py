@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Minimum number of contiguous elements of a tile for ``PAIRS`` (``activation_kernels.py``).
-# With fewer, the two neighbors of a pair can be in different threads, which would have to exchange values.
+# Minimum number of contiguous elements of a tile with which neighbors share a reciprocal (the constant
+# ``PAIRS`` in ``activation_kernels.py``). With fewer elements, two neighbors can be in different threads, and
+# these threads would have to exchange values.
 PAIRED = 8
 
 # --- in PyTorch -------------------------------------------------------------------------------------

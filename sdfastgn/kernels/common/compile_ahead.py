@@ -15,7 +15,7 @@ from sdfastgn.kernels.common import archive
 from sdfastgn.kernels.common.failures import forget
 
 # Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory.
-# With more threads, most of them would wait for Python's global lock.
+# With more threads, most of them would wait for Python's global interpreter lock.
 _MAX_THREADS = 16
 
 
@@ -39,8 +39,8 @@ class _Rehearsal:
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
 
-# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. If it is not None, a ``Launch``
-# whose kernel is not compiled yet passes the kernel to it, and launches nothing.
+# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` whose kernel is
+# not compiled yet passes the kernel to this ``_Rehearsal``, and launches nothing.
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )

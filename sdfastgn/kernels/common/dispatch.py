@@ -150,16 +150,18 @@ def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if a call can skip PyTorch's dispatcher: kernels run, and all arguments are ordinary values.
+    """True if a call can skip PyTorch's dispatcher: kernels run, and ``is_untraced`` is True.
 
-    Such a call may still need autograd.
+    Such a call may still need autograd. If x is a Parameter, the result is always False.
     """
     return (
-        # ``is_compiling`` takes longer. In an export without torch.compile, x is a subclass of Tensor.
+        # ``is_compiling`` takes longer. It also finds exports without torch.compile, but in these x is a
+        # subclass of Tensor, which the next line excludes.
         not torch.compiler.is_dynamo_compiling()
         and type(x) is Tensor
         and is_supported(x)
-        # The next two lines are ``is_on()``, and the others ``is_untraced``, without the time of a call.
+        # The next two lines are ``is_on()``, and the lines after them are as in ``is_untraced``. They are
+        # repeated here, because function calls would take time.
         and why_off is None
         and not _in_stock_code.get()
         and _PLAIN_TYPES.issuperset(map(type, others))
@@ -184,7 +186,7 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
         and dispatch_modes() == 0
         and not in_function_mode()
         and not is_tracing()
-        # The next two lines are ``not is_transformed()``, without the time of a call.
+        # The next two lines are ``not is_transformed()``. A function call would take time.
         and in_transform() is None
         and forward_ad._current_level < 0
     )

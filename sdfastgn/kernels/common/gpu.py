@@ -1,6 +1,6 @@
 """Properties of a GPU that decide how kernels are launched: current stream, multiprocessors, features.
 
-Other modules call these as ``gpu.num_sms(...)``, so that a test can replace a function in this module.
+Other modules call these functions as ``gpu.num_sms(...)``, so that a test can replace a function here.
 """
 
 from __future__ import annotations

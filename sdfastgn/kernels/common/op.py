@@ -1,14 +1,15 @@
 """The classes of this package's ops. They register an op with PyTorch, and run its calls.
 
-``torch.compile``, export, fake tensors and autograd need the registration (ADR 2). Plain calls
-(``dispatch.is_plain``) do not need the registration. They skip PyTorch's dispatcher, because it takes more
-CPU time than a small kernel runs on the GPU. So calls run in one of these ways:
+A call is *plain* if its arguments are ordinary tensors and numbers, a kernel can run, and PyTorch neither
+traces nor transforms the call (``dispatch.is_plain``). ``torch.compile``, export and fake tensors need the
+registration (ADR 2), and plain calls do not. Plain calls skip PyTorch's dispatcher, because the dispatcher
+takes more CPU time than a small kernel runs on the GPU. So calls run in one of these ways:
 
 - a plain call without gradients launches the kernels directly;
 - a plain call with gradients launches them inside an ``autograd.Function``, which takes a fifth of the CPU
   time that autograd through the dispatcher takes;
-- every other call goes through the dispatcher, or runs in PyTorch's own ops if no kernel can run, in
-  torch.func transforms and in forward-mode AD.
+- every other call goes through the dispatcher. But if no kernel can run, in torch.func transforms and in
+  forward-mode AD, the call runs in PyTorch's own ops instead.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Op:
         name: the op's name in ``torch.ops.sdfastgn``.
         arguments: the declaration of the op's arguments (``common/declaration.py``).
         results: the part of the op's schema that describes the results, such as ``"(Tensor, Tensor)"``.
-        run: function ``arguments -> results``.
-        fake: function ``arguments -> results`` for tensors without data. It computes only shapes, strides and
+        run: function ``call -> results``. ``call`` is an instance of ``arguments``.
+        fake: function ``call -> results`` for tensors without data. It computes only shapes, strides and
             dtypes.
-        save: function ``(ctx, arguments, results)``. It stores in ``ctx`` what ``backward`` needs.
+        save: function ``(ctx, call, results)``. It stores in ``ctx`` what ``backward`` needs.
         backward: function ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}``.
             ``needs`` is an instance of ``arguments``: a field is True if its gradient is wanted. If
             ``backward`` is None, the op has no gradients.
@@ -120,14 +121,14 @@ class PlannedOp(Op):
         saved: names of further results, which only the backward uses.
         plan: function ``call -> SavingPlan``. ``call`` is an instance of ``arguments``. Its tensors have
             layouts that kernels can read (``declaration.without_gaps``).
-        reference: function ``arguments -> (*results, *saved)`` in plain PyTorch.
+        reference: function ``call -> (*results, *saved)`` in plain PyTorch.
         backward: a ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or a function as in
             ``Op``; then ``save`` is needed too.
         save: as in ``Op``. None if ``backward`` is a ``GradOp``.
-        check: function ``(public name, arguments)`` that raises an error for what the declaration cannot
+        check: function ``(public name, call)`` that raises an error for what the declaration cannot
             check. It is called after the check of the first operand.
-        plain: function ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs if
-            no kernel can run on the first operand, in torch.func transforms and in forward-mode AD. If it is
+        plain: function ``call -> what the caller gets`` in PyTorch's own differentiable ops. It runs if no
+            kernel can run on the first operand, in torch.func transforms and in forward-mode AD. If it is
             None, ``reference`` runs instead, and the results in ``saved`` are dropped.
     """
 

@@ -1,8 +1,9 @@
 """Triton kernels of the backward of GroupNorm + activation. Formulas: ``group_norm/backward.py``.
 
-With xhat the normalized x, and dz the gradient of the activation's argument, all gradients follow from
-three sums over positions, for each sample and channel: of dz, of dz * xhat and, for the shift, of xhat.
-With g = dz * scale, dx also needs the means of g and of g * xhat over each group.
+xhat is the normalized x. z = xhat * scale + offset is the activation's argument (``channel_affine``), and dz
+is its gradient. All gradients follow from three sums over positions, for each sample and channel: of dz, of
+dz * xhat and, for the shift, of xhat. With g = dz * scale, dx also needs the means of g and of g * xhat over
+each group.
 
 There are three ways to launch the kernels, chosen from the sizes:
 

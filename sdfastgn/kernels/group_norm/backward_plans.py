@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 class GroupNormGradPlan:
     """The launches for one kind of call. Calls of one kind want the same gradients.
 
-    dx and the totals come from one launch or from three:
+    dx and the totals (``backward_kernels.py`` explains both) come from one launch or from three:
 
     - ``single``: the small or the walk way;
     - ``sums``, ``merge`` and, if dx is wanted, ``apply``: the split way.

@@ -17,8 +17,8 @@ def channel_affine(
 ):
     """Computes (scale, offset) of channels ``c`` in sample ``n``, fp32.
 
-    The activation's argument is xhat * scale + offset. Kernels call this function before they sum, so that
-    its loads run at the same time as the loads of x.
+    The activation's argument is xhat * scale + offset, where xhat is the normalized x. Kernels call this
+    function before they sum, so that its loads run at the same time as the loads of x.
     """
     offset = tl.zeros_like(c).to(tl.float32)
     scale = offset + 1

@@ -4,6 +4,9 @@ All constants were measured on an H200 (docs/adr/0006-group-norm-kernels.md,
 0007-programmatic-dependent-launch.md). They affect only speed, and other values may be faster on other GPUs.
 "Padded" sizes are rounded up to powers of 2, as tiles are.
 
+There are three *ways* to launch the kernels: small, split and, in the backward only, walk. ``SmallConfig``,
+``SplitConfig`` and ``WalkConfig`` explain them.
+
 Tiles of reductions have the axes (lanes, warps, steps, block) of ``common/tiles.py``.
 """
 
@@ -16,7 +19,7 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 # --- small: a program holds a group in registers
 
-# Largest group of a forward, in padded elements. The split way is faster for larger ones.
+# Largest group of a forward, in padded elements. For larger groups the split way is faster.
 _SMALL_MAX_ELEMENTS = 16384
 # Largest group, in padded elements, of a channels-last forward whose channels at one position are a long row.
 # Reading long rows is efficient, so the small way is faster up to somewhat larger groups.

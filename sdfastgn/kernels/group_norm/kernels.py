@@ -30,8 +30,8 @@ one sample, each channel is a group, and ``rstd`` gets the variance. Only BatchN
 
 Programmatic dependent launch (``PDL``, from sm_90 on): a kernel starts while the kernel before it still
 runs, and calls ``gdc_wait`` before it reads what that kernel writes. ``apply_kernel`` reads x before its
-wait, without L1. This is safe: the two kernels that run earlier in the call let the next kernel start only
-when x is complete and in L2 (ADR 7).
+wait, and its loads bypass the L1 cache. This is safe: the two kernels that run earlier in the call let the
+next kernel start only when x is complete and in L2 (ADR 7).
 
 Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves.
 Chan's formula merges them in a fixed order without atomics, so every run gives the same bits. Offsets that
@@ -60,9 +60,9 @@ from sdfastgn.kernels.common.tiles import (
 )
 from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum, update_average
 
-# Kernels are not specialized on sizes (``do_not_specialize``), so that a new resolution compiles few
-# kernels. What the compiler must know of a size is a constant. For example ``C_FACTOR`` is a power of 2
-# that divides C, in kernels whose tiles do not depend on C.
+# Triton's ``do_not_specialize`` keeps sizes out of the compiled kernels, so that a new resolution compiles
+# few kernels. Constants tell the compiler what it must know about a size. For example, ``C_FACTOR`` is a
+# power of 2 that divides C, in kernels whose tiles do not depend on C.
 _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 # (pivot - mean)^2 / variance above which ``small_kernel`` computes the variance in a second pass.
 _FAR = tl.constexpr(64.0)

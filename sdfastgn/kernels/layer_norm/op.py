@@ -78,7 +78,7 @@ def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
 def _centre_dtype(result: torch.dtype) -> torch.dtype:
     """The dtype of ``centre``: fp32 if y has 16 bits, else fp64. ``result``: the dtype of y.
 
-    If it is fp32, centre is the mean minus the row's first element. If it is fp64, centre is the mean.
+    An fp32 centre is the mean minus the row's first element. An fp64 centre is the mean.
     """
     return torch.float32 if result.itemsize == 2 else torch.float64
 

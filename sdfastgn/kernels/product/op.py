@@ -37,7 +37,7 @@ _FEWEST_ROWS = 1024
 _MOST_ELEMENTS = 2**26
 # Addresses of tensors must be multiples of this number, because cuBLASLt assumes this.
 _ALIGNMENT = 256
-# Number of launches in a round of timing. The time of a round is their mean time.
+# Number of launches in a round of timing. The time of a round is the mean time of a launch.
 _LAUNCHES = 5
 # Number of rounds. The time of an algorithm is its fastest round.
 _ROUNDS = 3
@@ -52,7 +52,7 @@ _WORTHWHILE = 0.98
 class _Kind(NamedTuple):
     """A kind of product, for which one algorithm is chosen.
 
-    ``switches``: settings of PyTorch that can change the bits of its results.
+    ``switches``: settings of PyTorch that can change the bits of a product's result.
     """
 
     shape: Shape

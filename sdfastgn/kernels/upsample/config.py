@@ -70,10 +70,11 @@ def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
 def phases_pay(N: int, C_in: int, C_out: int, H: int, W: int, itemsize: int) -> bool:
     """True if ``upsample_conv2d`` of x (N, C_in, H, W) is faster as four 2 x 2 convolutions (``conv.py``).
 
-    The alternative is one 3 x 3 convolution of the upsampled x. The four convolutions need only 4/9 of its
-    multiplications, and no upsampled image is written and read. But each call must compute their weights, and
-    they compute one more row and column of pixels. A last pass interleaves their results. This pass takes no
-    extra time, because it replaces the pass that adds the bias.
+    The alternative is one 3 x 3 convolution of the upsampled x. The four convolutions together need only 4/9
+    of the alternative's multiplications, and no upsampled image is written and read. But each call must
+    compute the weights of the four convolutions, and each of the four computes one more row and column of
+    pixels. A last pass interleaves the four results. This pass takes no extra time, because it replaces the
+    pass that adds the bias.
 
     ``itemsize``: bytes of an element, 2 or 4.
     """
