@@ -38,9 +38,10 @@ STATUSES = ("fused", "fusable", "skipped")
 class Entry:
     """What one fusion does to one module.
 
-    ``component``: the name of the pipeline's component, or the class of a single model. ``path``: the module's
-    dotted path in the pipeline or model. ``fusion``: the fusion's name. ``kind``: the name of the module's
-    class. ``status``: one of ``STATUSES``. ``reason``: why the module is skipped; empty if it is not.
+    ``component``: the name of the pipeline's component, or the class of a single model. ``path``: the
+    module's dotted path in the pipeline or model. ``fusion``: the fusion's name. ``kind``: the name of the
+    module's class. ``status``: one of ``STATUSES``. ``reason``: why the module is skipped; empty if it is
+    not skipped.
     """
 
     component: str

@@ -4,12 +4,12 @@ Formula, for each sample, head, pixel p and frame t:
 
     y[t, p] = sum_s softmax_s(scale * q[t, p] . k[s, p]) v[s, p],  over the frames s
 
-With PyTorch's attention, the frames of each pixel are a separate sequence. But its kernels are made for many
-more keys than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. In this kernel a tile
-has the frames of several pixels.
+With PyTorch's attention, the frames of each pixel are a separate sequence. But PyTorch's kernels are made for
+many more keys than a video has frames: 14 frames fill only a ninth of a tile of 128 rows. In the kernel of
+``attention/over_frames_kernels.py`` a tile has the frames of several pixels.
 
 In memory, tokens are ordered by frame, then by pixel. So the tokens of one pixel are a constant stride apart,
-and the kernel reads and writes them with this stride. PyTorch's attention would need copies in which the
+and the kernel reads and writes tokens with this stride. PyTorch's attention would need copies in which the
 tokens of each pixel are neighbors.
 
 Numerics: as in ``attention/few_keys.py``.

@@ -126,7 +126,7 @@ def channel_norm(
         x: (N, C, *spatial), at least rank 2.
         weight, bias: (C,) or None, independently of each other.
         scale: a number. With sqrt(C) the result is RMSNorm.
-        eps: smallest number by which x is divided. A smaller norm is replaced by it.
+        eps: smallest number by which x is divided. If ||x|| is smaller, x is divided by eps.
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: the output has the shape of x.
