@@ -383,7 +383,8 @@ def pad_frames(
                 return plan.run(call)
         except dispatch.KernelError:
             pass
-        # An argument is a number instead of a tensor, or a tensor without strides or memory.
+        # The search for a plan fails if an argument is a number instead of a tensor, or a tensor without
+        # strides or memory. ``_check`` then names the argument.
         except (AttributeError, RuntimeError):
             _check(_NAME, call)
             raise
