@@ -114,7 +114,8 @@ def has_kernels(x: Tensor) -> bool:
     """
     if not is_supported(x) or why_off is not None:
         return False
-    # ``is_compiling`` takes longer. In an export without torch.compile, x is a subclass of Tensor.
+    # ``is_compiling`` takes longer, so it is called only if x is a subclass of Tensor, as in an export
+    # without torch.compile.
     if torch.compiler.is_dynamo_compiling() or (type(x) is not Tensor and torch.compiler.is_compiling()):
         return not torch.onnx.is_in_onnx_export()
     return not _in_stock_code.get() and not (is_tracing() and torch.onnx.is_in_onnx_export())

@@ -83,8 +83,8 @@ class Plans:
         ``saves``: True if the plan's ``run_and_save`` will be called instead of its ``run``.
         """
         # ``is_contiguous`` takes less CPU time than ``stride``, and ``get_device`` less than ``device``.
-        # A contiguous tensor's strides follow from its shape. Axes with one element may have any stride, but
-        # theirs does not matter.
+        # The strides of a contiguous tensor follow from its shape, except for axes with one element. Their
+        # stride may be any number, and does not matter.
         return (
             *[
                 None if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
