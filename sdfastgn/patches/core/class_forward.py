@@ -28,19 +28,19 @@ _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None
 _MAX_OBJECTS = 1000
 
 
-def class_forward(module: nn.Module) -> types.MethodType:
-    """The ``forward`` of the class of ``module``, bound to ``module``."""
-    return types.MethodType(type(module).forward, module)
+def class_forward(module: nn.Module, name: str = "forward") -> types.MethodType:
+    """The method ``name`` of the class of ``module``, bound to ``module``."""
+    return types.MethodType(getattr(type(module), name), module)
 
 
-def has_foreign_forward(module: nn.Module) -> bool:
-    """True if the ``__dict__`` of ``module`` has a ``forward`` that is not the bound method of its class."""
-    if "forward" not in module.__dict__:
+def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:
+    """True if the ``__dict__`` of ``module`` has a ``name`` that is not the bound method of its class."""
+    if name not in module.__dict__:
         return False
-    forward = module.__dict__["forward"]
+    forward = module.__dict__[name]
     # ``forward == class_forward(module)`` would be simpler. But torch.compile traces this function, and it
     # cannot trace ``class_forward``, which creates a method. So the parts of the method are compared.
-    is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
+    is_own = isinstance(forward, types.MethodType) and forward.__func__ is getattr(type(module), name)
     return not (is_own and forward.__self__ is module)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -139,24 +140,27 @@ class Graph:
 
 def capture_call(
     kind: type[AnyGraph],
-    module: nn.Module,
+    forward: types.MethodType,
     call: Call,
     backend: Backend,
     watch_of_now: Callable[[], Watch],
     *,
     is_warm: bool,
+    scratch: frozenset[str] = frozenset(),
 ) -> AnyGraph:
     """Capture ``call`` and return its graph.
 
     Args:
         kind: the class of the graph.
-        module: the module whose forward is captured.
+        forward: the method that is captured, bound to its module.
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
         watch_of_now: returns a ``Watch`` that records the present state of ``module``. It is called just
             before the capture.
         is_warm: True if this thread has made a call of this kind before, so that kernels are compiled and
             cuDNN has chosen its algorithms. If False, the forward runs once before the capture to do this.
+        scratch: attributes of the module that each call sets before it reads them, and that hold no tensors
+            after a call.
 
     Raises:
         Unsupported: with the reason, if the capture fails, or if the forward changes the model, its tensors
@@ -164,6 +168,7 @@ def capture_call(
             into tensors. Only one change is allowed, because it can be repeated: items that the forward takes
             from the front of a list.
     """
+    module: Any = forward.__self__
     buffers = _buffers_of(call, backend)
     left: list[int] = []
 
@@ -174,12 +179,8 @@ def capture_call(
         # Inference mode is turned off here, because inference tensors do not count writes. A caller in
         # inference mode still gets inference tensors, because outputs are copied in the mode of the caller.
         with torch.inference_mode(False), kind.gradients(), _no_autocast_cache():
-            output = type(module).forward(module, *args, **kwargs)
-        if any(map(operator.ne, map(len, lists), map(len, given))):
-            left[:] = map(len, lists)
-            # If items were taken from the front, the lists are now as before.
-            for items, others in zip(lists, given, strict=True):
-                items[:0] = others[: len(others) - len(items)]
+            output = forward(*args, **kwargs)
+        left[:] = _put_back(lists, given)
         if structure_of(args, kwargs) != before:
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
@@ -193,7 +194,7 @@ def capture_call(
     versions, writes = [buffer._version for buffer in buffers], watch.writes()
     graph = None
     try:
-        with backend.ordered(), frozen(), watch.factors.captured():
+        with backend.ordered(), frozen(), watch.factors.captured(), _without(module, scratch):
             graph = kind(module, buffers, run, backend, watch)
             graph.left = left
     except Unsupported:
@@ -204,20 +205,60 @@ def capture_call(
     # ``graph`` is None if a capture without a warm-up failed. Since the earlier call of this kind, the model
     # or the alignment of a tensor may have changed. So the capture is tried once more, with a warm-up.
     if graph is None:
-        return capture_call(kind, module, call, backend, watch_of_now, is_warm=False)
+        return capture_call(kind, forward, call, backend, watch_of_now, is_warm=False, scratch=scratch)
+    _refuse_writes(watch, module, writes, versions != [buffer._version for buffer in buffers])
+    return graph
+
+
+def _put_back(lists: list[list[Any]], given: list[list[Any]]) -> list[int]:
+    """Returns the lengths of ``lists``, and puts back the items that were taken from their fronts.
+
+    Returns an empty list if all lengths are as before. ``given``: the former items of each list.
+    """
+    lengths = list(map(len, lists))
+    if not any(map(operator.ne, lengths, map(len, given))):
+        return []
+    for items, others in zip(lists, given, strict=True):
+        items[:0] = others[: len(others) - len(items)]
+    return lengths
+
+
+def _refuse_writes(watch: Watch, module: nn.Module, writes: list[int], is_argument_written: bool) -> None:
+    """Raise Unsupported if the capture has changed ``module``, its tensors or its arguments.
+
+    ``writes``: the result of ``watch.writes()`` before the capture.
+    """
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
     if watch.writes() != writes:  # a replay would repeat these writes, even if its result is discarded
         raise Unsupported("its forward writes into its own tensors")
-    if versions != [buffer._version for buffer in buffers]:
+    if is_argument_written:
         raise Unsupported("its forward writes into its arguments")
-    return graph
 
 
-def run_on_copies(module: nn.Module, call: Call, backend: Backend) -> None:
-    """Run the forward of ``module`` on copies of the arguments of ``call``, and ignore its result."""
+@contextmanager
+def _without(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
+    """A context that begins without the attributes ``scratch`` of ``module``. Its end restores them.
+
+    So a forward that reads such an attribute before it sets it raises AttributeError. Raises Unsupported if
+    one holds a tensor at the end, because a replay would not renew it.
+    """
+    attributes = vars(module)
+    before = {name: attributes.pop(name) for name in scratch if name in attributes}
+    try:
+        yield
+        for name in sorted(scratch):
+            items = attributes.get(name)
+            if any(isinstance(item, Tensor) for item in (items if isinstance(items, list) else (items,))):
+                raise Unsupported(f"its forward leaves a tensor in the attribute {name}")
+    finally:
+        attributes.update(before)
+
+
+def run_on_copies(forward: Callable[..., Any], call: Call, backend: Backend) -> None:
+    """Call ``forward`` with copies of the arguments of ``call``, and ignore its result."""
     args, kwargs = call.rebuild(_buffers_of(call, backend))
-    type(module).forward(module, *args, **kwargs)
+    forward(*args, **kwargs)
 
 
 def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:

@@ -35,6 +35,7 @@ from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import (
     is_harmless,
     numbers_of,
+    reason_for,
     reason_in_training,
     reason_now,
     takes_gigabytes,
@@ -74,6 +75,7 @@ class _Current(NamedTuple):
 
     Attributes:
         module: the module.
+        forward: the method that is called, of the class of ``module`` and bound to it.
         call: the arguments.
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
@@ -82,6 +84,7 @@ class _Current(NamedTuple):
     """
 
     module: nn.Module
+    forward: types.MethodType
     call: Call
     backend: Backend
     key: Any
@@ -98,7 +101,7 @@ class _Current(NamedTuple):
 
 
 class GraphedForward(InstanceEntry):
-    """Replaces the ``forward`` of one module, and runs its calls as CUDA graphs where it can.
+    """Replaces the ``forward`` of one module, or another method, and runs its calls as graphs where it can.
 
     A copy or pickle of the module gets a new ``GraphedForward`` without graphs.
 
@@ -109,8 +112,10 @@ class GraphedForward(InstanceEntry):
             ``"training"``: as ``"auto"``, and calls with gradients become graphs too.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
-        stands_over_own: True if the module's ``__dict__`` already had an entry "forward" with the method of
+        stands_over_own: True if the module's ``__dict__`` already had an entry ``method`` with the method of
             the module's own class. When this object is removed, this entry is restored.
+        method: the name of the method that this object replaces.
+        scratch: attributes of the module that each call sets before it reads them. They are not watched.
 
     Attributes:
         eager: reason -> number of calls that ran eagerly for this reason.
@@ -119,7 +124,9 @@ class GraphedForward(InstanceEntry):
 
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
-    __slots__ = ("_backend", "_policy", "_store", "eager", "mode", "stands_over_own", "training")
+    __slots__ = (
+        "_backend", "_policy", "_store", "eager", "method", "mode", "scratch", "stands_over_own", "training",
+    )  # fmt: skip
     # The class of the graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
 
@@ -129,28 +136,37 @@ class GraphedForward(InstanceEntry):
         mode: str | bool = "auto",
         backend: Backend | None = None,
         stands_over_own: bool = False,
+        method: str = "forward",
+        scratch: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(module)
         self.mode = mode
         self.stands_over_own = stands_over_own
+        self.method = method
+        self.scratch = scratch
         self._backend = backend
         self._store = Store()
         self._policy = Policy()
         self.eager: Counter[str] = Counter()
-        self.training = _TrainingForward(module, "auto", backend) if mode == "training" else None
+        is_training = mode == "training"
+        self.training = _TrainingForward(module, "auto", backend, *self._options) if is_training else None
         _living[id(self)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GraphedForward, (self.module, self.mode, None, self.stands_over_own)
+        return GraphedForward, (self.module, self.mode, None, *self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
         module = memo.get(id(self.module), self.module)
-        return GraphedForward(module, self.mode, self._backend, self.stands_over_own)
+        return GraphedForward(module, self.mode, self._backend, *self._options)
+
+    @property
+    def _options(self) -> tuple[bool, str, frozenset[str]]:
+        return self.stands_over_own, self.method, self.scratch
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The ``forward`` of the module's class. ``inspect.signature`` reads the parameters from it."""
-        return class_forward(self.module)
+        """The method of the module's class. ``inspect.signature`` reads the parameters from it."""
+        return class_forward(self.module, self.method)
 
     # A bound method has the next three attributes. torch.export reads them.
 
@@ -160,7 +176,7 @@ class GraphedForward(InstanceEntry):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        return type(self.module).forward
+        return getattr(type(self.module), self.method)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -199,7 +215,7 @@ class GraphedForward(InstanceEntry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if torch.compiler.is_compiling():
-            return type(module).forward(module, *args, **kwargs)
+            return getattr(type(module), self.method)(module, *args, **kwargs)
         if self.training is not None and torch.is_grad_enabled():
             return self.training(*args, **kwargs)
         try:
@@ -218,14 +234,14 @@ class GraphedForward(InstanceEntry):
         self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
         try:
-            return type(module).forward(module, *args, **kwargs)
+            return class_forward(module, self.method)(*args, **kwargs)
         except torch.OutOfMemoryError:
             # A call that succeeds in the stock model must not fail because graphs take memory. So graphs or
             # merged weights are dropped. If there were any, the call is repeated below.
             if not self._give_memory_back():
                 raise
         refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
-        return type(module).forward(module, *args, **kwargs)
+        return class_forward(module, self.method)(*args, **kwargs)
 
     def clear(self) -> int:
         """Drop all graphs and the record of the module's state. Returns the number of dropped graphs."""
@@ -235,6 +251,10 @@ class GraphedForward(InstanceEntry):
         with backend.lock:
             self._policy.forget_kinds()
             return self._store.clear()
+
+    @property
+    def _unwatched(self) -> frozenset[str]:
+        return self.scratch | {self.method}
 
     def _give_memory_back(self) -> int:
         """Call ``_drop_all`` and return its result. If anything was dropped, do not capture this model soon.
@@ -268,6 +288,9 @@ class GraphedForward(InstanceEntry):
         survey = self._store.survey or self._survey_of(module)
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
+        reason = reason_for(module, call)
+        if reason is not None:
+            raise Unsupported(reason)
         backend = self._backend or backend_of(call.device)  # type: ignore[arg-type]
         if backend is None:
             raise Unsupported(f"there are no graphs on {call.device}")
@@ -283,7 +306,8 @@ class GraphedForward(InstanceEntry):
         with backend.lock:
             if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
-            current = _Current(module, call, backend, key, survey, scale)
+            forward = class_forward(module, self.method)
+            current = _Current(module, forward, call, backend, key, survey, scale)
             output = self._replay_at_once(current)
             if output is None:
                 output = self._replay_or_capture(current)
@@ -335,7 +359,7 @@ class GraphedForward(InstanceEntry):
         Returns None for the first call of a kind in mode "auto", which is not captured. Raises Unsupported,
         with the reason, if the call must run eagerly.
         """
-        module, call, backend, key = current[:4]
+        module, forward, call, backend, key = current[:5]
         store, policy = self._store, self._policy
         self._check_model(current)
         graph = store.find(key)
@@ -353,10 +377,17 @@ class GraphedForward(InstanceEntry):
             # ``undrawn`` includes the first replay, because on a GPU only a replay draws the random numbers.
             with (
                 scaled(current.scale.in_forward),
-                undrawn(call.device, partial(run_on_copies, module, call, backend)),
+                undrawn(call.device, partial(run_on_copies, forward, call, backend)),
             ):
-                watch_of_now = partial(self._watch_of, current)
-                graph = capture_call(self._kind, module, call, backend, watch_of_now, is_warm=is_warm)
+                graph = capture_call(
+                    self._kind,
+                    forward,
+                    call,
+                    backend,
+                    partial(self._watch_of, current),
+                    is_warm=is_warm,
+                    scratch=self.scratch,
+                )
                 store.add(key, graph)
                 if takes_gigabytes(module) and not backend.has_room():
                     raise Unsupported(NO_MEMORY)
@@ -375,13 +406,14 @@ class GraphedForward(InstanceEntry):
         copies of the arguments. In some models such an additional run would have an effect, for instance on a
         counter. So models that cannot be captured are not rehearsed.
         """
-        module, call, backend, key = current[:4]
+        module, forward, call, backend, key = current[:5]
         if self._policy.is_rehearsed(key):
             return
-        run = partial(run_on_copies, module, call, backend)
+        run = partial(run_on_copies, forward, call, backend)
         # An error here is ignored: the same error is raised in the call that follows, where the user sees it.
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
-            if Watch(module, is_harmless, survey=current.survey).reason is None:
+            watch = Watch(module, is_harmless, survey=current.survey, unwatched=self._unwatched)
+            if watch.reason is None:
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
@@ -424,8 +456,9 @@ class GraphedForward(InstanceEntry):
             watch = None
         if watch is None:
             try:
+                device, has_factors = current.call.device, self._kind.has_factors
                 watch = Watch(
-                    module, is_harmless, current.call.device, current.survey, self._kind.has_factors
+                    module, is_harmless, device, current.survey, has_factors, unwatched=self._unwatched
                 )
             except Exception as error:  # any class of error: Watch runs code of users' classes (properties)
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error

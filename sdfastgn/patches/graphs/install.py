@@ -2,7 +2,8 @@
 
 To turn graphs on, ``install`` puts a ``GraphedForward`` under the key "forward" into the module's
 ``__dict__``. There it replaces the ``forward`` of the class. The class itself stays the same, because
-``save_pretrained`` writes its name and pipelines look it up.
+``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the key is the name of
+another method (``method_of``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forwa
 from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
-from sdfastgn.patches.graphs.models import is_graphable
+from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
 
 __all__ = [
     "INFERENCE_MODES",
@@ -86,8 +87,10 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
             _take_off(module)
             graphed = None
-        if mode is not False and graphed is None and not has_foreign_forward(module):
-            module.forward = GraphedForward(module, mode, backend, stands_over_own="forward" in vars(module))
+        name = method_of(module)
+        if mode is not False and graphed is None and not has_foreign_forward(module, name):
+            own = name in vars(module)
+            vars(module)[name] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
             guard(module)
 
 
@@ -127,8 +130,9 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
                 where = f"{path or kind}, calls with gradients"
                 yield _described(where, kind, str(graphed.mode), graphed.training, {}), None
         else:
-            if has_foreign_forward(module):
-                reasons["other code replaced its forward"] = 0
+            name = method_of(module)
+            if has_foreign_forward(module, name):
+                reasons[f"other code replaced its {name}"] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
 
 
@@ -157,7 +161,7 @@ def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 def _graphed(module: nn.Module) -> GraphedForward | None:
     # If the module has accelerate's hooks, they have moved its ``forward`` to ``_old_forward``.
-    for name in ("forward", "_old_forward"):
+    for name in (method_of(module), "_old_forward"):
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):
             return value
@@ -165,12 +169,13 @@ def _graphed(module: nn.Module) -> GraphedForward | None:
 
 
 def _take_off(module: Any) -> None:
-    forward = vars(module).get("forward")
+    name = method_of(module)
+    forward = vars(module).get(name)
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
-        del module.forward
+        delattr(module, name)
     for graphed in GraphedForward.of(module):
         graphed.mode = False  # if other code kept ``graphed``, its calls run the class's forward from now on
         graphed.clear()
         # A hook may have kept ``graphed``, and would put it back later.
-        replace_kept(module, graphed, class_forward(module))
+        replace_kept(module, graphed, class_forward(module, name))
     unguard(module)

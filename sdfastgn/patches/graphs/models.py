@@ -2,33 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import stock_class
-from sdfastgn.patches.graphs.arguments import Number
+from sdfastgn.patches.graphs.arguments import Call, Number
 from sdfastgn.patches.graphs.factors import is_tested
 
-__all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_in_training", "reason_now", "takes_gigabytes"]
+__all__ = [
+    "is_graphable",
+    "is_harmless",
+    "method_of",
+    "numbers_of",
+    "reason_for",
+    "reason_in_training",
+    "reason_now",
+    "scratch_of",
+    "takes_gigabytes",
+]
 
 # For models that convert a timestep that is a float to an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
-# UNets for video: full name of the class -> its arguments that may be numbers. The graphs of these UNets take
-# gigabytes, so they are kept only if enough memory is left for other models (``takes_gigabytes``).
+# UNets for video: full name of the class -> its arguments that may be numbers. The graphs of these UNets and
+# of ``_DECODERS`` take gigabytes, so they are kept only if enough memory is left for other models
+# (``takes_gigabytes``).
 _VIDEO: dict[str, dict[str, Number]] = {
     "diffusers.models.unets.unet_3d_condition.UNet3DConditionModel": _TIMESTEP,
     "diffusers.models.unets.unet_i2vgen_xl.I2VGenXLUNet": _TIMESTEP,
     "diffusers.models.unets.unet_motion_model.UNetMotionModel": _TIMESTEP,
     "diffusers.models.unets.unet_spatio_temporal_condition.UNetSpatioTemporalConditionModel": _TIMESTEP,
 }
+
+
+class Decoder(NamedTuple):
+    """Describes a class that decodes the latents of videos or of large images.
+
+    Attributes:
+        most_pixels: a call runs eagerly if its latents stand for more pixels: batch x frames of latents x
+            height of the image x its width.
+        method: the name of the method whose calls become graphs.
+        scratch: attributes of the module that each call of the method sets before it reads them. Between two
+            calls they hold no tensors.
+        scale: height of the image divided by that of its latents. None: the module has this number, as
+            ``spatial_compression_ratio``.
+    """
+
+    most_pixels: int
+    method: str = "forward"
+    scratch: frozenset[str] = frozenset()
+    scale: int | None = None
+
+
+# The decoders of Wan and Qwen-Image compute one frame of latents at a time. They keep the last frames of each
+# convolution's input in a list that the autoencoder makes. So the method that becomes a graph is the
+# autoencoder's: it makes the list and clears it.
+_CACHES = frozenset(
+    ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
+)
+# Full name of the class -> when and how it becomes a graph. Python takes equally long for frames of any size,
+# while the GPU takes longer for larger ones. At ``most_pixels`` the GPU takes about as long as Python: 10 to
+# 20 ms on an H100 (docs/benchmarks.md, "Video"). A graph of a larger call would save little time and hold
+# gigabytes.
+_DECODERS = {
+    "diffusers.models.autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Decoder(
+        1024 * 1024, "_decode", _CACHES
+    ),
+    "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
+        1024 * 1024, "_decode", _CACHES
+    ),
+    # Larger images have graphs of their tiles.
+    "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
+        512 * 1024, scale=32
+    ),
+    # 25 frames, which are 4 frames of latents. Larger videos have graphs of their tiles.
+    "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
+}
 # All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
 # so that diffusers need not be imported. Subclasses get no graphs.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
     **_VIDEO,
+    **{name: {} for name in _DECODERS},
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": _TIMESTEP,
@@ -95,7 +152,32 @@ def numbers_of(module: nn.Module) -> dict[str, Number] | None:
 
 def takes_gigabytes(module: nn.Module) -> bool:
     """True if graphs of ``module`` may take so much memory that too little is left for other models."""
-    return _class_name(module) in _VIDEO
+    return _class_name(module) in (_VIDEO | _DECODERS)
+
+
+def method_of(module: nn.Module) -> str:
+    """The name of the method of ``module`` whose calls become graphs."""
+    decoder = _DECODERS.get(_class_name(module))
+    return "forward" if decoder is None else decoder.method
+
+
+def scratch_of(module: nn.Module) -> frozenset[str]:
+    """The attributes of ``module`` that each call sets before it reads them (``Decoder.scratch``)."""
+    decoder = _DECODERS.get(_class_name(module))
+    return frozenset() if decoder is None else decoder.scratch
+
+
+def reason_for(module: Any, call: Call) -> str | None:
+    """Why ``call`` of ``module`` must run eagerly in any state of ``module``; None if it may be a graph."""
+    decoder = _DECODERS.get(_class_name(module))
+    if decoder is None:
+        return None
+    if decoder.method != "forward" and getattr(module, "use_tiling", False):
+        return "tiling is enabled"
+    z, scale = call.tensors[0], decoder.scale or module.spatial_compression_ratio
+    if isinstance(z, Tensor) and z.dim() > 1 and z.numel() * scale**2 > decoder.most_pixels * z.shape[1]:
+        return "the call is so large that the GPU takes longer than Python"
+    return None
 
 
 def _class_name(module: nn.Module) -> str:

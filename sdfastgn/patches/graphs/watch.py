@@ -123,6 +123,7 @@ class Watch:
         survey: the layers of ``root`` that run with merged weights of adapters. The Watch only checks the
             addresses of the merged weights. ``survey`` itself notices all other changes of these layers.
         has_factors: False if a new value of any attribute counts as a change.
+        unwatched: attributes of ``root`` that a captured call does not read before it sets them.
 
     Attributes:
         factors: the numbers in the model's attributes that are inputs of its graphs.
@@ -138,11 +139,13 @@ class Watch:
         device: torch.device | None = None,
         survey: Survey | None = None,
         has_factors: bool = True,
+        unwatched: frozenset[str] = frozenset(),
     ) -> None:
         self.reason: str | None = None
         self._merged = set() if survey is None else set(survey.layers)
         self._is_harmless = is_harmless
         self._has_factors = has_factors
+        self._not_in_root = _NOTES | unwatched
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited objects, kept alive so that their ids stay unique
@@ -163,7 +166,7 @@ class Watch:
             self._memory.add(weight, "merged weights of adapters")
         for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales, self._merged):
             only_for_the_walk.clear()
-        self._root_values = _own_values(root)
+        self._root_values = _own_values(root, self._not_in_root)
         if self.reason is not None:  # one of the tensors may have no address to read
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
@@ -191,7 +194,7 @@ class Watch:
             return (
                 type(root) is self._root_type
                 and all(same() for same in self._checks)
-                and _same(_own_values(root), self._root_values)
+                and _same(_own_values(root, self._not_in_root), self._root_values)
             )
         except Exception:
             # A comparison raises only if there was a change: an attribute was removed, a number was replaced
@@ -204,7 +207,7 @@ class Watch:
             return changed("the class of the model", self._root_type, type(root))
 
         def own_attributes() -> str | None:
-            old, new = self._root_values, _own_values(root)
+            old, new = self._root_values, _own_values(root, self._not_in_root)
             before, now = (dict(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in (old, new))
             return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
 
@@ -300,7 +303,7 @@ class Watch:
             place = self._place(path, kind, entries)
             (self._held if entries else self._empty).add(entries.values() if entries else entries, place)
             found += ((joined(path, key), value) for key, value in entries.items())
-        inert = {*_INERT, *_ENTRIES, *factors, _OUR_ENTRY, *(_NOTES if is_root else ())}
+        inert = {*_INERT, *_ENTRIES, *factors, _OUR_ENTRY, *(self._not_in_root if is_root else ())}
         return found + [(joined(path, key), value) for key, value in attributes.items() if key not in inert]
 
     def _see_attributes(self, path: str, attributes: dict[str, Any], factors: tuple[str, ...]) -> None:
@@ -388,13 +391,13 @@ def _has_slots(kind: type) -> bool:
     return not {"__dict__", "__weakref__"}.issuperset(slots)
 
 
-def _own_values(root: nn.Module) -> list[Any]:
+def _own_values(root: nn.Module, skipped: frozenset[str]) -> list[Any]:
     # The attributes are read at each call. If a Watch kept the root's ``__dict__``, both would form a
     # reference cycle, and a deleted model would stay in memory until the next garbage collection.
     return [
         part
         for name, value in vars(root).items()
-        if name != _OUR_ENTRY and name not in _INERT and name not in _NOTES
+        if name != _OUR_ENTRY and name not in _INERT and name not in skipped
         for part in (name, value)
     ]
 
