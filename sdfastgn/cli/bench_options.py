@@ -133,6 +133,16 @@ def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
     return value
 
 
+def _check_lora_rank(value: int | None, parts: Sequence[str]) -> None:
+    if value is None:
+        return
+    positive("--lora-rank", value)
+    if list(parts) != ["train"]:
+        raise OptionError(f"--lora-rank: is for --part train, got --part {', '.join(parts)}")
+    if find_spec("peft") is None:
+        raise OptionError("--lora-rank: needs peft, which is not installed")
+
+
 def bench_configs(
     *,
     model: str | None,
@@ -167,12 +177,7 @@ def bench_configs(
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
     name, sizes = _sizes(model, weights_source("--weights", weights), chosen, size)
-    if lora_rank is not None:
-        positive("--lora-rank", lora_rank)
-        if chosen != ["train"]:
-            raise OptionError(f"--lora-rank: is for --part train, got --part {', '.join(chosen)}")
-        if find_spec("peft") is None:
-            raise OptionError("--lora-rank: needs peft, which is not installed")
+    _check_lora_rank(lora_rank, chosen)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
         BenchConfig(
