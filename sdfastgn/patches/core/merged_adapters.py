@@ -14,8 +14,9 @@ again into the same memory. So a CUDA graph that reads this memory stays valid.
 - Before a graph is replayed, a ``Survey`` (``adapter_survey.py``) compares all layers of a model at once, in
   loops that run in C.
 
-peft's own code runs with gradients, under a compiler, in traces, where no kernels run, and for every layer
-for which ``source_of`` returns a reason, such as hooks, dropout or DoRA.
+With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
+where no kernels run, and for every layer for which ``source_of`` returns a reason, such as hooks, dropout or
+DoRA.
 
 One change is not noticed: a write through ``.data`` into a tensor that came from ``model.parameters()``.
 PyTorch does not count such a write, and the wrapper does not see that its tensor was read (``may_change``).
@@ -89,6 +90,16 @@ def know(classes: Iterable[type]) -> None:
 def is_merged(layer: Any) -> bool:
     """True if ``layer`` is a wrapper that has merged weights."""
     return type(layer) in _classes and layer in records
+
+
+def is_wrapper(layer: Any) -> bool:
+    """True if ``layer`` is peft's wrapper of a LoRA, or the subclass of it that ``adopt`` gives."""
+    return _kind_of(layer) is not None
+
+
+def wrapped_layer(layer: Any) -> Any:
+    """The layer inside the wrapper ``layer``; ``layer`` itself if it is none."""
+    return layer._modules["base_layer"] if is_wrapper(layer) else layer
 
 
 def is_allowed(module: nn.Module) -> bool:

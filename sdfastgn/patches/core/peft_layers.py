@@ -1,5 +1,7 @@
 """Subclasses of peft's LoRA layers for ``nn.Linear`` and ``nn.Conv2d`` that run with merged weights.
 
+In training the one for ``nn.Linear`` runs as ``trained_adapters.py`` says.
+
 This file imports peft. So it is only imported when a model has a layer of peft, or when one is unpickled.
 """
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from sdfastgn.patches.core import merged_adapters, merged_weights
 from sdfastgn.patches.core.fusion import register_fused
+from sdfastgn.patches.core.trained_adapters import trained
 
 __all__ = ["MERGED", "MergedConv2d", "MergedLinear"]
 
@@ -75,6 +78,10 @@ class _MergedLayer(nn.Module):
 
 class MergedLinear(_MergedLayer, lora.Linear):
     """``peft.tuners.lora.layer.Linear`` that runs with merged weights."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = None if args or kwargs else trained(self, x)
+        return super().forward(x, *args, **kwargs) if y is None else y
 
 
 class MergedConv2d(_MergedLayer, lora.Conv2d):

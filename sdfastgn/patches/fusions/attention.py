@@ -16,11 +16,13 @@ three rounds, and one product of 240 tiles takes two rounds.
 diffusers' own forward runs for other processors (IP-Adapter, xformers, sliced attention,
 ``fuse_qkv_projections``), with masks, with arguments that the processor warns about, and under a compiler.
 The three layers are called one by one with gradients, under autocast, in traces, and if one of them has
-hooks, quantized weights or an adapter that is not merged.
+hooks, quantized weights or an adapter that is not merged. But frozen layers with LoRA adapters that are
+trained are one product and two small ones, also under autocast (``core/trained_adapters.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,10 +36,17 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import ClassSwap, dropped_out, is_unhooked, layer_of
 from sdfastgn.patches.core.linear import call_linear, is_plain_linear
-from sdfastgn.patches.core.merged_adapters import plain_layer, stand_in_of
+from sdfastgn.patches.core.merged_adapters import is_wrapper, plain_layer, stand_in_of, wrapped_layer
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.core.trained_adapters import adapted, trained, trained_sources
 from sdfastgn.patches.fusions.video import is_plain_inference
-from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
+from sdfastgn.patches.shared.packed_weights import (
+    Parameters,
+    is_one_product,
+    joined,
+    pack,
+    plain_parameters,
+)
 
 __all__ = ["FUSION", "FusedAttention", "is_one_token"]
 
@@ -76,6 +85,17 @@ class FusedAttention(Attention):
             h = h + residual
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
 
+    def readers(self) -> Sequence[Any] | None:
+        """The layers that read ``hidden_states`` or the context. None if other code may read them."""
+        is_plain = (
+            type(self.processor) is AttnProcessor2_0
+            and is_unhooked(self)
+            and _is_plain_attention(self)
+            and self.group_norm is None
+            and not self.residual_connection
+        )
+        return self._projections() if is_plain else None
+
     def of_one_token(self, context: Any) -> Tensor | None:
         """The result of attention to a single token, (N, C): the same vector for each query of a sample.
 
@@ -112,13 +132,7 @@ class FusedAttention(Attention):
         This excludes a norm, a residual, a rescaling, hooks and gradients.
         """
         return (
-            type(self.processor) is AttnProcessor2_0
-            and is_unhooked(self)
-            and _is_plain_attention(self)
-            and self.group_norm is None
-            and not self.residual_connection
-            and self.rescale_output_factor == 1.0
-            and is_plain_inference(x, dim=3)
+            self.readers() is not None and self.rescale_output_factor == 1.0 and is_plain_inference(x, dim=3)
         )
 
     def _runs_fused(self, hidden_states: Tensor, context: Tensor | None, options: dict[str, Any]) -> bool:
@@ -135,6 +149,12 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head)."""
         heads = self.heads
+        if torch.is_grad_enabled() and any(map(is_wrapper, layers := self._projections())):
+            if context is None:
+                found = self._train(hidden_states, layers)
+            else:
+                found = [*self._train(hidden_states, layers[:1]), *self._train(context, layers[1:])]
+            return tuple(_split(each, heads) for each in found)
         own = layer_of(self, "to_v")
         to_q, to_k = plain_layer(layer_of(self, "to_q")), plain_layer(layer_of(self, "to_k"))
         to_v = plain_layer(own)
@@ -152,15 +172,29 @@ class FusedAttention(Attention):
             return query, *_split(linear(context, *together), 2 * heads).chunk(2, 1)
         return query, _split(to_k(context), heads), _split(to_v(context), heads)
 
+    def _projections(self) -> list[Any]:
+        return [layer_of(self, name) for name in ("to_q", "to_k", "to_v")]
+
+    def _train(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
+        """The results of ``layers``, some of which have adapters, with gradients."""
+        sources = trained_sources(layers, x) if len(layers) > 1 else None
+        if sources is not None:
+            weights = [source.weight for source in sources]
+            biases = [source.bias for source in sources if source.bias is not None]
+            together = joined(self, Parameters(weights, biases)) if len(biases) in (0, len(weights)) else None
+            if together is not None:
+                return adapted(x, *together, sources).split(list(map(len, weights)), -1)
+        return [_called(layer, x) for layer in layers]
+
     def _leave(self, h: Tensor) -> Tensor:
         """The last layers of the module: a linear layer, then dropout."""
         layers = layer_of(self, "to_out")
         # To index a ModuleList takes ten times the CPU time.
         project, dropout, *_ = layers._modules.values() if type(layers) is nn.ModuleList else layers
-        return dropped_out(dropout, call_linear(project, h))
+        return dropped_out(dropout, _called(project, h))
 
     def _pack(self) -> None:
-        pack(self, self._packed_linears())
+        pack(self, list(map(wrapped_layer, self._packed_linears())))
 
     def _packed_linears(self) -> tuple[Any, ...]:
         linears = (self.to_q, self.to_k, self.to_v)
@@ -187,6 +221,12 @@ class FusedAttention(Attention):
         """Moves a deepcopy's parameters side by side again, because each of them has new memory."""
         super().__setstate__(state)
         self._pack()
+
+
+def _called(layer: Any, x: Tensor) -> Tensor:
+    """Computes ``layer(x)``, by ``trained`` if ``layer`` is a wrapper in training."""
+    y = trained(layer, x) if torch.is_grad_enabled() and is_wrapper(layer) else None
+    return call_linear(layer, x) if y is None else y
 
 
 def is_one_token(context: Any) -> bool:

@@ -33,8 +33,8 @@ _requires_grad_of = attrgetter("requires_grad")
 class Flags(Survey):
     """A ``Survey`` of a model ``root`` whose calls have gradients.
 
-    With gradients, peft's own code runs layers with adapters, so no layer has merged weights. This survey
-    checks instead that the same parameters require gradients, and that no module has backward hooks.
+    With gradients no layer runs with merged weights. This survey checks instead that the same parameters
+    require gradients, and that no module has backward hooks.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -193,7 +193,7 @@ def test_a_convolution_whose_adapter_sees_other_windows_is_not_merged():
     torch.testing.assert_close(seamless(x), stock(x), atol=1e-5, rtol=1e-5)
 
 
-def test_gradients_run_stocks_code():
+def test_with_gradients_adapters_are_not_merged():
     model = model_with(nn.Linear(12, 20))
     x = torch.randn(3, 12)
     model(x).square().sum().backward()
@@ -206,7 +206,8 @@ def test_gradients_run_stocks_code():
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert expected.keys() == found.keys()
     assert any("lora_A" in name for name in found)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()

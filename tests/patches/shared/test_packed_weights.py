@@ -260,7 +260,8 @@ def out_of_inference_mode(model):
 
 
 NOT_PACKED = [
-    *CALLED,
+    # The layers inside of adapters are packed, for training.
+    *(change for change in CALLED if change.__name__ != "lora"),
     of(changes.quantized),
     tied_parameter,
     tied_storage,
