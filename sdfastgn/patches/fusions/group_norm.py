@@ -12,8 +12,9 @@ from sdfastgn.kernels.group_norm.plain import channels_last_group_norm, is_chann
 from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, parameters_of, stock_class
 from sdfastgn.patches.core.known_norms import known_base
 from sdfastgn.patches.core.statistics import take_statistics
+from sdfastgn.patches.fusions.rounding import rounded
 
-__all__ = ["FUSION", "FusedGroupNorm", "fused_activation", "norm_act", "norm_tokens"]
+__all__ = ["FUSION", "FusedGroupNorm", "fused_activation", "fused_norm", "norm_act", "norm_tokens"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -70,10 +71,24 @@ def norm_tokens(norm: Any, x: Tensor) -> Tensor:
     return norm(x).permute(0, 2, 3, 1).flatten(1, 2)
 
 
-def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:
-    """``act(norm(x))`` for x (N, C, *spatial), in one kernel if that is possible."""
+def norm_act(norm: Any, act: nn.Module, x: Tensor, reader: Any = None) -> Tensor:
+    """``act(norm(x))`` for x (N, C, *spatial), in one kernel if that is possible.
+
+    ``reader``: the only layer that reads the result, if it is known (``rounding.py``).
+    """
     name = fused_activation(norm, act)
-    return norm._fused(x, name) if name is not None and dispatch.has_kernels(x) else act(norm(x))
+    if name is None or not dispatch.has_kernels(x):
+        return act(norm(x))
+    return fused_norm(norm, x, name, reader, {})
+
+
+def fused_norm(norm: Any, x: Tensor, activation: str, reader: Any, operands: dict[str, Any]) -> Tensor:
+    """Computes ``norm._fused(x, activation, **operands)``. ``reader``: as in ``norm_act``."""
+
+    def call(norm: Any, x: Tensor) -> Tensor:
+        return norm._fused(x, activation, **operands)
+
+    return rounded(call, norm, x, readers=None if reader is None else (reader,))
 
 
 # Full name of sdfastgn's own GroupNorm, which runs the kernel already. The class itself is not used, because

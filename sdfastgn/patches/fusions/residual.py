@@ -17,7 +17,7 @@ from sdfastgn.patches.core.convolution import is_plain_conv
 from sdfastgn.patches.core.fusion import parameters_of
 from sdfastgn.patches.core.linear import fused_linear, linear_of
 from sdfastgn.patches.core.merged_adapters import plain_layer
-from sdfastgn.patches.fusions.group_norm import fused_activation, norm_act
+from sdfastgn.patches.fusions.group_norm import fused_activation, fused_norm, norm_act
 
 __all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
 
@@ -44,7 +44,13 @@ NO_EMBEDDING = Embedding()
 
 
 def conv_norm_act(
-    h: Tensor, conv: Any, norm: Any, act: nn.Module, C: int, embedding: Embedding = NO_EMBEDDING
+    h: Tensor,
+    conv: Any,
+    norm: Any,
+    act: nn.Module,
+    C: int,
+    embedding: Embedding = NO_EMBEDDING,
+    reader: Any = None,
 ) -> Tensor:
     """Computes ``act(norm(conv(h) + embedding))``, or ``act(norm(conv(h)) * (1 + scale) + shift)``.
 
@@ -58,6 +64,7 @@ def conv_norm_act(
         act: the activation after the norm.
         C: number of output channels of ``conv``.
         embedding: the time embedding.
+        reader: the only layer that reads the result, if it is known (``rounding.py``).
     """
     N, scales = h.shape[0], embedding.scales
     conv = plain_layer(conv)
@@ -85,7 +92,7 @@ def conv_norm_act(
         if not has_bias:
             shift = operands.get("shift")
             operands["shift"] = bias if shift is None else shift + bias
-    return norm._fused(h, name, **operands)
+    return fused_norm(norm, h, name, reader, operands)
 
 
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:

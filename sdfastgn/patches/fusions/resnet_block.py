@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.models.resnet import ResnetBlock2D
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, dropped_out, layer_of
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, dropped_out, is_unhooked, layer_of
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
@@ -33,7 +33,9 @@ class FusedResnetBlock2D(ResnetBlock2D):
         # Extra arguments are deprecated: upstream's forward warns of them.
         if args or kwargs or not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb, *args, **kwargs)
-        h = norm_act(layer_of(self, "norm1"), layer_of(self, "nonlinearity"), input_tensor)
+        resamples = self.upsample is not None or self.downsample is not None
+        reader = None if resamples else layer_of(self, "conv1")
+        h = norm_act(layer_of(self, "norm1"), layer_of(self, "nonlinearity"), input_tensor, reader)
         input_tensor, h = self._resample(input_tensor, h)
         h = self._conv1_norm2_act(h, temb)
         h, bias = conv_without_bias(layer_of(self, "conv2"), dropped_out(layer_of(self, "dropout"), h))
@@ -67,7 +69,12 @@ class FusedResnetBlock2D(ResnetBlock2D):
             embedding = Embedding(temb, layer_of(self, "time_emb_proj"), linear_act, scales)
         # ``self.out_channels`` instead of ``conv1.out_channels``: conv1 may be the wrapper of a LoRA.
         conv1, norm2 = layer_of(self, "conv1"), layer_of(self, "norm2")
-        return conv_norm_act(h, conv1, norm2, act, self.out_channels, embedding)
+        dropout = layer_of(self, "dropout")
+        drops = (
+            type(dropout) is not nn.Dropout or (dropout.training and dropout.p) or not is_unhooked(dropout)
+        )
+        reader = None if drops else layer_of(self, "conv2")
+        return conv_norm_act(h, conv1, norm2, act, self.out_channels, embedding, reader)
 
 
 FUSION = ClassSwap(

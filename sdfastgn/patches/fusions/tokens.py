@@ -5,6 +5,7 @@ These are LayerNorm with the residual add before it, and the feed-forward networ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -18,6 +19,7 @@ from sdfastgn.kernels.product.op import add_linear_, linear
 from sdfastgn.patches.core.fusion import dropped_out, is_unhooked, parameters_of
 from sdfastgn.patches.core.linear import parameters_of_plain
 from sdfastgn.patches.core.merged_adapters import plain_layer
+from sdfastgn.patches.fusions.rounding import rounded
 
 __all__ = ["add_feed_forward", "add_norm", "grouped_norm", "is_plain_norm", "linear_geglu", "norm"]
 
@@ -83,6 +85,7 @@ def add_feed_forward(
     x: Tensor,
     residual: Tensor | None,
     groups: Groups | None = None,
+    readers: Sequence[Any] | None = None,
 ) -> Tensor:
     """Returns total + ff(layer(total)), where total is x + residual and ``layer`` is a LayerNorm.
 
@@ -93,6 +96,7 @@ def add_feed_forward(
         x, residual: (N, tokens, C). residual may be None if there are ``groups``.
         groups: vectors that are also added to the total, or None. If they are given,
             ``is_plain_norm(layer)`` must be True.
+        readers: the layers that read the network's input; None if they are not known (``rounding.py``).
     """
     if layers is not None:
         layers = [*layers[:-1], plain_layer(layers[-1])]
@@ -100,7 +104,7 @@ def add_feed_forward(
         if groups is not None:
             h, total = grouped_norm(layer, x, groups, residual)
         else:
-            h, total = add_norm(layer, x, residual)  # type: ignore[arg-type]
+            h, total = rounded(add_norm, layer, x, residual, readers=readers)
         return ff(h) + total
     *others, last = layers
     weight, bias = parameters_of(last)

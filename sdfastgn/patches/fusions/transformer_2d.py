@@ -17,6 +17,7 @@ from sdfastgn.patches.core.linear import call_linear
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_tokens
+from sdfastgn.patches.fusions.rounding import rounded
 
 __all__ = ["FUSION", "FusedTransformer2DModel"]
 
@@ -28,7 +29,8 @@ class FusedTransformer2DModel(Transformer2DModel):
         if not dispatch.has_kernels(hidden_states):
             return super()._operate_on_continuous_inputs(hidden_states)
         _, C, H, W = hidden_states.shape
-        tokens, proj_in = norm_tokens(layer_of(self, "norm"), hidden_states), layer_of(self, "proj_in")
+        norm, proj_in = layer_of(self, "norm"), layer_of(self, "proj_in")
+        tokens = rounded(norm_tokens, norm, hidden_states, readers=(proj_in,))
         if self.use_linear_projection:
             return call_linear(proj_in, tokens), C
         tokens = pointwise_tokens(proj_in, tokens, H, W)

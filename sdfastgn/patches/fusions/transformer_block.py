@@ -18,6 +18,7 @@ Under a compiler diffusers' own forward runs, because the compiler fuses these o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,8 @@ from sdfastgn.kernels.layer_norm.grouped import Groups
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, layer_of
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.attention import FusedAttention, is_one_token
+from sdfastgn.patches.fusions.geglu import FusedGEGLU
+from sdfastgn.patches.fusions.rounding import rounded
 from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, is_plain_norm, norm
 
 __all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
@@ -65,8 +68,13 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 class_labels,
                 added_cond_kwargs,
             )
-        h = layer_of(self, "attn1")(
-            norm(layer_of(self, "norm1"), hidden_states),
+        attn1, is_autocast = layer_of(self, "attn1"), dispatch.is_autocast(hidden_states)
+
+        def readers(module: Any) -> Sequence[Any] | None:
+            return _readers_of(module) if is_autocast else None
+
+        h = attn1(
+            rounded(norm, layer_of(self, "norm1"), hidden_states, readers=readers(attn1)),
             encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
             attention_mask=attention_mask,
             **options,
@@ -77,14 +85,15 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             groups = Groups(h.shape[1], added=vector)
             return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, groups)
         if attn2 is not None:
-            h, hidden_states = add_norm(layer_of(self, "norm2"), h, hidden_states)
+            norm2 = layer_of(self, "norm2")
+            h, hidden_states = rounded(add_norm, norm2, h, hidden_states, readers=readers(attn2))
             h = attn2(
                 h,
                 encoder_hidden_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 **options,
             )
-        return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states)
+        return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, readers=readers(ff))
 
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """The vector that ``attn2`` adds to each token, (N, dim). None if the context has several tokens."""
@@ -121,6 +130,17 @@ def _register_for_hooks() -> None:
 def _has_layer_norms(block: Any) -> bool:
     """True if the block's norms are LayerNorms without adaptive parameters or positional embeddings."""
     return block.norm_type == "layer_norm" and block.pos_embed is None
+
+
+def _readers_of(module: Any) -> Sequence[Any] | None:
+    """The layers that read the input of ``module``, an attention or a feed-forward network.
+
+    None if other code reads it.
+    """
+    if isinstance(module, FusedAttention):
+        return module.readers()
+    first = (layers_of(module) or [None])[0]
+    return (layer_of(first, "proj"),) if type(first) is FusedGEGLU and is_unhooked(first) else None
 
 
 def layers_of(ff: Any) -> list[Any] | None:

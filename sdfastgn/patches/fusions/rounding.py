@@ -1,0 +1,60 @@
+"""Norms under autocast: results in half precision where the next layers would cast them anyway.
+
+Under autocast PyTorch's norms return fp32. Each linear layer or convolution that reads such a result casts it
+to half precision first. If all readers are such layers, the norm can write half precision itself: the same
+bits, because fp32 results are rounded once in both cases. This saves the casts' passes over the tensor in the
+forward, and in the backward those of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.convolution import is_plain_conv
+from sdfastgn.patches.core.fusion import is_unhooked, parameters_of
+from sdfastgn.patches.core.linear import is_plain_linear
+from sdfastgn.patches.core.merged_adapters import is_wrapper
+
+__all__ = ["rounded"]
+
+T = TypeVar("T")
+
+
+def rounded(call: Callable[..., T], norm: Any, x: Tensor, *args: Any, readers: Sequence[Any] | None) -> T:
+    """Computes ``call(norm, x, *args)``, with a result in the dtype of x if ``readers`` cast to it.
+
+    Args:
+        call: a function that runs ``norm`` and elementwise operations, but no other layer.
+        norm: the norm of x, or of a sum with x.
+        x: the input.
+        readers: the layers that read the result. None if other code may read it.
+    """
+    if readers is None or not dispatch.is_autocast(x) or not _is_cast(norm, x, readers):
+        return call(norm, x, *args)
+    kind = x.device.type
+    torch.set_autocast_enabled(kind, False)
+    try:
+        return call(norm, x, *args)
+    finally:
+        torch.set_autocast_enabled(kind, True)
+
+
+def _is_cast(norm: Any, x: Tensor, readers: Sequence[Any]) -> bool:
+    """True if autocast has the dtype of x and of the norm's parameters, and all ``readers`` cast to it."""
+    kind = type(norm)
+    if torch.compiler.is_compiling() or not (
+        kind is nn.LayerNorm or getattr(kind, "norm_alone", None) is kind
+    ):
+        return False
+    dtype = torch.get_autocast_dtype(x.device.type)
+    same = all(t is None or t.dtype == dtype for t in (x, *parameters_of(norm)))
+    return same and is_unhooked(norm) and all(map(_casts, readers))
+
+
+def _casts(layer: Any) -> bool:
+    return is_plain_linear(layer) or is_plain_conv(layer) or (is_wrapper(layer) and is_unhooked(layer))
