@@ -277,6 +277,9 @@ case("Wan 2.1 VAE decode, 81 x 480 x 832", "AutoencoderKLWan", BF16, is_video=Tr
     decode_of(1, 16, 21, 60, 104)
 )
 video_case("Qwen-Image VAE decode, 1024²", "qwen_image", "vae")
+case("Qwen-Image VAE decode, 512²", "AutoencoderKLQwenImage", BF16, is_video=True)(
+    decode_of(1, 16, 1, 64, 64)
+)
 video_case("CogVideoX VAE decode, 9 x 480 x 720", "cogvideox", "vae")
 
 case("Mochi VAE decode, 13 x 480 x 848", "AutoencoderKLMochi", BF16, is_video=True)(

@@ -64,15 +64,15 @@ _CACHES = frozenset(
     ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
 )
 # Full name of the class -> when and how it becomes a graph. Python takes equally long for frames of any size,
-# while the GPU takes longer for larger ones. At ``most_pixels`` the GPU takes about as long as Python: 10 to
-# 20 ms on an H100 (docs/benchmarks.md, "Video"). A graph of a larger call would save little time and hold
-# gigabytes.
+# while the GPU takes longer for larger ones. A call of ``most_pixels`` takes Python and the GPU about 10 ms
+# each on an H100 (estimated from docs/benchmarks.md, "Video"). A graph of a larger call would save little
+# time and hold gigabytes.
 _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Decoder(
-        1024 * 1024, "_decode", _CACHES
+        768 * 768, "_decode", _CACHES
     ),
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
-        1024 * 1024, "_decode", _CACHES
+        768 * 768, "_decode", _CACHES
     ),
     # Larger images have graphs of their tiles.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
