@@ -19,8 +19,8 @@ __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 WIDTH = 80
 # Number of paths that are printed for each reason to skip. ``details`` prints all paths.
 _SHOWN_PATHS = 3
-# Classes of models that ``optimize`` makes faster only together with CUDA graphs: without graphs, launching
-# their kernels from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
+# Classes of models that gain most of their speed from CUDA graphs: without graphs, launching their kernels
+# from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
 # Ends of reasons why a call runs without a graph: it is a first call, or in training, or with a compiler.
 # For these reasons the report does not warn of a UNet without graphs. It warns if there is any other reason.
@@ -215,7 +215,9 @@ class Report:
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", notes))
         if without := self._without_graphs():
-            found.append((f"without CUDA graphs a UNet is not faster than stock's: {', '.join(without)}", []))
+            found.append(
+                (f"without CUDA graphs a UNet is hardly faster than stock's: {', '.join(without)}", [])
+            )
         if self.graph_memory_bytes:
             found.append((f"memory of CUDA graphs: {self.graph_memory_bytes / 2**20:.0f} MiB", []))
         return found

@@ -264,7 +264,7 @@ def test_the_report_of_an_offloaded_pipeline():
     assert report.runs_kernels
     assert report.backend.startswith("Triton")
     assert report.layout_copies_removed > 0
-    assert "without CUDA graphs a UNet is not faster than stock's: unet" in str(report)
+    assert "without CUDA graphs a UNet is hardly faster than stock's: unet" in str(report)
 
 
 @pytest.mark.gpu
