@@ -26,6 +26,8 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["Flags", "TrainingGraph"]
 
+# Maximum number of seconds that a backward waits for another thread's capture.
+_PATIENCE = 120
 _versions_of = attrgetter("_version")
 _requires_grad_of = attrgetter("requires_grad")
 
@@ -171,7 +173,7 @@ class TrainingGraph:
         Raises RuntimeError if the forward was replayed again, or if a parameter was written in place or has
         other memory since then.
         """
-        with self._backend.lock, self._backend.ordered():
+        with self._locked(), self._backend.ordered():
             if self._turn is None or self._turn() is not turn:
                 raise RuntimeError(
                     "sdfastgn: this backward was run before, and the model was called since then; "
@@ -192,6 +194,23 @@ class TrainingGraph:
             copy_each(copies, made)
         of_each = iter(copies)
         return [None if grad is None else next(of_each) for grad in self._backward.output]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """A context that holds the lock of the backend. Raises RuntimeError if it is not free in time.
+
+        The capture of another model holds this lock, and captures a backward. PyTorch has one thread for all
+        backwards of a GPU: if it waited here without a limit, the capture would never end.
+        """
+        if not self._backend.lock.acquire(timeout=_PATIENCE):
+            raise RuntimeError(
+                f"sdfastgn: this backward has waited {_PATIENCE} s for a capture in another thread; "
+                'train with cuda_graphs="training" in one thread only'
+            )
+        try:
+            yield
+        finally:
+            self._backend.lock.release()
 
     def versions(self) -> list[int]:
         return list(map(_versions_of, self._parameters))

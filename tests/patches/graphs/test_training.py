@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from peft import LoraConfig
 
 import sdfastgn
+from sdfastgn.patches.graphs import training
 from tests.controlnet import build_controlnet
 from tests.patches.graphs.cases import DEVICES, built, make, optimized
 from tests.patches.graphs.tape import TapeBackend
@@ -169,6 +171,33 @@ def test_a_backward_that_is_run_twice():
     loss_of(unet, batch(8))
     with pytest.raises(RuntimeError, match="the model was called since then"):
         loss.backward()
+
+
+def test_a_backward_does_not_wait_forever_for_another_thread(monkeypatch):
+    unet, _, batch = pair()
+    sdfastgn.restore(unet)
+    backend = TapeBackend()
+    optimized(unet, "training", backend)
+    warm(unet, batch=batch)
+    monkeypatch.setattr(training, "_PATIENCE", 0.05)
+    loss = loss_of(unet, batch(7))
+    held, end = threading.Event(), threading.Event()
+
+    def capture():
+        with backend.lock:
+            held.set()
+            end.wait(60)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    held.wait(60)
+    try:
+        with pytest.raises(RuntimeError, match="a capture in another thread"):
+            loss.backward(retain_graph=True)
+    finally:
+        end.set()
+        thread.join()
+    loss.backward()
 
 
 def test_no_second_derivative():
