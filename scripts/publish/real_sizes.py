@@ -84,8 +84,8 @@ class Timed:
 
     Attributes:
         ms: median milliseconds until the GPU has finished its work.
-        cpu_ms: median milliseconds until the call has launched all of its work. If it is smaller than
-            ``ms``, the CPU waits for the GPU, and a CUDA graph would not make the call faster.
+        cpu_ms: median milliseconds until the call has launched all of its work. If this is less than ``ms``,
+            the CPU waits for the GPU, and a CUDA graph would not make the call faster.
         mib: peak memory of tensors in MiB; None on the CPU.
     """
 

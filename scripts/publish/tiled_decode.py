@@ -2,10 +2,10 @@
 
 python -m scripts.publish.tiled_decode --json tiled_decode.json
 
-The autoencoder has random weights. The deviation of the latents grows from left to right, so that tiles have
-different means and variances, as those of a photo do. ``optimize`` is called without CUDA graphs, because a
-graph would hold the memory of a large decode. PyTorch's switches keep their defaults, so cuDNN does not try
-several algorithms (``cudnn.benchmark``).
+The autoencoder has random weights. The standard deviation of the latents grows from left to right, so that
+tiles have different means and variances, as the tiles of a photo do. ``optimize`` is called without CUDA
+graphs, because a graph would hold the memory of a large decode. ``cudnn.benchmark`` is off, as PyTorch's
+default is, so cuDNN does not try several algorithms.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from sdfastgn.models.saved import latent_scale
 
 SIZES = (2048, 4096)
 # Pixels along a side of the largest image that is also decoded in fp32. With 4096 pixels, stock would need
-# more memory than an H100 has.
+# about all memory of an H100.
 MAX_FP32_SIZE = 2048
-# (True if the autoencoder is optimized, side of a tile as a multiple of the autoencoder's own; None for a
-# decode without tiles). The first is the image with which all others are compared.
+# The decodes that are measured: (True if the autoencoder is optimized, side of a tile divided by the side of
+# the autoencoder's own tile, or None for a decode without tiles). The images of all others are compared with
+# the image of the first.
 WAYS: tuple[tuple[bool, float | None], ...] = (
     (False, None),
     (True, None),
@@ -51,7 +52,10 @@ WAYS: tuple[tuple[bool, float | None], ...] = (
 
 
 def latents(model: str, size: int, device: torch.device) -> Tensor:
-    """Returns latents (1, 4, size / 8, size / 8) in fp32 whose deviation grows from left to right."""
+    """Returns latents in fp32 whose standard deviation grows from left to right.
+
+    Their shape is (1, 4, pixels, pixels), where ``pixels`` is ``size`` divided by the autoencoder's scale.
+    """
     pixels = size // latent_scale(VAES[model])
     z = randn(1, 4, pixels, pixels, seed=0, dtype=torch.float32, device=device)
     return z * torch.linspace(0.2, 2.0, pixels, device=device)
@@ -68,7 +72,7 @@ def decode(vae: Any, z: Tensor, tile: int | None = None) -> Tensor:
 
 
 def exact_image(stock: nn.Module, z: Tensor) -> Tensor:
-    """Returns stock's image in fp32 without TF32, with the weights and latents of its own dtype."""
+    """Returns the image of ``stock`` in fp32 without TF32, from the same values of weights and latents."""
     with timing.global_switches(cudnn_benchmark=False, cudnn_tf32=False):
         image = decode(nn.Module.float(copy.deepcopy(stock)), z.float())
     release_memory()
@@ -76,7 +80,10 @@ def exact_image(stock: nn.Module, z: Tensor) -> Tensor:
 
 
 def timed(vae: Any, z: Tensor, tile: int | None) -> tuple[Tensor, float, float | None]:
-    """Returns (image, seconds of the second call, its peak GiB beside all tensors of before)."""
+    """Decodes twice. Returns (image, seconds, peak GiB) of the second call.
+
+    The peak does not count tensors that existed before this call. It is None on the CPU.
+    """
     release_memory()
     decode(vae, z, tile)
     if not z.is_cuda:
@@ -89,7 +96,7 @@ def timed(vae: Any, z: Tensor, tile: int | None) -> tuple[Tensor, float, float |
 
 
 def measured(model: str, size: int, dtype: torch.dtype, device: torch.device) -> Iterator[DecodeRow]:
-    """Decodes the same latents in all ``WAYS``. Yields a row for each as soon as it is measured."""
+    """Decodes the same latents in all ``WAYS``. Yields the row of each way as soon as it is measured."""
     stock = build_vae(model, dtype, device)
     ours = sdfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False)
     z = latents(model, size, device).to(dtype)

@@ -27,12 +27,13 @@ class DecodeRow:
         is_optimized: True if the autoencoder is optimized.
         tile: pixels along a side of a tile; None for a decode without tiles.
         seconds: seconds of one call; None unless the row is ``OK``.
-        peak_gib: peak memory of tensors without weights and latents, in GiB. None on the CPU, and unless the
-            row is ``OK``.
-        difference: relative error of the image against stock's image without tiles in the same dtype. None
-            for this image itself, if stock could not make it, or if the difference is not finite.
-        error: relative error against stock's image without tiles in fp32. None if this image was not made, or
-            if the error is not finite.
+        peak_gib: peak memory in GiB of the tensors that the decode makes. None on the CPU, and unless the row
+            is ``OK``.
+        difference: relative error of the image against stock's image without tiles in the same dtype. None if
+            the row is about stock's image itself, if stock could not make this image, or if the difference is
+            not finite.
+        error: relative error of the image against stock's image without tiles in fp32. None if no image was
+            made in fp32, or if the error is not finite.
         status: ``OK``, ``FAILED``, or ``WRONG`` if an optimized image differs too much.
         reason: why the row is ``FAILED``.
     """
@@ -51,8 +52,9 @@ class DecodeRow:
 def tiled_decode_markdown(results: Path) -> str:
     """Returns a table for each committed result, with a line for each image size and way to decode.
 
-    A line below each table names the autoencoder and the run. Speed-ups of decodes in tiles are over stock in
-    tiles of the autoencoder's own size. A dagger marks speed-ups that round to less than 1.00.
+    A line below each table names the autoencoder and the run. Speed-ups of decodes without tiles are over
+    stock without tiles. Speed-ups of decodes in tiles are over stock in tiles of the autoencoder's own size.
+    A dagger marks speed-ups that round to less than 1.00.
     """
     blocks = []
     for content in documents(results, KIND):
