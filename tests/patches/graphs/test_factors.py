@@ -1,4 +1,4 @@
-"""Numbers that a graph reads from memory: products are stock's, and code that was not tested has none."""
+"""Factors: products with them have stock's bits, and code that was not tested gets plain numbers."""
 
 import threading
 
@@ -61,7 +61,7 @@ def test_operations_read_the_memory_and_python_the_number():
 
 
 def test_another_thread_reads_the_number():
-    """It may call the model eagerly while this thread captures."""
+    """Another thread may call the model eagerly while this thread captures."""
     factor, found = factor_of(3.0, value=2.0), []
     thread = threading.Thread(target=lambda: found.append(torch.ones(1) * factor))
     thread.start()
@@ -93,7 +93,7 @@ def test_a_value_that_another_thread_sets_during_a_capture_stays():
 
 
 def test_freeu_of_other_code_is_captured_anew(monkeypatch):
-    """As "FreeU v2" of users, which replaces diffusers' function and computes with its numbers."""
+    """Users' "FreeU v2" replaces diffusers' function ``apply_freeu``, and adds the numbers to others."""
 
     def apply_other(stage, x, skip, **values):
         return x * (values["b1"] - 1 + values["b2"]), skip

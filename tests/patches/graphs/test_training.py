@@ -1,4 +1,4 @@
-"""CUDA graphs of training: losses, gradients and weights as without graphs, and when calls run eagerly."""
+"""CUDA graphs of training: they give the losses, gradients and weights of eager calls, or run eagerly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRAINED = {"lora": with_lora, "all": lambda unet: None}
 
 
 def pair(device="cpu", prepare=with_lora):
-    """(UNet with graphs of training, the same UNet, optimized without graphs, function that draws a batch)"""
+    """(UNet with graphs of training, the same UNet optimized without graphs, function: seed -> batch)"""
     unet, other = (copy.deepcopy(built("tiny", device)) for _ in range(2))
     for model in (unet, other):
         prepare(model)
@@ -285,7 +285,8 @@ def test_under_autocast():
             found.append(gradients(model, loss))
     for a, b in zip(found[:4], found[4:], strict=True):
         assert a.keys() == b.keys()
-        # While the tape of a CPU records, peft's code runs the adapters. It rounds more often.
+        # While the CPU's backend records a call, peft's own code runs the adapters, and rounds more often
+        # than ``trained_adapters.py``.
         difference, whole = (
             torch.stack([t.norm() for t in those]).norm()
             for those in ([a[name] - value for name, value in b.items()], b.values())
@@ -425,7 +426,7 @@ def test_other_modes_have_no_graphs_of_training():
 
 
 def test_new_values_of_freeu_before_a_backward():
-    """The backward needs the values of its own forward."""
+    """The backward must use the values that its own forward used, not the new ones."""
     unet, other, batch = pair()
     for model in (unet, other):
         model.enable_freeu(0.9, 0.2, 1.5, 1.6)
