@@ -78,7 +78,7 @@ class Survey:
     def has_same_settings(self, factor: float) -> bool:
         """True if the adapters that are active, their scales and ``factor`` are as in the last refresh.
 
-        The current stream is then about to read the merged weights, so a later write waits for it.
+        Also records that the current stream is about to read the merged weights. The next write waits for it.
         """
         if not self.layers:
             return True
@@ -125,7 +125,7 @@ class Survey:
                 self.reason = "a layer with an adapter has other memory or settings"
                 return False
             if record.is_of(scaled):
-                record.wait()  # an eager call may have written it in another stream
+                record.wait()  # an eager call may have written the weights in another stream
             else:
                 found.append((layer, scaled))
         if found:
@@ -135,7 +135,7 @@ class Survey:
         return True
 
     def _differ_in_scales(self, settings: list[Any]) -> bool:
-        """True if ``settings`` and the last ones differ in nothing but scales, and all are plain numbers."""
+        """True if nothing but scales differs from the last settings, and all scales are plain numbers."""
         *others, scales = settings
         return others == self._settings[:-1] and set(map(type, scales)) <= {float, int}
 
@@ -198,10 +198,10 @@ class Survey:
         self._storage_ids = list(map(expiring, self._storages))
         self._settings, self._objects = self._settings_now(), self._objects_now()
 
-    # Python builds and compares the two lists below in C.
+    # Python builds and compares the lists of the next two methods in C.
 
     def _settings_now(self) -> list[Any]:
-        """What ``set_adapters``, ``fuse_lora`` and similar functions change. The last item is the scales."""
+        """What ``set_adapters``, ``fuse_lora`` and similar functions change. The last item has all scales."""
         owns = self._owns
         scales = list(map(_scales_of, owns))
         return [

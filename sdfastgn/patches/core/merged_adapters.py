@@ -11,8 +11,8 @@ each tensor with their values when the weight was computed. If anything differs,
 again into the same memory. So a CUDA graph that reads this memory stays valid.
 
 - Calls without graphs compare layer by layer (``merged_layer``).
-- Before a graph is replayed, a ``Survey`` (``adapter_survey.py``) compares all layers of a model at once, in
-  loops that run in C.
+- When a graph is replayed, a ``Survey`` (``adapter_survey.py``) compares all layers of a model at once, in
+  loops that run in C. If the replay has read old weights, it is repeated.
 
 With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
 where no kernels run, and for every layer for which ``source_of`` returns a reason, such as hooks, dropout or

@@ -1,17 +1,24 @@
 """Runs frozen linear layers with LoRA adapters in training, with fewer passes over their results.
 
-peft replaces a layer of the model by a *wrapper*. Its forward calls the layer, two small layers (A and B) for
-each adapter, a product with the scale, and a sum. Under autocast the layer and A also cast the input, each
-for itself. Here the input is cast once, and the matrix product of B adds to the layer's result in place.
+peft replaces a layer of the model by a *wrapper*. Its forward runs the layer. Then, for each adapter, it runs
+two small layers (A and B), multiplies their result by a scale, and adds it to the layer's result. Under
+autocast the layer and each A cast the input separately. Here the input is cast once, and the matrix product
+with B adds to the layer's result in place.
 
-Layers that read the same input run as one: their weights lie side by side (``shared/packed_weights.py``),
-all A are rows of one matrix, and all B are blocks of another. All steps are PyTorch's own, so autograd knows
-their derivatives.
+Layers that read the same input can run as one layer: one matrix product with their weights, which lie side by
+side in memory (``shared/packed_weights.py``), one with all A, and one with all B. All steps are PyTorch's
+own, so autograd knows their derivatives.
 
-Numerics: B's product is not rounded before it is added. Otherwise as in peft.
+Numerics: scaled products with B are not rounded before they are added. peft rounds each product, its multiple
+by the scale, and each sum.
 
-peft's own code runs for adapters that cannot be merged either (``source_of``: dropout, hooks, DoRA), for
-adapters with biases, for layers whose own weights are trained, and without autocast if dtypes differ.
+peft's own code runs
+
+- for adapters that ``source_of`` refuses, such as adapters with dropout or hooks, and DoRA;
+- for adapters with biases, and for convolutions;
+- for layers whose own weights are trained;
+- if dtypes differ, except under autocast;
+- under compilers, in traces, and where no kernels run.
 """
 
 from __future__ import annotations
@@ -30,8 +37,8 @@ from sdfastgn.patches.core.merged_adapters import is_wrapper
 
 __all__ = ["adapted", "trained", "trained_sources"]
 
-# Layers run as one if their adapters have at most this rank together. The zeros beside the blocks of B are
-# multiplied too, which takes longer than it saves for large ranks.
+# Layers run as one if the ranks of all their adapters add up to at most this. The matrix with all B has zeros
+# beside each B. With larger ranks the products with these zeros take more time than one product saves.
 _MOST_RANKS = 64
 
 
@@ -44,7 +51,7 @@ def trained(layer: Any, x: Tensor) -> Tensor | None:
 def trained_sources(layers: Sequence[Any], x: Tensor) -> list[Source] | None:
     """The sources of ``layers``, which read the same x. None if the layers must be called one by one.
 
-    Some may be plain layers, whose sources have no adapters. At least one must be a wrapper.
+    Some layers may be plain: their sources have no adapters. None also if all layers are plain.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not dispatch.has_kernels(x):
         return None
@@ -71,32 +78,34 @@ def _source(layer: Any) -> Source | None:
     if not is_wrapper(layer):
         return None
     source = source_of(layer)
-    # Without active adapters peft's forward may have to subtract fused ones first.
+    # Without active adapters, peft's forward may first have to subtract adapters fused into the layer.
     is_trained = not isinstance(source, str) and type(source.base) is nn.Linear and source.pairs
     return source if is_trained else None  # type: ignore[return-value]
 
 
 def adapted(x: Tensor, weight: Tensor, bias: Tensor | None, sources: Sequence[Source]) -> Tensor:
-    """Computes the concatenated results of all layers with these ``sources``, (..., columns of all layers).
+    """Computes the results of all layers with these ``sources``, concatenated: (..., columns of all layers).
 
     Args:
         x: (..., K).
-        weight, bias: those of all layers, concatenated.
+        weight, bias: the weights of all layers, concatenated, and their biases.
         sources: the result of ``trained_sources``.
     """
     dtype = torch.get_autocast_dtype(x.device.type) if dispatch.is_autocast(x) else x.dtype
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     a, b, scale = _joined(sources)
-    # y is a matrix and no view: for an ``addmm_`` of a view autograd would copy the gradient.
+    # y has two dimensions and is no view: if it were a view, autograd would copy the gradient of ``addmm_``.
     y = F.linear(rows, weight.to(dtype), None if bias is None else bias.to(dtype))
     y.addmm_(F.linear(rows, a.to(dtype)), b.to(dtype).t(), alpha=scale)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
 def _joined(sources: Sequence[Source]) -> tuple[Tensor, Tensor, float]:
-    """Returns all A as one matrix (rank, K), all B as one (columns of all layers, rank), and their scale.
+    """Returns (all A as one matrix, all B as one matrix, the scale of the product with B).
 
-    In the second matrix each layer's B is a block beside zeros, at the columns of the layer.
+    The shapes are (sum of all ranks, K) and (columns of all layers, sum of all ranks). The second matrix is
+    block-diagonal, with one block for each layer. If the adapters have different scales, each B is multiplied
+    by its own scale, and the returned scale is 1.
     """
     pairs = [pair for source in sources for pair in source.pairs]
     if len(pairs) == len(sources) == 1:

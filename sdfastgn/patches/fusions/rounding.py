@@ -1,9 +1,10 @@
-"""Norms under autocast: results in half precision where the next layers would cast them anyway.
+"""Norms under autocast that write half precision, where the next layers would cast the result anyway.
 
 Under autocast PyTorch's norms return fp32. Each linear layer or convolution that reads such a result casts it
-to half precision first. If all readers are such layers, the norm can write half precision itself: the same
-bits, because fp32 results are rounded once in both cases. This saves the casts' passes over the tensor in the
-forward, and in the backward those of their gradients.
+to half precision first. If all readers are such layers, and the norm's input and parameters have half
+precision, the norm writes half precision itself. The layers get the same bits, because the result is computed
+in fp32 and rounded once in both cases. This saves the pass over the tensor that casts it, and in the backward
+the pass that casts its gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ T = TypeVar("T")
 
 
 def rounded(call: Callable[..., T], norm: Any, x: Tensor, *args: Any, readers: Sequence[Any] | None) -> T:
-    """Computes ``call(norm, x, *args)``, with a result in the dtype of x if ``readers`` cast to it.
+    """Computes ``call(norm, x, *args)``, with a result in the dtype of x if all ``readers`` cast it to this.
 
     Args:
         call: a function that runs ``norm`` and elementwise operations, but no other layer.
         norm: the norm of x, or of a sum with x.
         x: the input.
-        readers: the layers that read the result. None if other code may read it.
+        readers: the layers that read the result. None if other code may read the result.
     """
     if readers is None or not dispatch.is_autocast(x) or not _is_cast(norm, x, readers):
         return call(norm, x, *args)
@@ -45,7 +46,10 @@ def rounded(call: Callable[..., T], norm: Any, x: Tensor, *args: Any, readers: S
 
 
 def _is_cast(norm: Any, x: Tensor, readers: Sequence[Any]) -> bool:
-    """True if autocast has the dtype of x and of the norm's parameters, and all ``readers`` cast to it."""
+    """True if x and the parameters of ``norm`` have autocast's dtype, and all ``readers`` cast to it.
+
+    ``norm`` must be a LayerNorm or a fused GroupNorm, without hooks.
+    """
     kind = type(norm)
     if torch.compiler.is_compiling() or not (
         kind is nn.LayerNorm or getattr(kind, "norm_alone", None) is kind

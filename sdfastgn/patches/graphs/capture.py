@@ -48,7 +48,7 @@ class AnyGraph(Protocol):
     gradients: ClassVar[Any]
     # False if a new value of any attribute of the model needs a new capture (``factors.py``).
     has_factors: ClassVar[bool]
-    # How many items the forward leaves in each list in the arguments. Empty if it takes none.
+    # How many items the forward leaves in each list in the arguments. Empty if it removes no items.
     left: list[int]
 
     def __init__(
@@ -58,7 +58,7 @@ class AnyGraph(Protocol):
 
     @staticmethod
     def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
-        """Run what the constructor captures, so that kernels are compiled and algorithms are chosen."""
+        """Run what the constructor captures, so that kernels are compiled and cuDNN has chosen algorithms."""
 
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the graph with the arguments of ``call``, and return a copy of its output."""
@@ -75,9 +75,10 @@ class Handle(Protocol):
 class Backend(Protocol):
     """Captures and replays graphs on one device. ``CudaBackend`` is for GPUs; tests have one for the CPU.
 
-    The graphs of a device share a memory pool, so only one of them may run at a time. Each thread holds
-    ``lock`` while it starts a graph. On the GPU, ``ordered`` makes each graph wait for the end of the
-    previous graph, even if this runs on another stream.
+    The graphs of a device share a memory pool, so only one of them may run at a time. (A ``TrainingGraph``
+    has a pool of its own, but follows the same rules.) Each thread holds ``lock`` while it starts a graph. On
+    the GPU, ``ordered`` makes each graph wait for the end of the previous graph, even if this runs on another
+    stream.
     """
 
     lock: Any
@@ -92,7 +93,7 @@ class Backend(Protocol):
         """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
 
     def new_pool(self) -> Any:
-        """A memory pool of its own for ``capture``."""
+        """Returns a new memory pool, for graphs that must not share theirs with others."""
 
     def capture(self, fn: Callable[[], Any], pool: Any = None) -> Handle:
         """Capture a call of ``fn``. If this fails, raise the error and leave the device as it was.
@@ -107,7 +108,7 @@ class Backend(Protocol):
         """Block until the GPU work of all ``ordered`` contexts is done. Then graphs may be dropped."""
 
     def memory(self) -> int:
-        """Size in bytes of the memory pool that the graphs share; 0 if PyTorch does not report it."""
+        """Size in bytes of the memory pools of all graphs; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
         """True if at least as much memory is free as the graphs take, for models without graphs."""
@@ -155,10 +156,10 @@ def capture_call(
         forward: the method that is captured, bound to its module.
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
-        watch_of_now: returns a ``Watch`` that records the present state of ``module``. It is called just
+        watch_of_now: returns a ``Watch`` that records the present state of the module. It is called just
             before the capture.
         is_warm: True if this thread has made a call of this kind before, so that kernels are compiled and
-            cuDNN has chosen its algorithms. If False, the forward runs once before the capture to do this.
+            cuDNN has chosen its algorithms. If False, ``kind.warm_up`` does this before the capture.
         scratch: attributes of the module that each call sets before it reads them, and that hold no tensors
             after a call.
 
@@ -241,7 +242,7 @@ def _without(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
     """A context that begins without the attributes ``scratch`` of ``module``. Its end restores them.
 
     So a forward that reads such an attribute before it sets it raises AttributeError. Raises Unsupported if
-    one holds a tensor at the end, because a replay would not renew it.
+    such an attribute holds a tensor at the end, because a replay would not set the attribute again.
     """
     attributes = vars(module)
     before = {name: attributes.pop(name) for name in scratch if name in attributes}
@@ -262,7 +263,10 @@ def run_on_copies(forward: Callable[..., Any], call: Call, backend: Backend) -> 
 
 
 def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:
-    """Copies of the tensors of ``call``. Raises Unsupported if they cannot be copied."""
+    """Copies of the tensors of ``call``. A copy requires gradients if its tensor does.
+
+    Raises Unsupported if the tensors cannot be copied.
+    """
     try:
         with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
             buffers = call.buffers()
@@ -299,7 +303,7 @@ class _CudaHandle:
 
 
 class CudaBackend:
-    """The ``Backend`` of one GPU, with a memory pool, a stream for captures and an event to order replays."""
+    """The ``Backend`` of one GPU. It has a stream for captures and an event that orders replays."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()

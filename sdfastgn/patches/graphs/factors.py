@@ -2,15 +2,16 @@
 
 A graph repeats the Python numbers of its capture. Some of these numbers are *factors*: FreeU's four numbers
 and the scale of an IP-Adapter, which are attributes of modules, and the scale of a ControlNet, which is an
-argument. diffusers multiplies tensors by them or writes them into tensors, and otherwise only asks whether
-they are 0.
+argument. diffusers multiplies tensors by a factor or writes it into a tensor, and otherwise only asks whether
+the factor is 0.
 
 While a call is captured, a ``Factor`` replaces each of these numbers. It is a float, but operations of
 PyTorch read its value from memory on the device. New values are written into this memory before a replay, so
 they need no new capture.
 
-A number is a factor only if the installed code that reads it was tested (``tested_sources.py``). Otherwise it
-is watched like all other attributes, and a new value leads to a new capture.
+A number is a factor only if the installed code that reads it was tested (``tested_sources.py``). In graphs
+with gradients only arguments are factors (``TrainingGraph.has_factors``). A new value of any other number
+leads to a new capture.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Factor(float):
     Args:
         value: the present value, which Python code reads.
         memory: the value on the device, fp64, of the shape (1,).
-        rounded: the same in fp32, in which PyTorch multiplies tensors of lower precision.
+        rounded: the same value in fp32. PyTorch multiplies tensors of fp16, bf16 and fp32 in this precision.
     """
 
     def __new__(cls, value: float, memory: Tensor, rounded: Tensor) -> Factor:
@@ -60,7 +61,8 @@ class Factor(float):
     ) -> Any:
         """PyTorch calls this instead of ``func`` if an argument is a ``Factor``.
 
-        Raises TypeError for all but products and writes into a tensor.
+        Raises TypeError for all functions but products and writes into a tensor. In a thread that does not
+        capture, ``func`` gets the number instead.
         """
         *tensors, factor = args
         if not isinstance(factor, cls):
@@ -74,10 +76,10 @@ class Factor(float):
             return None
         if func not in _PRODUCTS or kwargs:
             raise TypeError(f"{func.__name__} reads a number that a graph takes as an input")
-        # A tensor of shape (1,) makes PyTorch multiply in fp32 and round once, as with a Python number. A
-        # tensor without dimensions would first be rounded to the dtype of ``x``.
+        # With as many dimensions as ``x``, the factor makes PyTorch multiply in fp32 and round once, as with
+        # a Python number. A factor without dimensions would first be rounded to the dtype of ``x``.
         value, dtype = value.view((1,) * x.dim()), torch.result_type(x, 1.0)
-        if torch.is_grad_enabled():  # autograd supports no ``out``, which saves a pass
+        if torch.is_grad_enabled():  # autograd does not support ``out``, which saves a pass below
             return torch.mul(x, value).to(dtype)
         return torch.mul(x, value, out=torch.empty_like(x, dtype=dtype))
 
@@ -99,7 +101,7 @@ class Reader(NamedTuple):
 
     @property
     def sources(self) -> tuple[TestedSource, ...]:
-        """The code that must be known."""
+        """The code that reads the factors."""
         path, _, kind = self.name.rpartition(".")
         module = importlib.import_module(path)
         found = [tested(getattr(module, kind), self.method)]
@@ -155,14 +157,15 @@ def is_number(value: Any) -> bool:
 class Factors:
     """The factors in the attributes of a model's modules. A ``Watch`` owns them.
 
-    It has the methods of the classes in ``comparisons.py``. Only the values of the factors may change.
+    This class has the methods of the classes in ``comparisons.py``. A factor may get a new value, but must
+    not become 0, and must stay 0 if it was.
     """
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._places: list[Place] = []
-        self._values: list[Any] = []  # the last values, in new lists
+        self._values: list[Any] = []  # copies of the last values
         self._memory: tuple[Tensor, ...] = ()  # all values, in fp64 and in fp32
 
     def add(self, path: str, module: nn.Module) -> tuple[str, ...]:
@@ -181,7 +184,7 @@ class Factors:
         self._forms = list(map(_form, self._values))
 
     def same(self) -> bool:
-        """True if nothing but values has changed. A factor also stays 0, or other than 0."""
+        """True if nothing but values has changed, and the same factors are 0 as at ``freeze``."""
         now = self._now()
         return now == self._values or list(map(_form, now)) == self._forms
 
@@ -214,7 +217,7 @@ class Factors:
     def refresh(self) -> bool:
         """Write new values into the memory, in the current stream.
 
-        Returns False if something else than values has changed.
+        Returns False if another change makes the graphs invalid: ``same`` would also return False.
         """
         if not self._memory or self.are_written():
             return True
@@ -230,7 +233,7 @@ class Factors:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """A context in which a ``Factor`` replaces each number. ``allocate`` must be called before."""
+        """A context in which a ``Factor`` replaces each number. Call ``allocate`` first."""
         places = itertools.count()
         with contextlib.ExitStack() as stack:
             for attributes, name in zip(self._dicts, self._names, strict=True):

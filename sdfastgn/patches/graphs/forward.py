@@ -4,8 +4,9 @@ A call takes these steps, each in its own file:
 
 1. ``models.py`` says whether the model can run as a graph, and ``arguments.py`` makes a key of the arguments.
 2. If ``store.py`` has a graph for the key, and all weights are still at the addresses that the graph reads,
-   the graph is started. While the GPU runs it, ``watch.py`` compares the model with its state at the capture.
-   If the model has changed, the result is discarded and the graphs are dropped.
+   new scales of adapters and new values of factors (``factors.py``) are written into memory, and the graph is
+   started. While the GPU runs it, ``watch.py`` compares the model with its state at the capture. If the model
+   has changed, the result is discarded and the graphs are dropped.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
    draws random numbers is not captured (``random_numbers.py``).
 4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
@@ -79,7 +80,7 @@ class _Current(NamedTuple):
         call: the arguments.
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
-        survey: the module's layers with merged weights of adapters.
+        survey: the module's layers with merged weights of adapters. In calls with gradients: ``Flags``.
         scale: the scale for all adapters, if the arguments contain one.
     """
 
@@ -92,9 +93,9 @@ class _Current(NamedTuple):
     scale: LoraScale
 
     def refresh(self, watch: Watch | None = None) -> bool:
-        """Bring the merged weights and the factors of ``watch`` up to date.
+        """Bring the merged weights and the factors of ``watch`` (``factors.py``) up to date.
 
-        Returns False if that is impossible (``Survey.refresh``, ``Factors.refresh``).
+        Returns False if this is impossible (``Survey.refresh``, ``Factors.refresh``).
         """
         with self.backend.ordered():
             return self.survey.refresh(self.scale.factor) and (watch is None or watch.factors.refresh())
@@ -109,7 +110,7 @@ class GraphedForward(InstanceEntry):
         module: the module.
         mode: ``"auto"``: the second call of a kind is captured. True: the first call of a kind is captured.
             False: all calls run eagerly. Calls are of one kind if one graph serves them all.
-            ``"training"``: as ``"auto"``, and calls with gradients become graphs too.
+            ``"training"``: like ``"auto"``, but calls with gradients become graphs too.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
         stands_over_own: True if the module's ``__dict__`` already had an entry ``method`` with the method of
@@ -268,10 +269,10 @@ class GraphedForward(InstanceEntry):
         return count
 
     def pool_bytes(self) -> dict[int, int]:
-        """{id of the backend: size of its memory pool in bytes}; empty if there are no graphs.
+        """{id of the backend: size of all its memory pools in bytes}; empty if there are no graphs.
 
-        All modules on one device share one backend and one pool. The id lets callers count it only once. A
-        size is 0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
+        All modules on one device share one backend. The id lets callers count its pools only once. A size is
+        0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
         """
         backend = self._store.backend
         own = {id(backend): backend.memory()} if backend is not None and len(self._store) else {}

@@ -35,8 +35,8 @@ __all__ = [
     "wait_for_gpus",
 ]
 
-# The values of ``optimize``'s option ``cuda_graphs``. Under the first three, only calls without gradients
-# become graphs.
+# MODES: the values of ``optimize``'s option ``cuda_graphs``. In those of INFERENCE_MODES no call with
+# gradients becomes a graph.
 INFERENCE_MODES = ("auto", True, False)
 MODES = ("training", *INFERENCE_MODES)
 
@@ -46,7 +46,7 @@ class Graphs:
     """What the report says about the graphs of one module.
 
     Attributes:
-        path: the module's dotted path, or words for its calls with gradients.
+        path: the module's dotted path, and ", calls with gradients" if this is about such calls.
         kind: the name of the module's class.
         mode: "auto", "training", "True" or "False", as in ``optimize``.
         captured: number of captures so far.

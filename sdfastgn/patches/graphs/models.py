@@ -47,8 +47,8 @@ class Decoder(NamedTuple):
         method: the name of the method whose calls become graphs.
         scratch: attributes of the module that each call of the method sets before it reads them. Between two
             calls they hold no tensors.
-        scale: height of the image divided by that of its latents. None: the module has this number, as
-            ``spatial_compression_ratio``.
+        scale: height of the image divided by the height of its latents. None: the module's attribute
+            ``spatial_compression_ratio`` is this number.
     """
 
     most_pixels: int
@@ -58,15 +58,16 @@ class Decoder(NamedTuple):
 
 
 # The decoders of Wan and Qwen-Image compute one frame of latents at a time. They keep the last frames of each
-# convolution's input in a list that the autoencoder makes. So the method that becomes a graph is the
-# autoencoder's: it makes the list and clears it.
+# convolution's input in a list. The autoencoder's ``_decode`` makes this list and clears it, so calls of
+# ``_decode`` become graphs. These attributes of the autoencoder hold such a list for the decoder and one for
+# the encoder, their lengths, and an index into each.
 _CACHES = frozenset(
     ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
 )
-# Full name of the class -> when and how it becomes a graph. Python takes equally long for frames of any size,
-# while the GPU takes longer for larger ones. A call of ``most_pixels`` takes Python and the GPU about 10 ms
-# each on an H100 (estimated from docs/benchmarks.md, "Video"). A graph of a larger call would save little
-# time and hold gigabytes.
+# Full name of the class -> its description. Python takes equally long for frames of any size, while the GPU
+# takes longer for larger frames. In a call with ``most_pixels``, Python and the GPU take about 10 ms each on
+# an H100 (estimated from docs/benchmarks.md, "Video"). A graph of a larger call would save little time and
+# hold gigabytes.
 _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Decoder(
         768 * 768, "_decode", _CACHES
@@ -74,11 +75,11 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
         768 * 768, "_decode", _CACHES
     ),
-    # Larger images have graphs of their tiles.
+    # With tiling, larger images have graphs of their tiles.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
         512 * 1024, scale=32
     ),
-    # 25 frames, which are 4 frames of latents. Larger videos have graphs of their tiles.
+    # 25 frames, which are 4 frames of latents. With tiling, larger videos have graphs of their tiles.
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
 }
 # All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
@@ -168,7 +169,7 @@ def scratch_of(module: nn.Module) -> frozenset[str]:
 
 
 def reason_for(module: Any, call: Call) -> str | None:
-    """Why ``call`` of ``module`` must run eagerly in any state of ``module``; None if it may be a graph."""
+    """Why ``call`` must run eagerly: it is too large, or ``module`` decodes in tiles. None if it need not."""
     decoder = _DECODERS.get(_class_name(module))
     if decoder is None:
         return None

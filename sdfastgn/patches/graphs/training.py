@@ -1,8 +1,8 @@
 """CUDA graphs for training: one graph of a call's forward, and one of its backward.
 
-What the forward saves for the backward is in memory of the graph. So after a replay of the forward, the graph
-waits for the backward of this call: until it has run, or until the result of the call is freed, other calls
-run eagerly.
+What the forward saves for the backward is in memory of the graphs, and the next replay of the forward
+overwrites it. So after a replay, other calls that need the same graph run eagerly, until the backward of the
+replayed call has run or until its result is freed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Flags(Survey):
     """A ``Survey`` of a model ``root`` whose calls have gradients.
 
     With gradients no layer runs with merged weights. This survey checks instead that the same parameters
-    require gradients, and that no module has backward hooks.
+    require gradients as when it was made, and that no module has backward hooks.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -76,7 +76,7 @@ class TrainingGraph:
 
     Args:
         module: the module whose call is captured.
-        buffers: memory for the tensors of the call. Those for which a gradient is wanted require gradients.
+        buffers: memory for the tensors of the call. A buffer requires gradients if its tensor does.
         run: the forward, with ``buffers`` as its arguments.
         backend: captures and replays.
         watch: the state of ``module`` at the capture.
@@ -86,7 +86,8 @@ class TrainingGraph:
     """
 
     gradients: ClassVar[Any] = torch.enable_grad
-    # A new value would be written before the backward of the last call has read the old one.
+    # A call that runs eagerly also writes new values of factors into memory (``factors.py``). The backward of
+    # the last replay may not have read the old values yet.
     has_factors: ClassVar[bool] = False
     left: list[int]
 
@@ -116,7 +117,7 @@ class TrainingGraph:
             self._backward = backend.capture(
                 lambda: torch.autograd.grad(ends, wanted, self._received, allow_unused=True), pool
             )
-        # Without autograd's nodes, and with the same tensor where one occurs twice.
+        # The output keeps no nodes of autograd. A tensor that occurs in it twice stays one tensor.
         plain = {id(tensor): tensor.detach() for tensor in outputs}
         self._forward.output = mapped(self._forward.output, lambda tensor: plain[id(tensor)])
         self._outputs = list(plain.values())
@@ -142,8 +143,9 @@ class TrainingGraph:
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the forward with the arguments of ``call``, and return a copy of its output.
 
-        The copy belongs to autograd's graph: its backward replays the backward. The caller holds the lock of
-        ``backend``. Raises Unsupported while the backward of an earlier call is outstanding.
+        Autograd knows the copy: when a gradient reaches it, the captured backward is replayed. The caller
+        holds the lock of ``backend``. Raises Unsupported while the backward of an earlier replay is
+        outstanding.
         """
         last = None if self._turn is None else self._turn()
         if last is not None and not last.is_done:
@@ -167,11 +169,11 @@ class TrainingGraph:
 
         Args:
             turn: the replay of the forward to which this backward belongs.
-            versions: the versions of all parameters after this replay.
+            versions: the versions of all parameters after this replay: how often each was written in place.
             received: the gradient of each output; None for zeros.
 
-        Raises RuntimeError if the forward was replayed again, or if a parameter was written in place or has
-        other memory since then.
+        Raises RuntimeError if the forward was replayed again after ``turn``, if a parameter was written in
+        place or got other memory after ``turn``, or if another thread keeps the backend's lock too long.
         """
         with self._locked(), self._backend.ordered():
             if self._turn is None or self._turn() is not turn:
@@ -197,10 +199,11 @@ class TrainingGraph:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """A context that holds the lock of the backend. Raises RuntimeError if it is not free in time.
+        """A context that holds the backend's lock. Raises RuntimeError if the lock is not free in time.
 
-        The capture of another model holds this lock, and captures a backward. PyTorch has one thread for all
-        backwards of a GPU: if it waited here without a limit, the capture would never end.
+        PyTorch runs all backwards of a GPU in one thread. A capture in another thread holds the lock, and
+        needs this thread for the backward that it captures. If this thread waited here without a limit,
+        the capture would never end.
         """
         if not self._backend.lock.acquire(timeout=_PATIENCE):
             raise RuntimeError(
@@ -239,11 +242,12 @@ class _Replayed(torch.autograd.Function):
 
 @contextmanager
 def _aliased(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """A context in which ``module`` has new parameters with the memory of ``parameters``, which it yields.
+    """A context in which new parameters with the same memory replace ``parameters`` in ``module``.
 
-    Autograd has one node for the gradient of each parameter, with the stream on which it was made. A result
-    of an earlier call keeps this node alive. A capture in which a gradient reaches such a node fails, because
-    autograd would make the earlier stream wait. New parameters have new nodes.
+    Yields the new parameters. They are needed because autograd has one node for the gradient of each
+    parameter, and this node remembers the stream on which it was made. A result of an earlier call keeps the
+    node alive. If a gradient reached this node in a capture, autograd would synchronize with the earlier
+    stream, and the capture would fail. New parameters have new nodes.
     """
     alias_of = {id(parameter): nn.Parameter(parameter.detach()) for parameter in parameters}
     entries = [
