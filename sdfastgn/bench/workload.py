@@ -260,7 +260,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 
 
 def _graph_pool_bytes() -> int:
-    """Size of the memory pools of CUDA graphs. They hold what the forward of a graph saves."""
+    """Size of the memory pools of all CUDA graphs. The pools hold what a graph's forward saves."""
     segments = torch.cuda.memory_snapshot()
     return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
 
@@ -272,7 +272,8 @@ def build_training(config: BenchConfig) -> Workload:
     ``call`` returns the gradients. Weights are in the config's dtype. There is no gradient checkpointing. A
     step does not include an optimizer, whose time and memory would be the same for every variant.
 
-    With ``config.lora_rank`` the UNet is frozen, and a LoRA in fp32 is trained under autocast.
+    With ``config.lora_rank`` the UNet is frozen, and a LoRA in fp32 is trained: under autocast, unless the
+    UNet is in fp32 too.
     """
     unet, scale = component(config, "unet")
     unet.train()

@@ -15,13 +15,13 @@ def add_lora(
 ) -> None:
     """Adds a LoRA to the attention of ``model``, a model of diffusers.
 
-    The product of its two matrices is small beside the layer's weight.
+    The LoRA changes each layer little: the product of its two matrices, A and B, is small beside the weight.
 
     Args:
-        rank: number of columns of the two matrices.
+        rank: number of rows of A, which is the number of columns of B.
         seed: seed of the random weights.
         name: the adapter's name.
-        dtype: dtype of the adapter; None for that of the model.
+        dtype: dtype of the adapter; None for the dtype of the model.
     """
     from peft import LoraConfig
 
