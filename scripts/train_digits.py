@@ -85,7 +85,10 @@ def train(name: str, model: Any, images: Tensor, options: argparse.Namespace) ->
 
 
 def curve_difference(losses: list[float], reference: list[float]) -> float:
-    """Returns the maximum relative difference of the smoothed losses, or NaN if any loss is not finite."""
+    """Returns the maximum relative difference of the smoothed losses.
+
+    It is infinite or NaN if any loss is not finite.
+    """
     window = max(1, min(LONGEST_WINDOW, len(reference) // 20))
     ours, theirs = (np.convolve(each, np.full(window, 1 / window), "valid") for each in (losses, reference))
     return float(np.abs((ours - theirs) / theirs).max())

@@ -92,7 +92,7 @@ STEPS = (
         ("tiled_decode",),
         60,
     ),
-    # ---- steps, decodes and pipelines
+    # ---- UNet steps, VAE decodes and pipelines
     Step(
         "sd15.json",
         "sdfastgn bench --model sd15 --part unet --part vae --fp32-reference --repeats 10"
