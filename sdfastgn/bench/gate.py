@@ -91,7 +91,10 @@ def tensors(output: Any) -> dict[str, torch.Tensor]:
 
 
 def kept(output: Any) -> Any:
-    """Return a copy of ``output``, because a later replay of a CUDA graph may overwrite ``output``."""
+    """Return ``output`` with its tensors copied, because a later replay of a CUDA graph may overwrite them.
+
+    An array of images is returned as it is: it is on the CPU, where no replay writes.
+    """
     if isinstance(output, dict):  # gradients go to the CPU, because GPU memory is measured
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in output.items()}
     return output.detach().clone() if isinstance(output, torch.Tensor) else output

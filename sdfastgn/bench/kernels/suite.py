@@ -1,8 +1,9 @@
 """The classes that describe a suite of kernel benchmarks: providers, operations, configs and rows.
 
-The suites are in ``suites.py``. GB/s and the ideal ratio to the copy are computed from the number of tensors
-that a pass must read or write. Only tensors of the input's size are counted: two for a forward (x and y),
-three for a backward (x, dy and dx), and five for a forward with its backward.
+The suites are in ``suites.py``. A provider that only copies the first operand (``COPY``) is timed as well.
+GB/s and the ideal ratio to its time are computed from the number of tensors that a pass must read or write.
+Only tensors of the input's size are counted: ``Operation.tensors`` for a forward (usually two: x and y),
+three for a backward (x, dy and dx), and the sum of both for a forward with its backward.
 """
 
 from __future__ import annotations

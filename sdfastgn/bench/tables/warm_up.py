@@ -1,6 +1,6 @@
-"""The table of a pipeline's first images.
+"""The table of how long a process waits for a pipeline's first images, and of the memory it takes.
 
-``scripts.publish.warm_up`` measures them. The table is here because ``sdfastgn report`` shows it.
+``scripts.publish.warm_up`` makes the measurements. The table is here because ``sdfastgn report`` shows it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
     return q.clone() if y is None else y
 
 
-# --- the public functions -------------------------------------------------------------------------
+# --- the entry points: attend (internal, unchecked) and wide_attention (public) -------------------
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from sdfastgn.kernels.statistics.config import statistics_config
 class BatchNormGradPlan:
     """The launches for one kind of call: ``small`` alone, or any of ``sums``, ``merge`` and ``apply``.
 
+    dz is the gradient of the activation's argument. It is also the gradient of the residual.
+
     Attributes:
         small: the launch that computes everything, or None.
         sums: the launch that stores dz if it is wanted, and sums of chunks. None if neither is needed.

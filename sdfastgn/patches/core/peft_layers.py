@@ -50,7 +50,11 @@ class _MergedLayer(nn.Module):
             merged_weights.only_reads.reset(token)
 
     def _is_set(self, names: Any) -> bool:
-        """True if the adapters ``names`` are active, and their parameters alone require gradients."""
+        """True only if peft's ``set_adapter(names)`` would change nothing.
+
+        Then ``names`` is the list of active adapters. Of all adapters' parameters, exactly those of ``names``
+        require gradients. False in cases that are not checked, such as adapters of embeddings.
+        """
         own: Any = vars(self)
         if type(names) is not list or names != own["_active_adapter"]:
             return False
