@@ -94,27 +94,29 @@ class Survey:
         if not self.layers:
             return True
         try:
-            return (
-                self._factor is not None
-                and not any(map(is_expired, self._storage_ids))
-                and self._objects_now() == self._objects
-            )
+            return self._has_same_objects()
         except (AttributeError, LookupError, RuntimeError):  # another thread is changing the adapters
             return False
+
+    def _has_same_objects(self) -> bool:
+        return (
+            self._factor is not None
+            and not any(map(is_expired, self._storage_ids))
+            and self._objects_now() == self._objects
+        )
 
     def _refresh(self, factor: float) -> bool:
         for device in self._devices:
             read_on(device)
-        if self._factor is not None and not any(map(is_expired, self._storage_ids)):
+        if self._has_same_objects():
             settings = self._settings_now()
-            if self._objects_now() == self._objects:
-                if settings == self._settings and factor == self._factor:
+            if settings == self._settings and factor == self._factor:
+                return True
+            if self._differ_in_scales(settings):
+                self._factor = None
+                if self._rescale(factor):
+                    self._settings, self._factor = [touches(), *settings[1:]], factor
                     return True
-                if self._differ_in_scales(settings):
-                    self._factor = None
-                    if self._rescale(factor):
-                        self._settings, self._factor = [touches(), *settings[1:]], factor
-                        return True
         self._factor = self._sums = None
         if not self._find():
             return False
