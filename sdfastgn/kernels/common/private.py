@@ -183,6 +183,10 @@ else:
     is_expired, expiring = StorageWeakRef.expired, lambda reference: reference
 
 
+# Returns a tensor's version: the number of writes into it that PyTorch has counted.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
 def is_alone(tensor: Tensor) -> bool:
     """True if no other tensor shares the memory of ``tensor``, so that its values may be moved in it.
 

@@ -5,22 +5,19 @@ That file explains the terms *wrapper* (peft's layer), *stand-in* and *merged we
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["OF_CONV", "Source", "active_adapters", "source_of", "version_of"]
+__all__ = ["OF_CONV", "Source", "active_adapters", "source_of"]
 
 # Settings of a convolution. Its adapters, and the stand-in that runs with merged weights, must have the same
 # settings.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
-
-# Returns a tensor's version: the number of writes into it that PyTorch has counted.
-version_of = attrgetter("_version")
 
 
 class Source(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.kernels.common.private import expiring, is_expired
+from sdfastgn.kernels.common.private import expiring, is_expired, version_of
 from sdfastgn.kernels.low_rank.op import LowRankSums
-from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of, version_of
+from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of
 from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
 from sdfastgn.patches.core.merged_weights import read_on, records, rescale, touches, write
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sdfastgn.kernels.common.private import expiring, is_expired
+from sdfastgn.kernels.common.private import expiring, is_expired, version_of
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, tensor_in_words
 
 __all__ = ["Attributes", "Cells", "Empty", "Identities", "Memory", "Numbers", "Types", "Values", "Writes"]
@@ -29,7 +29,6 @@ __all__ = ["Attributes", "Cells", "Empty", "Identities", "Memory", "Numbers", "T
 # Python 3.10 has no operator.call.
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
-_version_of = operator.attrgetter("_version")
 _content_of = operator.attrgetter("cell_contents")
 _END = object()
 
@@ -299,10 +298,10 @@ class Writes(_Tensors):
     """Checks that nothing was written into tensors on the CPU. PyTorch counts the writes in ``_version``."""
 
     def freeze(self) -> None:
-        self._versions = list(map(_version_of, self.tensors))
+        self._versions = list(map(version_of, self.tensors))
 
     def same(self) -> bool:
-        return list(map(_version_of, self.tensors)) == self._versions
+        return list(map(version_of, self.tensors)) == self._versions
 
     def difference(self) -> str | None:
         for tensor, name, version in zip(self.tensors, self._names, self._versions, strict=True):

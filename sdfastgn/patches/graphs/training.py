@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.kernels.common.private import copy_each
+from sdfastgn.kernels.common.private import copy_each, version_of
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, mapped, tensors_in
 from sdfastgn.patches.graphs.capture import Backend
@@ -28,7 +28,6 @@ __all__ = ["Flags", "TrainingGraph"]
 
 # Maximum number of seconds that a backward waits for another thread's capture.
 _PATIENCE = 120
-_versions_of = attrgetter("_version")
 _requires_grad_of = attrgetter("requires_grad")
 
 
@@ -216,7 +215,7 @@ class TrainingGraph:
             self._backend.lock.release()
 
     def versions(self) -> list[int]:
-        return list(map(_versions_of, self._parameters))
+        return list(map(version_of, self._parameters))
 
     def not_differentiable(self, outputs: list[Tensor]) -> list[Tensor]:
         return [t for t, is_kept in zip(outputs, self._is_differentiable, strict=True) if not is_kept]
