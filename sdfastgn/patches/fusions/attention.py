@@ -176,7 +176,7 @@ class FusedAttention(Attention):
         return [layer_of(self, name) for name in ("to_q", "to_k", "to_v")]
 
     def _train(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
-        """The results of ``layers``, some of which have adapters, with gradients."""
+        """Computes the results of ``layers``, which may have adapters, with gradients."""
         sources = trained_sources(layers, x) if len(layers) > 1 else None
         if sources is not None:
             weights = [source.weight for source in sources]
