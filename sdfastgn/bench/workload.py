@@ -22,6 +22,7 @@ from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import PROMPT
 from sdfastgn.models.loras import add_lora
 from sdfastgn.models.saved import latent_scale
+from sdfastgn.patches.graphs.capture import pool_sizes
 from sdfastgn.program import OptionError
 
 T = TypeVar("T")
@@ -259,12 +260,6 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     return sum(found.values())
 
 
-def _graph_pool_bytes() -> int:
-    """Size of the memory pools of all CUDA graphs. The pools hold what a graph's forward saves."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
-
-
 def build_training(config: BenchConfig) -> Workload:
     """A training step of the UNet with fixed latents, timestep, text and noise.
 
@@ -306,7 +301,9 @@ def build_training(config: BenchConfig) -> Workload:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step(unet, kwargs)
-            step_mib = (torch.cuda.max_memory_allocated() - before + _graph_pool_bytes()) / 2**20
+            # The pools of CUDA graphs hold what a graph's forward saves.
+            pools = sum(pool_sizes().values())
+            step_mib = (torch.cuda.max_memory_allocated() - before + pools) / 2**20
         unet.zero_grad()
         return saved_mib, step_mib
 

@@ -7,6 +7,7 @@ import os
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Protocol
@@ -37,8 +38,12 @@ __all__ = [
     "Handle",
     "backend_of",
     "capture_call",
+    "pool_sizes",
     "run_on_copies",
 ]
+
+# Id of the pool of all memory that no CUDA graph holds.
+_NO_POOL = (0, 0)
 
 
 class AnyGraph(Protocol):
@@ -397,18 +402,28 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
-        if torch.cuda.get_allocator_backend() != "native":
-            return 0  # cudaMallocAsync, ComfyUI's default, raises an error in ``memory_snapshot``
+        sizes = pool_sizes()
+        if not sizes:
+            return 0
         with self.lock:  # no other thread may add a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
-        return sum(
-            s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
-        )
+        return sum(sizes[pool] for pool in pools)
 
     def has_room(self) -> bool:
         # ``capture`` has emptied the allocator's cache, so nearly all memory that is not in use is free.
         free, _ = torch.cuda.mem_get_info(self._device)
         return free >= self.memory()
+
+
+def pool_sizes() -> Counter[tuple[int, ...]]:
+    """{id of a memory pool of CUDA graphs: its size in bytes}; empty if PyTorch does not report it."""
+    sizes: Counter[tuple[int, ...]] = Counter()
+    if torch.cuda.get_allocator_backend() != "native":
+        return sizes  # cudaMallocAsync, ComfyUI's default, raises an error in ``memory_snapshot``
+    for segment in torch.cuda.memory_snapshot():
+        sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    del sizes[_NO_POOL]
+    return sizes
 
 
 _backends: dict[torch.device, CudaBackend] = {}

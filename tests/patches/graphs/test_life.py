@@ -12,11 +12,22 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sdfastgn
+from sdfastgn.patches.graphs.capture import pool_sizes
 from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
 from tests.patches.samples import each_copy, pickled
 
 pytestmark = pytest.mark.fused_on_cpu
+
+
+def test_the_sizes_of_the_pools_of_graphs(monkeypatch):
+    pools = [(0, 0), (0, 3), (0, 3), (0, 4)]
+    segments = [{"segment_pool_id": pool, "total_size": 2**place} for place, pool in enumerate(pools)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert pool_sizes() == {(0, 3): 6, (0, 4): 8}
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert pool_sizes() == {}
 
 
 def test_the_number_of_graphs_is_bounded():
