@@ -3,6 +3,7 @@
 Markers and the fixtures that tests ask for by name are in ``tests/plugin.py``.
 """
 
+import gc
 import importlib.util
 import os
 import warnings
@@ -21,6 +22,16 @@ if not torch.cuda.is_available():
 
 # The tests usually run in as many processes as there are cores, so more threads would only slow each other.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Exempts modules and collected tests from garbage collections, which would walk them each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # else extension modules report leaks at the end of the process
 
 
 @pytest.fixture(autouse=True)
