@@ -61,6 +61,7 @@ def main(rank: int, world: int, backend: str, store: str, result: str) -> None:
     if rank == 0:
         torch.save(found, Path(result))
     dist.barrier()
+    del model  # it has a reference to the process group, whose threads should end here
     dist.destroy_process_group()
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ import sdfastgn
 from sdfastgn.models.architectures import randomize
 from tests import ddp_worker as worker
 from tests.patches import samples
+from tests.processes import run_together
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -236,22 +235,11 @@ def test_function_transforms(transformed: Any, layout: torch.memory_format) -> N
 def test_gradients_of_two_processes(backend: str, tmp_path: Path) -> None:
     """Each has half of the batch; the averaged gradients are those of one process with all of it."""
     store, result = tmp_path / "store", tmp_path / "result.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "2", backend, str(store), str(result)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    command = [sys.executable, str(WORKER)]
+    run_together(
+        [[*command, str(rank), "2", backend, str(store), str(result)] for rank in range(2)],
+        tmp_path, OMP_NUM_THREADS="1", NCCL_NVLS_ENABLE="0",
+    )  # fmt: skip
     device = "cuda" if backend == "nccl" else "cpu"
     whole = worker.gradients(worker.build().to(device), slice(None), device)
     agree(torch.load(result), whole, 1e-4 if backend == "gloo" else 1e-2)

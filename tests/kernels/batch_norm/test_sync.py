@@ -1,6 +1,5 @@
 """Two processes that normalize a batch together compute what one process does with all of it."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from sdfastgn.kernels.batch_norm.sync import group_of
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from tests.kernels.batch_norm import sync_worker as worker
 from tests.kernels.samples import interpreted
+from tests.processes import run_together
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,16 +25,10 @@ def results(tmp_path_factory):
     command = [sys.executable, "-m", "tests.kernels.batch_norm.sync_worker"]
     ways = ["plain"] if torch.cuda.is_available() else worker.WAYS
     files = [folder / f"{rank}.pt" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), str(file), *ways],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        )
-        for rank, file in enumerate(files)
-    ]  # fmt: skip
-    for process in processes:
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said[-3000:]
+    run_together(
+        [[*command, str(rank), str(folder / "store"), str(file), *ways] for rank, file in enumerate(files)],
+        folder, cwd=ROOT, seconds=300,
+    )  # fmt: skip
     return [torch.load(file) for file in files]
 
 
