@@ -215,11 +215,13 @@ def _measuring(device: torch.device) -> Iterator[None]:
     """A context with ``device`` as current device, the global switches set, and autograd off."""
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
-        if device.type == "cuda":
-            # The capture of a CUDA graph collects garbage.
-            # Freezing all present objects excludes them from the collection, which saves a third of a second.
-            gc.collect()
-            gc.freeze()
+        if device.type != "cuda":
+            yield
+            return
+        # The capture of a CUDA graph collects garbage.
+        # Freezing all present objects excludes them from the collection, which saves a third of a second.
+        gc.collect()
+        gc.freeze()
         try:
             yield
         finally:

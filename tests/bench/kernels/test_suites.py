@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,6 +94,13 @@ def test_a_pass_moves_each_tensor_once():
     passes = ((op, op.passes[-1]) for suite in (INFER, TRAIN) for op in (*suite.operations, *suite.extras))
     assert [op.moved_tensors(what) for op, what in passes] == [2, 2, 3, 2, 5]
     assert SUITES["batch_norm"].operations[0].moved_tensors(BACKWARD) == 3
+
+
+def test_a_measurement_on_the_cpu_leaves_frozen_objects_frozen():
+    """A program may have called ``gc.freeze`` itself, and so do these tests."""
+    gc.freeze()
+    rows_of(SUITES["upsample"])
+    assert gc.get_freeze_count() > 0
 
 
 def test_shapes_are_those_of_stable_diffusion():
