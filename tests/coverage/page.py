@@ -36,9 +36,10 @@ One call of a network at the sizes that people use, stock and optimized with the
 where the CPU is slower than the GPU, the time is the CPU's. "Graph" says whether calls were replays
 of a CUDA graph. "CPU ms" is the time until all work of an optimized call is launched. Where it is
 shorter than the call, a graph would gain nothing. Errors are relative to the same call in fp32;
-they are measured for videos and in bf16. The UNets and VAEs of SD1.5 and SDXL are among the
-[benchmarks](benchmarks.md#end-to-end). Single layers and networks in which nothing is fused have no
-line.
+they are measured for videos and in bf16. With random weights, the priors of Stable Cascade and
+Wuerstchen amplify the rounding of bf16 until errors are above 1, stock's and optimized alike. The
+UNets and VAEs of SD1.5 and SDXL are among the [benchmarks](benchmarks.md#end-to-end). Single layers
+and networks in which nothing is fused have no line.
 
 A network that would be slower keeps stock's code and layout, and the report says why. The
 autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's refiner and Mochi repeat the border
