@@ -25,7 +25,7 @@ from scripts.publish.tables.end_to_end import (
     stable_fast_markdown,
 )
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
-from scripts.publish.tables.pipelines import comfyui_markdown, warm_up_markdown
+from scripts.publish.tables.pipelines import comfyui_markdown, comfyui_vaes_markdown, warm_up_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
 from scripts.publish.tables.tiled_decode import tiled_decode_markdown
@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "batches": batches_markdown,
     "latency": latency_markdown,
     "comfyui": comfyui_markdown,
+    "comfyui_vaes": comfyui_vaes_markdown,
     "real_sizes": real_sizes_markdown,
     "video": video_markdown,
     "adapters": adapters_markdown,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown
+from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, speed_up
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
 from sdfastgn.bench.tables.profile import MODEL_LABELS
@@ -50,15 +50,47 @@ def comfyui_markdown(results: Path) -> str:
     return markdown(*without_empty_columns(lines), sources)
 
 
+def comfyui_vaes_markdown(results: Path) -> str:
+    """Returns a table of ComfyUI's decodes of videos, with a line for each autoencoder and release.
+
+    The difference of pixels from stock's is relative to the norm of stock's pixels.
+    """
+    lines, sources = [], []
+    for content in documents(results, "comfyui_vaes"):
+        lines += [_vae_cells(row) for row in content["rows"]]
+        sources.append(f"bfloat16, {source_line(content)}")
+    return markdown(*without_empty_columns(lines), sources)
+
+
+def _vae_cells(row: dict[str, Any]) -> dict[str, str]:
+    what = f"{row.get('model', 'all')}, {row['comfyui']}{_dynamic(row)}"
+    if row["status"] != OK:
+        row, what = {}, f"{what}: {row['reason']}"
+    exact = {True: "yes", False: "**no**"}.get(row.get("is_exact_after_ejection"), NOTHING)
+    return {
+        "autoencoder, ComfyUI": what,
+        "stock ms": number(row.get("stock_ms")),
+        "sdfastgn ms": number(row.get("optimized_ms")),
+        "speed-up": speed_up(row["stock_ms"], row["optimized_ms"]) if row else NOTHING,
+        "peak MiB, stock": number(row.get("stock_mib")),
+        "peak MiB": number(row.get("optimized_mib")),
+        "pixels' difference": error_text(row.get("difference")),
+        "same bits after ejection": exact,
+    }
+
+
+def _dynamic(row: dict[str, Any]) -> str:
+    return " with DynamicVRAM" if row.get("dynamic_vram") else ""
+
+
 def _comfyui_setting(row: dict[str, Any]) -> tuple[Any, ...]:
     """The settings of a row. A row is compared with the row of stock that has the same settings."""
     return tuple(row[name] for name in ("comfyui", "dynamic_vram", "model", "size", "steps"))
 
 
 def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any] | None) -> dict[str, str]:
-    dynamic = " with DynamicVRAM" if row["dynamic_vram"] else ""
     model = f"{MODEL_LABELS[row['model']]} {row['size']}², {counted(row['steps'], 'step')}"
-    what = f"{model}, {row['comfyui']}{dynamic}, {_COMFYUI_LABELS[row['variant']]}"
+    what = f"{model}, {row['comfyui']}{_dynamic(row)}, {_COMFYUI_LABELS[row['variant']]}"
     if row["status"] != OK:
         row = {**row, "it_per_s": None}
         what += f": {row['reason']}"

@@ -1,5 +1,6 @@
-"""The script that times ComfyUI: its measurements on tiny models, and bad input."""
+"""The scripts that time ComfyUI: its measurements on tiny models, and bad input."""
 
+import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.publish import comfyui, comfyui_models
+from scripts.publish import comfyui, comfyui_models, comfyui_vaes
 from tests.command_line import exit_code
 from tests.patches.comfyui import comfy_checkout
 
 comfy_checkout.import_for_cpu()
+
+from comfy.ldm.wan.vae import WanVAE  # noqa: E402
 
 from tests.patches.comfyui import comfy_models  # noqa: E402
 
@@ -41,6 +44,7 @@ def on_the_cpu(monkeypatch):
         "get_allocator_backend": "native",
         "get_device_name": "CPU",
         "max_memory_allocated": 2e9,
+        "reset_peak_memory_stats": None,
     }
     for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -58,6 +62,15 @@ def test_what_it_measures(on_the_cpu, files, gpu_at_hand):
     assert all(0 < ours[name] < 1e-3 for name in names)
     assert ours["report"][0] == "UNetModel: faster"
     assert "Without a graph: 2 (there are no graphs on cpu)" in ours["control_report"]
+
+
+def test_decodes_of_videos(on_the_cpu, gpu_at_hand):
+    build = functools.partial(WanVAE, dim=8, z_dim=16, temperal_downsample=[False, True, True])
+    found = comfyui_vaes.times_of(comfyui_vaes.Decode("small Wan", build, (1, 16, 2, 1, 1)), 2)
+    assert found["report"][0] == "WanVAE: faster"
+    assert 0 < found["difference"] < 0.05
+    assert found["is_exact_after_ejection"]
+    assert all(found[f"{name}_{unit}"] > 0 for name in ("stock", "optimized") for unit in ("ms", "mib"))
 
 
 def test_a_row_that_cannot_be_measured_says_why(tmp_path):

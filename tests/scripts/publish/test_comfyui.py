@@ -1,8 +1,8 @@
-"""The table of ComfyUI's times."""
+"""The tables of ComfyUI's times."""
 
 from __future__ import annotations
 
-from scripts.publish.tables.pipelines import comfyui_markdown
+from scripts.publish.tables.pipelines import comfyui_markdown, comfyui_vaes_markdown
 from sdfastgn.bench.documents import document, write_json
 
 SAME = {"sampler": True, "vae": True}
@@ -48,3 +48,25 @@ def test_a_row_is_compared_to_stock_with_the_same_release_and_setting(tmp_path):
     )
     assert failed.startswith("| SDXL 1024², 30 steps, 1.0, stock: no memory | - |")
     assert source.startswith("ComfyUI 2.0, 1.0, GPU")
+
+
+def test_a_line_for_each_autoencoder_of_videos(tmp_path):
+    times = {"stock_ms": 300.0, "stock_mib": 4000.0, "optimized_ms": 150.0, "optimized_mib": 3000.0}
+    row = {
+        "comfyui": "2.0",
+        "dynamic_vram": True,
+        "model": "Wan",
+        "status": "ok",
+        **times,
+        "difference": 1e-3,
+    }
+    rows = [{**row, "is_exact_after_ejection": exact} for exact in (True, False)]
+    rows.append({"comfyui": "1.0", "status": "failed", "reason": "no memory"})
+    content = document("comfyui_vaes", {"gpu": "GPU"}, {}, [])
+    content["rows"] += rows
+    write_json(tmp_path / "a.json", content)
+    _, _, exact, inexact, failed, _, source = comfyui_vaes_markdown(tmp_path).splitlines()
+    assert exact == "| Wan, 2.0 with DynamicVRAM | 300 | 150 | 2.00x | 4000 | 3000 | 1.0e-03 | yes |"
+    assert inexact.endswith("| **no** |")
+    assert failed == "| all, 1.0: no memory | - | - | - | - | - | - | - |"
+    assert source.startswith("bfloat16, GPU")

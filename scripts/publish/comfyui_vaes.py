@@ -1,0 +1,172 @@
+"""Time decodes of ComfyUI's autoencoders for videos, stock and with sdfastgn.
+
+python -m scripts.publish.comfyui_vaes build/ComfyUI --json benchmarks/by_hand/comfyui_vaes.json
+
+Architectures are exact, and weights are random. Each release runs with its default memory management, which
+is DynamicVRAM in ComfyUI 0.16 and later.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from scripts.publish import comfyui_models
+from scripts.publish.runs import in_a_process, release_memory
+from sdfastgn.bench import timing
+from sdfastgn.bench.documents import FAILED, OK, document, write_json
+from sdfastgn.bench.environment import environment
+from sdfastgn.bench.images import relative_error
+from sdfastgn.cli import comfyui_checkout
+from sdfastgn.kernels.common.failures import one_line
+
+_HUNYUAN = "comfy.ldm.hunyuan_video.vae_refiner"
+
+
+def _wan_21() -> nn.Module:
+    from comfy.ldm.wan.vae import WanVAE
+
+    return WanVAE(dim=96, z_dim=16, temperal_downsample=[False, True, True])
+
+
+def _wan_22() -> nn.Module:
+    from comfy.ldm.wan.vae2_2 import WanVAE
+
+    return WanVAE(dim=160, z_dim=48, temperal_downsample=[False, True, True])
+
+
+def _hunyuan_video_15() -> nn.Module:
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    sizes = {
+        "block_out_channels": [128, 256, 512, 1024, 1024], "in_channels": 3, "out_channels": 3,
+        "num_res_blocks": 2, "ffactor_spatial": 16, "ffactor_temporal": 4, "downsample_match_channel": True,
+        "upsample_match_channel": True, "z_channels": 32,
+    }  # fmt: skip
+    return AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"},
+        encoder_config={"target": f"{_HUNYUAN}.Encoder", "params": sizes},
+        decoder_config={"target": f"{_HUNYUAN}.Decoder", "params": sizes},
+    )
+
+
+class Decode(NamedTuple):
+    """What a row measures: the decode of a latent of the shape ``latent``, (1, channels, frames, H, W)."""
+
+    label: str
+    build: Callable[[], nn.Module]
+    latent: tuple[int, ...]
+
+
+DECODES = (
+    Decode("Wan 2.1, 17 x 480 x 832", _wan_21, (1, 16, 5, 60, 104)),
+    Decode("Qwen-Image, 1024²", _wan_21, (1, 16, 1, 128, 128)),
+    Decode("Wan 2.2, 17 x 704 x 1280", _wan_22, (1, 48, 5, 44, 80)),
+    Decode("HunyuanVideo 1.5, 17 x 480 x 832", _hunyuan_video_15, (1, 32, 5, 30, 52)),
+)
+
+
+def main(
+    folders: Annotated[list[Path], typer.Argument(help="Checkouts of ComfyUI, one for each release.")],
+    rounds: Annotated[int, typer.Option(help="Repetitions of each decode.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write all results to this file.")
+    ] = None,
+) -> None:
+    """Time each release in a separate process."""
+    for folder in folders:
+        if not (folder / "comfy").is_dir():
+            raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folders")
+    content = document("comfyui_vaes", environment(torch.device("cuda")), {"rounds": rounds}, [])
+    for folder in folders:
+        try:
+            rows = in_a_process(rows_of, folder, rounds)
+        except Exception as error:  # the other releases are still timed
+            rows = [
+                {"comfyui": comfyui_checkout.release_of(folder), "status": FAILED, "reason": one_line(error)}
+            ]
+        content["rows"] += rows
+        if json_path is not None:
+            write_json(json_path, content)
+
+
+def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Returns a row for each of ``DECODES`` with the release in ``folder``. Call it in a fresh process."""
+    release = comfyui_checkout.import_comfyui(str(folder), modules=["comfy.sd", "nodes"])
+    is_dynamic = comfyui_checkout.has_dynamic_vram(folder)
+    if is_dynamic and not comfyui_checkout.start_dynamic_vram():
+        raise RuntimeError("comfy-aimdo does not work on this machine")
+    rows = []
+    for each in DECODES:
+        row = {"comfyui": release, "dynamic_vram": is_dynamic, "model": each.label}
+        try:
+            row |= {"status": OK, **times_of(each, rounds)}
+        except Exception as error:  # the other autoencoders are still timed
+            row |= {"status": FAILED, "reason": one_line(error)}
+        print(row, flush=True)
+        rows.append(row)
+        release_memory()
+    return rows
+
+
+@torch.inference_mode()
+def times_of(each: Decode, rounds: int) -> dict[str, Any]:
+    """Returns milliseconds and peak memory in MiB of ``each``, stock and with sdfastgn.
+
+    ``difference``: of the pixels from stock's, relative to the norm of stock's. ``is_exact_after_ejection``:
+    True if the stock VAE gives the same bits after the optimized VAE has run. ``report``: the lines of the
+    node's text.
+    """
+    from sdfastgn.patches.comfyui.model_patcher import optimize_vae
+    from sdfastgn.patches.comfyui.report import text_of
+
+    stock = _loaded(each.build)
+    latent = torch.randn(each.latent, generator=torch.Generator().manual_seed(0))
+    expected, *stock_costs = _decoded(stock, latent, rounds)
+    ours = optimize_vae(stock)
+    found, *costs = _decoded(ours, latent, rounds)
+    return {
+        **dict(zip(("stock_ms", "stock_mib"), stock_costs, strict=True)),
+        **dict(zip(("optimized_ms", "optimized_mib"), costs, strict=True)),
+        "difference": relative_error(found, expected),
+        "report": text_of(ours.patcher).splitlines(),
+        "is_exact_after_ejection": torch.equal(stock.decode(latent), expected),
+    }
+
+
+def _loaded(build: Callable[[], nn.Module]) -> Any:
+    """A VAE as ComfyUI's node Load VAE makes it, from a file with random weights in bf16."""
+    import folder_paths
+    import nodes
+
+    with torch.device("meta"):
+        module = build()
+    with tempfile.TemporaryDirectory() as folder:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        weights = comfyui_models.random_weights(module, torch.bfloat16, device)
+        save_file(weights, Path(folder) / "vae.safetensors")
+        folder_paths.add_model_folder_path("vae", folder, is_default=True)
+        (vae,) = nodes.VAELoader().load_vae("vae.safetensors")
+    return vae
+
+
+def _decoded(vae: Any, latent: Tensor, rounds: int) -> tuple[Tensor, float, float]:
+    """(pixels on the CPU, median milliseconds of a decode after two others, peak memory in MiB)"""
+    device = torch.device("cuda")
+    for _ in range(2):
+        pixels = vae.decode(latent)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = [timing.time_once(lambda: vae.decode(latent), device)[0] for _ in range(rounds)]
+    return pixels, 1e3 * statistics.median(seconds), torch.cuda.max_memory_allocated() / 2**20
+
+
+if __name__ == "__main__":
+    typer.run(main)
