@@ -38,7 +38,7 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 MAX_KEYS = 128
 # Maximum number of channels of a head.
 _MAX_HEAD_DIM = 256
-# Minimum number of rows, and of columns, of a tile in a matrix product.
+# Minimum number of rows, and of columns, of an operand of ``tl.dot``. Smaller tiles are padded.
 LEAST = 16
 
 # --- launch configuration -------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     It needs:
 
     - tensors of the same dtype, fp16 or bf16;
-    - at most ``MAX_KEYS`` keys, and at most 256 channels;
+    - at most ``MAX_KEYS`` keys, and a multiple of 8 channels, at most 256;
     - contiguous channels, and all other strides multiples of 16 bytes;
     - an NVIDIA GPU of sm_80 or newer; for more than 128 channels sm_90 or newer, but older than sm_120. Under
       Triton's interpreter the device may be any.
@@ -98,10 +98,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def fits_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if the kernels of this file and of ``over_frames.py`` support q, k and v.
+    """True if dtypes, channels, strides and GPU of q, k and v suit the kernels for few keys and over frames.
 
-    It checks dtypes, the number of channels, strides and the GPU. q, k and v have the axes samples, heads,
-    tokens and channels.
+    q, k and v are (samples, heads, tokens, channels). The number of tokens is not checked.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -117,16 +116,16 @@ def fits_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def runs_on(capability: tuple[int, int], D: int) -> bool:
     """True if the kernel for ``D`` channels does not spill registers on a GPU of this compute capability.
 
-    Matrix products of Hopper and of Blackwell's server GPUs read operands from shared memory. On other GPUs
-    both operands are in registers, so heads of more than 128 channels spill. On AMD's RDNA 3 even heads of 80
-    channels spill.
+    On Hopper and on Blackwell's server GPUs, matrix products read operands from shared memory. On other GPUs
+    both operands must be in registers, so heads of more than 128 channels spill. On AMD's RDNA 3 even heads
+    of 80 channels spill. The result is also False for all AMD GPUs, and for GPUs older than sm_80.
     """
     if torch.version.hip is not None:
         return False
     return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 
-# Kind of call -> its launch, or None if ``fits`` returned False.
+# Shapes, strides, dtypes, device and scale of a call -> its launch, or None if ``fits`` returned False.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
@@ -149,7 +148,7 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
 
 
 def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor | None:
-    """Returns softmax(q k^T scale) v, or None if ``fits`` is False or the kernel cannot be compiled.
+    """Returns softmax(q k^T scale) v. None if ``fits`` is False, or if the kernel cannot be compiled.
 
     Args:
         q: (N, H, L, D).

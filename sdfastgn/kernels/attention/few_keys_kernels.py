@@ -24,9 +24,10 @@ def _rows_of(
 
 @triton.jit
 def _scores(q, k, first, S: tl.constexpr, COLUMNS: tl.constexpr, scale):
-    """Computes (queries, COLUMNS) fp32 scores. ``first``: number of the first key in ``k``.
+    """Computes the (queries, COLUMNS) fp32 scores of a tile of queries with a tile ``k`` of keys.
 
-    There are ``S`` keys. The scores of all further columns, which are padding, are -inf.
+    ``first``: index of the tile's first key among the ``S`` keys. Columns from key ``S`` on are padding.
+    Their scores are -inf.
     """
     scores = tl.dot(q, tl.trans(k)) * scale
     s = first + tl.arange(0, COLUMNS)
@@ -55,19 +56,21 @@ def _short_attention_kernel(
 
     Constants:
         Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads (H) and of queries or keys (L) in q, k and v.
-        HEAD, TAIL: numbers of keys in the first and in the second tile. ``TAIL`` is 0 without a second tile.
+        HEAD, TAIL: numbers of keys in the first and in the second tile of keys. ``TAIL`` is 0 if there is
+            only one tile.
     """
     blocks = tl.cdiv(L, BLOCK_M)
     first = (tl.program_id(0) % blocks) * BLOCK_M
     h = ((tl.program_id(0) // blocks) % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    # The factor ``VECTOR`` tells Triton that rows start at multiples of 16 bytes, so that loads are vectors.
+    # Strides are passed as stride / VECTOR, and multiplied by ``VECTOR`` here. So Triton knows that rows
+    # start at multiples of 16 bytes, and loads 16 bytes at once.
     q_ptr += n * q_n * VECTOR + h * Q_H
     k_ptr += n * k_n * VECTOR + h * K_H
     v_ptr += n * v_n * VECTOR + h * V_H
     if PDL:
         gdc_wait()
-    # All loads come before the first product, so that they run at the same time.
+    # All loads are issued before the first product, so that the GPU waits for them only once.
     q = _rows_of(q_ptr, first, BLOCK_M, L, Q_L, D, BLOCK_D)
     key = _rows_of(k_ptr, 0, HEAD, S, K_L, D, BLOCK_D)
     value = _rows_of(v_ptr, 0, HEAD, S, V_L, D, BLOCK_D)

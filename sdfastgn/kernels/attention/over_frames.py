@@ -14,8 +14,8 @@ tokens of each pixel are neighbors.
 
 Numerics: as in ``attention/few_keys.py``.
 
-This is for inference only: there is no registered op and no backward. If the kernel cannot run, PyTorch's
-attention runs for one sample after the other.
+The kernel is for inference only: there is no registered op and no backward. If gradients are wanted or the
+kernel cannot run, PyTorch's attention runs for one sample after the other.
 
 Source: Vaswani et al., 2017.
 """
@@ -64,7 +64,7 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
     return torch.stack(found).reshape(N, tokens, H * D)
 
 
-# Kind of call -> its launch, or None if the kernel cannot run.
+# ``plan_key`` of a call -> the call's launch, or None if the kernel cannot run.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 

@@ -48,14 +48,16 @@ def _frames_attention_kernel(
     frame = r % FRAMES
     row = (frame * P + first + pixel).to(tl.int64)[:, None]
     mask = ((frame < T) & (first + pixel < P))[:, None] & (d < D)[None, :]
-    # The factor ``VECTOR`` tells Triton that rows start at multiples of 16 bytes, so that loads are vectors.
+    # Strides are passed as stride / VECTOR, and multiplied by ``VECTOR`` here. So Triton knows that rows
+    # start at multiples of 16 bytes, and loads 16 bytes at once.
     if PDL:
         gdc_wait()
     q = tl.load(q_ptr + n * q_n * VECTOR + h * Q_H + (row * Q_L + d[None, :]), mask=mask, other=0.0)
     k = tl.load(k_ptr + n * k_n * VECTOR + h * K_H + (row * K_L + d[None, :]), mask=mask, other=0.0)
     v = tl.load(v_ptr + n * v_n * VECTOR + h * V_H + (row * V_L + d[None, :]), mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k)) * scale
-    # Each row keeps at least one score: the score with the first frame of the same pixel.
+    # Only scores of the same pixel are kept. Each row keeps at least one score, the one with the pixel's
+    # first frame. So the maximum of a row is never -inf, and the softmax is not NaN.
     kept = (pixel[:, None] == pixel[None, :]) & (frame < T)[None, :]
     scores = tl.where(kept, scores, float("-inf"))
     p = exp2(scores - tl.max(scores, 1)[:, None])

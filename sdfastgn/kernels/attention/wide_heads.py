@@ -12,8 +12,8 @@ fit there, and PyTorch's kernel for such heads is slow. With the 512 channels of
 them are faster, although all scores are written to memory.
 
 The queries are processed in chunks, in order to limit the memory for scores and for weights (the softmax of
-the scores). The scores of a chunk take at most ``_MAX_SCORE_BYTES`` (``attention/config.py``), and its
-weights take half as much.
+the scores). For up to 131072 keys, the scores of a chunk take at most ``_MAX_SCORE_BYTES``
+(``attention/config.py``), and its weights take half as much.
 
 On a GPU the kernels of ``attention/wide_heads_kernels.py`` run; that file explains numerics. If they cannot
 run or are not faster, PyTorch's ``scaled_dot_product_attention`` runs.
@@ -36,14 +36,15 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
 from sdfastgn.kernels.common.private import is_tracing
 
-# Dtypes of calls that run in chunks.
+# Attention runs in chunks only for these dtypes.
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """PyTorch's attention, for calls that do not run in chunks. Arguments: as in ``wide_attention``."""
     y = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    # PyTorch 2.11's attention on a GPU returns None for an empty batch.
+    # On a GPU, the attention of PyTorch 2.11 returns None if the batch is empty. The result is then a copy of
+    # q, which is empty too.
     return q.clone() if y is None else y
 
 
@@ -51,13 +52,13 @@ def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes ``scaled_dot_product_attention(q, k, v)``, in chunks if that is faster.
+    """Computes ``scaled_dot_product_attention(q, k, v)``, in chunks of queries if that is faster.
 
     Args:
-        q: (..., L, D).
-        k, v: (..., keys, D), the dtype and device of q.
+        q: (N, heads, L, D).
+        k, v: (N, heads, keys, D), the dtype and device of q.
 
-    The arguments are not checked. Returns (..., L, D) in the dtype of q.
+    The arguments are not checked. Returns (N, heads, L, D) in the dtype of q.
     """
     if _runs_in_chunks(q, k, v) and (
         (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
@@ -106,9 +107,9 @@ def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if attention in chunks can run and is faster than PyTorch's attention."""
     return (
         not torch.compiler.is_dynamo_compiling()
-        and not is_tracing()  # while it traces, sizes are tensors and not numbers
-        and torch.version.hip is None  # only cuBLAS has the products of 16-bit matrices with fp32 results
-        # This check comes early, because it is fast, and False for all attention layers of a UNet.
+        and not is_tracing()  # under torch.jit.trace, sizes are tensors and not numbers
+        and torch.version.hip is None  # only cuBLAS multiplies 16-bit matrices to fp32 results
+        # ``pays`` comes early, because it is fast, and False for all attention layers of a UNet.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0
@@ -127,7 +128,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _is_cast(q: Tensor) -> bool:
-    """True if autocast is on, with another dtype than the one of ``q``. Then PyTorch's attention must run."""
+    """True if autocast would change the dtype of ``q``. Then PyTorch's attention must run."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 

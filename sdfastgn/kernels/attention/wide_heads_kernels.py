@@ -44,16 +44,17 @@ from sdfastgn.kernels.common.sizes import ceil_div
 @triton.jit
 def _read_scores(scores, c, keys, pitch):
     """Loads the scores of a row in columns ``c``, fp32. Scores after the last key are -inf."""
-    # The mask of the load is ``c < pitch``, because the compiler knows that the pitch is a multiple of
-    # ``VECTOR``. With ``c < keys`` it would load element by element.
+    # A row has ``keys`` scores, and padding up to ``pitch`` elements. The load's mask is ``c < pitch``,
+    # because the compiler knows that ``pitch`` is a multiple of ``VECTOR``, and can load vectors. With the
+    # mask ``c < keys`` it would load element by element.
     return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
 
 
 @triton.jit
 def _write_weights(weights, scores, top, scale, c, pitch):
     """Stores exp2((scores - top) * scale) in the dtype of ``weights``. Returns the rounded values in fp32."""
-    # The difference is computed before the multiplication.
-    # So it is exact for scores close to the largest one, which have the largest weights.
+    # ``scores - top`` is computed before it is multiplied by ``scale``. So the difference is exact for scores
+    # close to ``top``. These scores have the largest weights.
     rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
     tl.store(weights + c, rounded, mask=c < pitch)
     return rounded.to(tl.float32)
@@ -69,9 +70,9 @@ def _softmax_kernel(
 
     Tensors: ``scores`` fp32 (rows, pitch); ``weights`` fp16 or bf16 (rows, pitch); ``sums`` fp32 (rows,).
 
-    ``parts``: pitch / ``VECTOR``. ``scale``: the factor of the scores times log2(e), because the kernel
-    computes powers of 2. ``WHOLE``: True if a row fits into one block, so that it is read once. False if it
-    is read twice.
+    ``pitch``: elements between the starts of rows. ``parts``: pitch / ``VECTOR``. ``scale``: the factor of
+    the scores times log2(e), because the kernel computes powers of 2. ``WHOLE``: True if a row fits into one
+    block and is read once. Otherwise a row is read twice: for its largest score, and for its weights.
     """
     row = tl.program_id(0).to(tl.int64)
     pitch = parts * VECTOR
@@ -103,7 +104,8 @@ def _divide_kernel(
 ):  # fmt: skip
     """Computes y. A program computes a block of one row: the sum of its partial products / the row's sum.
 
-    Tensors: ``products`` fp32 (SPLITS, rows, D); ``sums`` fp32 (rows,); ``y`` (rows, D), contiguous.
+    Tensors: ``products`` fp32 (SPLITS, rows, D), the partial products weights x values; ``sums`` fp32
+    (rows,), the sums of the weights; ``y`` (rows, D), contiguous.
     """
     blocks = tl.cdiv(D, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -126,8 +128,7 @@ class _Plan:
     """The chunks and launches for one combination of sizes, scale, dtype and device.
 
     ``launches``: number of rows of a chunk -> (launch of the softmax, launch of the division). The last chunk
-    may have fewer rows than the others. ``scratch``: number of fp32 values in the memory for a chunk's scores
-    and products.
+    may have fewer rows than the others. ``scratch``: as in ``ChunksConfig.scratch``.
     """
 
     __slots__ = ("chunks", "config", "launches", "scratch")
@@ -175,7 +176,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     interpreter they may be on any device.
     """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # cuBLAS needs contiguous channels. If they are not, one copy is made here instead of one in each chunk.
+    # cuBLAS needs contiguous channels. A tensor without them is copied once here, instead of in each chunk.
     q, k, v = (_side_by_side(t).flatten(0, 1) for t in (q, k, v))
     key = (q.shape, k.shape, scale, q.dtype, q.device)
     plan = _plans.get(key)
@@ -210,7 +211,7 @@ def _launch(
     Args:
         tensors: q (count, L, D), k and v (count, keys, D), where ``count`` is the number of heads of all
             samples.
-        workspace: three tensors, as memory for scores and products, for weights, and for sums.
+        workspace: (memory for scores and then for products, memory for weights, memory for sums).
         y: (count * L, D).
     """
     q, k, v = tensors
@@ -225,7 +226,7 @@ def _launch(
     softmax(stream, scratch, weights, sums)
 
     left, right = weights[: matrices * rows * pitch].view(matrices, rows, pitch)[:, :, :keys], v[b0:b1]
-    if splits > 1:  # the chunk has one head; the parts of its keys become the matrices of a batch
+    if splits > 1:  # the chunk has one head; each part of its keys becomes one product of a batched product
         left, right = left[0].unflatten(1, (splits, -1)).transpose(0, 1), right[0].unflatten(0, (splits, -1))
     _multiply(left, right, scratch[: left.shape[0] * rows * D].view(-1, rows, D))
     first = b0 * q.shape[1] + r0
@@ -236,5 +237,5 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Computes out = a @ b for batches of matrices. a and b are 16-bit, out is fp32."""
     if a.is_cuda:
         torch.ops.aten.bmm.dtype_out(a, b, torch.float32, out=out)
-    else:  # PyTorch multiplies 16-bit matrices to fp32 only on GPUs
+    else:  # on a CPU, PyTorch cannot multiply 16-bit matrices to an fp32 result
         out.copy_(torch.bmm(a.float(), b.float()))
