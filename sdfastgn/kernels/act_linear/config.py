@@ -26,7 +26,8 @@ _MAX_VECTOR = 4
 _MIN_VECTOR = 2
 # Maximum number of sums that a thread keeps in registers.
 _MAX_SUMS = 64
-# Bytes of the weight that a thread should load at the same time. ``TileConfig.steps`` follows from this.
+# Number of bytes of the weight that a thread should load at the same time. ``TileConfig.steps`` is computed
+# from it.
 _BYTES_UNDER_WAY = 256
 
 

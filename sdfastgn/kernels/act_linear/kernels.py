@@ -1,7 +1,8 @@
 """The Triton kernel of ``act_linear``: an activation, and a linear layer for few rows.
 
-A launch reads the weight once. Each program reads a few rows of x and computes their activation itself. x is
-small, so it does not matter that several programs do this for the same rows.
+A program reads a few rows of x and a few rows of the weight. If x has at most four rows, each row of the
+weight is read by one program only. The rows of x are read by many programs, and each computes their
+activation again. This does not matter, because x is small.
 
 Tensors, all contiguous:
 
@@ -42,7 +43,8 @@ def _act_linear_kernel(
     blocks = tl.cdiv(C, BLOCK_C)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    # Indices beyond the last row become the index of the last row, so that loads need a mask only along K.
+    # An index beyond the last row is replaced by the index of the last row. So loads need a mask only along
+    # K.
     x_row = x_ptr + (tl.minimum(n, N - 1) * K)[:, None, None]
     in_bounds = tl.minimum(c, C - 1)
     weight_row = weight_ptr + (in_bounds * K)[None, :, None]

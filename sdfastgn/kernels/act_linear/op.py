@@ -49,7 +49,7 @@ def reference_act_linear(
 
 
 class _Call(NamedTuple):
-    """The arguments of ``act_linear``, for its plans."""
+    """The arguments of ``act_linear`` on which its launch depends."""
 
     x: Tensor
     weight: Tensor
@@ -59,7 +59,10 @@ class _Call(NamedTuple):
 
 
 class _Plan:
-    """The launch for one kind of call, with one program for each tile of y."""
+    """The launch for calls with equal shapes, strides, dtypes, device and activation.
+
+    It has one program for each tile of y.
+    """
 
     __slots__ = ("launch", "shape", "strides")
 
@@ -82,7 +85,7 @@ class _Plan:
     def run(self, call: _Call) -> Tensor:
         """Launch the kernel, and return y (N, C)."""
         x, weight, bias, _, extra_bias = call
-        y = x.new_empty_strided(self.shape, self.strides)  # in half the CPU time of ``torch.empty``
+        y = x.new_empty_strided(self.shape, self.strides)  # takes half the CPU time of ``torch.empty``
         self.launch.run(x, weight, bias, extra_bias, y)
         return y
 
@@ -113,6 +116,7 @@ def act_linear(
         extra_bias: (C,) or None. It is added to every row too. For example, if the output is added to the
             result of a convolution next, this can be the bias of the convolution.
         is_plain: True if the caller knows that ``dispatch.is_plain_inference`` is True, and autocast is off.
+            Then both are not checked again.
 
     Shapes: the output is (N, C).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of the four
@@ -131,7 +135,8 @@ def act_linear(
     autocast = not is_plain and isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and dispatch.is_autocast(x)
     if is_plain or (not autocast and dispatch.is_plain_inference(x, call)):
         try:
-            # Calls with invalid arguments never have a plan. So only calls without a plan are checked.
+            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
+            # valid, and need no check.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
                 _check(call)
@@ -141,7 +146,8 @@ def act_linear(
                 return plan.run(call)
         except dispatch.KernelError:
             return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
-        # The search for a plan can fail for invalid arguments. ``_check`` then names the argument.
+        # ``_plans.key`` raises an error that does not help the user if an argument is invalid, for example a
+        # number instead of a tensor. ``_check`` raises a better error, which names the argument.
         except (AttributeError, RuntimeError):
             _check(call)
             raise
