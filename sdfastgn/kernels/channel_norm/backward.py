@@ -1,10 +1,11 @@
 """Gradients of ``channel_norm`` in plain PyTorch: the reference of ``sdfastgn::channel_norm_backward``.
 
 With z as in ``channel_norm/op.py``, n = max(||x||, eps), xhat = x / n, dz the gradient of z and
-g = dz * weight * scale:
+g = dz * weight * scale, where sum_C is a sum over channels, and sum_rows a sum over all positions of all
+samples:
 
     dx = (g - xhat * sum_C(g * xhat)) / n        or g / n if ||x|| < eps
-    dweight = sum_n,hw dz * xhat * scale         dbias = sum_n,hw dz
+    dweight = sum_rows dz * xhat * scale         dbias = sum_rows dz
 
 On a GPU the kernels of ``channel_norm/backward_kernels.py`` run. They compute ||x|| from x again, because the
 forward does not save it. Everywhere else, and for second derivatives, ``reference_channel_norm_grads`` runs.
@@ -27,7 +28,11 @@ from sdfastgn.kernels.common.layout import laid_out
 def scaled(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes (||x||, xhat, z) of the formulas above, in fp32, or in fp64 for fp64 input."""
+    """Computes ||x||, xhat = x / max(||x||, eps) and z = xhat * scale * weight + bias for each position.
+
+    ||x|| is (N, 1, *spatial); xhat and z have the shape of x, (N, C, *spatial). All are fp32, or fp64 for
+    fp64 input.
+    """
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(u, dim=1, keepdim=True)
     xhat = u / norm.clamp_min(eps)

@@ -1,9 +1,9 @@
 """The Triton kernel of the backward of ``channel_norm``. Its formula is in ``channel_norm/backward.py``.
 
-A program goes through several tiles of rows. For each tile it loads dy and x into registers and writes dx.
-Meanwhile it sums its part of the gradients of weight and bias in registers. At its end it writes these sums
-as fp32 partial sums. LayerNorm's ``_column_sum_kernel`` adds up the partial sums of all programs in a fixed
-order, without atomics, so each run gives the same bits.
+A program goes through several tiles of rows. For each tile it loads dy and x into registers and writes dx. In
+registers it also sums the gradients of weight and bias over all rows of its tiles. At its end it writes these
+sums as fp32 partial sums. LayerNorm's ``_column_sum_kernel`` adds up the partial sums of all programs in a
+fixed order, without atomics, so each run gives the same bits.
 
 Tensors, in addition to the ones in ``channel_norm/kernels.py``: ``dy`` and ``dx`` (rows, C), contiguous;
 ``partials`` fp32 (2, programs, C). dx and partials may be None.
@@ -48,7 +48,8 @@ def _channel_norm_grad_kernel(
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         norm, n = divisor(x, eps, WIDE)
-        # Rows beyond the last one are set to 0, because 0 / n and 0 times a derivative may be NaN.
+        # In rows beyond the last one, x and dy are 0. If eps is 0 then n is 0 too, and x / n is NaN. So xhat
+        # and dz are set to 0 there. Otherwise the NaN would get into the sums over rows.
         xhat = tl.where(mask, x / n, 0.0)
         dz = tl.where(mask, activation_grad(dy, xhat * scale * weight + bias, ACTIVATION, PAIRS), 0.0)
         if WEIGHT_GRAD:

@@ -12,8 +12,8 @@ With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts wh
 runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and the result is rounded once. If the norm of a row is NaN, its results are
-NaN. If the sum of squares of a row overflows fp32, its results are 0, or NaN for an infinite element, as in
-PyTorch. Offsets that can be 2^31 or more are int64; numbers of rows are int32.
+NaN. If the sum of squares of a row overflows fp32, the norm is infinite. Then x / norm is 0, or NaN for an
+infinite element, as in PyTorch. Offsets that can be 2^31 or more are int64; numbers of rows are int32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def divisor(x, eps, WIDE: tl.constexpr, added=0.0):
 
 @triton.jit
 def per_channel(pointer, c, in_row, default):
-    """Loads the parameters of the channels ``c`` in fp32. If ``pointer`` is None, returns ``default``."""
+    """Loads the values of the channels ``c`` from a weight or bias, in fp32.
+
+    If ``pointer`` is None, returns ``default``. Channels outside of the mask ``in_row`` get 0.
+    """
     found = default
     if pointer is not None:
         found = tl.load(pointer + c, mask=in_row, other=0.0).to(tl.float32)

@@ -60,7 +60,10 @@ def reference_channel_norm(
 
 
 class _ReferencePlan:
-    """Runs the reference instead of kernels, because the channels do not fit into registers."""
+    """A plan that launches no kernels. Its ``run`` is the reference in plain PyTorch.
+
+    It is used if a position has more channels than fit into the registers of a program.
+    """
 
     def __init__(self, reference: Any) -> None:
         self.run = self.run_and_save = reference
@@ -70,7 +73,7 @@ def _reference(call: ChannelNormCall) -> Tensor:
     return reference_channel_norm(*call)
 
 
-# Plans and kernels need Triton, so they are imported when the first plan is made.
+# The modules with plans and kernels import Triton. So they are imported only when the first plan is made.
 
 
 def _plan(call: ChannelNormCall) -> Any:

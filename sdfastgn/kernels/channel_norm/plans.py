@@ -44,7 +44,7 @@ class ChannelNormPlan:
 
 
 def norm_constants(call: Any, config: RowsConfig) -> dict[str, Any]:
-    """The constants for activation and tile, which all kernels of ``channel_norm`` have."""
+    """The constants that forward and backward kernel of ``channel_norm`` share: activation and tile."""
     x = call.x
     return {
         "ACTIVATION": call.activation,
