@@ -4,9 +4,9 @@ A tile has some rows and columns of the output. The warps of a program divide th
 them. So each thread has the same columns in all rows: it reads the bias once for all rows, and can sum over
 the rows in its registers.
 
-In the backward a program processes several tiles. Together they are called a *group*. The tiles of a group
-have the same columns, and rows that follow each other. For each column the program writes one partial sum of
-the bias's gradient.
+In a backward that computes the bias's gradient, a program processes several tiles, called a *group*. The
+tiles of a group have the same columns, and consecutive rows. For each column the program writes one partial
+sum of the bias's gradient. So larger groups give fewer partial sums.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power_of_2
 
-# Number of rows of a tile. For each row, a thread makes two loads in the forward, and three in the backward.
+# Number of rows of a tile, if a row is at least as long as one load of a warp. With shorter rows a tile has
+# more. For each row, a thread makes two loads in the forward (value and gate), and in the backward a third
+# (dy).
 _ROWS = 2
 # Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Number of warps for each multiprocessor in a backward with column sums. With more, there would not be enough
-# registers.
+# Number of warps that run at once on a multiprocessor, in a backward that also sums over rows. More warps
+# would not have enough registers.
 _WARPS_PER_SM = 16
-# Minimum number of tiles of a group. With fewer, there would be too many partial sums to add up.
+# Minimum number of tiles of a program that also sums over rows. With fewer tiles, there would be too many
+# partial sums to add up.
 _MIN_TILES = 4
 
 
@@ -30,8 +33,8 @@ _MIN_TILES = 4
 class TileConfig:
     """Sizes of tiles and groups: each tile has ``block_r`` rows and ``block_d`` columns.
 
-    All rows are divided into ``groups`` groups of ``tiles`` tiles. There is one program for each group and
-    each block of columns.
+    The rows are divided into ``groups`` groups, and each group into ``tiles`` tiles. There is one program for
+    each group and each block of ``block_d`` columns. ``tiles`` is 1 unless the bias's gradient is computed.
     """
 
     block_r: int
@@ -45,7 +48,7 @@ class TileConfig:
         return self.groups * ceil_div(D, self.block_d)
 
     def is_even(self, rows: int, D: int) -> bool:
-        """True if groups and blocks of columns divide ``rows`` and ``D`` evenly: no element is masked."""
+        """True if all groups and all blocks of columns are full, so that no element is masked."""
         return rows % (self.block_r * self.tiles) == 0 and D % self.block_d == 0
 
 
@@ -70,12 +73,13 @@ def backward_config(
 
 
 def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
-    """The configuration in which each program has one tile."""
+    """The configuration with one tile for each program. The forward, and a backward without dbias, use it."""
     load = WARP * vector
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # Of the widths with which padded rows are at most an eighth longer than necessary, take the largest.
+    # Blocks of ``width`` columns pad a row to a multiple of the width. Takes the largest width that pads a
+    # row to at most 9/8 of the length that the smallest width gives.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

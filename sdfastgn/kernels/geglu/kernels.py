@@ -58,8 +58,8 @@ def _geglu_kernel(
     columns = tl.cdiv(D, BLOCK_D)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
     start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
-    # If the tile has one row, the stride between rows is not needed. It may be too large for int32, and
-    # Triton 3.6 refuses such a number even if it is multiplied by 0. So it is replaced by 0.
+    # If the tile has one row, the stride between rows is multiplied by r = 0. But Triton 3.6 refuses a stride
+    # that is too large for int32 even then. So the stride is replaced by 0.
     ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
     r = tl.arange(0, BLOCK_R)[:, None]
     i = tl.arange(0, BLOCK_D)
@@ -88,7 +88,8 @@ def _geglu_grad_kernel(
 ):  # fmt: skip
     """Computes dx and partial sums of dbias.
 
-    A program processes one block of columns in one group of ``tiles`` tiles.
+    A program processes a group of ``tiles`` tiles. The tiles have the same ``BLOCK_D`` columns, and each has
+    ``BLOCK_R`` rows.
     """
     columns = tl.cdiv(D, BLOCK_D)
     group = tl.program_id(0) // columns
@@ -117,7 +118,7 @@ def _geglu_grad_kernel(
             tl.store(dx, dvalue.to(dx_ptr.dtype.element_ty), mask=mask)
             tl.store(dx + D, dgate.to(dx_ptr.dtype.element_ty), mask=mask)
         if partials_ptr is not None:
-            if not EVEN:  # values outside of the mask are undefined, and must not be added
+            if not EVEN:  # loads outside of the mask give undefined values, which must not be added
                 dvalue = tl.where(mask, dvalue, 0.0)
                 dgate = tl.where(mask, dgate, 0.0)
             values += tl.sum(dvalue, 0)
@@ -134,9 +135,9 @@ def _bias_sum_kernel(
     count, columns,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes dbias. A program computes ``BLOCK_D`` columns: it adds up ``count`` partial sums for each.
+    """Computes dbias. For each of ``BLOCK_D`` columns, a program adds up ``count`` partial sums.
 
-    ``columns``: number of all columns of dbias.
+    ``columns``: number of elements of dbias, 2D.
     """
     c = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PDL:

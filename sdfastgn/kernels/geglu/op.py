@@ -7,7 +7,7 @@ value = x[..., :D] + bias[:D], gate = x[..., D:] + bias[D:], and P the cumulativ
 
     dvalue = dy * gelu(gate)
     dgate = dy * value * (P(gate) + gate * P'(gate))
-    dbias = sum_rows (dvalue, dgate)
+    dbias = sum over rows of (dvalue, dgate), concatenated
 
 On a GPU the kernels of ``geglu/kernels.py`` run; that file explains layouts and numerics. Everywhere else,
 and for second derivatives, ``reference_geglu`` and ``reference_geglu_grads`` run.
@@ -71,7 +71,7 @@ def reference_geglu_grads(call: Any) -> Gradients:
 
 
 def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes (value, gate) of the formulas, each (..., D), in fp32, or in fp64 for fp64 input."""
+    """Computes the two halves of x + bias: (value, gate), each (..., D). fp32, or fp64 for fp64 x."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if bias is None else u + bias.to(u.dtype)
     D = x.shape[-1] // 2
@@ -86,12 +86,12 @@ def _fake(call: GegluCall) -> Tensor:
 
 
 def _check(name: str, call: GegluCall) -> None:
-    """Check that the last dimension of x is even."""
+    """Raise ValueError if the last dimension of x has an odd size."""
     if call.x.shape[-1] % 2:
         raise ValueError(f"{name}: x must be (..., 2D), got shape {tuple(call.x.shape)}")
 
 
-# Plans and kernels need Triton, so they are imported when the first plan is made.
+# The modules with plans and kernels import Triton. So they are imported only when the first plan is made.
 
 
 def _plan(call: GegluCall) -> Any:

@@ -22,7 +22,10 @@ from sdfastgn.kernels.geglu.op import GegluCall
 
 
 class GegluPlan:
-    """The launch for one kind of call, with one program for each tile of y."""
+    """The launch for calls with equal shapes, strides, dtypes and device.
+
+    It has one program for each tile of y.
+    """
 
     __slots__ = ("launch", "shape")
 
@@ -50,11 +53,13 @@ class GegluPlan:
 
 
 class GegluGradPlan:
-    """The launches for one kind of call. Calls of one kind want the same gradients.
+    """The launches for calls with equal shapes, strides, dtypes and device, which want the same gradients.
 
-    ``grad`` has one program for each group of tiles and block of columns. If the gradient of the bias is
-    wanted, ``grad`` also stores fp32 partial sums, whose number is ``partials``. Then ``columns`` adds up the
-    partial sums.
+    Attributes:
+        grad: the launch that writes dx. If dbias is wanted, it also writes partial sums of dbias.
+        columns: the launch that adds up the partial sums to dbias, if dbias is wanted.
+        partials: number of fp32 partial sums.
+        wanted: names of the operands whose gradients are wanted.
     """
 
     __slots__ = ("columns", "grad", "partials", "wanted")
@@ -96,7 +101,7 @@ class GegluGradPlan:
 
 
 def _tile(config: TileConfig, rows: int, D: int, x_stride: int) -> dict[str, Any]:
-    """The constants that the forward kernel and the backward kernel both have."""
+    """The constants that forward and backward kernel share. ``x_stride``: elements between rows of x."""
     return {
         "D": D,
         "X_STRIDE": x_stride,
