@@ -11,10 +11,11 @@ tables:
   the inner and outer index of a column, row stride of b. The pairs of a matrix are consecutive;
 - ``scales``: fp32 (pairs,).
 
-Columns of a matrix are in the order of the weight's memory. For a convolution, a column has two indices: its
-input channel and its place in the window. The inner index is column % inner, and the outer index is
-column // inner. If the weight is channels-last, the input channel is the inner index, else the place is. The
-factor a may have another order of columns, so it has a stride for each index.
+Columns of a matrix are in the order of the weight's memory. For a convolution, a column stands for an input
+channel and a tap: one of the height * width positions in the convolution's window. The column's inner index
+is column % inner, and its outer index is column // inner. If the weight is channels-last, the input channel
+is the inner index and the tap the outer one, else the other way round. Factor a may have its columns in
+another order, so it has a stride for each of the two indices.
 
 Offsets are int32, so a matrix has less than 2^31 elements.
 
@@ -52,9 +53,9 @@ def add_low_rank_kernel(
     inner = tl.load(matrix + 4).to(tl.int32)
     first = tl.load(matrix + 5).to(tl.int32)
     pairs = tl.load(matrix + 6).to(tl.int32)
-    if (
-        ALIGNED
-    ):  # Triton does not know the alignment of addresses from a table, and would load single elements
+    # Triton does not know how addresses from a table are aligned. Without these hints it would load and store
+    # element by element.
+    if ALIGNED:
         out = tl.multiple_of(out, 16)
         weight = tl.multiple_of(weight, 16)
         columns = tl.multiple_of(columns, 8)

@@ -1,7 +1,8 @@
 """Adds the products of LoRA adapters to weights: ``add_low_rank`` and ``LowRankSums``.
 
 A LoRA layer computes ``weight @ x + scale * b @ (a @ x)``. One product of x with the sum
-``weight + scale * b @ a`` gives the same result. This op computes this sum for many layers in one launch:
+``weight + scale * b @ a`` gives the same result. ``add_low_rank`` computes such sums for many layers in one
+launch:
 
     out = weight + sum over pairs of scale * b @ a
 
@@ -30,17 +31,21 @@ from sdfastgn.kernels.common.sizes import ceil_div
 
 # (rows, columns) of a program's tile.
 _TILE = (64, 128)
-# (depth of ``tl.dot`` for ranks up to this depth, depth for larger ranks). 16 is the minimum.
+# Number of ranks that one ``tl.dot`` multiplies: the first number if all ranks are at most this number, else
+# the second. ``tl.dot`` needs at least 16.
 _DEPTHS = (16, 32)
 _WARPS = 8
-# Maximum number of elements of a matrix: offsets in the kernel are int32.
+# Maximum number of elements of a matrix, because offsets in the kernel are int32.
 _MOST_ELEMENTS = 2**31 - 1
-# Number of sets of tables that are kept on the GPU.
+# Number of results of ``_tables`` that are cached. Each holds tables in GPU memory.
 _KEPT_TABLES = 16
 
 
 class Factors(NamedTuple):
-    """One adapter of one layer: a (rank, ...), b (rows, rank, ...). ``scale`` multiplies their product."""
+    """The factors of one LoRA adapter of one layer: it adds ``scale * b @ a`` to the layer's weight.
+
+    Shapes: a (rank, ...), b (rows, rank, ...).
+    """
 
     a: Tensor
     b: Tensor
@@ -48,9 +53,9 @@ class Factors(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """The operands for one layer. ``out`` gets ``weight`` plus the scaled products of ``pairs``.
+    """The operands for one layer: out = weight + sum of scale * b @ a over ``pairs``.
 
-    ``out`` must have the shape, dtype, strides and device of ``weight``.
+    ``out`` must have the shape, dtype, strides and device of ``weight``. The kernel overwrites it.
     """
 
     out: Tensor
@@ -59,7 +64,10 @@ class Sum(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The properties that layers of the same launch share. ``is_aligned``: the kernel's ``ALIGNED``."""
+    """Layers with equal values of these fields share a launch.
+
+    ``weight``, ``a``, ``b``: dtypes. ``is_aligned``: the constant ``ALIGNED`` of the kernel.
+    """
 
     device: torch.device
     weight: torch.dtype
@@ -69,7 +77,7 @@ class _Kind(NamedTuple):
 
 
 def reference_add_low_rank(total: Sum) -> None:
-    """Computes ``add_low_rank`` for one layer in plain PyTorch."""
+    """Computes ``add_low_rank`` for one layer in plain PyTorch: writes the sum into ``total.out``."""
     dtype = torch.promote_types(total.weight.dtype, torch.float32)
     y = total.weight.to(dtype)
     for a, b, scale in total.pairs:
@@ -79,10 +87,12 @@ def reference_add_low_rank(total: Sum) -> None:
 
 
 def add_low_rank(sums: Sequence[Sum]) -> None:
-    """Computes all ``sums``, with one launch for each combination of device, dtypes and alignment.
+    """Computes out = weight + sum of scale * b @ a for many layers at once.
+
+    There is one launch for each combination of device, dtypes and alignment among the layers.
 
     Args:
-        sums: one for each layer. The tensors of a layer are on one device.
+        sums: one for each layer. All tensors of a layer are on the same device. ``out`` is overwritten.
 
     The arguments are not checked.
 
@@ -93,14 +103,15 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
 
 
 class LowRankSums:
-    """The sums of ``add_low_rank``, to be computed several times with the same tensors.
+    """The sums of ``add_low_rank``, to be computed several times with the same tensors and other scales.
 
-    Only the constructor looks at all tensors. ``compute`` needs the tensors at the same addresses.
+    The constructor reads addresses, shapes and strides of all tensors. ``compute`` uses them again, which
+    saves CPU time. So the tensors must stay alive and must not move in memory. Their values may change.
     """
 
     def __init__(self, sums: Sequence[Sum]) -> None:
         self._sums = sums
-        # Index of a sum -> index of the scale of its first pair.
+        # For each index into ``sums``: the index of the sum's first scale in the list of all scales.
         self._first = list(itertools.accumulate((len(total.pairs) for total in sums), initial=0))
         kinds: dict[_Kind, list[tuple[int, tuple[int, ...], list[tuple[int, ...]]]]] = {}
         self._by_reference: list[int] = []
@@ -130,14 +141,14 @@ class LowRankSums:
         ]
 
     def _places(self, index: int) -> range:
-        """Where the scales of the sum ``index`` are in the list of all scales."""
+        """The indices of the scales of ``sums[index]`` in the list of all scales."""
         return range(self._first[index], self._first[index + 1])
 
     def compute(self, scales: Sequence[float]) -> None:
-        """Computes all sums.
+        """Computes all sums with new scales.
 
-        ``scales``: one for each pair of factors, in the order of the sums and of their pairs. They are used
-        instead of the scales in the sums.
+        ``scales``: the scales of all pairs of the first sum, then of the second sum, and so on. They replace
+        the scales that the constructor was given.
         """
         for index in self._by_reference:
             total = self._sums[index]
@@ -147,11 +158,11 @@ class LowRankSums:
         for device, tables, places in self._launches:
             chosen = [scales[place] for place in places] or [0.0]
             on_gpu = torch.tensor(chosen, dtype=torch.float32).to(device, non_blocking=True)
-            if device.type == "cuda":  # the tables may be freed before the kernel has read them
+            if device.type == "cuda":  # the cache may free the tables before the kernel has read them
                 for table in tables[1:]:
                     table.record_stream(torch.cuda.current_stream(device))
-            # In a rehearsal (``compile_ahead.py``) kernels are compiled instead of launched. But the caller
-            # uses the sums, so this launch must run.
+            # In a rehearsal (``compile_ahead.py``), a kernel may only be compiled instead of launched. But
+            # the caller needs the sums. So the rehearsal is turned off for this launch.
             token = rehearsal.set(None)
             try:
                 tables.launch.run(tables.tiles, tables.matrices, tables.factors, on_gpu)
@@ -160,7 +171,7 @@ class LowRankSums:
 
 
 class _Tables(NamedTuple):
-    """A launch, and all tables of ``low_rank/kernels.py`` but ``scales``."""
+    """A launch of the kernel, and its tables except for the scales, which change from call to call."""
 
     launch: Launch
     tiles: Tensor
@@ -174,13 +185,15 @@ def _tables(
     matrices: tuple[tuple[int, ...], ...],
     factors: tuple[tuple[tuple[int, ...], ...], ...],
 ) -> _Tables:
-    """Makes the launch and copies the tables to the GPU.
+    """Makes the launch and copies its tables to the GPU. ``low_rank/kernels.py`` describes the tables.
 
-    The tables have addresses, but no references to tensors, so they keep no weights alive.
+    The arguments have the addresses of tensors, but no references to them. So the cache keeps no weights
+    alive.
 
     Args:
-        matrices: for each matrix the first five numbers of its row in the table of matrices.
-        factors: for each matrix the rows of its pairs in the table of factors.
+        kind: the device and dtypes of all matrices.
+        matrices: for each matrix the first five numbers of its row in the table ``matrices``.
+        factors: for each matrix the rows of its pairs in the table ``factors``.
     """
     from sdfastgn.kernels.low_rank.kernels import add_low_rank_kernel
 
@@ -213,9 +226,10 @@ def _triton_dtype(dtype: torch.dtype) -> object:
 
 
 def _numbers(total: Sum) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None:
-    """Computes the first five numbers of the layer's row in ``matrices``, and its rows in ``factors``.
+    """Computes a layer's entries in the tables of ``low_rank/kernels.py``.
 
-    Returns None if the kernel does not support the layer.
+    Returns (the first five numbers of the layer's row in ``matrices``, its rows in ``factors``). None if the
+    kernel does not support the layer.
     """
     out, weight, pairs = total
     if not dispatch.runs_in_triton(weight) or (out.dtype, out.stride()) != (weight.dtype, weight.stride()):
@@ -246,9 +260,10 @@ def _numbers(total: Sum) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None
 
 
 def _strides(a: Tensor) -> tuple[int, int, int] | None:
-    """Strides of ``a`` (rank, C_in, *window) along rank, input channel and place in the window.
+    """Strides of ``a`` (rank, C_in, height, width) along rank, input channel, and position in the window.
 
-    None if places in the window have no common stride.
+    The position is h * width + w. None if ``a`` is neither contiguous nor channels-last, because such
+    positions may have no common stride. For a linear layer, ``a`` is (rank, C_in) and the last stride is 0.
     """
     window = a[0, 0].numel() if a.dim() > 2 else 1
     if window == 1:
