@@ -1,7 +1,8 @@
 """Gradients of LayerNorm and of residual add + LayerNorm: the op ``sdfastgn::layer_norm_backward``.
 
-Here x (..., D) is the tensor that was normalized: the sum, if there is a residual. dtotal is the gradient of
-the second result of ``add_layer_norm``. With xhat = (x - mean) * rstd and g = dy * weight:
+Here x (..., D) is the tensor that was normalized: in ``add_layer_norm``, the sum with the residual. dtotal is
+the gradient of the second result of ``add_layer_norm``. With xhat = (x - mean) * rstd and g = dy * weight,
+where mean_D is a mean over each row:
 
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dtotal
     dweight = sum_rows dy * xhat        dbias = sum_rows dy        dadded = sum_rows dx
@@ -39,14 +40,14 @@ class LayerNormGradCall(NamedTuple):
     its gradient is not wanted.
     """
 
-    # dy, dtotal and x: (..., D)
+    # dy, dtotal and x are (..., D)
     dy: Tensor
     dtotal: Tensor | None
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
-    # centre and rstd: (...), saved by the forward
+    # centre and rstd are (...), and were saved by the forward
     centre: Tensor
     rstd: Tensor
-    # (D,)
+    # weight is (D,)
     weight: Tensor | None
     eps: float
     dx: WantedDtype

@@ -4,7 +4,7 @@ The gradients of weight, bias and add_bias are sums over all rows, called *colum
 one of two ways, depending on the sizes:
 
 - *rows*: ``_rows_grad_kernel`` loads whole rows of dy and x into registers and writes dx. Each program
-  processes several tiles of rows, and keeps its column sums in registers meanwhile;
+  processes one or several tiles of rows, and keeps their column sums in registers;
 - *chunks*, for rows that do not fit into registers: ``_chunk_sums_kernel`` computes the two sums that dx
   needs, for each chunk of each row. Then ``_chunk_grad_kernel`` reads x and dy again. A program of this
   kernel writes dx for a block of columns in a group of rows, and keeps the column sums of these rows.
@@ -39,7 +39,13 @@ from sdfastgn.kernels.layer_norm.kernels import row_mean, row_sum, tile_column, 
 
 @triton.jit
 def store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
-    """Sums ``total``, a (lanes, warps, steps, block) tile, over the rows of the tile, and stores the sums."""
+    """Sums ``total``, a (lanes, warps, steps, block) tile, over the rows of the tile, and stores the sums.
+
+    Args:
+        partials, at: pointer, and the offset from it for each column of the tile.
+        mask: True for the columns that exist.
+        WIDE: True if the warps divide each row among them. False if each warp has whole rows.
+    """
     total = tl.sum(total, LANE_AXIS, keep_dims=True)
     if not WIDE:
         total = tl.sum(total, 1, keep_dims=True)
@@ -56,10 +62,10 @@ def _rows_grad_kernel(
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx and column sums. A program processes every ``num_programs``-th tile of whole rows.
+    """Computes dx and partial column sums. A program processes every ``num_programs``-th tile of whole rows.
 
     Constants:
-        ROW_SUMS: True if dx is needed, as a result or for add_bias.
+        ROW_SUMS: True if dx is computed, because it is wanted or because add_bias's gradient is its sum.
         WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: True if the gradient of weight, bias or add_bias is wanted.
         WIDE: True if the warps divide each row among them. False if each warp has whole rows.
     """
@@ -152,10 +158,10 @@ def _chunk_grad_kernel(
     ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
     PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx and column sums. A program has one block of columns in a group of ``group_rows`` rows.
+    """Computes dx and partial column sums. A program has a block of columns of ``group_rows`` rows.
 
-    ``d_parts``: D / ``VECTOR``. ``x_parts``: the stride of x / ``VECTOR``. ``plane``: elements between the
-    partial sums of weight, bias and add_bias. Constants as in ``_rows_grad_kernel``.
+    ``d_parts``: D / ``VECTOR``. ``x_parts``: the stride of x / ``VECTOR``. ``plane``: number of partial sums
+    for each of weight, bias and add_bias. Constants as in ``_rows_grad_kernel``.
     """
     D = d_parts.to(tl.int64) * VECTOR
     columns = tl.cdiv(D, BLOCK)
@@ -206,9 +212,10 @@ def _column_sum_kernel(
     count, D, plane,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of weight, bias and add_bias. A program computes one block of one gradient.
+    """Computes the gradients of weight, bias and add_bias. A program computes a block of one of the three.
 
-    The program adds up ``count`` partial sums for each column of its block.
+    It adds up ``count`` partial sums for each column of the block. ``plane``: number of partial sums for each
+    of the three gradients.
     """
     which = tl.program_id(0) % 3
     c = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)

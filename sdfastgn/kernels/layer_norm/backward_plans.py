@@ -20,13 +20,14 @@ from sdfastgn.kernels.layer_norm.plans import rows_constants
 
 
 class LayerNormGradPlan:
-    """The launches for one kind of call. Calls of one kind want the same gradients.
+    """The launches for calls with equal shapes, strides, dtypes and device, which want the same gradients.
 
     If rows fit into registers, ``rows_grad`` runs. Otherwise ``chunk_sums`` runs (if dx is needed), and then
-    ``chunk_grad``. If column sums are wanted, ``columns`` runs last and adds up the partial sums.
+    ``chunk_grad``. If a gradient of weight, bias or add_bias is wanted, ``columns`` runs last. It adds up the
+    partial sums that the other kernels have written.
 
     Attributes:
-        partials: number of fp32 partial sums; 0 if no column sums are wanted.
+        partials: number of fp32 partial sums; 0 if no gradient of weight, bias or add_bias is wanted.
         rows: number of rows of x.
         chunks: number of chunks of a row, if rows do not fit into registers.
         wanted: names of the operands whose gradients are wanted.
@@ -64,8 +65,8 @@ class LayerNormGradPlan:
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
             self._plan_chunks(config, D, x_stride, (count, group_rows), uses, vector, pdl)
-        # A plane has the partial sums of one gradient.
-        # There are planes for the gradients in ``sums``, from the first one to the last one that is wanted.
+        # ``partials`` has a plane of count * D partial sums for each gradient, in the order weight, bias,
+        # add_bias. Planes after the last wanted gradient are left out.
         self.partials = count * D * max((place for place, dtype in enumerate(sums, 1) if dtype), default=0)
         block_p, block_d = column_sum_block(count, D)
         self.columns = Launch(
@@ -85,11 +86,12 @@ class LayerNormGradPlan:
     ) -> None:
         """Make the launches ``chunk_sums`` and ``chunk_grad``.
 
-        ``groups``: (number of groups of rows, number of rows of a group). ``uses``: constants of the kernels.
+        ``groups``: (number of groups of rows, number of rows of a group). ``uses``: the constants of
+        ``_chunk_grad_kernel`` that say which gradients are needed.
         """
         count, group_rows = groups
-        # Kernels multiply these numbers by VECTOR.
-        # So the compiler knows that D and the stride of x are multiples of VECTOR.
+        # Kernels get D / VECTOR and stride / VECTOR, and multiply them by VECTOR. So the compiler knows that
+        # D and the stride of x are multiples of VECTOR, and can load vectors.
         parts = {"d_parts": D // vector, "x_parts": x_stride // vector}
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunks = config.chunks

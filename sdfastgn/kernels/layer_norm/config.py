@@ -2,8 +2,8 @@
 
 A program loads whole rows into registers if a row, padded to a power of 2, has at most ``_MAX_IN_REGISTERS``
 elements. Its tile has the axes (lanes, warps, steps, block) of ``common/tiles.py``. A block is the part of a
-row that a warp loads by one instruction. If a row is shorter than this, the block is the row, and further
-lanes of the warp load further rows.
+row that a warp loads by one instruction. If that needs only some lanes of the warp, because the row is short,
+the other lanes load other rows by the same instruction.
 
 Longer rows are divided into chunks, so that even ten rows of ten million elements keep a whole GPU busy.
 """
@@ -16,12 +16,12 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 # Maximum length of a row, in padded elements, that a program keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Maximum length of a row, in padded elements, that a program of a backward with column sums keeps in
-# registers. It is smaller, because the sums take registers too.
+# The same for a backward that also sums over rows ("column sums", for the gradients of weight and biases). It
+# is smaller, because these sums take registers too.
 _MAX_WITH_SUMS = 8192
 # Maximum number of warps of a program whose warps divide a row among them (``wide``).
 _MAX_WARPS = 16
-# Maximum number of warps of a program in which each warp has whole rows.
+# Maximum number of warps of a program whose warps each have whole rows.
 _NARROW_WARPS = 4
 # Maximum number of elements of each thread if one warp has a whole row. Several warps divide longer rows.
 _NARROW_PER_THREAD = 64
@@ -36,23 +36,25 @@ _BACKWARD_PER_THREAD = 16
 _BACKWARD_GATHERED = 8
 # Minimum number of bytes of a block, unless the row is shorter. It is the size of a line of memory.
 _LINE_BYTES = 128
-# If there were fewer warps for each multiprocessor, several warps divide each row, to keep the GPU busy.
+# If one warp for each row gives fewer warps per multiprocessor than this, several warps divide each row among
+# them. Otherwise a part of the GPU would be idle.
 _FEW_WARPS_PER_SM = 4
 # A warp gets several rows at once only if there are still at least this many warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16
-# In a backward with column sums: number of elements that all programs on a multiprocessor together keep in
-# registers, divided by the 32 lanes of a warp. It decides the number of programs.
+# A backward with column sums launches only as many programs as run at once. Their number is such that all
+# warps on a multiprocessor together keep tiles of this many elements per lane in registers.
 _BACKWARD_PER_SM = 256
-# Minimum number of tiles for each program in a backward with column sums. Each program writes partial sums to
-# memory, so a few programs with many rows are better than many programs with few rows.
+# Number of tiles that each program of a backward with column sums gets at least. Each program writes partial
+# sums to memory, so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
 # Number of elements of a long row that a program processes at once.
 _CHUNK_BLOCK = 2048
 # Number of warps of a program that processes long rows.
 _CHUNK_WARPS = 4
-# Number of programs for each multiprocessor that keep the memory busy if rows are long.
+# Long rows are divided into enough chunks to have this number of programs for each multiprocessor. So many
+# programs keep the memory busy.
 _CHUNK_PROGRAMS_PER_SM = 8
-# Maximum number of chunks of a row, because one program merges the chunks of a row.
+# Maximum number of chunks of a row. It is limited because a single program merges all chunks of a row.
 _MAX_CHUNKS = 2048
 
 
@@ -144,7 +146,8 @@ def backward_config(
 def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
     """The configuration with tiles of one row, which the warps of a program divide among them.
 
-    ``load``: number of elements that a warp loads by one instruction.
+    ``load``: number of elements that a warp loads by one instruction. ``vector``: the same for a thread.
+    ``programs``: number of programs.
     """
     parts = next_power_of_2(ceil_div(D, load))
     num_warps = min(_MAX_WARPS, parts, max(1, parts * vector // _WIDE_PER_THREAD))
@@ -154,7 +157,8 @@ def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
 def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
     """Number of programs of a backward: one for each of the ``tiles``.
 
-    With column sums there are fewer, at most as many as run at once, because each writes partial sums.
+    With column sums there are fewer programs, at most as many as run at once, because each program writes
+    partial sums. Then a program processes several tiles.
     """
     if not column_sums:
         return tiles
@@ -166,8 +170,9 @@ def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums
 def _fitting_block(D: int, load: int, line: int) -> int:
     """Number of elements of a block of a row of ``D`` elements.
 
-    It is the largest power of 2 from ``line`` to ``load`` that leaves few lanes idle at the end of the row.
-    If the padded row is not longer than ``load``, the block is the padded row.
+    If the row is not longer than ``load``, the number of elements that a warp loads by one instruction, the
+    block is the row, padded to a power of 2. Otherwise it is the largest power of 2 from ``line`` to ``load``
+    that leaves few lanes idle at the end of the row.
     """
     if load >= D:
         return next_power_of_2(D)
@@ -187,9 +192,9 @@ def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
 
 
 def column_groups(rows: int, D: int, block: int, num_sms: int) -> int:
-    """Number of groups into which the rows of x (rows, D) are divided for column sums, if rows are long.
+    """Number of groups into which ``_chunk_grad_kernel`` divides the rows of x (rows, D).
 
-    A program of ``_chunk_grad_kernel`` sums ``block`` columns over the rows of one group.
+    A program of this kernel sums ``block`` columns over all rows of one group.
     """
     return max(
         1, min(ceil_div(rows, _BACKWARD_TILES), num_sms * _CHUNK_PROGRAMS_PER_SM // ceil_div(D, block))

@@ -9,9 +9,9 @@ Formula, for row i of x (rows, D), with g = i // period % groups:
 ``added`` is the embedding of a frame, or the result of attention to a single token, and ``position`` is the
 positional embedding of a frame. diffusers adds ``added`` and ``position`` in a separate pass each.
 
-This is for inference only: there is no registered op and no backward. On a GPU ``_rows_kernel`` of
-``layer_norm/kernels.py`` runs. Everywhere else, and for rows that do not fit into registers, plain PyTorch
-runs.
+On a GPU ``_rows_kernel`` of ``layer_norm/kernels.py`` computes this in one pass. The kernel is for inference
+only: there is no registered op and no backward. Everywhere else, if gradients are wanted, and for rows that
+do not fit into registers, PyTorch adds the vectors, and ``layer_norm`` normalizes the sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sdfastgn.kernels.common.sizes import WARP, vector_width
 from sdfastgn.kernels.layer_norm.config import RowsConfig, forward_config
 from sdfastgn.kernels.layer_norm.op import layer_norm
 
-# Number of rows from which the kernel cannot run, because it numbers rows by int32.
+# The kernel needs fewer rows than this, because it numbers rows by int32.
 _MOST_ROWS = 2**31
 
 
@@ -63,7 +63,13 @@ def grouped_layer_norm(
     residual: Tensor | None = None,
     total_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (y, total). y is the result of the formula above. total is u + total_bias, rounded once.
+    """Adds vectors to groups of rows before and after LayerNorm. Returns (y, total).
+
+    For row i, with g = ``i // groups.period % number of groups``:
+
+        u = x + residual + groups.added[g]
+        y = LayerNorm(u, rounded to the dtype of x) + groups.position[g]
+        total = u + total_bias, rounded once
 
     Args:
         x: (..., D), fp16, bf16 or fp32.
@@ -106,12 +112,12 @@ def _in_pytorch(
 
 
 def _per_row(vectors: Tensor, x: Tensor, period: int) -> Tensor:
-    """Returns a tensor with the shape of x, which has for each row of x the vector that this row uses."""
+    """Repeats ``vectors`` (groups, D) to the shape of x: each row of x gets the vector of its group."""
     rows = torch.arange(math.prod(x.shape[:-1]), device=x.device)
     return vectors[rows // period % len(vectors)].view(x.shape)
 
 
-# Kind of call -> its launch, or None if the kernel cannot run.
+# ``plan_key`` of a call -> the call's launch, or None if the kernel cannot run.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
@@ -120,7 +126,7 @@ def _by_kernel(
 ) -> tuple[Tensor, Tensor] | None:
     """Computes ``grouped_layer_norm`` by the kernel. Returns None if the kernel cannot run.
 
-    ``operands``: the tensors, in the order of the kernel's parameters.
+    ``operands``: (x, residual, added, total_bias, weight, bias, position).
     """
     key = plan_key(operands, eps, groups.period)
     launch = _launches.get(key)

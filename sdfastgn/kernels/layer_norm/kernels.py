@@ -25,15 +25,18 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
 - ``centre``: (rows,), from which ``row_mean`` gets the mean of each row. If y has 16 bits, it is the mean
   minus the row's first element, in fp32. If y is fp32, it is the mean, in fp64;
 - ``rstd``: (rows,) fp32, 1 / deviation of each row;
-- ``partials``: fp32. If y has 16 bits, (2, rows, chunks): the chunk's mean minus the row's first element; M2.
-  If y is fp32, (3, rows, chunks): the rounded mean of the chunk; M2; the rounding error of this mean.
+- ``partials``: fp32, two or three values for each chunk. If y has 16 bits, (2, rows, chunks): the chunk's
+  mean minus the row's first element; M2. If y is fp32, (3, rows, chunks): the chunk's mean, rounded; M2; the
+  rounding error of this mean.
 
 Programmatic dependent launch (``PDL``, from sm_90 on; ADR 7): before ``gdc_wait`` a kernel reads only x, and
 only if no kernel of this call writes it.
 
-Numerics: all arithmetic is fp32, and each result is rounded once. Kernels square differences from the row's
-first element or from a block's mean, never the values themselves, whose squares would lose digits. Chan's
-formula merges the sums of blocks and chunks, in a fixed order and without atomics.
+Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics. The
+first element of a row is subtracted from all its values before they are summed. Squares are squares of
+differences from a mean: ``_rows_kernel`` takes the mean of the row, ``_chunk_kernel`` the mean of a chunk's
+first block. Squares of the values themselves would lose digits. Chan's formula merges the means and M2 of
+chunks.
 
 A mean is stored as its difference from the row's first element, because the rounding error of the mean itself
 would grow with its size. If the first element is an outlier, the difference has a large rounding error too.
@@ -60,9 +63,10 @@ from sdfastgn.kernels.common.tiles import (
 
 @triton.jit
 def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
-    """Row of each element within the tile. Its shape broadcasts to (lanes, warps, steps, block).
+    """Returns the row of each element of a tile, counted from the tile's first row.
 
-    ``WIDE``: True if the warps divide each row among them.
+    The result broadcasts to the tile's shape, (lanes, warps, steps, block). ``WIDE``: True if the warps
+    divide each row among them. False if each warp has ``LANES`` whole rows.
     """
     row = along_lanes(LANES)
     if not WIDE:
@@ -72,7 +76,10 @@ def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Column of each element. Its shape broadcasts to (lanes, warps, steps, block)."""
+    """Returns the column of each element of a tile.
+
+    The result broadcasts to the tile's shape, (lanes, warps, steps, block).
+    """
     part = along_steps(STEPS)
     if WIDE:
         part = part * WARPS + along_warps(WARPS)
@@ -90,9 +97,10 @@ def row_sum(x, WIDE: tl.constexpr):
 
 @triton.jit
 def row_mean(first, centre):
-    """Returns two fp32 numbers for each row. Their sum is the mean; callers subtract one after the other.
+    """Returns two fp32 numbers for each row, whose sum is the row's mean.
 
-    ``first``: the row's first element. ``centre``: the row's element of the tensor ``centre``.
+    Callers subtract first one number from x, then the other. The mean itself, as one fp32 number, would be
+    less exact. ``first``: the row's first element. ``centre``: the row's element of the tensor ``centre``.
     """
     if centre.dtype == tl.float64:
         first = centre.to(tl.float32)
@@ -102,16 +110,18 @@ def row_mean(first, centre):
 
 @triton.jit
 def _read(x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_at, residual_at, added_at, c, mask):
-    """Loads x, or x + residual + add_bias if there is a residual, plus ``added`` if it is given, in fp32.
+    """Loads x + residual + add_bias + added. Pointers that are None are left out.
 
-    Returns the value twice: rounded to the dtype of x, and not rounded.
+    Returns the sum twice, both as fp32: rounded to the dtype of x, and not rounded. add_bias is only read if
+    there is a residual.
     """
     x = tl.load(x_ptr + x_at, mask=mask, other=0.0)
     total = x.to(tl.float32)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
         if add_bias_ptr is not None:
-            # The pointers are broadcast here, because ``tl.load`` of Triton 3.4 broadcasts only the mask.
+            # ``tl.load`` of Triton 3.4 broadcasts the mask to the shape of the pointers, but not the pointers
+            # to the shape of the mask. So both are broadcast here.
             columns, mask = tl.broadcast(add_bias_ptr + c, mask)
             total += tl.load(columns, mask=mask, other=0.0).to(tl.float32)
     if added_ptr is not None:
@@ -123,9 +133,10 @@ def _read(x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_at, residual_at, added
 
 @triton.jit
 def _affine(weight_ptr, bias_ptr, c, in_row):
-    """Loads weight and bias of the columns ``c`` in fp32. Returns 1 for no weight, and 0 for no bias.
+    """Loads weight and bias of the columns ``c`` in fp32. Without a weight it returns 1, without a bias 0.
 
-    Kernels call this before they sum, so that these loads run at the same time as the loads of x.
+    Kernels call it before they sum over x, so that the loads of weight and bias run at the same time as the
+    loads of x.
     """
     scale = 1.0
     offset = 0.0
@@ -173,7 +184,7 @@ def _rows_kernel(
     x, kept = _read(
         x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row + c, residual_row + c, group_row + c, c, mask
     )
-    # ``pivot`` is the row's first element.
+    # The first element of each row, which is subtracted from the row's values before they are summed.
     pivot, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row, residual_row, group_row, r * 0, is_row
     )
@@ -217,14 +228,15 @@ def _chunk_kernel(
     chunks, blocks, d_parts, x_parts, residual_parts, plane,
     EXACT: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``partials``, and stores the sum with the residual. A program has one chunk of one row.
+    """Computes ``partials``. With a residual it also stores the sum. A program has one chunk of one row.
 
     Numbers:
         chunks: number of chunks of a row.
         blocks: number of blocks of a chunk.
         d_parts, x_parts, residual_parts: D, and the strides of x and residual, divided by ``VECTOR``. The
             kernel multiplies them by ``VECTOR``, so the compiler knows that the products are multiples of it.
-        plane: elements between the kinds of partials (means, M2, rounding errors).
+        plane: number of partials of each kind (means, M2, rounding errors). The kinds are stored one after
+            the other.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
@@ -239,8 +251,8 @@ def _chunk_kernel(
         # they may read x before their own wait.
         gdc_wait()
         gdc_launch_dependents()
-    # ``first`` is the first element of the row, or of the chunk if ``EXACT``.
-    # It is subtracted from all values before they are summed.
+    # ``first`` is the first element of the row, or of the chunk if ``EXACT``. It is subtracted from all
+    # values before they are summed, because sums of small numbers have small rounding errors.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, None, x_row - to_pivot, residual_row - to_pivot, None,
@@ -287,8 +299,8 @@ def _merge_chunks_kernel(
 ):  # fmt: skip
     """Computes ``centre`` and ``rstd``. A program merges the partials of one row by Chan's formula.
 
-    ``length``: elements of a chunk. ``plane``: elements between the kinds of partials. ``BLOCK``: number of
-    chunks of a row, padded to a power of 2.
+    ``length``: elements of a chunk. ``plane``: as in ``_chunk_kernel``. ``BLOCK``: number of chunks of a row,
+    padded to a power of 2.
     """
     if PDL:
         gdc_launch_dependents()
@@ -324,8 +336,8 @@ def _normalise_kernel(
     stored. ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is
     read before ``gdc_wait``. This is possible because ``_chunk_kernel`` has already waited for x.
     """
-    # Programs with neighboring numbers have the same columns of different rows.
-    # They run at the same time, so weight and bias are read from memory once.
+    # Programs with neighboring numbers have the same columns of different rows, and run at the same time. So
+    # weight and bias of these columns are read from memory only once.
     row = (tl.program_id(0) % rows).to(tl.int64)
     c = (tl.program_id(0) // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     D = d_parts.to(tl.int64) * VECTOR

@@ -8,9 +8,9 @@ The ops are ``sdfastgn::layer_norm`` and ``sdfastgn::add_layer_norm``. Formula:
 Mean and var (the biased variance) are taken over each row of D elements.
 
 ``add_layer_norm`` also returns the sum x + residual + add_bias + total_bias, rounded once. total_bias is part
-only of this returned sum, not of the sum that is normalized. It serves callers that add the output of a
-further layer to the returned sum: they pass the bias of this layer as total_bias, so that no separate pass
-adds it.
+only of this returned sum, not of the sum that is normalized. For example, if a caller will add the output of
+a later layer to the returned sum, it can pass the bias of the later layer as total_bias. Then no separate
+pass adds that bias.
 
 The registered op has no argument total_bias; only the kernels take it. If a call goes to the registered op,
 or a gradient is wanted, plain PyTorch computes the sum with total_bias.
@@ -39,7 +39,7 @@ from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 # --- declarations -----------------------------------------------------------------------------------
 
 
-# Annotation of weight, bias and the biases of the sum.
+# Annotation of arguments with one value for each column: weight, bias, add_bias and total_bias.
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
 
 
@@ -51,7 +51,8 @@ class LayerNormCall(NamedTuple):
     bias: _PerColumn
     eps: float
     out_dtype: torch.dtype | None
-    # ``AddCall`` has these arguments. Here they are always None, so that plans can treat both calls alike.
+    # Arguments that only ``AddCall`` has. They are None here, so that ``LayerNormPlan`` can read the fields
+    # of either class in the same way.
     residual: None = None
     add_bias: None = None
     total_bias: None = None
@@ -167,7 +168,10 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
-    """Keep what the backward needs. Of each bias it needs only the dtype, for the bias's gradient."""
+    """Save for the backward, in autograd's ``ctx``: x or the sum, centre, rstd and weight.
+
+    Of bias and add_bias only the dtypes are saved, because their gradients get these dtypes.
+    """
     ctx.eps = call.eps
     ctx.dtypes = tuple(
         None if t is None else t.dtype for t in (call.x, call.weight, call.bias, call.add_bias)
@@ -280,7 +284,7 @@ _ADD_LAYER_NORM = PlannedOp(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """LayerNorm over the last dimension, in Triton kernels on NVIDIA GPUs.
+    """LayerNorm over the last dimension. On a GPU Triton kernels run.
 
     Args:
         x: (..., D), at least rank 1.
@@ -353,7 +357,8 @@ def add_layer_norm(
     if type(eps) is not float:
         eps = as_eps(name, eps)
     call = AddCall(x, residual, weight, bias, add_bias, eps, dispatch.autocast_dtype(x), total_bias)
-    # Only the kernels take total_bias, and only if no gradients are wanted.
+    # The registered op has no total_bias. The kernels take it, but run directly only if no gradient is
+    # wanted. Otherwise the op computes y, and a separate pass computes the sum with total_bias.
     if total_bias is None:
         return _ADD_LAYER_NORM(call)
     if dispatch.is_plain_inference(x, call) and x.numel():

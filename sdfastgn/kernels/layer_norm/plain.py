@@ -30,9 +30,10 @@ def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """PyTorch's LayerNorm with its first derivative. Higher derivatives come from the reference.
+    """PyTorch's LayerNorm and its first derivative.
 
-    In PyTorch 2.13, PyTorch's own fourth and higher derivatives are wrong.
+    Higher derivatives are computed through ``reference_layer_norm_grads``, because in PyTorch 2.13 the fourth
+    and higher derivatives of PyTorch's own LayerNorm are wrong.
     """
 
     @staticmethod

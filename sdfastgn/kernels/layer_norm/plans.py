@@ -20,12 +20,12 @@ from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, 
 
 # Maximum number of warps of a program that merges chunks.
 _MERGE_MAX_WARPS = 4
-# Number of chunks for each warp of a program that merges chunks.
+# A program that merges the chunks of a row has one warp for this many chunks.
 _MERGE_PER_WARP = 128
 
 
 class LayerNormPlan:
-    """The launches for one kind of call.
+    """The launches for calls with equal shapes, strides, dtypes, device, eps and dtype of y.
 
     If rows fit into registers, ``rows`` runs. Otherwise ``chunk``, ``merge`` and ``normalise`` run.
     ``partials``: number of fp32 values that ``chunk`` writes and ``merge`` reads. ``row_count``: number of
@@ -70,8 +70,8 @@ class LayerNormPlan:
         is_complete, exact = call.residual is None, result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
-        # Kernels multiply these numbers by VECTOR.
-        # So the compiler knows that D and the strides are multiples of VECTOR.
+        # Kernels get D / VECTOR and strides / VECTOR, and multiply them by VECTOR. So the compiler knows that
+        # D and the strides are multiples of VECTOR, and can load vectors.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunk = Launch(
@@ -110,7 +110,8 @@ class LayerNormPlan:
         if stream is None:
             with torch.cuda.device(x.device):
                 return self.run(call, centre, rstd)
-        # Only needed options are passed, because each takes a tenth of a launch's CPU time.
+        # Options of ``torch.empty_like``. An option is passed only if it is needed, because each takes CPU
+        # time: a tenth of the time of a launch.
         options: dict[str, Any] = {} if self.is_contiguous else {"memory_format": torch.contiguous_format}
         total = None if call.residual is None else torch.empty_like(x, **options)
         if call.out_dtype is not None:
