@@ -9,13 +9,14 @@ Pointers (all but x and y may be None):
 - ``x``: (N, T, H, W, C), fp16, bf16 or fp32;
 - ``y``: (N, front + frames + back - WINDOW + 1, height + 2 pad_h, width + 2 pad_w, WINDOW, C) in the dtype of
   x. ``frames``, ``height`` and ``width`` are the sizes of x after upsampling;
-- ``shift``: (C,), added before the norm of each position's channels;
-- ``weight``, ``bias``: (C,), the parameters of this norm;
-- ``table``: fp32, written by ``merge_kernel`` of ``group_norm/kernels.py`` for a GroupNorm, whose shift it
-  includes. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a value for each channel
-  of each sample, or of each frame if ``FRAMEWISE``: the scale, the offset and, without ``FOLD``, the mean;
-- ``modulation``: (N, t, h, w, 2 C), for a GroupNorm. The first C channels multiply the norm's result. The
-  last C channels are then added. A position of the modulation may be used for several positions of x;
+- ``shift``: (C,), added to x first. With a GroupNorm it is None, because ``table`` includes the shift;
+- ``weight``, ``bias``: (C,), the parameters of the norm of each position's channels. None with a GroupNorm;
+- ``table``: fp32, only with a GroupNorm. ``merge_kernel`` of ``group_norm/kernels.py`` has written it. From
+  ``table_offset`` on it has planes of ``table_plane`` values: the scales, the offsets and, without ``FOLD``,
+  the means. A plane has a value for each channel of each sample, or of each frame if ``FRAMEWISE``;
+- ``modulation``: (N, t, h, w, 2 C), only with a GroupNorm. The first C channels multiply the norm's result.
+  The last C channels are then added. If t, h or w is smaller than the size of x, several positions of x share
+  a position of the modulation;
 - ``cache``: (N, cached, height, width, C), the frames before x;
 - ``kept``: (N, keep, height, width, C), gets the last frames without borders.
 
@@ -39,11 +40,11 @@ from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
 
 @triton.jit
 def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, MODE: tl.constexpr):
-    """Computes from which position of the upsampled x each of the rows ``row`` of a sample comes.
+    """Computes where the rows with the indices ``row`` of a padded sample come from in the upsampled x.
 
-    Returns (t, at, h, w, is_centre). t, h and w are frame, line and column, counted from the first element of
-    x. at is h * width + w. is_centre is True outside the borders. In a ``MODE`` other than "zeros", a row in
-    a border gets h and w of the position that it repeats or mirrors.
+    Returns (t, at, h, w, is_centre) for each row. t, h and w are frame, line and column; 0, 0, 0 is the first
+    position of x. In the frames before x, t is negative. at is h * width + w. is_centre is False for rows in
+    a border. If ``MODE`` is not "zeros", such a row gets h and w of the position that it repeats or mirrors.
     """
     if BORDER:
         w = row % (width + 2 * pad_w) - pad_w
@@ -72,7 +73,9 @@ def _row_before(
     n, t, h, w, frames, height, width,
     APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
 ):  # fmt: skip
-    """Computes which row of x is copied to sample ``n``, frame ``t``, line ``h`` and column ``w``.
+    """Computes the row that upsampling copies to sample ``n``, frame ``t``, line ``h`` and column ``w``.
+
+    It is a row of x, or of the modulation if there is one, because that is upsampled then.
 
     Numbers:
         frames, height, width: sizes after upsampling.
@@ -88,7 +91,11 @@ def _row_before(
 
 @triton.jit
 def _group_norm(y, table, table_plane, in_row, FOLD: tl.constexpr):
-    """Computes GroupNorm(y). ``table`` points to the scales of the channels of ``y``."""
+    """Computes GroupNorm(y) = (y - mean) * scale + offset, without its activation.
+
+    ``table`` points to the scales for ``y``. The offsets are ``table_plane`` elements later, and the means
+    twice as far. With ``FOLD`` there are no means: the offsets include them.
+    """
     if not FOLD:
         y -= tl.load(table + 2 * table_plane, mask=in_row, other=0.0)
     scale = tl.load(table, mask=in_row, other=0.0)
@@ -98,17 +105,18 @@ def _group_norm(y, table, table_plane, in_row, FOLD: tl.constexpr):
 
 @triton.jit
 def _modulated(y, modulation, mask, C: tl.constexpr):
-    """Computes y * factor + offset. ``modulation`` points to the factors. Offsets are C elements later."""
+    """Computes y * factor + offset. ``modulation`` points to the factors, C elements before the offsets."""
     factor = tl.load(modulation, mask=mask, other=0.0).to(tl.float32)
     return y * factor + tl.load(modulation + C, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.constexpr, WINDOW: tl.constexpr):
-    """Stores the rows ``row`` of sample ``n`` in y, each in every window that contains its frame.
+    """Stores the values ``y`` of the rows ``row`` of sample ``n`` at ``y_ptr``.
 
-    Frame f is part k of window f - k, for k from 0 to ``WINDOW`` - 1. ``rows``: number of rows of a sample.
-    ``frame_rows``: number of rows of a frame.
+    Frame t of the result has the channels of ``WINDOW`` frames side by side: of the frames t, t + 1, and so
+    on. So a row of frame f is stored up to ``WINDOW`` times: as part 0 of frame f, as part 1 of frame f - 1,
+    and so on. ``rows``: number of rows of a padded sample. ``frame_rows``: number of rows of a frame.
     """
     y_rows = rows - (WINDOW - 1) * frame_rows
     for k in tl.static_range(WINDOW):
@@ -154,14 +162,15 @@ def _frames_kernel(
     Frames are numbered from the first frame of x, so frames of the cache have negative numbers.
 
     Numbers:
-        rows: number of rows of a sample, with the frames before x and with borders.
+        rows: number of rows of a padded sample: frames before x, x and frames after x, each with borders.
+        frames, height, width: sizes of x after upsampling.
         front, cached, keep: numbers of frames before x, of the cache and of kept.
         pad_h, pad_w: width of the borders along H and W.
 
     Constants:
         NORM: "channel", "group", or "" for none.
         FRAMEWISE: True if the table has values for each frame, not for each sample.
-        FOLD: True if the table has no mean (``merge_kernel``).
+        FOLD: True if the table has no means, because its offsets include them.
         BORDER: True if ``pad_h`` or ``pad_w`` is not 0.
         MODE: the values of padding. "zeros"; "replicate" for the nearest element of cache and x; "reflect",
             which is the same along T and mirrors along H and W.

@@ -5,7 +5,8 @@ chunks keeps the last frames of each chunk for the next chunk (the cache). Befor
 runs a norm and an activation, or upsampling; then a concatenation with the cache; then padding. Here one
 kernel does all of this. For x (N, C, T, H, W):
 
-    u = act(norm(x + shift))        or act(norm(x + shift) * factor + offset), or x + shift
+    u = act(norm(x + shift) * factor + offset). Without a modulation, factor is 1 and offset is 0.
+        Without a norm, u is x + shift
     v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), but the first frame is not
         repeated along T
     w = ``front`` frames, then v, then ``back`` frames. The last of the ``front`` frames are the cache, all
@@ -13,14 +14,16 @@ kernel does all of this. For x (N, C, T, H, W):
     y = w with ``border`` zeros around each frame
     kept = the last ``keep`` frames of w
 
-With a ``window`` of more than one frame, frame t of the result has the channels of the frames t, t + 1, ...
-of y side by side. A 2-D convolution of this result computes the same as a 3-D convolution of y.
+With a ``window`` of more than one frame, the result is not y. Its frame t has the channels of ``window``
+frames of y side by side: of the frames t, t + 1, and so on. So a 2-D convolution of this result computes the
+same as a 3-D convolution of y.
 
-In mode "replicate" each zero is replaced by the nearest element, as in torch.nn.functional.pad. Mode
-"reflect" does the same along T. Along H and W it mirrors each frame without its outermost line or column.
+``mode`` is "zeros", "replicate" or "reflect". In mode "replicate", the nearest element replaces each zero, as
+in torch.nn.functional.pad. Mode "reflect" does the same along T. Along H and W, it mirrors each frame at its
+outermost lines and columns, which are not repeated.
 
 On a GPU the kernel of ``pad_frames/kernels.py`` runs; that file explains layouts and numerics. For a
-GroupNorm, the kernels of its statistics run first. Everywhere else, and if gradients are wanted,
+GroupNorm, the kernels that compute its statistics run first. Everywhere else, and if gradients are wanted,
 ``reference_pad_frames`` runs.
 
 Source: the convolutions of Wan's and HunyuanVideo's autoencoders in diffusers (``WanCausalConv3d``,
@@ -47,7 +50,8 @@ from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_group_norm
 
-# Maximum number of rows, because the kernel numbers them by int32.
+# Maximum number of positions (frame, line, column) of all padded samples, because the kernel numbers them by
+# int32.
 _MAX_ROWS = 2**31 - 1
 # Mode of ``pad_frames`` -> (mode along time, mode along height and width) of torch.nn.functional.pad.
 _FILLS = {
@@ -74,7 +78,7 @@ class Norm(NamedTuple):
 
 
 class GroupNorm(NamedTuple):
-    """A norm of groups of channels. Attributes that are not listed are arguments of ``group_norm``.
+    """A GroupNorm, optionally with a modulation. The attributes not listed are arguments of ``group_norm``.
 
     Attributes:
         statistics: (2, N, P, C) fp32, or (2, N T, P, C) if ``framewise``: the statistics of x without the
@@ -83,12 +87,12 @@ class GroupNorm(NamedTuple):
             multiply the norm's result. The last C channels are then added, before the activation. The
             modulation is upsampled to the size of x: H must be a multiple of h, W of w and T of t. If T is
             odd, the first frame of the modulation is used for the first frame of x only, and T - 1 must be a
-            multiple of t - 1.
-        framewise: True if each frame is normalized by itself.
+            multiple of t - 1. There may be no upsampling of x.
+        framewise: True if each frame has its own mean and variance. There may be no upsampling.
         pads_first: True if the ``front`` and ``back`` frames count in the mean and the variance, as if they
-            were added before the norm. ``statistics`` must then be the statistics of all frames, in chunks of
-            equal sizes. Without statistics no kernel runs. The mode must not be "zeros", and there may be no
-            cache, modulation or upsampling.
+            were added before the norm. A kernel only runs if ``statistics`` are given. They must be those of
+            all frames, with the added ones, in chunks of equal sizes. The mode must not be "zeros",
+            ``framewise`` must be False, and there may be no cache, modulation or upsampling.
     """
 
     num_groups: int
@@ -111,7 +115,11 @@ _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
 
 
 class PadFramesCall(NamedTuple):
-    """The arguments of ``pad_frames``. ``norm``: "channel", "group", or "" for none."""
+    """The arguments of ``pad_frames``, with the attributes of the norm as fields of their own.
+
+    ``norm``: "channel" for a ``Norm``, "group" for a ``GroupNorm``, or "" for none. ``pad_h``, ``pad_w``: the
+    border. ``times_t``, ``times_h``, ``times_w``: the numbers in ``upsample``.
+    """
 
     x: Annotated[Tensor, Operand("(N, C, T, H, W)", whole=channels_last)]
     cache: Annotated[Tensor | None, Operand(whole=channels_last, same_dtype=True)]
@@ -145,7 +153,7 @@ class PadFramesCall(NamedTuple):
 
     @property
     def upsampled(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of x after upsampling."""
+        """The sizes (T, H, W) of x after upsampling."""
         T, H, W = self.x.shape[2:]
         return (T - 1) * self.times_t + 1 if T else 0, H * self.times_h, W * self.times_w
 
@@ -216,14 +224,14 @@ def _images(x: Tensor) -> Tensor:
 
 
 def normalized_together(call: PadFramesCall) -> int:
-    """Number of positions over which a GroupNorm computes its statistics."""
+    """Number of positions (frame, line, column) over which each mean and variance of a GroupNorm is taken."""
     T, H, W = call.x.shape[2:]
     frames = 1 if call.framewise else call.front + T + call.back if call.pads_first else T
     return frames * H * W
 
 
 def group_norm_call(call: PadFramesCall) -> GroupNormCall:
-    """The GroupNorm of a call whose ``norm`` is "group", without its activation."""
+    """The arguments for ``group_norm`` of a call whose ``norm`` is "group". The activation is left out."""
     affine = call.weight, call.bias, call.eps, "identity"
     x = _images(call.x) if call.framewise else call.x
     return GroupNormCall(x, call.num_groups, *affine, call.shift, None, None, call.statistics, False, None)
@@ -275,7 +283,8 @@ def reference_pad_frames(
 def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
     if not norm.added:
         return reference_channel_norm(u, *norm[:5])
-    # An additional channel with this value adds ``added`` to the sum of squares.
+    # ``reference_channel_norm`` has no argument ``added``. An additional channel with the value sqrt(added)
+    # adds ``added`` to the sum of squares. It is removed from the result.
     more = u.new_full((u.shape[0], 1, *u.shape[2:]), math.sqrt(norm.added))
     weight, bias = (t if t is None else F.pad(t, (0, 1)) for t in norm[:2])
     return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]
@@ -332,7 +341,8 @@ def pad_frames(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the input of a causal convolution with padding 0, in one pass.
 
-    This is ``norm(x + shift)``, upsampled, after the frames of ``cache``, and with borders.
+    x + shift is normalized and upsampled. Then the frames of ``cache`` are put before it, and borders are
+    added.
 
     Args:
         x: (N, C, T, H, W).
@@ -349,10 +359,9 @@ def pad_frames(
         norm: the norm of x + shift, with an activation. None: x + shift is not normalized.
         upsample: (t, h, w), the number of copies of each element along T, H and W. The first frame is not
             repeated along T.
-        window: number of frames that each frame of y has side by side, as channels, at most
-            ``front`` + T'' + ``back``. Frame t of y has the channels of the frames t, t + 1, ...
-            t + ``window`` - 1 that y would have with a window of 1. Then a 2-D convolution of y can compute a
-            3-D one.
+        window: at most ``front`` + T'' + ``back``. With 1, y has the padded frames. With a larger number,
+            frame t of y has the channels of the padded frames t, t + 1, ... t + ``window`` - 1 side by side.
+            Then a 2-D convolution of y computes a 3-D convolution of the padded frames.
 
     Returns:
         (y, kept). T'', H'' and W'' are the sizes after upsampling. y is (N, window C,
@@ -373,7 +382,8 @@ def pad_frames(
     call = _call_of(x, cache, shift, norm, front, back, border, mode, keep, upsample, window)
     if dispatch.is_plain_inference(x, call):
         try:
-            # Calls with invalid arguments never have a plan, so only calls without a plan are checked.
+            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
+            # valid, and need no check.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
                 _check(_NAME, call)
@@ -383,8 +393,9 @@ def pad_frames(
                 return plan.run(call)
         except dispatch.KernelError:
             pass
-        # The search for a plan fails if an argument is a number instead of a tensor, or a tensor without
-        # strides or memory. ``_check`` then names the argument.
+        # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
+        # tensor, or a tensor without strides or memory. ``_check`` raises a better error, which names the
+        # argument.
         except (AttributeError, RuntimeError):
             _check(_NAME, call)
             raise

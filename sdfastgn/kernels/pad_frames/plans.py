@@ -28,7 +28,8 @@ class PadFramesPlan:
 
     Attributes:
         launch: the launch of ``_frames_kernel``.
-        table: the launches that write a GroupNorm's table; None for other norms.
+        table: for a GroupNorm, the launches that compute its statistics and write the table of scales and
+            offsets, which ``_frames_kernel`` reads. None for other norms.
         shape, kept_shape: the shapes of y and kept.
     """
 
