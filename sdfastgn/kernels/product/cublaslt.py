@@ -22,20 +22,21 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 
-# Dtype of the matrices: CUDA_R_16F, CUDA_R_16BF.
+# Dtype of the matrices -> its number in cuBLASLt: CUDA_R_16F, CUDA_R_16BF.
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
-# Dtype of the two numbers by which cuBLASLt multiplies the product and the old output: CUDA_R_32F.
+# CUDA_R_32F: the dtype of alpha and beta in ``out = alpha * product + beta * out``.
 _FP32 = 0
-# Dtype in which products are summed: CUBLAS_COMPUTE_32F.
+# CUBLAS_COMPUTE_32F: products are summed in fp32.
 _COMPUTE_FP32 = 68
-# Keys of a product's attributes, from cublasLtMatmulDescAttributes_t.
+# Attributes that are set in the descriptor of a product, from cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
-# Values for the keys _TRANSPOSE_A and _EPILOGUE: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
+# Values of the attributes _TRANSPOSE_A and _EPILOGUE: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
-# Key of the maximum scratch memory in a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
+# Attribute of a request for algorithms: the maximum scratch memory of an algorithm
+# (cublasLtMatmulPreferenceAttributes_t).
 _MAX_WORKSPACE = 1
-# Maximum number of bytes of scratch memory of an algorithm. The limit excludes algorithms that divide the
-# depth into parts, because these store partial sums, which need more memory.
+# Maximum number of bytes of scratch memory of an algorithm. Algorithms that divide the depth into parts
+# (split-K) store partial sums and need more memory, so this limit excludes them.
 _WORKSPACE = 4096
 # Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16
@@ -44,7 +45,7 @@ _Pointer = ctypes.c_void_p
 
 
 class Shape(NamedTuple):
-    """Sizes of a product out = x @ weight.T of contiguous matrices.
+    """Sizes and dtype of a product out = x @ weight.T of contiguous matrices.
 
     x is (rows, depth), weight is (columns, depth), out is (rows, columns). ``has_bias``: True if a bias
     (columns,) is added. ``adds``: True if the product is added to the old values of ``out``.
@@ -114,7 +115,7 @@ def _call(name: str, *arguments: object) -> None:
 def _set(kind: str, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
     """Set an attribute of the descriptor ``of`` to the C value ``value``.
 
-    ``kind``: type of the descriptor.
+    ``kind``: type of the descriptor, as in the names of cuBLASLt's functions, for example "MatmulDesc".
     """
     size = ctypes.c_size_t(ctypes.sizeof(value))
     _call(f"cublasLt{kind}SetAttribute", of, attribute, ctypes.byref(value), size)
@@ -165,7 +166,7 @@ def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
 
 
 def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
-    """The algorithms that cuBLASLt recommends for ``shape`` on ``device``, the best first.
+    """The algorithms that cuBLASLt recommends for ``shape`` on ``device``, the probably fastest first.
 
     Empty if the library is not found. Raises ``Refused`` if the library fails.
     """
@@ -189,7 +190,9 @@ def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
 def multiply(
     shape: Shape, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Computes out = x @ weight.T + bias on the current stream. If ``shape.adds``, the old out is added too.
+    """Computes out = x @ weight.T + bias, or out += x @ weight.T + bias if ``shape.adds``.
+
+    It runs on the current stream.
 
     Args:
         shape: sizes and dtype of the tensors, which are not checked.

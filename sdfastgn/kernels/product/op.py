@@ -32,16 +32,17 @@ from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorit
 _DTYPES = (torch.float16, torch.bfloat16)
 # Minimum number of rows of x. For fewer rows, choosing an algorithm took more time than it saved.
 _FEWEST_ROWS = 1024
-# Maximum number of elements of the output. The GPU's power limits the speed of larger products, so other
-# algorithms are hardly faster. Also, timing needs memory for a second output.
+# Maximum number of elements of the output. For larger products no algorithm is chosen: their speed is limited
+# by the GPU's power, so other algorithms are hardly faster. Also, timing needs memory for further outputs.
 _MOST_ELEMENTS = 2**26
 # Addresses of tensors must be multiples of this number, because cuBLASLt assumes this.
 _ALIGNMENT = 256
-# Number of launches in a round of timing. The time of a round is the mean time of a launch.
+# Number of launches of an algorithm in each round of timing. Their mean time is the result of the round.
 _LAUNCHES = 5
-# Number of rounds. The time of an algorithm is its fastest round.
+# Maximum number of rounds of timing of an algorithm. The algorithm's time is that of its fastest round.
 _ROUNDS = 3
-# Number of clock cycles (0.2 ms) for which the GPU is kept busy while the CPU queues the launches of a round.
+# Number of clock cycles (0.2 ms) that the GPU sleeps before each round. Meanwhile the CPU queues the launches
+# of the round, so that the GPU then runs them without gaps.
 _HEAD_START = 400_000
 # Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
@@ -50,7 +51,7 @@ _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """A kind of product, for which one algorithm is chosen.
+    """What a choice depends on. All products with equal values of these fields use the same algorithm.
 
     ``switches``: settings of PyTorch that can change the bits of a product's result.
     """
@@ -60,18 +61,19 @@ class _Kind(NamedTuple):
     switches: tuple[object, ...]
 
 
-# Kind of product -> its fastest algorithm, or None if PyTorch's algorithm is the fastest.
+# ``_Kind`` of a product -> its fastest algorithm, or None if PyTorch's algorithm is the fastest.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
-# In a thread that rehearses: the kinds of products recorded so far, in order. In other threads: None.
+# During a rehearsal in this thread (``chosen_after``): the kinds of the products that were recorded so far,
+# as keys. Otherwise None.
 _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVar(
     "sdfastgn_noted_products", default=None
 )
 
 
 def is_choosing() -> bool:
-    """True during a rehearsal, and during the capture of a graph if there was a rehearsal before.
+    """True during a rehearsal, and while a CUDA graph is captured after a rehearsal.
 
-    If it is False, ``linear`` is the same as ``F.linear``.
+    If it is False, ``linear`` only calls ``F.linear``.
     """
     return not torch.compiler.is_dynamo_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())
@@ -132,9 +134,10 @@ def _choice(
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """The kind of a product. None if PyTorch always computes such products.
+    """The key of a product in ``_chosen``, or None if PyTorch must compute it.
 
-    The result is also None for invalid arguments, so that PyTorch raises its usual error.
+    For example, PyTorch computes products in fp32, products with gradients, and products that are too small
+    or too large to gain from another algorithm. It also gets invalid arguments, and raises its usual error.
     """
     operands = [t for t in (x, weight, bias, total) if t is not None]
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.numel() == 0:
@@ -161,10 +164,11 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 
 @contextmanager
 def chosen_after() -> Iterator[None]:
-    """A context for a rehearsal: it records the products inside, and at its end chooses their algorithms.
+    """A context for a rehearsal: it finds the fastest algorithms for the products inside.
 
-    Only products on the current device are recorded. Kinds of products that were timed before are not timed
-    again. Timing runs on the current stream.
+    It records the products of ``linear`` and ``add_linear_`` on the current device. At its end it times the
+    algorithms of each, on the current stream, and remembers the fastest. Products that were timed before in
+    this process are not timed again.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for timing. Products that were not timed yet will be
@@ -183,7 +187,10 @@ def chosen_after() -> Iterator[None]:
 
 @torch.no_grad()
 def _fastest(kind: _Kind) -> Algorithm | None:
-    """The fastest algorithm that gives the same bits as PyTorch; None if PyTorch's own is the fastest."""
+    """Times all algorithms that give the same bits as PyTorch, and returns the fastest.
+
+    None if none is clearly faster than PyTorch (``_WORTHWHILE``).
+    """
     shape, device = kind.shape, kind.device
     # The operands come from a separate generator, so that the user's random numbers do not change.
     random = partial(
@@ -212,7 +219,8 @@ def _fastest(kind: _Kind) -> Algorithm | None:
             ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out)))
     times = [_microseconds(way) for _, way in ways]
     for _ in range(_ROUNDS - 1):
-        # After the first round, only algorithms near the best time are timed again, and PyTorch (index 0).
+        # Further rounds time only PyTorch (index 0) and the algorithms whose times are close to the best
+        # time.
         near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
         for i in near:
             times[i] = min(times[i], _microseconds(ways[i][1]))
@@ -221,7 +229,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
 
 
 def _microseconds(way: Callable[[], object]) -> float:
-    """GPU time of one call of ``way`` in microseconds: the mean of ``_LAUNCHES`` calls."""
+    """Measures the GPU time of ``way()`` in microseconds, as the mean of ``_LAUNCHES`` calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     sleep(_HEAD_START)
     begin.record()
