@@ -10,22 +10,24 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Maximum number of elements of an elementwise tile.
+# Maximum number of elements of a tile of an image in an elementwise kernel.
 _TILE_MAX = 2048
-# Minimum number of elements of an elementwise tile.
+# Minimum number of elements of a tile of an image in an elementwise kernel.
 _TILE_MIN = 512
-# Number of elements of a tile for each warp. In fp16 these are two 16-byte loads of each lane.
+# Number of elements of such a tile for each warp: in fp16, two 16-byte loads of each lane.
 _PER_WARP = 512
-# Number of elements of a tile of weights: one 16-byte load of each lane of one warp, in fp16.
-# Tiles are small, because a program has nine tiles to read and sixteen tiles to write.
+# Number of elements of a tile of convolution weights: in fp16, one 16-byte load of each lane of one warp. It
+# is small, because a program reads nine tiles (3 x 3 weights) and writes sixteen (2 x 2 weights of four
+# phases).
 _WEIGHTS_TILE = 256
-# Minimum number of programs for each multiprocessor. If there are fewer, tiles are made smaller.
+# Tiles of images are made smaller until there are this many programs for each multiprocessor.
 _PROGRAMS_PER_SM = 4
-# Bytes of an element -> multiplications and additions per second of convolutions on an H200 (fp32 as TF32).
+# Number of bytes of an element -> multiplications and additions per second of a convolution on an H200. fp32
+# is computed as TF32.
 _FLOPS = {2: 600e12, 4: 300e12}
 # Speed of an H200's memory, in bytes per second.
 _BYTES = 3.5e12
-# Seconds that a call takes longer with one more kernel.
+# Seconds that one more kernel adds to the GPU time of a call.
 _LAUNCH = 1.5e-6
 
 
@@ -59,7 +61,7 @@ def weights_config(C_out: int, C_in: int) -> TileConfig:
 
 def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
     """The configuration for a (rows, C) tensor with tiles of about ``tile`` elements."""
-    # If C is large enough, a tile reads whole lines of memory: 128 bytes, or 64 channels of 16 bits.
+    # With at least 64 channels, a tile of 16-bit values reads whole lines of memory, which have 128 bytes.
     block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
     block_rows = min(next_power_of_2(rows), tile // block_c)
     programs = ceil_div(rows, block_rows) * ceil_div(C, block_c)

@@ -53,7 +53,8 @@ from sdfastgn.kernels.upsample.nearest import empty_image, upsample_nearest_2x
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes ``upsample_conv2d`` in plain PyTorch: upsamples the image and convolves it.
 
-    It runs if the steps above are not faster or cannot run. Tests use it in fp64 as the exact result.
+    It runs if the convolution at low resolution is not faster or cannot run. Tests use it in fp64 as the
+    exact result.
     """
     y = F.conv2d(upsample_nearest_2x(x), weight, bias, padding=1)
     return laid_out(y, dense_is_channels_last(x))
@@ -84,7 +85,7 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
 def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:
-    """Computes ``upsample_conv2d`` at low resolution, without a check whether this is faster.
+    """Computes ``upsample_conv2d`` at low resolution, even if upsampling first would be faster.
 
     Returns (y, statistics of y); the statistics are None unless ``with_statistics``. x must not be empty, and
     ``dense(x)`` must be channels-last.
@@ -95,7 +96,7 @@ def convolve_phases(
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     conv_kernels.launch_phase_weights(dense(weight), phases)
     t = F.conv2d(dense(x), phases, padding=1)
-    if not is_channels_last(t):  # with one channel or pixel, strides are ambiguous
+    if not is_channels_last(t):  # with one channel or one pixel, cuDNN may return other strides
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
     statistics = None
@@ -191,7 +192,7 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
 
 
 def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Check that weight and bias have the dtype of x, after autocast has cast all three."""
+    """Check that weight and bias have the dtype of x. Under autocast, all three have been cast before."""
     for label, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{_NAME}: {label} must have the dtype of x, {x.dtype}, got {t.dtype}")

@@ -40,10 +40,10 @@ from sdfastgn.kernels.upsample.nearest_kernels import tile_of_pixels
 
 @triton.jit
 def _two_phases(w0, w1, w2):
-    """Computes the 2 weights of each phase along one axis, from the 3 weights w0, w1, w2 along this axis.
+    """Computes along one axis the 2 weights of each of the 2 phases, from the 3 weights w0, w1, w2.
 
-    Returns 4 values: the weights of phase 0, for the previous pixel and for this pixel; then the weights of
-    phase 1, for this pixel and for the next pixel.
+    Pixel h of x becomes the pixels 2h (phase 0) and 2h + 1 (phase 1) of y. Returns 4 values: the weights of
+    phase 0 for the pixels h - 1 and h of x, then the weights of phase 1 for the pixels h and h + 1.
     """
     return w0, w1 + w2, w0 + w1, w2
 
@@ -52,8 +52,9 @@ def _two_phases(w0, w1, w2):
 def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C):
     """Stores column ``S`` of the 2 x 2 weights of the phases (0, ``B``) and (1, ``B``).
 
-    ``w0``, ``w1``, ``w2``: the values for this column in the three rows of the weight (``_row_of_weights``).
-    ``plane``: elements between the starts of phases.
+    ``w0``, ``w1``, ``w2``: one value for each row of the 3 x 3 weights. It is the result of
+    ``_row_of_weights`` for phase ``B`` and column ``S``. ``plane``: elements between the starts of
+    neighboring phases in ``out``.
     """
     first0, first1, second0, second1 = _two_phases(w0, w1, w2)
     tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)
@@ -64,7 +65,7 @@ def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def _row_of_weights(weight, mask, TAP):
-    """Loads one row of the 3 x 3 weights, and returns the weights of the phases along it (``_two_phases``).
+    """Loads one row of the 3 x 3 weights. Returns the 4 results of ``_two_phases`` for the three weights.
 
     ``TAP``: elements between neighboring weights of the row.
     """
@@ -83,8 +84,9 @@ def _phase_weights_kernel(
 ):  # fmt: skip
     """Computes the weights of the phases. A program has ``BLOCK_O`` output and ``BLOCK_C`` input channels.
 
-    ``C``: number of input channels. ``C_FACTOR``: a divisor of C (``multiple_of``). ``CHANNELS_LAST``: True
-    if ``weight`` is channels-last. ``EVEN``: True if no element is masked.
+    ``C``: number of input channels. ``C_FACTOR``: a divisor of C, so that the compiler can load vectors
+    (``multiple_of``). ``CHANNELS_LAST``: True if ``weight`` is channels-last. ``EVEN``: True if no element is
+    masked.
     """
     C = multiple_of(C, C_FACTOR)
     TAP = C if CHANNELS_LAST else 1
@@ -128,7 +130,8 @@ def _interleave_kernel(
     mask = None
     if not EVEN:
         mask = (i < pixels - first) & (c < C)
-    # The index of the tile's first pixel is int64. Rows and columns are counted from it, in int32.
+    # Indices of pixels may need int64. But int32 is enough for rows and columns that are counted from the row
+    # of the tile's first pixel.
     first_row = first // (2 * W)
     column = (first % (2 * W)).to(tl.int32) + i
     row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
@@ -179,7 +182,7 @@ def _interleave_statistics_kernel(
         H, W: numbers of rows and columns of x.
         rows: number of pixels of a chunk.
         chunks: number of chunks of a sample.
-        plane: elements of each half of ``statistics``.
+        plane: elements of each half of ``statistics``: the means, then the sums of squared deviations (M2).
 
     Constants as in ``_statistics_kernel`` of ``statistics/kernels.py``.
     """
@@ -213,8 +216,8 @@ def _interleave_statistics_kernel(
             s1 += tl.sum(d, STEP_AXIS, keep_dims=True)
             s2 += tl.sum(d * d, STEP_AXIS, keep_dims=True)
     m2 = tl.sum(s2, LANE_AXIS, keep_dims=True)
-    # Up to here ``mean`` is the rounded mean of the chunk's first tile.
-    # ``s1`` is the sum of the deviations from it in the whole chunk, and gives the mean of the chunk.
+    # ``mean`` is the rounded mean of the chunk's first tile. ``s1`` sums the deviations of the whole chunk
+    # from ``mean``. So the mean of the chunk is mean + s1 / count.
     total = tl.maximum(count, 1).to(tl.float32)
     delta = tl.sum(s1, LANE_AXIS, keep_dims=True) / total
     out = statistics_ptr + (n * chunks + chunk) * C + c
@@ -225,7 +228,7 @@ def _interleave_statistics_kernel(
 
 # --- launchers ------------------------------------------------------------------------------------
 
-# Kind of call -> its launch, for all kernels of this file.
+# Shape, dtype, device and options of a call -> its launch, for all kernels of this file.
 _launches: PlanCache[Launch] = PlanCache()
 
 
@@ -247,7 +250,10 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
 
 
 def statistics_chunks(y: Tensor) -> int:
-    """P, the number of chunks in the statistics of y (N, C_out, 2H, 2W) that ``launch_interleave`` gives."""
+    """The number of chunks P of the statistics (2, N, P, C_out) that ``launch_interleave`` computes.
+
+    ``y``: the (N, C_out, 2H, 2W) tensor whose statistics they are.
+    """
     N, C, H, W = map(int, y.shape)
     return statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write").chunks
 
@@ -269,7 +275,7 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
 
 
 def _interleave(y: Tensor) -> Launch:
-    """Make the launch with one program for each tile of pixels and channels of y."""
+    """Make the launch of ``_interleave_kernel``: one program for each tile of pixels and channels of y."""
     N, C, H, W = y.shape
     config = tile_config(N * H * W, C, gpu.num_sms(y.device))
     pdl = gpu.has_programmatic_launch(y.device)
@@ -281,11 +287,15 @@ def _interleave(y: Tensor) -> Launch:
 
 
 def _interleave_with_statistics(y: Tensor) -> Launch:
-    """Make the launch with one warp for each chunk of pixels and block of channels of y."""
+    """Make the launch of ``_interleave_statistics_kernel``.
+
+    It has one warp for each combination of a chunk of pixels and a block of channels of y.
+    """
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)
-    loops = config.rows > config.tile_rows  # if it loops, C is a constant, as in ``StatisticsLaunch``
+    # If the kernel loops over several tiles of a chunk, C is a constant, as in ``StatisticsLaunch``.
+    loops = config.rows > config.tile_rows
     return Launch(
         _interleave_statistics_kernel, config.programs(N, C, True), config.num_warps, pdl=pdl,
         C=C, HW=H * W, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,

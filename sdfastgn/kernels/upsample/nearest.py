@@ -32,8 +32,8 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
     """Computes ``upsample_nearest_2x`` in plain PyTorch, for calls that the kernel cannot run."""
-    # On a GPU x becomes channels-first, because PyTorch's channels-last kernel fails for 2^31 elements or
-    # more, and older versions fail for batches of 64 (pytorch #81665, #141831).
+    # On a GPU, x is first made channels-first. PyTorch's channels-last kernel fails for 2^31 elements or
+    # more, and in older versions for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
     return laid_out(y, dense_is_channels_last(x))
 
@@ -49,9 +49,9 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
-    """An uninitialized (N, C, H, W) tensor in the layout of ``dense(like)``: channels-last or channels-first.
+    """An uninitialized (N, C, H, W) tensor. N, dtype, device and layout come from ``like``.
 
-    It has the N, dtype and device of ``like``.
+    The layout is that of ``dense(like)``: channels-last or channels-first.
     """
     return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
@@ -72,11 +72,11 @@ class _Grad(NamedTuple):
 
 
 def _runs_kernel(x: Tensor) -> bool:
-    """True if a kernel can read ``x``, because ``x`` or its dense copy is channels-last."""
+    """True if a kernel runs for ``x``: kernels support it, and ``x`` or its dense copy is channels-last."""
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
-# Kind of call -> its launch.
+# (backward, shape, dtype and device of the smaller tensor) -> launch.
 _launches: PlanCache[Any] = PlanCache()
 
 
@@ -148,9 +148,10 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
 
     Shapes: the output is (N, C, 2H, 2W).
     Dtypes: x is fp16, bf16, fp32 or fp64. The output has the dtype of x.
-    Layout: for channels-last x a kernel runs, and the output is channels-last. For channels-first x PyTorch
-        runs, and the output is channels-first. x with gaps is copied first: to channels-last if its channels
-        have stride 1, else to channels-first.
+    Layout: the output is channels-last if x is, else channels-first. On a GPU a kernel runs for channels-last
+    x,
+        and PyTorch for channels-first x. If x has gaps in memory it is copied first: to channels-last if its
+        channels have stride 1, else to channels-first.
     Grad: x has gradients, of any order. The transforms of torch.func and forward-mode AD run in plain
         PyTorch.
     Raises:

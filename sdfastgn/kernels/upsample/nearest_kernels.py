@@ -101,7 +101,11 @@ def _upsample_grad_kernel(
 
 
 def upsample_launch(small: Tensor, *, backward: bool) -> Launch:
-    """Make the launch for ``small``, a channels-last (N, C, H, W): x in the forward, dx in the backward."""
+    """Make the launch of the forward or the backward.
+
+    ``small``: the tensor with the smaller images, channels-last (N, C, H, W): x in the forward, dx in the
+    backward.
+    """
     N, C, H, W = small.shape
     config = tile_config(N * H * W, C, gpu.num_sms(small.device))
     return Launch(
