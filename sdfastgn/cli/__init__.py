@@ -18,16 +18,16 @@ COMMANDS = (
     "bench", "generate", "report", "kernels", "inspect", "sources", "verify", "info", "demo", "warm_up",
 )  # fmt: skip
 
-# The exit code after Ctrl-C. As in shells, it is 128 plus the number of the signal.
+# The exit code after Ctrl-C. As in shells, it is 128 plus the number of the signal SIGINT, 2.
 INTERRUPTED = 130
 
 
 def main(doc: str | None = None, command: str | Callable[..., None] = "", **defaults: Any) -> None:
     """Run the command line and exit.
 
-    The exit code is 0 after success. It is 1 if an output was wrong, nothing could be measured, or the code
-    of an upstream method is unknown. It is 2 after bad input (one line says what is wrong), and 130 after
-    Ctrl-C.
+    The exit code is 0 after success, 2 after bad input (one line says what is wrong), and 130 after Ctrl-C.
+    It is 1 if the command ran but something failed, for example if an output was wrong or nothing could be
+    measured.
 
     Args:
         doc: the description that ``--help`` shows; empty for the command's own description.
@@ -47,15 +47,16 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         asked.append(True)
         raise KeyboardInterrupt
 
-    # Only Python's own handler of Ctrl-C is replaced. There is another one if, for instance, the parent
-    # process has made this process ignore Ctrl-C.
+    # Only Python's own handler of Ctrl-C is replaced. Any other handler is kept: for instance, the parent
+    # process may have made this process ignore Ctrl-C.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(_run(doc, command, defaults))
     except BaseException as end:
-        # If Ctrl-C is pressed during an import, the imported module may turn it into another exception.
+        # If Ctrl-C is pressed during an import, the imported module may raise another exception instead of
+        # KeyboardInterrupt. So ``asked`` is looked at too.
         if not asked and not isinstance(end, KeyboardInterrupt):
             raise
         print(f"{program()}: interrupted", file=sys.stderr)
@@ -93,14 +94,15 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         chosen = typer.main.get_command(app)
         chosen = chosen.commands[command] if command else chosen
     chosen.help = doc or chosen.help
-    # ``usage_error`` is UsageError of the click that typer uses. Some versions of typer have their own copy.
+    # click's class UsageError. It is taken from a base of typer's class, because some versions of typer
+    # contain a copy of click, and raise the copy's UsageError.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
         return chosen.main(
             prog_name=program(), standalone_mode=False, obj=OWN_PROCESS, default_map=defaults, **HELP_OPTIONS
         )
     except usage_error as error:
-        # If no command was given, typer has shown the help already, and the error has no message.
+        # If no command was given, typer has already shown the help. Then the error has no message.
         message = cast(Any, error).format_message()
         if message:
             print(f"{program()}: {message} (given: {shlex.join(sys.argv[1:])})", file=sys.stderr)

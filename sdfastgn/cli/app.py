@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Name of a placeholder in help texts -> function that returns the words that replace it. For example,
-# "variants" is the name of the placeholder "{variants}". The functions are called only when the help is
-# shown, because some of them import torch. Each command adds its own placeholders.
+# Placeholder in help texts, such as "{variants}" -> function that returns the words that replace it. The
+# functions are called only when the help is shown, because some of them import torch. Each command adds its
+# own placeholders.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
 
 def _complete_help(parameter: Any, context: Any) -> None:
-    """Replace placeholders in the help of ``parameter``, and append its default, if it has one.
+    """Complete the help text of a parameter: replace placeholders, and append the default, if there is one.
 
-    If the default is computed, ``parameter.show_default`` describes it in words.
+    If the default is only computed when the command runs, ``parameter.show_default`` describes it in words.
     """
     if getattr(parameter, "is_flag", False):
         parameter.metavar = ""  # a flag takes no value
@@ -29,7 +29,7 @@ def _complete_help(parameter: Any, context: Any) -> None:
         if word in text:
             text = text.replace(word, ", ".join(names()))
     value, words = parameter.get_default(context), parameter.show_default
-    if isinstance(value, bool):  # scripts set some flags to True
+    if isinstance(value, bool):  # the default of a flag; scripts may set it to True (``main``)
         value = "on" if value else ""
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))

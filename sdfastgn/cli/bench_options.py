@@ -51,7 +51,8 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = unet_config("--weights", weights)
-    # SD-Turbo has the same UNet as SD2. So its weights are recognized only if the user has named this model.
+    # The UNet of SD-Turbo is the same as SD2's. So unless the user has named sd_turbo, such weights count as
+    # SD2's.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
@@ -63,7 +64,8 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     if "pipeline" in parts and (reason := pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
     native, scale = native_size(weights, config, without_vae=8 if same else 1)
-    # With guidance a UNet gets each image twice. UNets without text or with embedded guidance get it once.
+    # With guidance a UNet gets each image twice. A UNet without text, or to which guidance is an input, gets
+    # it once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return name, native, scale, GUIDED_BATCH if is_guided else 1
@@ -118,9 +120,10 @@ def scheduler_name(option: str, value: str) -> str:
 
 
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
-    """Return ``value`` if it is None, or a path where a picture can be written as a PNG.
+    """Return the path ``value`` of a picture, or None if it is None.
 
-    ``unless``: why this command draws no picture; empty if it draws one. "{}" in it is replaced by the path.
+    Raises OptionError if the path does not end in .png, or if no picture can be drawn. ``unless``: the reason
+    why this command draws no picture, with "{}" in the place of the path; empty if it can draw one.
     """
     if value is None:
         return None
@@ -189,8 +192,9 @@ def bench_configs(
             steps=count,
             weights=weights,
             scheduler=scheduler,
-            # Recording a pipeline takes minutes, and the other parts already show where its time goes.
             lora_rank=lora_rank,
+            # A pipeline is profiled only if it is the only part, because that takes minutes. The profiles of
+            # other parts already show where a pipeline's time goes.
             profile=profile and (part != "pipeline" or len(chosen) == 1),
             **{**sizes[part], "batch": images},
             **{field: value for field, value in others.items() if value is not None},
@@ -205,8 +209,8 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
     """The configs of the preset ``name``. If ``name`` is None, the configs that the options ask for.
 
     ``given``: the options of the user; None for an option that was not given. They replace the preset's
-    settings. If the user gives a model, only the preset's cases of this model are used. If the preset has no
-    case of this model, its first case is used with this model.
+    settings. If the user gives a model, only the preset's cases for this model are used. If there are none,
+    the preset's first case is used, with the user's model in the place of its own.
     """
     given = {option: value for option, value in given.items() if value is not None}
     if name is None:
@@ -231,7 +235,7 @@ def variant_list(option: str, text: str) -> list[Variant]:
 
 
 def check_outputs(*, json: Path | None, html: Path | None, plot: Path | None, profile: bool) -> None:
-    """Check that each file of a run can be written, and that no two have the same path."""
+    """Check that each output file of ``bench`` can be written, and that no two files have the same path."""
     png_path("--plot", plot, "" if profile else "draws the breakdown of --profile, got {} without --profile")
     images = json and html and images_path(json)
     file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from sdfastgn.program import OptionError
 
-# Matches a whole number of at most 18 digits. No size in PyTorch has more digits.
-# The limit is needed because Python refuses to read numbers of thousands of digits.
+# Matches a whole number of at most 18 digits, which fits into 64 bits. Without a limit, ``int`` would fail
+# for numbers of thousands of digits.
 DIGITS = r"\d{1,18}"
 _NUMBER = re.compile(rf"-?{DIGITS}")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -30,7 +30,7 @@ def one_of(option: str, value: str, allowed: Collection[str]) -> str:
 def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
     """Return ``values`` as a list without repetitions. A text is read as a comma-separated list.
 
-    Raises OptionError if a value is not in ``allowed``.
+    Raises OptionError if there is no value, or if a value is not in ``allowed``.
     """
     values = split(values) if isinstance(values, str) else values
     if not values:
@@ -65,9 +65,9 @@ def image_size(option: str, value: int, scale: int = 8) -> int:
 
 
 def device_word(option: str, value: str | None) -> str | None:
-    """Return ``value`` if it is the name of a device.
+    """Return ``value`` if it has the form of a device's name, such as cuda:1.
 
-    Only torch can tell whether this machine has the device.
+    This does not check whether the machine has the device, because that needs torch.
     """
     if value is not None and not _DEVICE.fullmatch(value):
         raise OptionError(f"{option}: cannot use {value!r}; give cuda, cuda:N or cpu")
@@ -75,11 +75,11 @@ def device_word(option: str, value: str | None) -> str | None:
 
 
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """Return ``value`` if it is one of ``words``, an existing path, or maybe the id of a Hub repository."""
+    """Return ``value`` if it is one of ``words`` or an existing path, or looks like a Hub id (owner/name)."""
     try:
         if value in words or (value and Path(value).expanduser().exists()):
             return value
-    except (OSError, RuntimeError) as error:  # the name is too long, or names no user after ~
+    except (OSError, RuntimeError) as error:  # the path is too long, or begins with ~ and an unknown user
         raise OptionError(f"{option}: cannot look at {value!r}: {_why(error)}") from None
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
@@ -92,19 +92,19 @@ def _why(error: Exception) -> str:
 
 
 def file_path(option: str, value: Path | None) -> Path | None:
-    """Return the path ``value`` if it is None, or if a file can be written at it.
+    """Return ``value`` if it is None, or a path at which a file can be written.
 
-    Its folder must exist already, because a missing folder may be a typing error.
+    The folder of the file must exist. It is not made here, because a missing folder may be a typing error.
     """
     if value is None:
         return None
-    real = Path(os.path.realpath(value))  # ``value`` may be a link to a file that does not exist yet
+    real = Path(os.path.realpath(value))  # follows links, also a link to a file that does not exist yet
     try:
         if not real.parent.exists():
             raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")
         if real.is_file() or real.is_dir():
             real.open("ab").close()
-        elif not real.exists():  # a pipe is not tried: closing it would end its reader's input
+        elif not real.exists():  # but a pipe is not opened: closing it again would end its reader's input
             real.open("xb").close()
             real.unlink()
     except OSError as error:
@@ -113,9 +113,10 @@ def file_path(option: str, value: Path | None) -> Path | None:
 
 
 def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
-    """Check that each output can be written, and that outputs and ``read`` are all different files.
+    """Check that each output file can be written, and that no file is used twice.
 
-    ``outputs``: option -> path, or None. ``read``: the files that the command reads.
+    ``outputs``: option -> path of the file that the command will write, or None. ``read``: the files that the
+    command reads, which it must not overwrite.
     """
     taken = {os.path.realpath(path): "RESULTS" for path in read}
     for option, path in outputs.items():
@@ -128,7 +129,7 @@ def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) ->
 
 
 def folder(option: str, value: str) -> Path:
-    """Return ``value`` as a path, if it is a folder or its parent folder exists."""
+    """Return ``value`` as a path if its parent folder exists. The folder itself need not exist."""
     if not value:  # pathlib would read '' as the current folder
         raise OptionError(f"{option}: must be a folder, got ''; give . for the current one")
     real = Path(os.path.realpath(value))

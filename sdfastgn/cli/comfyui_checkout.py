@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Packages that ComfyUI imports only for models and nodes that are not used here. They are often missing,
-# because most of them must be built for the installed version of torch. ``av`` reads and writes videos.
+# Packages that ComfyUI imports, but that are only needed for models and nodes that are not used here. They
+# are often not installed, because most of them must be built for the installed version of torch.
 _NOT_NEEDED = ("av", "kornia", "spandrel", "torchaudio", "torchvision")
 
 
 class _Empty(types.ModuleType):
-    """Replaces a module that is imported but not used. Every public name in it is an empty class."""
+    """An empty module, which replaces one that is imported but not used.
+
+    Every public name in it is an empty class.
+    """
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -28,7 +31,7 @@ class _Empty(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds an ``_Empty`` module for each of ``packages``, and for every module inside of them."""
+    """An import hook: the import of one of ``packages``, or of a module in it, gives an ``_Empty`` module."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
@@ -72,9 +75,10 @@ def import_comfyui(
 
 
 def _load_aimdo() -> None:
-    """Load the library of comfy-aimdo if ComfyUI's arguments want DynamicVRAM.
+    """Load comfy-aimdo's C library if ComfyUI's arguments turn DynamicVRAM on.
 
-    The modules of comfy-aimdo look for this library when they are imported, and ComfyUI's modules import
+    With DynamicVRAM, ComfyUI's layers request their weights at each call, through the package comfy-aimdo.
+    The modules of this package look for their library when they are imported, and ComfyUI's modules import
     them. So call this function before ComfyUI's modules are imported.
     """
     from comfy.cli_args import enables_dynamic_vram
@@ -90,14 +94,15 @@ def release_of(folder: Path) -> str:
 
 
 def has_dynamic_vram(folder: Path) -> bool:
-    """True if the checkout ``folder`` has DynamicVRAM."""
+    """True if the ComfyUI in the checkout ``folder`` is new enough to have DynamicVRAM."""
     return "enables_dynamic_vram" in (folder / "comfy" / "cli_args.py").read_text(encoding="utf-8")
 
 
 def start_dynamic_vram() -> bool:
     """Turn DynamicVRAM on for models that are loaded later, as ComfyUI's ``main.py`` does when it starts.
 
-    ComfyUI must be imported. Returns False if its package comfy-aimdo does not work on this machine.
+    With DynamicVRAM, layers request their weights at each call. ComfyUI must be imported. Returns False if
+    the package comfy-aimdo does not work on this machine. Then DynamicVRAM stays off.
     """
     names = (
         "comfy.memory_management",
@@ -120,8 +125,8 @@ def stand_ins() -> Iterator[None]:
     """A context in which empty modules replace the packages of ``_NOT_NEEDED`` that are not installed."""
     import transformers.utils
 
-    # transformers checks whether torchvision is installed, and remembers the result. It must check before the
-    # empty module replaces torchvision.
+    # transformers checks once whether torchvision is installed, and remembers the result. It must check now,
+    # because it would take the empty module for torchvision.
     transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
     finder = _StandIns(missing)

@@ -23,13 +23,13 @@ from sdfastgn.models.pipelines import load_pipeline
 
 PICTURE = "demo.png"
 STEPS = digits_pipeline.STEPS
-# Inks of the demo's images; each is used for two digits.
-# "orange" is left out, because the pipeline was trained with the article "a" before it, which is bad English.
+# Inks of the demo's images; each is used for two digits. "orange" is left out: the pipeline was trained with
+# prompts such as "a orange handwritten seven", which the demo should not show.
 INK_WORDS = tuple(ink for ink in INKS if ink != "orange")
 DIGITS = tuple(range(len(NUMERALS)))
-# Minimum PSNR in dB of the optimized images against stock's images. Both are drawn in fp32. On a CPU they
-# differ only by the order of additions. On a GPU convolutions run in TF32, and use another algorithm for
-# channels-last images than for channels-first images.
+# Device -> minimum PSNR in dB of the optimized images against stock's images. Both are drawn in fp32. On a
+# CPU they differ at most by the order of additions. On a GPU convolutions run in TF32, and use another
+# algorithm for the channels-last images of the optimized pipeline than for stock's channels-first images.
 LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
 # Sizes in the picture, in pixels. A cell shows an image at twice the image's size.
 CELL, LABEL_WIDTH, LABEL_HEIGHT, FONT_SIZE = 2 * SIZE, 120, 44, 12
@@ -40,7 +40,7 @@ def run_demo(output_dir: Path, console: Console) -> int:
 
     Writes ``demo.png`` into ``output_dir``, with stock's images, the optimized pipeline's images, and their
     difference. Two things are checked: the optimized images reach ``LEAST_PSNR`` against stock's images; and
-    the restored pipeline has nothing fused, and draws stock's images bit for bit. Returns 0 if both hold,
+    the restored pipeline has nothing fused, and draws stock's images bit for bit. Returns 0 if both are true,
     else 1.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,8 +62,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     console.print("\n4. sdfastgn.restore(pipe), and the results beside each other:\n")
 
     agrees = psnr(optimized, stock) >= LEAST_PSNR[device]
-    # On a CPU the optimized pipeline runs stock's code too.
-    # So equal images would not prove that the pipeline was restored, and the report is checked as well.
+    # On a CPU even the optimized pipeline runs stock's code. So the restored pipeline's images do not prove
+    # that it was restored. The report must also say that nothing is fused.
     same = bool(np.array_equal(restored, stock)) and not sdfastgn.report(pipe).fused
     body = [["stock", f"{stock_seconds:.2f}", _read(stock)]]
     for name, images, seconds, verdict in (
@@ -111,7 +111,7 @@ def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
         pen.multiline_text((x, y), text, "black", font, anchor="mm", align="center")
 
     for column, prompt in enumerate(prompts):
-        lines = "\n".join(prompt.rsplit(" ", 1))  # on two lines, because a prompt is wider than a cell
+        lines = "\n".join(prompt.rsplit(" ", 1))  # two lines, because a prompt is wider than an image
         write(lines, LABEL_WIDTH + column * CELL + CELL // 2, LABEL_HEIGHT // 2)
     for row, (name, images) in enumerate(rows.items()):
         top = LABEL_HEIGHT + row * CELL
@@ -127,7 +127,8 @@ def _read(images: np.ndarray) -> str:
 
 
 def _timed(pipe: Any, prompts: list[str]) -> tuple[np.ndarray, float]:
-    # Before the timed call, a first call imports lazily and allocates, and a second captures a CUDA graph.
+    # Two calls come before the timed call. The first imports modules and allocates memory. The second
+    # captures a CUDA graph, if the pipeline is optimized.
     for _ in range(2):
         digits_pipeline.generate(pipe, prompts, num_inference_steps=1)
     start = time.perf_counter()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from sdfastgn.program import OptionError
 
-# The folder of the pipeline and the classifier. It is only in a checkout: it would make the wheel too large.
+# The folder of the pipeline and the classifier. Only a checkout has it, because it would make the wheel too
+# large.
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "digits"
 CLASSIFIER = "classifier.safetensors"
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -37,7 +38,7 @@ GUIDANCE = 3.0
 
 
 def check_folder() -> None:
-    """Raise OptionError if this is no checkout: the installed package does not contain the pipeline."""
+    """Raise OptionError if there is no folder ``FOLDER``, as in an installed package."""
     if not FOLDER.is_dir():
         where = "it is in a checkout of sdfastgn's repository and not in the installed package"
         raise OptionError(f"demo: no trained pipeline at {str(FOLDER)!r}: {where}; run sdfastgn demo there")
@@ -52,7 +53,10 @@ def prompt_of(digit: int, ink: str = "") -> str:
 
 
 def generate(pipe: Any, prompts: list[str], **options: Any) -> np.ndarray:
-    """Draws one image (H, W, 3) in [0, 1] for each prompt. All calls start from the same noise."""
+    """Draws an image for each prompt, and returns them as (N, H, W, 3) in [0, 1].
+
+    All calls start from the same noise.
+    """
     settings = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "np", **options}
     # A CPU generator gives the same noise on every device.
     return pipe(prompts, generator=torch.Generator("cpu").manual_seed(0), **settings).images
@@ -75,7 +79,7 @@ def ink_of(images: Tensor) -> Tensor:
 
 
 def read(images: np.ndarray, folder: Path = FOLDER) -> list[int]:
-    """The digit that the classifier sees in each image (H, W, 3) in [0, 1]."""
+    """The digits that the classifier sees in ``images`` (N, H, W, 3), with values in [0, 1]."""
     classifier = build_classifier()
     classifier.load_state_dict(load_file(folder / CLASSIFIER))
     with torch.inference_mode():

@@ -30,8 +30,9 @@ from sdfastgn.versions import installed_versions
 
 # Key in the PNG files' metadata. Its value is JSON: the image's settings and the packages' versions.
 METADATA = "sdfastgn"
-# Part of the names of this process's unfinished files. The process id cannot be used, because processes on
-# other machines, which may write to the same folder, can have the same id.
+# A random part of the names of this process's unfinished files, so that no other process uses the same names.
+# The process id is not used, because a process on another machine may write to the same folder and have the
+# same id.
 OWN = secrets.token_hex(4)
 
 
@@ -46,7 +47,7 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
     try:
         with Image.open(path) as picture:
             what = f"is a {picture.format} without sdfastgn's settings"
-            # The settings are before the pixels in the file, so a file that is cut off has them too.
+            # In a file, the settings come before the pixels. So they can be read even if the file is cut off.
             found = dict(json.loads(picture.info[METADATA])["settings"])
             is_whole = _is_whole(picture)
     except Exception:  # Pillow raises errors of many classes
@@ -85,14 +86,15 @@ def run(job: Job, device: str | None = None) -> int:
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
     checks.made_folder("--out", job.out, f"{OWN}.part")
     finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
-    for part in job.out.glob("[0-9]*.*.part"):  # left by processes that were killed
+    for part in job.out.glob("[0-9]*.*.part"):  # unfinished files of processes that were killed
         part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
-        # Before the first image is written, each process has looked for finished images. Processes may have
-        # found different images: machines may see changes in a shared folder at different times, or each
-        # machine may have its own folder. An image that any process has found counts as finished.
+        # Each process has looked for finished images. They may have found different ones: machines may see
+        # changes in a shared folder at different times, or each machine may have its own folder. An image
+        # that any process has found counts as finished. Otherwise processes would disagree on the remaining
+        # lines.
         finished = sorted(set(gather_object(finished)))
         todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
@@ -128,7 +130,7 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"wrote {job.path(line)}")
-            except Exception as error:  # perhaps only this size needs too much memory: try the other batches
+            except Exception as error:  # other batches may still work: this size may need too much memory
                 failed += len(left)
                 for line in left:
                     _print_problem(job, line, one_line(error))

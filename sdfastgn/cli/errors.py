@@ -12,7 +12,7 @@ from sdfastgn.program import OptionError, program
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A context in which an OptionError ends the command: with its message in one line, and exit code 2."""
+    """A context in which an OptionError ends the command: it prints one line, and the exit code is 2."""
     try:
         yield
     except OptionError as error:

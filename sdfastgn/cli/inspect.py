@@ -14,9 +14,10 @@ from sdfastgn.program import OWN_PROCESS
 
 
 def _inspected(model: str) -> dict[str, Any]:
-    """Loads or builds what ``inspect`` reports on. Returns name -> model.
+    """Loads or builds the model that ``inspect`` reports on. Returns name -> network or pipeline.
 
-    A model of ``MODELS`` is built on the meta device, which needs no memory. Any other model is loaded.
+    A UNet and a VAE of ``MODELS`` are built on the meta device, which needs no memory. Any other pipeline is
+    loaded.
     """
     import torch
 

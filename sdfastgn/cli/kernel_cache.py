@@ -1,8 +1,8 @@
 """``sdfastgn warm-up``: fills Triton's cache with a model's kernels, so that later runs need not compile.
 
-The pipeline is called twice. The first call is a rehearsal: it compiles all kernels in parallel, and its
-result is meaningless. The second call draws images. If a kernel cannot be compiled, this call raises the
-error.
+Images are drawn twice. The first time is a rehearsal: it compiles all kernels in parallel, and its images are
+meaningless, because kernels that are not compiled yet do not run. The second time runs all kernels. So an
+error that the rehearsal has ignored is raised or reported then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def run(
     export: Path | None = None,
     archive: Path | None = None,
 ) -> int:
-    """Fill the cache and print what is in it. Returns 0, or 1 if a kernel cannot be compiled.
+    """Compile a model's kernels into Triton's cache, and print their number and the cache's size.
+
+    Returns 0, or 1 if a kernel cannot be compiled.
 
     Args:
         model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline. None: only
@@ -55,7 +57,7 @@ def run(
         batch: images per call. With guidance the UNet gets each image twice.
         dtype, device: as in ``bench``. Kernels are compiled for GPUs of the same generation as ``device``.
         export: the file to which the model's compiled kernels are written.
-        archive: a file that ``export`` wrote before. Its kernels are added to the cache first.
+        archive: a file that an earlier run wrote as ``export``. Its kernels are added to the cache first.
 
     Raises OptionError for a bad option.
     """
@@ -107,9 +109,14 @@ def _import(path: Path, device: str) -> None:
 
 
 def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
-    """Compile all kernels that images of ``sizes``, (width, height), need. Returns the number of kernels.
+    """Compile all kernels that a pipeline needs to draw images of some sizes. Returns the number of kernels.
 
-    Optimizes ``pipe``, a text-to-image pipeline. Raises any error of the pipeline's calls.
+    Raises any error of the pipeline's calls.
+
+    Args:
+        pipe: a text-to-image pipeline, which is optimized here.
+        sizes: (width, height) of the images.
+        batch: images per call.
     """
     sdfastgn.optimize(pipe, cuda_graphs=False)
     pipe.set_progress_bar_config(disable=True)
@@ -120,7 +127,7 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a rehearsal's results are meaningless, and so are warnings of NaN
+        warnings.simplefilter("ignore")  # a rehearsal's images are meaningless, so warnings of NaN are too
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()
     return count

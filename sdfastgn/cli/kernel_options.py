@@ -20,7 +20,7 @@ _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
 
 
 def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
-    """The shapes that ``text`` lists. An entry is a shape, or the name of a set in ``suite.shape_sets``."""
+    """The shapes in the list ``text``. An entry is a shape (2x320x64x64) or a key of ``suite.shape_sets``."""
     rule = f" with C divisible by {suite.divisor}" if suite.divisor > 1 else ""
     wanted = f"{suite.axes}{rule}, or one of {', '.join(suite.shape_sets)}"
     shapes: list[Shape] = []

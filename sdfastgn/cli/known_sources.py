@@ -47,23 +47,25 @@ class _Method(NamedTuple):
 
     @property
     def versions(self) -> list[dict[str, str]]:
-        """The versions of the method that were tested, the oldest first."""
+        """The tested versions of the method, the oldest first. Each has a ``hash``, most a ``first_seen``."""
         return tested_versions().get(upstream_name(self.cls), {}).get(self.name, [])
 
 
 def print_sources(
     out: Console, *, against: Path | None = None, comfyui: Path | None = None, accept: bool = False
 ) -> int:
-    """List the methods whose code is unknown.
+    """List the methods whose code is unknown: its hash is not one of the method's in ``tested_sources.json``.
 
-    Returns 0 if no method is unknown, or if all unknown methods were accepted, else 1.
+    Only methods of diffusers and ComfyUI that fusions replace or rely on are looked at. Returns 0 if no
+    method is unknown or all were accepted, and if no fusion is left out (``MISSING``). Otherwise returns 1.
 
     Args:
         out: where to print.
-        against: the files of an earlier release. For each unknown method, its changes since this release are
-            printed.
-        comfyui: a checkout of ComfyUI, whose methods are listed as well.
-        accept: if True, write the hashes of the unknown methods into ``tested_sources.json``.
+        against: a diffusers wheel, a folder that contains diffusers, or a ComfyUI checkout, of an earlier
+            release. For each unknown method, its changes since this release are printed.
+        comfyui: a checkout of ComfyUI, whose methods are looked at too.
+        accept: if True, write the hashes of the unknown methods into ``tested_sources.json``. Then they are
+            known.
     """
     files = None if against is None else _release_files(against)
     releases = {"diffusers": diffusers.__version__}
@@ -103,7 +105,7 @@ def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
 
 
 def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
-    """The release of a checkout of ComfyUI, and the fusions of its blocks."""
+    """Import the checkout ``folder`` of ComfyUI. Returns (its release, the fusions for ComfyUI's blocks)."""
     if not _has_file(folder, _OF_COMFYUI):
         raise OptionError(f"--comfyui: no checkout of ComfyUI, got {str(folder)!r}")
     release = import_comfyui(str(folder), "--cpu")
@@ -113,7 +115,10 @@ def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
 
 
 def _release_files(against: Path) -> Any:
-    """Open ``against``: a diffusers wheel, a folder that contains diffusers, or a ComfyUI checkout."""
+    """Open a diffusers wheel, a folder that contains diffusers, or a ComfyUI checkout.
+
+    Returns an object with pathlib's interface. Raises OptionError if ``against`` is none of these.
+    """
     files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
     if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
         return files
@@ -123,7 +128,7 @@ def _release_files(against: Path) -> Any:
 def _has_file(files: Any, name: str) -> bool:
     try:
         return bool((files / name).is_file())
-    except OSError:  # the name is too long, or access is denied
+    except OSError:  # the path is too long, or access is denied
         return False
 
 
@@ -132,7 +137,7 @@ def _print(out: Console, line: str) -> None:
 
 
 def _difference(files: Any, method: _Method) -> Iterator[str]:
-    """Yields the lines of a diff from the code of ``method`` in ``files`` to its installed code."""
+    """Yields the lines of a diff of a method: from its code in ``files``, an earlier release, to now."""
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function
     new: Any = upstream_definition(function)
@@ -156,15 +161,18 @@ def _definition(files: Any, module: str, name: str) -> ast.FunctionDef | None:
 
 
 def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
-    """What the user can do next with the ``unknown`` methods."""
+    """A text that says what the user can do about the ``unknown`` methods.
+
+    ``has_diff``: True if the changes of each method were printed.
+    """
     last = [method.versions[-1] for method in unknown if method.package == "diffusers" and method.versions]
     seen = [version["first_seen"] for version in last if "first_seen" in version]
     if has_diff:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # ``first_seen`` is the release that introduced a method's last known version. The latest such release
-    # contains the last known versions of all methods.
+    # ``first_seen`` is the release in which a method's last known version was first seen. The latest of these
+    # releases contains the last known versions of all unknown methods.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"
@@ -197,6 +205,9 @@ def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> l
 
 
 def text_of(versions: dict[str, dict[str, list[dict[str, str]]]]) -> str:
-    """Returns ``versions`` as the text of ``tested_sources.json``: sorted by class, one version per line."""
+    """Returns the text of ``tested_sources.json`` for ``versions``: class -> method -> its tested versions.
+
+    Classes are sorted. Each version is a line.
+    """
     text = json.dumps(dict(sorted(versions.items())), indent=2)
     return re.sub(r"\{\s*([^{}]*?)\s*\}", lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"

@@ -49,7 +49,8 @@ def text_to_image(option: str, weights: str) -> tuple[int, int]:
 def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
     """Why ``weights`` are no text-to-image pipeline, as the end of a sentence that begins with "must be".
 
-    Empty if they are one, or if loading them will raise a better error. ``config``: the UNet's configuration.
+    Empty if they are a text-to-image pipeline, or if loading them will raise a better error. ``config``: the
+    UNet's configuration.
     """
     if (channels := config.get("in_channels", 4)) != config.get("out_channels", 4):
         return f"a text-to-image UNet, but the one of {weights!r} takes {channels} channels"
@@ -58,7 +59,7 @@ def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
     try:
         kind = dict(diffusers.DiffusionPipeline.load_config(weights))["_class_name"]
         arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
-    except Exception:  # ``weights`` are no pipeline: loading them will say why
+    except Exception:  # ``weights`` are no pipeline; the error of loading them will say why
         return ""
     inputs = ("image", "mask_image", "control_image", "image_embeds", "video")
     needs = [name for name in inputs if name in arguments]

@@ -27,5 +27,6 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # The group is not destroyed after an error, because other processes may still wait for this process.
+    # Reached only without an error. After one, other processes may still wait for this process, so the group
+    # of processes is not destroyed.
     state.destroy_process_group()

@@ -37,8 +37,8 @@ class Settings:
         return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
 
 
-# Type of a field in ``Settings`` -> allowed classes of its value in JSON.
-# Subclasses are not allowed: bool is a subclass of int, but True is not a number of steps.
+# Type of a field in ``Settings`` -> classes that its value in JSON may have. Subclasses are not allowed: bool
+# is a subclass of int, but True is not a number of steps.
 _KINDS = {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (int, float)}
 
 
@@ -61,7 +61,8 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     for name, kind in kinds.items():
         if type(values[name]) not in _KINDS[kind]:
             raise ValueError(f"{name}: must be of type {kind}, got {values[name]!r}")
-        # JSON texts may contain half of a surrogate pair. A tokenizer would refuse the whole batch for it.
+        # A text in JSON may contain half of a surrogate pair. A tokenizer would raise an error, and no image
+        # of the batch would be drawn.
         if any("\ud800" <= each <= "\udfff" for each in str(values[name])):
             raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
     checks.image_size("width", values["width"], scale)
@@ -106,8 +107,8 @@ def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> 
     alike: dict[tuple[Any, ...], list[int]] = {}
     for line in lines:
         each = wanted[line]
-        # A line without a negative prompt cannot share a call with a line whose negative prompt is an empty
-        # text: for the first, SDXL uses zeros instead of an encoded text.
+        # Lines with and without a negative prompt cannot share a call, even if the negative prompt is an
+        # empty text: SDXL encodes an empty text, but uses zeros if there is no negative prompt.
         alike.setdefault((each.negative_prompt is None, *each.shared().values()), []).append(line)
     for same in alike.values():
         yield from (same[first : first + size] for first in range(0, len(same), size))
@@ -164,7 +165,7 @@ def checked_job(
     dtype: str | None = None,
     stock: bool = False,
 ) -> Job:
-    """Check the options and read the prompts.
+    """Check the options of ``generate`` and read its file of prompts.
 
     ``settings``: the values of settings that a line leaves out. A width or height of None means the model's
     own size.
@@ -181,5 +182,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # so that all spellings of the path give the same metadata
+        model = str(where.resolve())  # the metadata must not depend on how the path was written
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

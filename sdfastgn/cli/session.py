@@ -65,9 +65,9 @@ def run_bench(
 ) -> int:
     """Measure all configs, print and write the results. Returns ``exit_code(rows)``.
 
-    The JSON file and the page are written after each row, so the rows of an interrupted run are kept. If a
-    launcher started several processes, they all time pipelines at the same time, and only the main process
-    prints. Only the main process may pass paths of files.
+    The JSON file and the HTML page are written after each row, so the rows of an interrupted run are kept. If
+    a launcher started several processes, they all time pipelines at the same time. Then only the main process
+    prints, only it may pass paths of files, and a config of another part raises OptionError.
     """
     if not launched():
         return _run_bench(configs, variants, json, plot, html)
@@ -81,7 +81,7 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        return "processes"  # several GPUs share a host, so these times differ from a single GPU's
+        return "processes"  # several GPUs share a host, so times differ from those of a single GPU
     if configs[0].preset:
         return "preset"
     if any(config.profile for config in configs):
@@ -103,7 +103,7 @@ def _run_bench(
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
-        images_path(json).unlink(missing_ok=True)  # images of an earlier run
+        images_path(json).unlink(missing_ok=True)  # the images that an earlier run wrote beside its JSON
     print_lines(out, result.warnings)
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
         for config in configs:
@@ -142,7 +142,7 @@ def _write(result: Result, json: Path | None, html: Path | None) -> None:
 
 
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
-    """Print results, and write a page if ``html`` is given.
+    """Print the results in JSON files, and write an HTML page if ``html`` is given.
 
     Results that have timed the same calls or kernels are printed as one comparison. All other results are
     printed with all their tables.
@@ -171,7 +171,7 @@ def exit_code(rows: Sequence[Any]) -> int:
 
 
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
-    """Time a suite, print and write the results. Returns ``exit_code(rows)``.
+    """Time the kernels of a suite, print and write the results. Returns ``exit_code(rows)``.
 
     The JSON is written after each shape, so the rows of an interrupted run are kept.
     """
@@ -203,7 +203,8 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
             plots.roofline(rows, plot, f"{title}, {where['gpu'] or where['machine']}")
             print_lines(out, [f"wrote {plot}"])
     else:
-        # If the copy could not be timed, no other row could be timed, for the same reason.
+        # The provider COPY, a plain copy, is always measured first. If nothing was timed, its reason is the
+        # reason for all providers.
         reason = next(row.reason for row in rows if row.provider == COPY)
         out.print(f"nothing was timed: {reason}", markup=False)
     if json is not None:

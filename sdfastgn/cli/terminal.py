@@ -22,9 +22,9 @@ def console() -> Console:
 
 
 def print_lines(out: Console, lines: Iterable[str]) -> None:
-    """Print ``lines``, which are notes, in a dim style."""
+    """Print notes, such as those below a table, in a dim style."""
     for line in lines:
-        # rich would read brackets in a plain string as markup, and names of kernels have brackets.
+        # In a plain string, rich would read brackets as markup. Names of kernels can have brackets.
         out.print(Text(line, style="dim", overflow="fold"))
 
 

@@ -15,7 +15,9 @@ _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
 def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
     """A table with a row for each fusion.
 
-    A row has the largest error among the parts with this fusion, and the error of stock's code in that part.
+    A row says how many of the modules with this fusion were right, wrong and put back, or not verified. It
+    has the largest error among these modules, and the error of stock's code in the module with the largest
+    error.
     """
     parts: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
@@ -35,7 +37,10 @@ def _cells(found: list[Verdict]) -> tuple[str, ...]:
 
 
 def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """Yields a line for each reason why parts are wrong or not verified, with their number and some paths."""
+    """Yields a line for each reason why modules are wrong or not verified.
+
+    It has the reason, the number of such modules, and the paths of up to three of them.
+    """
     wrong = ((f"{v.status}: {v.reason}", v.path) for v in verdicts if v.status != RIGHT)
     for reason, paths in grouped(wrong).items():
         yield f"{reason} ({len(paths)}: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})"
