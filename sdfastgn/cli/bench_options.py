@@ -43,6 +43,8 @@ STEPS = 30
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
     """Returns (name, native size, pixels along a side of a latent, default batch of a UNet step) of a model.
 
+    The native size is that of the model's images, in pixels.
+
     ``model``: the name that the user gave. If it is None, the name follows from the configuration of
     ``weights``. Raises OptionError if ``weights`` are of another model, or lack one of ``parts``.
     """
@@ -72,9 +74,10 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
 
 
 def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
-    """Returns ``parts`` without repetitions. If ``parts`` is None, returns the first part of ``model``.
+    """Returns ``parts``, what to time ("unet", "vae", ...), without repetitions.
 
-    Raises OptionError if the benchmark cannot time one of ``parts`` for this model.
+    If ``parts`` is None, returns the first part that the benchmark can time for this model. Raises
+    OptionError if it cannot time one of ``parts``.
     """
     networks = VIDEO_NETWORKS.get(model or "", {})
     if parts is None:
@@ -89,7 +92,7 @@ def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
 def _sizes(
     model: str | None, weights: str, parts: Sequence[str], size: int | None
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Returns (the model's name, {part: the fields of BenchConfig for the size of a call}).
+    """Returns (the model's name, {part: the fields of BenchConfig that say how large a call is}).
 
     ``size``: the value of ``--size``. Raises OptionError like ``_model_facts``, for a wrong size, and for
     weights of a video model that are not random.
@@ -229,7 +232,10 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
 
 
 def variant_list(option: str, text: str) -> list[Variant]:
-    """The variants that ``text`` names, in the order of ``VARIANTS``. ``all`` means every variant."""
+    """The variants (ways to run the model) in the list ``text``, in the order of ``VARIANTS``.
+
+    ``all`` means every variant.
+    """
     names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
     return [variant for name, variant in VARIANTS.items() if name in names]
 

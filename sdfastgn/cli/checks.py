@@ -104,7 +104,7 @@ def file_path(option: str, value: Path | None) -> Path | None:
             raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")
         if real.is_file() or real.is_dir():
             real.open("ab").close()
-        elif not real.exists():  # but a pipe is not opened: closing it again would end its reader's input
+        elif not real.exists():  # an existing pipe is not opened: closing it would end its reader's input
             real.open("xb").close()
             real.unlink()
     except OSError as error:

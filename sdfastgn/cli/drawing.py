@@ -68,7 +68,7 @@ def _is_whole(picture: Image.Image) -> bool:
 
 
 def _save(picture: Image.Image, path: Path, text: str) -> None:
-    """Save ``picture`` at ``path``, with ``text`` as metadata. No incomplete file is left."""
+    """Save ``picture`` at ``path``, with ``text`` as metadata. No incomplete image is ever at ``path``."""
     info = PngInfo()
     info.add_text(METADATA, text)
     part = path.with_suffix(f".{OWN}.part")
@@ -80,7 +80,7 @@ def _save(picture: Image.Image, path: Path, text: str) -> None:
 
 
 def run(job: Job, device: str | None = None) -> int:
-    """Draw the images that do not exist yet. Returns 0 if all lines could be drawn, else 1."""
+    """Draw the images of ``job`` that do not exist yet. Returns 0 if all lines could be drawn, else 1."""
     device = loading.device_name("--device", device)
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))

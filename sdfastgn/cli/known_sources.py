@@ -31,7 +31,7 @@ from sdfastgn.patches.graphs.factors import readers
 from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
 from sdfastgn.program import OptionError
 
-# A file that exists in every checkout of ComfyUI.
+# Every checkout of ComfyUI has this file. So a folder without it is no checkout of ComfyUI.
 _OF_COMFYUI = "comfy/ops.py"
 
 
@@ -137,7 +137,7 @@ def _print(out: Console, line: str) -> None:
 
 
 def _difference(files: Any, method: _Method) -> Iterator[str]:
-    """Yields the lines of a diff of a method: from its code in ``files``, an earlier release, to now."""
+    """Yields the lines of a diff of a method's code: from the release in ``files`` to the installed code."""
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function
     new: Any = upstream_definition(function)
