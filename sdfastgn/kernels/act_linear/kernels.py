@@ -35,7 +35,7 @@ def _act_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows of y.
+    """Computes y = act(x) @ weight.T + biases. A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows.
 
     ``STEPS``: number of blocks of ``BLOCK_K`` elements that are loaded at the same time. ``VECTOR``: number
     of contiguous elements of a thread. ``EVEN``: True if no element is masked along K.

@@ -55,7 +55,7 @@ Chunk = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class ChunksConfig:
-    """The sizes of chunks.
+    """The sizes of chunks. A chunk is a set of queries whose attention is computed at once.
 
     Attributes:
         matrices: number of heads in a chunk.
@@ -71,7 +71,7 @@ class ChunksConfig:
     splits: int
 
     def chunks(self, count: int, L: int) -> Iterator[Chunk]:
-        """All chunks of ``count`` heads with ``L`` queries each."""
+        """Yields chunks (``Chunk``) that together have all ``L`` queries of each of ``count`` heads."""
         for b in range(0, count, self.matrices):
             for r in range(0, L, self.rows):
                 yield b, min(b + self.matrices, count), r, min(r + self.rows, L)

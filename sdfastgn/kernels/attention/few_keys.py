@@ -36,7 +36,7 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 # Maximum number of keys. A program holds all keys of a head in registers at once.
 MAX_KEYS = 128
-# Maximum number of channels of a head.
+# Maximum number of channels of a head. For wider heads the kernel does not run.
 _MAX_HEAD_DIM = 256
 # Minimum number of rows, and of columns, of an operand of ``tl.dot``. Smaller tiles are padded.
 LEAST = 16
@@ -117,8 +117,8 @@ def runs_on(capability: tuple[int, int], D: int) -> bool:
     """True if the kernel for ``D`` channels does not spill registers on a GPU of this compute capability.
 
     On Hopper and on Blackwell's server GPUs, matrix products read operands from shared memory. On other GPUs
-    both operands must be in registers, so heads of more than 128 channels spill. On AMD's RDNA 3 even heads
-    of 80 channels spill. The result is also False for all AMD GPUs, and for GPUs older than sm_80.
+    both operands must be in registers, so heads of more than 128 channels spill. The result is False for all
+    AMD GPUs, because on RDNA 3 even heads of 80 channels spill, and for GPUs older than sm_80.
     """
     if torch.version.hip is not None:
         return False

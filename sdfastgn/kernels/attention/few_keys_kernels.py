@@ -44,7 +44,7 @@ def _short_attention_kernel(
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program computes it for ``BLOCK_M`` queries of one head of one sample.
+    """Computes y = softmax(q k^T scale) v. A program has ``BLOCK_M`` queries of one head of one sample.
 
     Pointers: ``q`` (N, H, L, D), ``k`` and ``v`` (N, H, S, D), fp16 or bf16, with contiguous channels;
     ``y`` (N, L, H, D), contiguous.
@@ -63,8 +63,8 @@ def _short_attention_kernel(
     first = (tl.program_id(0) % blocks) * BLOCK_M
     h = ((tl.program_id(0) // blocks) % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    # Strides are passed as stride / VECTOR, and multiplied by ``VECTOR`` here. So Triton knows that rows
-    # start at multiples of 16 bytes, and loads 16 bytes at once.
+    # The strides of samples are passed as stride / VECTOR, and multiplied by ``VECTOR`` here. So Triton knows
+    # that rows start at multiples of 16 bytes, and loads 16 bytes at once.
     q_ptr += n * q_n * VECTOR + h * Q_H
     k_ptr += n * k_n * VECTOR + h * K_H
     v_ptr += n * v_n * VECTOR + h * V_H

@@ -17,7 +17,9 @@ def _frames_attention_kernel(
     K_L: tl.constexpr, V_H: tl.constexpr, V_L: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr,
     ROWS: tl.constexpr, FRAMES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program processes all frames of ``ROWS // FRAMES`` pixels, for one head of one sample.
+    """Computes y, in which each pixel has attended to the same pixel in all frames.
+
+    A program processes all frames of ``ROWS // FRAMES`` pixels, for one head of one sample.
 
     A tile has ``FRAMES`` rows for each pixel: T frames and padding. One matrix product computes the scores of
     all rows of the tile with each other. The scores of rows of different pixels are dropped.
@@ -48,8 +50,8 @@ def _frames_attention_kernel(
     frame = r % FRAMES
     row = (frame * P + first + pixel).to(tl.int64)[:, None]
     mask = ((frame < T) & (first + pixel < P))[:, None] & (d < D)[None, :]
-    # Strides are passed as stride / VECTOR, and multiplied by ``VECTOR`` here. So Triton knows that rows
-    # start at multiples of 16 bytes, and loads 16 bytes at once.
+    # The strides of samples are passed as stride / VECTOR, and multiplied by ``VECTOR`` here. So Triton knows
+    # that rows start at multiples of 16 bytes, and loads 16 bytes at once.
     if PDL:
         gdc_wait()
     q = tl.load(q_ptr + n * q_n * VECTOR + h * Q_H + (row * Q_L + d[None, :]), mask=mask, other=0.0)

@@ -109,7 +109,8 @@ def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and not is_tracing()  # under torch.jit.trace, sizes are tensors and not numbers
         and torch.version.hip is None  # only cuBLAS multiplies 16-bit matrices to fp32 results
-        # ``pays`` comes early, because it is fast, and False for all attention layers of a UNet.
+        # ``pays`` comes before slower checks. It is False for all attention layers of a UNet, so their calls
+        # go on to PyTorch's attention without these checks.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0

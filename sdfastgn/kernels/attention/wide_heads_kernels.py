@@ -66,7 +66,9 @@ def _softmax_kernel(
     keys, parts, scale,
     PDL: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes weights and their sums. A program computes the weights of one row of scores, and their sum.
+    """Computes weights and the sum of each row of weights. A program processes one row.
+
+    weights = exp2(scale * (scores - largest score of the row)).
 
     Tensors: ``scores`` fp32 (rows, pitch); ``weights`` fp16 or bf16 (rows, pitch); ``sums`` fp32 (rows,).
 
@@ -102,7 +104,7 @@ def _divide_kernel(
     rows,
     D: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program computes a block of one row: the sum of its partial products / the row's sum.
+    """Computes y = products / sums. A program adds up the partial products of a block of a row, and divides.
 
     Tensors: ``products`` fp32 (SPLITS, rows, D), the partial products weights x values; ``sums`` fp32
     (rows,), the sums of the weights; ``y`` (rows, D), contiguous.
@@ -125,7 +127,7 @@ def _divide_kernel(
 
 
 class _Plan:
-    """The chunks and launches for one combination of sizes, scale, dtype and device.
+    """The chunks, and the launches for them, for calls with equal sizes, scale, dtype and device.
 
     ``launches``: number of rows of a chunk -> (launch of the softmax, launch of the division). The last chunk
     may have fewer rows than the others. ``scratch``: as in ``ChunksConfig.scratch``.
@@ -194,7 +196,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
 
 
 def _side_by_side(t: Tensor) -> Tensor:
-    """Returns ``t``, or a copy if its channels are not contiguous."""
+    """Returns ``t``, or a contiguous copy if the channels of ``t`` are not contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 

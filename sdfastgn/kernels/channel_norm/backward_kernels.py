@@ -21,7 +21,8 @@ from sdfastgn.kernels.layer_norm.backward_kernels import store_column_sum
 from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 
-# A program processes every ``num_programs``-th tile. A tile has whole rows.
+# Computes dx and partial sums of the gradients of weight and bias. A program processes every
+# ``num_programs``-th tile of whole rows.
 @triton.jit(do_not_specialize=["rows", "plane", "scale", "eps"])
 def _channel_norm_grad_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, partials_ptr,

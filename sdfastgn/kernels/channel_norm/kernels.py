@@ -49,7 +49,7 @@ def per_channel(pointer, c, in_row, default):
     return found
 
 
-# A program normalizes a tile of whole rows.
+# Computes y = act(x / max(||x||, eps) * scale * weight + bias). A program processes a tile of whole rows.
 @triton.jit(do_not_specialize=["rows", "scale", "eps"])
 def _channel_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr,

@@ -51,7 +51,7 @@ def _geglu_kernel(
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows.
+    """Computes y = value * gelu(gate). A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows.
 
     ``EVEN``: True if no element is masked.
     """
@@ -86,7 +86,7 @@ def _geglu_grad_kernel(
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx and partial sums of dbias.
+    """Computes dx, the gradient of x, and partial sums of dbias, the gradient of the bias.
 
     A program processes a group of ``tiles`` tiles. The tiles have the same ``BLOCK_D`` columns, and each has
     ``BLOCK_R`` rows.

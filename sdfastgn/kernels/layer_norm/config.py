@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Maximum length of a row, in padded elements, that a program keeps in registers.
+# Maximum length of a row, padded to a power of 2, that a program keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# The same for a backward that also sums over rows ("column sums", for the gradients of weight and biases). It
-# is smaller, because these sums take registers too.
+# Maximum length of a row, padded to a power of 2, that a program of a backward with column sums keeps in
+# registers. Column sums are sums over rows, for the gradients of weight and biases. They take registers too.
 _MAX_WITH_SUMS = 8192
 # Maximum number of warps of a program whose warps divide a row among them (``wide``).
 _MAX_WARPS = 16
@@ -41,18 +41,18 @@ _LINE_BYTES = 128
 _FEW_WARPS_PER_SM = 4
 # A warp gets several rows at once only if there are still at least this many warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16
-# A backward with column sums launches only as many programs as run at once. Their number is such that all
-# warps on a multiprocessor together keep tiles of this many elements per lane in registers.
+# Number of elements that all warps on a multiprocessor together keep in registers for each lane, in a
+# backward with column sums. The number of programs is computed from it, so that all programs run at once.
 _BACKWARD_PER_SM = 256
-# Number of tiles that each program of a backward with column sums gets at least. Each program writes partial
-# sums to memory, so a few programs with many rows are better than many programs with few rows.
+# In a backward with column sums, each program gets about this many tiles at least. Each program writes
+# partial sums to memory, so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
 # Number of elements of a long row that a program processes at once.
 _CHUNK_BLOCK = 2048
 # Number of warps of a program that processes long rows.
 _CHUNK_WARPS = 4
-# Long rows are divided into enough chunks to have this number of programs for each multiprocessor. So many
-# programs keep the memory busy.
+# Long rows are divided into enough chunks to have this number of programs for each multiprocessor, which
+# keeps the memory busy.
 _CHUNK_PROGRAMS_PER_SM = 8
 # Maximum number of chunks of a row. It is limited because a single program merges all chunks of a row.
 _MAX_CHUNKS = 2048

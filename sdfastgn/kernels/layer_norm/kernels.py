@@ -156,7 +156,7 @@ def _rows_kernel(
     ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program normalizes a tile of whole rows.
+    """Computes y, the LayerNorm of x or of the sum with the residual. A program has a tile of whole rows.
 
     Numbers:
         period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
@@ -330,7 +330,7 @@ def _normalise_kernel(
     rows, d_parts, x_parts,
     AHEAD: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program computes one block of one row.
+    """Computes y = (x - mean) * rstd * weight + bias. A program computes one block of one row.
 
     ``x``: the tensor that is normalized. If there is a residual, this is the sum that ``_chunk_kernel`` has
     stored. ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is

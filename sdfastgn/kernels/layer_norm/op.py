@@ -85,7 +85,10 @@ def _centre_dtype(result: torch.dtype) -> torch.dtype:
 
 
 def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Uninitialized (centre, rstd), each of shape (...), for x (..., D). ``result``: the dtype of y."""
+    """Uninitialized (centre, rstd), the tensors that the forward saves for the backward.
+
+    Both are (...) for x (..., D). ``result``: the dtype of y, on which the dtype of centre depends.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape[:-1], dtype=_centre_dtype(result)), x.new_empty(x.shape[:-1], dtype=wide)
 
@@ -109,7 +112,7 @@ def reference_layer_norm(
 
 
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes (y, centre, rstd) in plain PyTorch."""
+    """Computes y, and centre and rstd for the backward, in plain PyTorch. Returns (y, centre, rstd)."""
     x = call.x
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
@@ -150,7 +153,7 @@ def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
 
 
 def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes (y, total, centre, rstd) in plain PyTorch, without total_bias."""
+    """Computes ``add_layer_norm`` without total_bias in plain PyTorch. Returns (y, total, centre, rstd)."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y, centre, rstd = _reference(_norm_of(total, call))
     return y, total, centre, rstd
@@ -193,8 +196,8 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
     """Computes the wanted gradients of x, weight, bias and add_bias ("added").
 
-    ``dy``, ``dtotal``: the gradients of y and of the sum, or None. ``wanted``: four values, True for each
-    gradient that is wanted. The residual has the same gradient as x.
+    ``dy``, ``dtotal``: the gradients of the results y and total, or None. ``wanted``: four values, True for
+    each gradient that is wanted. The gradient of x is the gradient of the residual too.
     """
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))
@@ -226,7 +229,10 @@ def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | N
 
 
 def _plain(call: LayerNormCall) -> Tensor:
-    """Computes ``layer_norm`` by PyTorch's LayerNorm, or by the reference for empty x and traced calls."""
+    """Computes ``layer_norm`` without kernels, by PyTorch's LayerNorm.
+
+    The reference runs instead if x is empty, or if the call is traced or transformed (``is_untraced``).
+    """
     x = call.x
     if x.numel() == 0 or not dispatch.is_untraced(x, (call.weight, call.bias)):
         return _reference(call)[0]
@@ -236,7 +242,7 @@ def _plain(call: LayerNormCall) -> Tensor:
 
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
-    """Computes ``add_layer_norm``, including total_bias, by PyTorch's own ops."""
+    """Computes ``add_layer_norm``, including total_bias, without kernels."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y = _plain(_norm_of(total, call))
     if call.total_bias is None:

@@ -159,7 +159,7 @@ class PadFramesCall(NamedTuple):
 
     @property
     def padded(self) -> tuple[int, int, int, int, int]:
-        """The shape of y."""
+        """The shape of y: (N, window * C, frames, H, W) with padding."""
         (N, C), (T, H, W) = self.x.shape[:2], self.upsampled
         frames = self.front + T + self.back - self.window + 1
         return N, self.window * C, frames, H + 2 * self.pad_h, W + 2 * self.pad_w

@@ -83,7 +83,7 @@ class _Found(ctypes.Structure):
 
 
 class _Arguments(NamedTuple):
-    """cuBLASLt's descriptors of a product: the operation, and the layouts of the three matrices."""
+    """Pointers to cuBLASLt's descriptors of a product: of its operation, and of its three matrices."""
 
     operation: ctypes.c_void_p
     weight: ctypes.c_void_p
@@ -106,7 +106,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the library. Raises ``Refused`` if its status is not 0."""
+    """Call a function of cuBLASLt. Raises ``Refused`` if it returns another status than 0."""
     status = getattr(_library(), name)(*arguments)
     if status != 0:
         raise Refused(f"sdfastgn: {name} returned {status}")
@@ -123,7 +123,7 @@ def _set(kind: str, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
 
 @functools.cache
 def _handle(device: torch.device) -> ctypes.c_void_p:
-    """The library's handle of ``device``, created once and never destroyed."""
+    """cuBLASLt's handle for ``device``, which is created once and never destroyed."""
     handle = _Pointer()
     with torch.cuda.device(device):
         _call("cublasLtCreate", ctypes.byref(handle))
@@ -166,7 +166,7 @@ def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
 
 
 def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
-    """The algorithms that cuBLASLt recommends for ``shape`` on ``device``, the probably fastest first.
+    """The algorithms that cuBLASLt recommends for ``shape`` on ``device``, its first choice first.
 
     Empty if the library is not found. Raises ``Refused`` if the library fails.
     """

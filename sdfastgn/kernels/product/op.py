@@ -28,14 +28,15 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
 
-# Dtypes of products for which an algorithm is chosen.
+# An algorithm is chosen only for products of these dtypes. PyTorch computes all others.
 _DTYPES = (torch.float16, torch.bfloat16)
 # Minimum number of rows of x. For fewer rows, choosing an algorithm took more time than it saved.
 _FEWEST_ROWS = 1024
 # Maximum number of elements of the output. For larger products no algorithm is chosen: their speed is limited
 # by the GPU's power, so other algorithms are hardly faster. Also, timing needs memory for further outputs.
 _MOST_ELEMENTS = 2**26
-# Addresses of tensors must be multiples of this number, because cuBLASLt assumes this.
+# The addresses of all operands must be multiples of this number, because cuBLASLt assumes this. Otherwise
+# PyTorch computes the product.
 _ALIGNMENT = 256
 # Number of launches of an algorithm in each round of timing. Their mean time is the result of the round.
 _LAUNCHES = 5
@@ -46,12 +47,13 @@ _ROUNDS = 3
 _HEAD_START = 400_000
 # Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
-# An algorithm must take less than this fraction of PyTorch's time. A smaller gain may be noise.
+# An algorithm is only chosen if it takes less than this fraction of PyTorch's time. A smaller gain may be
+# noise.
 _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """What a choice depends on. All products with equal values of these fields use the same algorithm.
+    """Products with equal values of these fields use the same algorithm.
 
     ``switches``: settings of PyTorch that can change the bits of a product's result.
     """
@@ -81,7 +83,9 @@ def is_choosing() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes ``F.linear(x, weight, bias)``, by the chosen algorithm if one was chosen.
+    """Computes ``F.linear(x, weight, bias)``.
+
+    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
 
     Args:
         x: (..., depth).
@@ -99,7 +103,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Computes ``total += x @ weight.T``, rounded once, by the chosen algorithm if one was chosen.
+    """Computes ``total += x @ weight.T``, rounded once.
+
+    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
 
     Args:
         total: (rows, columns), changed in place.

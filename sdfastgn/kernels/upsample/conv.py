@@ -96,7 +96,7 @@ def convolve_phases(
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     conv_kernels.launch_phase_weights(dense(weight), phases)
     t = F.conv2d(dense(x), phases, padding=1)
-    if not is_channels_last(t):  # with one channel or one pixel, cuDNN may return other strides
+    if not is_channels_last(t):  # possible if x has one channel or one pixel, whose strides are ambiguous
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
     statistics = None

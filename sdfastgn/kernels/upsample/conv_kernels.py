@@ -122,7 +122,9 @@ def _interleave_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program computes ``BLOCK_HW`` pixels and ``BLOCK_C`` channels.
+    """Computes y: interleaves the four phases in t, and adds the bias.
+
+    A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of y.
 
     ``pixels``: number of pixels of y in all samples. ``H``, ``W``: numbers of rows and columns of x.
     """
@@ -148,7 +150,7 @@ def _interleave_kernel(
 
 @triton.jit
 def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
-    """Computes a tile of y and stores it.
+    """Computes a tile of y from the phases in t and the bias, and stores it.
 
     ``pixel``: the index of each pixel of the tile within sample ``n``. Returns the stored values, which are
     rounded to the dtype of y, as fp32. Values outside of ``mask`` are 0.
@@ -175,7 +177,9 @@ def _interleave_statistics_kernel(
     EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y and its statistics. Each warp has one block of channels in one chunk of pixels.
+    """Computes y from the phases in t and the bias, and also computes the statistics of y.
+
+    Each warp has one block of channels in one chunk of pixels.
 
     Numbers:
         HW: number of pixels of y in a sample.
@@ -294,7 +298,8 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)
-    # If the kernel loops over several tiles of a chunk, C is a constant, as in ``StatisticsLaunch``.
+    # If a chunk has several tiles, the kernel loops, and C is a constant: then offsets take fewer registers,
+    # as in ``StatisticsLaunch``.
     loops = config.rows > config.tile_rows
     return Launch(
         _interleave_statistics_kernel, config.programs(N, C, True), config.num_warps, pdl=pdl,

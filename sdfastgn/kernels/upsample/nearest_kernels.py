@@ -55,7 +55,7 @@ def _upsample_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes y. A program reads ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x, and writes their copies.
+    """Computes y, the upsampled x. A program copies ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x.
 
     ``pixels``: number of pixels of x in all samples. ``EVEN``: True if no element is masked.
     """
@@ -82,7 +82,9 @@ def _upsample_grad_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx. A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels.
+    """Computes dx: each pixel is the sum of four pixels of dy.
+
+    A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of dx.
 
     ``pixels``: number of pixels of dx in all samples. ``EVEN``: True if no element is masked.
     """
