@@ -103,7 +103,10 @@ def read_prompts(
 
 
 def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> Iterator[list[int]]:
-    """Divide ``lines`` into batches of at most ``size`` lines that one call of the pipeline can draw."""
+    """Divide ``lines`` into batches that one call of the pipeline can draw, of at most ``size`` lines.
+
+    The images of a batch have the same size, number of steps and guidance scale.
+    """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for line in lines:
         each = wanted[line]

@@ -129,7 +129,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _is_cast(q: Tensor) -> bool:
-    """True if autocast would change the dtype of ``q``. Then PyTorch's attention must run."""
+    """True if autocast is on, and not for the dtype of ``q``. Then PyTorch's attention must run."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 

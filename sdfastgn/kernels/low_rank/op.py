@@ -106,7 +106,7 @@ class LowRankSums:
     """The sums of ``add_low_rank``, to be computed several times with the same tensors and other scales.
 
     The constructor reads addresses, shapes and strides of all tensors. ``compute`` uses them again, which
-    saves CPU time. So the tensors must stay alive and must not move in memory. Their values may change.
+    saves CPU time. So the tensors must not move in memory, but their values may change.
     """
 
     def __init__(self, sums: Sequence[Sum]) -> None:

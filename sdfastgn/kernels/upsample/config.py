@@ -55,7 +55,7 @@ def tile_config(pixels: int, C: int, num_sms: int) -> TileConfig:
 
 
 def weights_config(C_out: int, C_in: int) -> TileConfig:
-    """The configuration of the kernel that computes the weights of the phases (``upsample/conv.py``)."""
+    """The configuration of the kernel for the 2 x 2 weights of the phases (``upsample/conv.py``)."""
     return _tiles(C_out, C_in, _WEIGHTS_TILE, 1)
 
 
