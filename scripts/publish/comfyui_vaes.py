@@ -108,7 +108,8 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
     for each in DECODES:
         row = {"comfyui": release, "dynamic_vram": is_dynamic, "model": each.label}
         try:
-            row |= {"status": OK, **times_of(each, rounds)}
+            with tempfile.TemporaryDirectory() as files:
+                row |= {"status": OK, **times_of(each, rounds, Path(files))}
         except Exception as error:  # the other autoencoders are still timed
             row |= {"status": FAILED, "reason": one_line(error)}
         print(row, flush=True)
@@ -118,9 +119,10 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def times_of(each: Decode, rounds: int) -> dict[str, Any]:
+def times_of(each: Decode, rounds: int, files: Path) -> dict[str, Any]:
     """Returns milliseconds and peak memory in MiB of ``each``, stock and with sdfastgn.
 
+    ``files``: folder for the file with the weights. Under DynamicVRAM, ComfyUI reads it at any time.
     ``difference``: of the pixels from stock's, relative to the norm of stock's. ``is_exact_after_ejection``:
     True if the stock VAE gives the same bits after the optimized VAE has run. ``report``: the lines of the
     node's text.
@@ -128,7 +130,7 @@ def times_of(each: Decode, rounds: int) -> dict[str, Any]:
     from sdfastgn.patches.comfyui.model_patcher import optimize_vae
     from sdfastgn.patches.comfyui.report import text_of
 
-    stock = _loaded(each.build)
+    stock = _loaded(each.build, files)
     latent = torch.randn(each.latent, generator=torch.Generator().manual_seed(0))
     expected, *stock_costs = _decoded(stock, latent, rounds)
     ours = optimize_vae(stock)
@@ -142,19 +144,17 @@ def times_of(each: Decode, rounds: int) -> dict[str, Any]:
     }
 
 
-def _loaded(build: Callable[[], nn.Module]) -> Any:
+def _loaded(build: Callable[[], nn.Module], files: Path) -> Any:
     """A VAE as ComfyUI's node Load VAE makes it, from a file with random weights in bf16."""
     import folder_paths
     import nodes
 
     with torch.device("meta"):
         module = build()
-    with tempfile.TemporaryDirectory() as folder:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        weights = comfyui_models.random_weights(module, torch.bfloat16, device)
-        save_file(weights, Path(folder) / "vae.safetensors")
-        folder_paths.add_model_folder_path("vae", folder, is_default=True)
-        (vae,) = nodes.VAELoader().load_vae("vae.safetensors")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    save_file(comfyui_models.random_weights(module, torch.bfloat16, device), files / "vae.safetensors")
+    folder_paths.add_model_folder_path("vae", str(files), is_default=True)
+    (vae,) = nodes.VAELoader().load_vae("vae.safetensors")
     return vae
 
 

@@ -63,10 +63,11 @@ def encode_of(frames, batch=1):
     return lambda model: model.encode(cases.noise(batch, 3, frames, 8, 12, mean=0.0))
 
 
-def agree(models, call):
+def agree(models, call, *, last_is_fused=True):
+    """The results agree. On a GPU a last convolution that runs stock's code returns the layout it gets."""
     ours, theirs = (call(model) for model in models)
     assert theirs.std() > 1e-2
-    assert ours.stride() == theirs.stride()
+    assert ours.stride() == theirs.stride() or not last_is_fused
     cases.agree(ours, theirs, 1e-4)
 
 
@@ -124,7 +125,7 @@ def test_a_hook_sees_what_it_saw(layer):
         model.decoder.get_submodule(layer).register_forward_hook(
             lambda m, args, y, found=found: found.append(y.clone())
         )
-    agree(models, decode_of(3))
+    agree(models, decode_of(3), last_is_fused=False)
     assert len(seen[0]) == len(seen[1]) > 0
     for ours, theirs in zip(*seen, strict=True):
         cases.agree(ours, theirs, 1e-4)
@@ -162,7 +163,7 @@ def test_convolutions_that_cast(launches):
     [(reason, parts)] = reasons.items()
     assert reason == "it casts its weights at each call"
     assert set(parts) == {"ResNet blocks", "attention", "upsampling", "downsampling", "encoder", "decoder"}
-    agree((fused, stock), decode_of(2))
+    agree((fused, stock), decode_of(2), last_is_fused=False)
     assert "frames" not in {name for name, *_ in launches}
 
 

