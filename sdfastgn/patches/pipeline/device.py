@@ -21,7 +21,8 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
-# Python modules with base classes of models whose property ``device`` is the device of the first parameter.
+# Python modules that define base classes of models. There the property ``device`` returns the device of the
+# model's first parameter.
 _FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")
 
 
@@ -51,7 +52,7 @@ def _device_without_hooks(pipe: Any) -> torch.device | None:
         seen |= level
         attributes = list(map(vars, level))
         if any("_hf_hook" in names or "_diffusers_hook" in names for names in attributes):
-            return None  # a hook for offloading, of accelerate or of diffusers
+            return None  # accelerate or diffusers offloads this module, so its hook knows the device
         if any("_modules" not in names for names in attributes):
             return None  # a TorchScript module has no ``_modules``
         level = set(chain.from_iterable(names["_modules"].values() for names in attributes)) - seen

@@ -42,7 +42,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         or image.requires_grad
     ):
         return False
-    if any(name in vars(processor) for name in _SOURCE.methods):  # replaced by other code
+    if any(name in vars(processor) for name in _SOURCE.methods):  # other code replaced an instance's method
         return False
     # Denormalizing limits values to [0, 1]. Without it, stock's code must run: some values do not fit into a
     # byte, and a CPU and a GPU convert such values differently.
@@ -59,12 +59,13 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
 def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
     """The images as an array of bytes (N, H, W, 3); None if diffusers' own code must convert them."""
     try:
-        unit = processor._denormalize_conditionally(image, do_denormalize)  # new, so it may be overwritten
+        # A new tensor with values from 0 to 1. Nobody else has it, so it may be overwritten.
+        unit = processor._denormalize_conditionally(image, do_denormalize)
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
     except torch.OutOfMemoryError:  # possible for an image so large that it was decoded in tiles
         return None
-    return None if has_nan.item() else pixels.numpy()  # for NaN upstream's numpy gives a warning
+    return None if has_nan.item() else pixels.numpy()  # for NaN upstream's code must run: numpy warns
 
 
 def _overrides(stock: Any) -> dict[str, Any]:

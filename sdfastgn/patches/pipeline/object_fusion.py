@@ -17,7 +17,7 @@ from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
 
 __all__ = ["ObjectFusion"]
 
-_MARK = "_sdfastgn_fusion"  # attribute of a fused class: its fusion's name
+_MARK = "_sdfastgn_fusion"  # attribute of a fused class, whose value is the fusion's name
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,14 @@ class ObjectFusion:
         @functools.wraps(stock.__init__)
         def init(part: Any, *args: Any, **kwargs: Any) -> None:
             stock.__init__(part, *args, **kwargs)
-            self.undo(part)  # a new instance gets the stock class: ``optimize`` was not called for it
+            self.undo(part)  # ``optimize`` was not called for a new instance, so it gets the stock class
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # other code has derived its class, which pickle finds by name
+            if not self.is_applied(part):  # part's class is a subclass by other code, which pickle can find
                 return (make, arguments, *state)
-            # Pickle finds classes by name, and by the name of the fused class it would find the stock class.
+            # Pickle finds a class by its name. The fused class and the stock class have the same name, by
+            # which pickle would find the stock class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}

@@ -30,10 +30,10 @@ class PinnedCopies(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id of the copy -> copy, pinned tensor
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id of a copy on the GPU -> (copy, pinned tensor)
 
     def on_host(self, copy: Any) -> Tensor | None:
-        """The pinned tensor from which this mode made ``copy``; None if this mode did not make it."""
+        """The pinned tensor from which this mode made ``copy``; None if other code made ``copy``."""
         known = self._known.get(id(copy))
         return None if known is None else known[1]
 

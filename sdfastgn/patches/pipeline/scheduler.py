@@ -46,12 +46,15 @@ _INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 
 
 class _Copy(NamedTuple):
-    """A copy of a scheduler's timesteps on the CPU. ``table`` is the tensor from which it was copied."""
+    """A copy of a scheduler's timesteps on the CPU.
+
+    ``table``: the scheduler's tensor. ``version``: PyTorch's count of writes into it when it was copied.
+    """
 
     on_host: Tensor
     table: Tensor
     version: int
-    # The storage of ``table``. It is kept alive, so that no other storage gets its address.
+    # The storage of ``table``. This reference keeps it alive, so that no other storage gets its address.
     storage: torch.UntypedStorage
 
 
@@ -63,12 +66,13 @@ _copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tensor | None:
     """The copy of the scheduler's timesteps on the CPU. If the timesteps have changed, a new copy is made.
 
+    Returns None if ``table`` is on the CPU, is not 1-d with stride 1, or is an inference tensor, whose writes
+    PyTorch does not count.
+
     Args:
         scheduler: the scheduler.
         table: the scheduler's timesteps.
         on_host: the tensor on the CPU from which ``table`` was just copied; None if there is no such tensor.
-
-    Returns None if ``table`` is on the CPU, is not 1-d with stride 1, or does not count the writes to it.
     """
     if type(table) is not Tensor or table.device.type not in pinned_copies.WAITED_FOR or table.is_inference():
         return None
@@ -87,7 +91,7 @@ def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tenso
 
 
 def _index(element: Any, table: Tensor) -> int | None:
-    """The index i for which ``element`` is the 0-d view ``table[i]``; None if there is none.
+    """The index i for which ``element`` is a 0-d tensor in the memory of ``table[i]``; None if there is none.
 
     ``table`` must have stride 1.
     """
@@ -121,7 +125,7 @@ def _on_device(scheduler: Any, timestep: Any) -> Any:
 def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
     """A context in which ``scheduler.timesteps`` is the copy on the CPU.
 
-    LCM's ``step`` reads the next timestep from ``scheduler.timesteps``.
+    LCM's ``step`` reads the next timestep from ``scheduler.timesteps``. So the CPU does not wait for the GPU.
     """
     table = scheduler.timesteps
     copy = _copy_of(scheduler, table)
@@ -171,7 +175,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Inference tensors do not count writes. Leaving inference mode must not turn gradients on.
+        # PyTorch counts no writes into tensors of inference mode, so it is off. Gradients stay as they were.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
@@ -205,7 +209,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
 FUSION = ObjectFusion(
     "host_timesteps",
     module=__name__,
-    # All methods that get the timestep, or compute with it.
+    # Methods that the fusion replaces, and all others that read the timestep or copy tensors to the GPU.
     sources=(
         tested(PNDMScheduler, "set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
         tested(DDIMScheduler, "set_timesteps", "step", "_get_variance"),
