@@ -38,10 +38,10 @@ __all__ = [
     "undo",
 ]
 
-# Module that ``put_back`` has restored -> the reason.
+# Module that ``put_back`` has restored -> the reason why it must not be fused again.
 # The reason is not kept in the module's ``__dict__``, because sdfastgn leaves nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# Model -> names of the fusions that ``leave_out`` was called with.
+# Model -> names of the fusions that the last ``leave_out`` has undone. ``inspect`` does not consider them.
 _left_out: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 # Part of a pipeline that ``apply`` changed -> (its path, the pipeline).
 # If the pipeline has replaced the part since then, the old part is found here and can still be restored.
@@ -67,7 +67,7 @@ class Finding:
     reason: str = ""
 
 
-# --- what there is ----------------------------------------------------------------------------------
+# --- parts and findings -----------------------------------------------------------------------------
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
@@ -154,7 +154,8 @@ def _finding(
     ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
     """
     if fusion.is_applied(module):
-        # Some applied fusions run stock's code as long as the module is in a certain state.
+        # Some fusions have a method ``reason_now``. If an applied fusion runs stock's code because of the
+        # module's present state, for example training mode, the method returns this reason.
         reason_now = getattr(fusion, "reason_now", None)
         why_not = None if reason_now is None else reason_now(module)
         return Finding(path, module, fusion, "skipped" if why_not else "fused", why_not or "")
@@ -164,7 +165,10 @@ def _finding(
 
 
 def _adapted(path: str, module: nn.Module, fusion: ClassSwap, merges: bool) -> Iterator[Finding]:
-    """Yields a skipped finding for each layer of ``module`` that ``fusion`` cannot fuse due to an adapter."""
+    """Yields a "skipped" finding for each layer of ``module`` that stays stock because of an adapter.
+
+    ``merges``: whether LoRAs run with merged weights.
+    """
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
@@ -199,7 +203,8 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
         for finding in findings:
             if finding.fusion is not fusion or finding.status != "fusable":
                 continue
-            if not fusion.is_applied(finding.module):  # a module may be in two components
+            # A module that is in two components may already be fused.
+            if not fusion.is_applied(finding.module):
                 fusion.apply(finding.module)
     if isinstance(component, nn.Module):
         channels_last.apply(component)
@@ -210,9 +215,9 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
 
 
 def leave_out(root: nn.Module, names: Collection[str]) -> None:
-    """Undo the fusions ``names`` in the model ``root``, and let ``inspect`` list them no more.
+    """Undo the fusions ``names`` in the model ``root``. From now on ``inspect`` does not consider them.
 
-    All fusions that were left out before and are not in ``names`` are listed again.
+    ``inspect`` considers all other fusions, even if an earlier call of ``leave_out`` named them.
     """
     for fusion in FUSIONS:
         for module in root.modules() if fusion.name in names else ():
@@ -270,15 +275,17 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in component.modules():
-        restore_class(module)  # fusions may miss the module if other code has changed the modules around it
+        # Some fusions reach the modules to restore through a parent. If other code has replaced the parent,
+        # ``fusion.undo`` has missed these modules.
+        restore_class(module)
         channels_last.restore(module)
         _forget(module)
     return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 
 def _forget(module: Any) -> None:
-    """Drop what is stored about ``module`` outside of it: its reason in ``_put_back``, and its packed, folded
-    and merged weights.
+    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, and its packed, folded and
+    merged weights.
     """
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)

@@ -59,8 +59,8 @@ _OF_PIPELINES = (
 )
 
 # Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the error.
-# Their fusions are left out. The cause: the installed diffusers lacks a class that these fusions replace, or
-# has moved it.
+# The cause: the installed diffusers lacks a class that the module's fusions replace, or has moved this class.
+# The module's fusions are not in the tables below.
 MISSING: dict[str, str] = {}
 
 

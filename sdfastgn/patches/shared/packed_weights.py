@@ -30,8 +30,8 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["Parameters", "is_one_product", "joined", "pack", "plain_parameters", "unpack"]
 
-# Packing is faster only on GPUs: one large product keeps a GPU busier than three small ones. A small product
-# already keeps a CPU busy.
+# Types of device on which weights are packed. One large matrix product keeps a GPU busier than three small
+# ones. A small product already keeps a CPU busy, so packing would not be faster there.
 PACKED_DEVICES = ("cuda",)
 # Bytes. Matrix products read 16 bytes at once, so each parameter must begin at an address divisible by 16.
 _ALIGNMENT = 16
@@ -49,15 +49,16 @@ class Parameters(NamedTuple):
 
 
 def plain_parameters(linears: Sequence[Any]) -> Parameters | None:
-    """The parameters of ``linears``; None unless each is an ``nn.Linear`` without hooks, and all or none have
-    a bias.
+    """The parameters of ``linears``.
+
+    None if a layer is no ``nn.Linear`` or has hooks, or if some of the layers have a bias and others do not.
     """
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
         if type(linear) is not nn.Linear:
             return None
-        parameters = linear._parameters  # reading an attribute such as ``linear.weight`` takes a microsecond
+        parameters = linear._parameters  # faster than ``linear.weight``, which takes a microsecond
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None:
             return None
@@ -138,7 +139,7 @@ def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
         try:
             _allocations[owner] = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
-            return  # without memory for the allocation, each layer stays a separate product
+            return  # there is no memory for the allocation, so each layer stays a separate product
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
@@ -154,7 +155,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 def _move(parts: list[Tensor]) -> torch.UntypedStorage:
     """Move ``parts`` into a new allocation, and return it. If an exception is raised, no part was moved."""
-    # Inference mode is off, because memory that is allocated in it turns parameters into inference tensors.
+    # Inference mode is off: a parameter whose memory was allocated in it would become an inference tensor.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)
         allocation = torch.empty(size, dtype=torch.uint8, device=parts[0].device).untyped_storage()
@@ -170,7 +171,7 @@ def _move(parts: list[Tensor]) -> torch.UntypedStorage:
 
 
 def unpack(owner: nn.Module) -> None:
-    """Give each parameter of ``owner`` that ``pack`` has moved separate memory again."""
+    """Undoes ``pack``: each parameter of ``owner`` in the common allocation gets memory of its own again."""
     allocation = _allocation(owner)
     if allocation is not None:
         start, end = allocation.data_ptr(), allocation.data_ptr() + allocation.nbytes()
