@@ -1,6 +1,7 @@
 """Moves channels to positions and back, as the resampling of autoencoders does (pixel shuffle).
 
-A cell is t x h x w neighboring positions (frames, rows, columns). All tensors are (N, C, T, H, W); an image
+A *cell* is t x h x w neighboring positions (frames, rows, columns). For example, if a cell is 1 x 2 x 2, four
+channels of one pixel are moved to a square of 2 x 2 pixels. All tensors are (N, C, T, H, W); an image
 has one frame. Rearranged tensors are views, so only means and sums are written to memory.
 """
 
@@ -31,7 +32,10 @@ Cell = tuple[int, int, int]
 
 
 def cells_of(y: Tensor, cell: Cell) -> Tensor:
-    """Splits positions into cells: y (N, C, T t, H h, W w) -> (N, T, t, H, h, W, w, C), a view."""
+    """Splits each axis of positions into (cells, positions in a cell), a view.
+
+    y (N, C, T t, H h, W w) -> (N, T, t, H, h, W, w, C).
+    """
     cells = y.movedim(1, -1)
     for axis in (3, 2, 1):
         cells = cells.unflatten(axis, (-1, cell[axis - 1]))
@@ -52,7 +56,7 @@ def means_of(x: Tensor, C: int) -> Tensor:
 
 
 def unpack_sum(y: Tensor, h: Tensor, x: Tensor, cell: Cell) -> None:
-    """Moves the channels of h and x to the positions of a cell, and writes the sum to y.
+    """Moves the channels of h and x to the positions of cells, and writes the sum to y.
 
     Args:
         y: (N, C, T t, H h, W w).
@@ -88,8 +92,8 @@ def upsampled(h: Tensor, x: Tensor, times: int, alone: int) -> Tensor:
 
     Args:
         h: (N, 4 * times * C, T, H, W).
-        x: (N, C_x, T, H, W), with fewer channels than h. Each channel of x is added to several consecutive
-            channels of the result.
+        x: (N, C_x, T, H, W), with fewer channels than h. After the move to positions, each channel of x is
+            added to several consecutive channels of h.
         times: number of frames that one frame becomes.
         alone: number of first frames that stay one frame each. For each of their positions h has times * C
             channels, and only the first C are used.
@@ -118,9 +122,9 @@ def downsampled(h: Tensor, x: Tensor, times: int, alone: int) -> Tensor:
     (N, C_h, T, H, W) = h.shape
     y = empty_laid_out(h, (N, 4 * times * C_h, alone + (T - alone) // times, H // 2, W // 2), True)
     if alone:
-        # A cell of one frame has half as many positions as a cell of two frames, so it fills only half of the
-        # channels of y. As in stock, the channels of h are written twice, and means over half as many
-        # channels give twice as many means.
+        # Here ``times`` is 2. A cell of one frame has half as many positions as a cell of two frames, and so
+        # would fill only half of the channels of y. As in stock, each channel of h is written twice. x gives
+        # twice as many means, because each mean is over half as many channels.
         first, image = y[:, :, :alone].movedim(1, -1), (1, 2, 2)
         first.unflatten(-1, (2, 2, 2, -1)).copy_(packed(h[:, :, :alone], image))
         first.unflatten(-1, (1, 2, 2, -1)).add_(packed(means_of(x[:, :, :alone], 2 * C_h), image))
@@ -154,14 +158,15 @@ def add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool
     skipped = factors[0] - 1 if first_chunk else 0
     frames, C_out, repeats = T * factors[0] - skipped, shortcut.out_channels, shortcut.repeats
     size = (N, C_out, frames, H * factors[1], W * factors[2])
-    # In a first chunk, stock drops the first factor_t - 1 frames. Here that is supported for chunks of one
-    # frame: of its copies only the last one remains.
+    # In the first chunk of a video, stock drops the first factor_t - 1 frames of the result. Here a first
+    # chunk must have a single frame. Stock repeats this frame factor_t times, and keeps only the last copy.
     if tuple(y.shape) != size or shortcut.in_channels != C or (skipped and T != 1):
         return False
-    # Stock repeats each channel of x ``repeats`` times, and reads the result as (C_out, frame, row, column),
-    # where the last three axes are the positions of a cell. If a cell has more positions than ``repeats``, it
-    # gets several channels of x, and ``steps`` has their number along each axis of the cell. Otherwise a
-    # channel of x fills the whole cells of ``alike`` consecutive output channels.
+    # Stock repeats each channel of x ``repeats`` times. It reads the repeated channels as (C_out, frame, row,
+    # column), where the last three axes are the positions of a cell. There are two cases:
+    # 1. A cell has more positions than ``repeats``. Then several channels of x fill a cell, and ``steps`` is
+    #    the number of these channels along each axis of the cell.
+    # 2. Otherwise one channel of x fills the whole cells of ``alike`` consecutive output channels.
     alike = max(1, repeats // shortcut.factor)
     steps = _leading(factors, alike * shortcut.factor // repeats)
     if steps is None or alike * shortcut.factor % repeats:
@@ -180,10 +185,11 @@ def add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
     size = (N, shortcut.out_channels, T // t, H // h, W // w)
     if T % t or H % h or W % w or tuple(y.shape) != size or shortcut.in_channels != C:
         return False
-    # Stock reads x as channels (C, frame, row, column), where the last three axes are the positions of a
-    # cell, and takes the mean of each ``group_size`` consecutive channels. If a cell has more positions than
-    # ``group_size``, it gives several means, and ``steps`` has their number along each axis of the cell.
-    # Otherwise a mean is over the whole cells of ``alike`` consecutive channels.
+    # Stock moves the positions of each cell to channels: (C, frame, row, column). Then it takes the mean of
+    # each ``group_size`` consecutive elements in this order. There are two cases:
+    # 1. A cell has more positions than ``group_size``. Then a cell gives several means, and ``steps`` is the
+    #    number of means along each axis of the cell.
+    # 2. Otherwise a mean is over the whole cells of ``alike`` consecutive channels.
     alike = max(1, shortcut.group_size // shortcut.factor)
     kept = alike * shortcut.factor // shortcut.group_size
     steps = _leading(factors, kept)
@@ -198,7 +204,7 @@ def add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
         cells = cells.mean(dim=over, keepdim=True)
     if alike > 1:
         cells = cells.squeeze(8)
-    # (N, T, H, W, C, steps)
+    # (N, T, H, W, C, *steps)
     cells = cells.permute(0, 1, 3, 5, 7, 2, 4, 6)
     y.movedim(1, -1).unflatten(-1, (-1, *steps)).add_(cells)
     return True

@@ -1,15 +1,16 @@
 """Layers of a decoder in horizontal strips, with the statistics of the whole image in each norm.
 
-A *layer* here computes any rows of its result from the rows of its source that they depend on: the same rows,
-and a halo of one more row above and below for each 3 x 3 convolution. Layers are chained, and the chain ends
-at a ``Held``, a feature map in memory. Only strips of all other maps exist, and only while they are used.
+A *map* is a feature map of one image, (1, C, H, W). A *strip* is a part of a map: some consecutive rows.
+Layers form a chain. Each layer reads the map of the layer before it, its *source*. The first source is a
+``Held``, a whole map in memory. Of all later maps only strips exist, and only while they are used. If rows of
+a layer's result are wanted, the layer asks its source for the rows that they depend on. These are the same
+rows (before an upsampling, half as many), and one more row above and below, the *halo*, for each 3 x 3
+convolution.
 
-A norm needs the mean and variance of each channel over the whole map before it can normalize the first strip.
-So ``learn`` first passes over all strips for each norm of its layer. Such a pass computes the chain again,
-from the held map up to the norm. ``hold`` writes the result of a chain into memory, and the layers after it
-start there. Holding more maps takes memory, and holding fewer takes time.
-
-Each map is of one image, (1, C, H, W).
+A norm needs the mean and variance (the *moments*) of each channel over the whole map before it can normalize
+the first strip. So ``learn`` first passes over all strips, once for each norm of its layer. Such a pass
+computes all layers from the held map up to the norm again. ``hold`` writes the result of a layer into memory,
+and the layers after it start there. Holding more maps takes memory, and holding fewer takes time.
 
 Source: Chan, Golub and LeVeque, 1979, for the sums of squared deviations of all strips together.
 """
@@ -36,17 +37,18 @@ from sdfastgn.patches.core.statistics import add, add_bias, take_statistics
 
 __all__ = ["Held", "Layer", "Out", "Resnet", "Upsample", "hold", "write"]
 
-# Minimum number of rows of a strip. Thinner strips would consist mostly of halo.
+# Minimum number of rows of a strip. In thinner strips, too many of the computed rows would be halo.
 LEAST_ROWS = 32
 
 
 class Held:
-    """A map in memory.
+    """A map in memory, from which a chain of layers starts.
 
     Args:
-        x: (1, C, H, W).
-        strip_bytes: size of the strips in which the layers after it work: that of the largest map in them.
-        moments: ``_moments_of`` the map; None if they are not known.
+        x: the map, (1, C, H, W).
+        strip_bytes: decides how many rows a strip has in the later layers. A strip of the widest map of a
+            layer's chain takes about this many bytes.
+        moments: mean and variance of each channel of x, (2, C); None if they are not known.
     """
 
     def __init__(self, x: Tensor, strip_bytes: int, moments: Tensor | None = None) -> None:
@@ -56,7 +58,9 @@ class Held:
 
     @property
     def anchor(self) -> Held:
-        return self  # no attribute: a cycle of references would keep the map until a garbage collection
+        # A property, because an attribute that refers to its own object is a cycle of references. The map
+        # would then stay in memory until a garbage collection.
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -67,13 +71,14 @@ class Held:
 
 
 class _Computed:
-    """Base class of the layers that compute their rows.
+    """Base class of the layers, which compute rows of their result when they are asked for them.
 
     Attributes:
-        anchor: the ``Held`` at the beginning of the chain.
+        source: the layer or ``Held`` whose map this layer reads.
+        anchor: the ``Held`` from which the chain of layers starts.
         shape: (C, H, W) of the result.
-        row_bytes: size of the largest map in the chain, per row of the result.
-        moments: None, because the moments of the result are not known.
+        row_bytes: bytes of the widest map in the chain that belong to one row of the result.
+        moments: None, because the mean and variance of the result are not known.
     """
 
     moments = None
@@ -87,12 +92,12 @@ class _Computed:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole result, if it were held."""
+        """Bytes that the whole result would take in memory."""
         C, H, W = self.shape
         return C * H * W * self.anchor.x.element_size()
 
     def learn(self) -> None:
-        """Compute the moments that the layer's norms need. Call it once before ``rows``."""
+        """Computes the mean and variance that each norm of the layer needs. Call it once before ``rows``."""
 
     def rows(self, top: int, bottom: int) -> Tensor:
         """Rows ``top`` to ``bottom`` of the result, (1, C, bottom - top, W)."""
@@ -133,9 +138,10 @@ class Resnet(_Computed):
         return add(h, x, bias, block.output_scale_factor)
 
     def _to_second_norm(self, top: int, bottom: int) -> tuple[Tensor, Tensor | None, Tensor, int]:
-        """(rows of conv1's result, its bias if it was not added, the rows of the source, the first of these).
+        """Computes the rows from ``top`` to ``bottom`` of conv1's result, which the second norm reads.
 
-        ``top``, ``bottom``: the rows of conv1's result.
+        Returns (these rows, conv1's bias or None if the rows include it, the rows of the source that were
+        read, number of the first row of the source that was read).
         """
         first, last = _grown(top, bottom, self.shape[1])
         x = self.source.rows(first, last)
@@ -183,15 +189,16 @@ class Out(_Computed):
         return add_bias(y, bias)
 
 
-# --- whole maps ---------------------------------------------------------------------------------------
+# --- computation of whole maps ------------------------------------------------------------------------
 
 
 def hold(layer: _Computed, *, is_normalized: bool) -> Held:
-    """The result of ``layer`` in memory.
+    """Computes the whole result of ``layer`` and returns it as a map in memory.
 
-    It is written over the layer's source if this is held and has the same shape. The source is then invalid.
+    If the layer reads a ``Held`` of the same shape, the result is written over that map. The old ``Held``
+    must then not be used anymore.
 
-    ``is_normalized``: True if a norm reads the result, so that its moments are needed.
+    ``is_normalized``: True if a norm reads the result, so that its mean and variance are also computed.
     """
     source, anchor = layer.source, layer.anchor
     if source is anchor and source.shape == layer.shape:
@@ -204,16 +211,18 @@ def hold(layer: _Computed, *, is_normalized: bool) -> Held:
 
 
 def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None = None) -> None:
-    """Write the result of ``layer`` into ``out`` (1, C, H, W), which may be the map that the layer reads.
+    """Writes the result of ``layer`` into ``out`` (1, C, H, W), which may be the map that the layer reads.
 
-    ``found``: gets ``_of_strip`` of each strip, for ``_merged``. None if no moments are wanted.
+    ``found``: a list to which mean and variance of each strip are appended (``_of_strip``); None if they are
+    not wanted.
     """
     last: tuple[int, int, Tensor] | None = None
     for top, bottom in _strips(layer):
         y = layer.rows(top, bottom)
         if found is not None:
             found.append(_of_strip(y))
-        # The halo of this strip is in the strip above, so that one is written only now.
+        # ``out`` may be the map that the layer reads. This strip's halo reaches into the rows of the strip
+        # before it. So the result of the strip before it is written only after this strip was computed.
         if last is not None:
             out[:, :, last[0] : last[1]] = last[2]
         last = top, bottom, y
@@ -222,9 +231,9 @@ def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None 
 
 
 def _moments_of(rows: Callable[[int, int], Tensor], layer: _Computed) -> Tensor:
-    """Mean and variance of each channel of the map of which ``rows`` computes rows: (2, C) fp64.
+    """Mean and variance of each channel of a map that a norm of ``layer`` reads: (2, C) fp64.
 
-    ``layer``: its height and the size of its rows divide the map into strips.
+    ``rows``: called with (top, bottom). Returns these rows of the map, which has the height of ``layer``.
     """
     return _merged([_of_strip(rows(top, bottom)) for top, bottom in _strips(layer)])
 
@@ -241,7 +250,7 @@ def _strips(layer: _Computed) -> Iterator[tuple[int, int]]:
 
 
 def _of_strip(y: Tensor) -> tuple[int, Tensor]:
-    """(number of positions, mean and variance of each channel) of ``y`` (1, C, rows, W)."""
+    """Returns (number of positions, (2, C) mean and variance of each channel) of ``y`` (1, C, rows, W)."""
     statistics = take_statistics(y)
     if statistics is None:
         statistics = channel_statistics(y)
@@ -253,16 +262,19 @@ def _of_strip(y: Tensor) -> tuple[int, Tensor]:
 
 
 def _merged(strips: list[tuple[int, Tensor]]) -> Tensor:
-    """Mean and variance of each channel over all strips. ``strips``: ``_of_strip`` of each."""
+    """Mean and variance of each channel over all strips, (2, C). ``strips``: ``_of_strip`` of each strip."""
     means, variances = torch.stack([moments for _, moments in strips], 1)
     counts = means.new_tensor([count for count, _ in strips])
     return _combined(means, variances * counts[:, None], counts)
 
 
 def _combined(means: Tensor, m2: Tensor, counts: Tensor) -> Tensor:
-    """Mean and variance, (2, C), of all parts together.
+    """Mean and variance of each channel over all parts together, (2, C).
 
-    means, m2: (parts, C), mean and sum of squared deviations in each part. counts: (parts,), its positions.
+    Args:
+        means: (parts, C), the mean of each part.
+        m2: (parts, C), the sum of squared deviations from the mean of the part.
+        counts: (parts,), the number of positions in each part.
     """
     counts = counts[:, None]
     total = counts.sum()
@@ -274,9 +286,10 @@ def _combined(means: Tensor, m2: Tensor, counts: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, top: int, bottom: int) -> Tensor:
-    """Rows of ``x`` (1, C, H, W), as a view with the strides of a tensor of this size.
+    """The rows from ``top`` to ``bottom`` of ``x`` (1, C, H, W), as a view.
 
-    The stride between images does not matter for one image. But kernels compare the strides of two tensors.
+    The view has the stride between images that a new tensor of its size would have. This stride does not
+    matter for one image, but some kernels require that two tensors have the same strides.
     """
     if (top, bottom) == (0, x.shape[2]):
         return x
@@ -285,15 +298,24 @@ def _rows(x: Tensor, top: int, bottom: int) -> Tensor:
 
 
 def _grown(top: int, bottom: int, H: int) -> tuple[int, int]:
-    """The rows that a 3 x 3 convolution reads to compute the rows from ``top`` to ``bottom``."""
+    """Which rows a 3 x 3 convolution reads to compute the rows from ``top`` to ``bottom``: (first, last + 1).
+
+    H: height of the image.
+    """
     return max(0, top - 1), min(H, bottom + 1)
 
 
 def _conv(conv: Any, x: Tensor, first: int, top: int, bottom: int) -> tuple[Tensor, Tensor | None]:
-    """(rows of ``conv(x)``, the bias if it was not added).
+    """Computes the rows from ``top`` to ``bottom`` of the result of ``conv``.
 
-    ``x``: the rows of the convolution's input that begin at the row ``first``. At the edges of the image they
-    have no halo, and zeros take its place.
+    Returns (these rows, the bias of ``conv`` or None if the rows include it).
+
+    Args:
+        conv: a 3 x 3 convolution that pads with zeros.
+        x: the rows of the input from the row ``first`` on. They are the wanted rows, one row above and one
+            row below. At an edge of the image there is no such row, and zeros take its place.
+        first: number of the first row in x.
+        top, bottom: the wanted rows of the result.
     """
     conv = plain_layer(conv)
     adds_later = dispatch.runs_in_triton(x) and is_plain_conv(conv) and conv.bias is not None
@@ -304,20 +326,28 @@ def _conv(conv: Any, x: Tensor, first: int, top: int, bottom: int) -> tuple[Tens
 
 
 def _norm_act(norm: Any, act: Any, x: Tensor, moments: Any, bias: Tensor | None = None) -> Tensor:
-    """``act(norm(x + bias))`` with the moments of the whole map of which x is some rows.
+    """Computes ``act(norm(x + bias))``, where the norm takes the statistics of the whole map.
 
-    ``moments``: (2, C), mean and variance of each channel without the bias.
+    Args:
+        norm: a GroupNorm.
+        act: the activation.
+        x: some rows of the map.
+        moments: (2, C), mean and variance of each channel of the whole map, before the bias is added.
+        bias: (C,) or None.
     """
     mean, variance = moments
     name = activation_of(act, stock_class(act)) or "identity"
     if dispatch.runs_in_triton(x):
-        # The kernel expects the sum of squared deviations of x itself.
+        # The kernel divides the sum of squared deviations by the number of positions in x, not in the whole
+        # map.
         m2 = variance * (x.shape[2] * x.shape[3])
         statistics = torch.stack((mean, m2)).float().view(2, 1, 1, -1)
         options: dict[str, Any] = {"shift": bias, "statistics": statistics}
         y = group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, **options)
         if dispatch.runs_in_triton(x):
-            return y  # else the kernel was turned off in this call, and PyTorch took the moments of x
+            # Otherwise the kernel was turned off during the call, and PyTorch ran, which normalizes with the
+            # statistics of x alone. The code below computes y again.
+            return y
     if bias is not None:
         mean = mean + bias
     means, variances = (t.view(norm.num_groups, -1) for t in (mean, variance))

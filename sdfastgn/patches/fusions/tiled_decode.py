@@ -4,9 +4,10 @@ After ``enable_tiling`` stock decodes a large latent in overlapping tiles. Each 
 variance of its tile, so neighboring tiles get different colors, which stock blends where tiles overlap. Here
 each norm takes the mean and variance of the whole image (``strips.py``), so there are no seams.
 
-``conv_in`` and the middle block, whose attention needs all positions, run as a whole. Of the larger maps
-after them as many are held as fit into the memory that stock's tiles may take (``_held_bytes``), and the
-others are computed again where they are needed (docs/adr/0023-tiled-decode.md).
+``conv_in`` and the middle block run on the whole image, because attention in the middle block needs all
+positions. The maps after them are larger. A map stays in memory if it fits into about the memory that stock
+would take (``_held_bytes``). All other maps are computed again whenever strips of them are needed
+(docs/adr/0023-tiled-decode.md).
 
 ``tiled_decode`` is replaced in the ``__dict__`` of the instance. Its class stays the same, because
 ``save_pretrained`` writes the name of this class and pipelines look it up.
@@ -39,15 +40,18 @@ from sdfastgn.patches.fusions.strips import Held, Layer, Out, Resnet, Upsample, 
 
 __all__ = ["FUSION"]
 
-# Size of the maps that may be held at the same time, in bytes. For 2048^2 pixels in 16 bits it is enough to
-# hold a map of every stage of Stable Diffusion's decoder.
+# Bytes that the feature maps in memory may take together. For an image of 2048^2 pixels in 16 bits this is
+# enough to keep a map of each resolution of Stable Diffusion's decoder, together with the map that it is
+# computed from.
 MOST_BYTES = 1792 * 1024**2
-# More may be held if stock's tile or the middle block's attention takes more anyway. At a tile's end there
-# are three of its largest maps: the input of a norm, its result, and the result of the activation. Attention
-# has eight of its maps, of which one is left for the strips.
+# The maps may take more than MOST_BYTES if other steps take more anyway. The last layers of a tile of stock
+# need three maps of the tile's largest size: the input of a norm, its result, and the result of the
+# activation. Attention in the middle block needs eight maps of its size. Seven of them may be maps here, and
+# the memory of one is left for strips.
 MAPS_OF_A_TILE = 3
 MAPS_OF_ATTENTION = 7
-# Bytes of all held maps, divided by those of a strip's largest map. Two or three of these exist at a time.
+# A strip of the widest map may take the bytes of all maps in memory divided by this number. Two or three such
+# strips exist at a time.
 STRIPS = 14
 
 _ENTRY = "tiled_decode"
@@ -93,11 +97,17 @@ def _decode(vae: Any, z: Tensor) -> Tensor:
 
 
 def _layers(vae: Any, latent: Tensor) -> Out:
-    """The end of the chain of layers that decodes ``latent`` (1, C, H, W)."""
+    """Builds the chain of layers that decodes ``latent`` (1, C, H, W), and returns the last layer.
+
+    It also computes the statistics of all norms, and the maps that stay in memory. ``rows`` of the last layer
+    then computes rows of the image.
+    """
     x = _middle(vae, latent)
     most = _held_bytes(vae, x)
     layer: Layer = Held(x, most // STRIPS)
-    del x  # ``hold`` and the loop free a map as soon as the next one is held
+    # Nothing but ``layer`` may refer to a map in memory. Then a map is freed as soon as ``layer`` starts at a
+    # later one.
+    del x
     modules = list(_modules(vae.decoder))
     for module, after in zip(modules, [*modules[1:], None], strict=True):
         following = _layer(module, layer)
@@ -118,15 +128,17 @@ def _layer(module: Any, source: Layer) -> Resnet | Upsample:
 
 
 def _can_hold(layer: Resnet | Upsample, after: Any, most: int) -> bool:
-    """True if the result of ``layer`` fits into ``most`` bytes together with the held map that it reads.
+    """True if the result of ``layer`` may be written to memory.
 
-    The result of an upsampling must also fit together with the next result. Else all later layers would have
-    to begin at a map that is much larger than the one before it.
+    It must fit into ``most`` bytes together with the map from which the chain of ``layer`` starts. The result
+    of an upsampling is large. If the next layer has another number of channels, the result of the upsampling
+    must also fit together with the next result. Otherwise no later map would fit, and all later layers would
+    start at this large map.
 
-    ``after``: the module after ``layer``; None if it is the last one.
+    ``after``: the module after ``layer``; None if ``layer`` is the last one.
     """
     if layer.source is layer.anchor and layer.source.shape == layer.shape:
-        return True  # it is written over its source
+        return True  # the result is written over the map that the layer reads, and takes no memory
     if isinstance(layer, Upsample) and after is not None:
         following = _layer(after, layer)
         if following.shape != layer.shape and layer.nbytes + following.nbytes > most:
@@ -135,17 +147,17 @@ def _can_hold(layer: Resnet | Upsample, after: Any, most: int) -> bool:
 
 
 def _middle(vae: Any, latent: Tensor) -> Tensor:
-    """The result of the middle block."""
+    """Computes the result of the middle block for ``latent`` (1, C, H, W), in the dtype of the up blocks."""
     decoder = vae.decoder
     if vae.post_quant_conv is not None:
         latent = vae.post_quant_conv(latent)
     x = decoder.mid_block(decoder.conv_in(latent), None)
-    # Some releases of diffusers can run the layers up to here in another dtype, and then cast.
+    # Some releases of diffusers allow another dtype for the layers up to here. The up blocks need their own.
     return x.to(_dtype(decoder))
 
 
 def _held_bytes(vae: Any, x: Tensor) -> int:
-    """How many bytes of maps may be held at the same time. x (1, C, H, W): the middle block's result."""
+    """Bytes that all maps in memory may take together. x (1, C, H, W): the middle block's result."""
     side = vae.tile_latent_min_size * _scale(vae.decoder)
     of_tile = vae.decoder.up_blocks[-1].resnets[0].in_channels * side**2 * x.element_size()
     return max(MOST_BYTES, MAPS_OF_A_TILE * of_tile, MAPS_OF_ATTENTION * x.nbytes)
@@ -167,11 +179,15 @@ def _modules(decoder: Any) -> Iterator[Any]:
         yield from block.upsamplers or ()
 
 
-# --- when it runs -------------------------------------------------------------------------------------
+# --- conditions for strips ----------------------------------------------------------------------------
 
 
 def _why_not(vae: Any) -> str | None:
-    """Why the layers of ``vae`` cannot run in strips, whatever its state is; None if they can."""
+    """Why the layers of ``vae`` can never run in strips; None if they can.
+
+    The reason lies in the classes and settings of the layers. ``_why_not_now`` checks training mode and
+    hooks.
+    """
     decoder = vae.decoder
     if stock_class(decoder) is not Decoder:
         return f"its decoder is a {type(decoder).__name__}"
@@ -217,7 +233,10 @@ def _is_plain_conv(conv: Any) -> bool:
 
 
 def _why_not_now(vae: Any) -> str | None:
-    """Why calls decode in stock's tiles as long as ``vae`` is in its present state; None if they need not."""
+    """Why stock's tiles run until the state of ``vae`` changes, such as "it is in training mode".
+
+    None if there is no such reason.
+    """
     if vae.training:
         return "it is in training mode"
     for path, module in vae.decoder.named_modules(prefix="decoder"):
