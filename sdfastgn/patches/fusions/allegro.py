@@ -3,11 +3,11 @@
 The other blocks of this autoencoder are blocks of image models, with fusions of their own (``resnet_block``,
 ``attention``, ``upsample_2d``, ``conv_norm_out``).
 
-A layer over time has four steps. Each repeats the first and the last frame of its input, and then runs a
-GroupNorm, SiLU and a convolution. The repeated frames count in the norm's mean and variance. Stock makes at
-least one pass over memory for each of these operations. Here one kernel (``pad_frames``) writes the padded
-input of the convolution. The norm's statistics are computed for each frame, and merged with the first and the
-last frame counted once more.
+A layer over time has four steps. Each step repeats the first and the last frame of its input, and then runs a
+GroupNorm, SiLU and a convolution. (If the layer changes the number of frames, its first step repeats
+nothing.) The repeated frames count in the norm's mean and variance. Stock makes at least one pass over memory
+for each of these operations. Here one kernel (``pad_frames``) writes the padded input of the convolution. The
+norm's statistics are computed for each frame. When they are merged, the first and the last frame count twice.
 
 Further differences from stock:
 
@@ -52,9 +52,9 @@ __all__ = ["FUSIONS"]
 
 
 def _is_plain(step: Any, x: Tensor, C: int, C_out: int) -> bool:
-    """True if a call of ``step`` is a GroupNorm, an activation and PyTorch's convolution, in the dtype of x.
+    """True if a call of ``step`` only runs a GroupNorm, an activation and PyTorch's convolution.
 
-    C, C_out: the numbers of input and output channels.
+    Their parameters must have the dtype of x. C, C_out: the numbers of input and output channels.
     """
     if type(step) not in (nn.Sequential, FusedSequential) or not is_unhooked(step) or len(step) < 3:
         return False
@@ -70,8 +70,12 @@ def _is_plain(step: Any, x: Tensor, C: int, C_out: int) -> bool:
 def _convolve(step: Any, x: Tensor, shift: Tensor | None) -> Tensor:
     """Runs ``step`` on x + shift with the first and last frame repeated. The convolution's bias is not added.
 
-    ``step``: norm, activation and convolution. x: (N, C, T, H, W), channels-last. shift: (C,) or None. The
-    result is channels-last.
+    The result is channels-last.
+
+    Args:
+        step: norm, activation and convolution.
+        x: (N, C, T, H, W), channels-last.
+        shift: (C,) or None.
     """
     norm, act, conv = step[0], step[1], step[-1]
     around: Any = {"front": 1, "back": 1, "mode": "replicate"}
@@ -82,17 +86,22 @@ def _convolve(step: Any, x: Tensor, shift: Tensor | None) -> Tensor:
         operands = operands._replace(statistics=padded, pads_first=True)
         frames, _ = pad_frames(x, shift=shift, norm=operands, **around)
     else:
-        # The norm needs statistics of chunks of equal size. Here the chunks of a frame have different sizes.
-        # So frames are repeated first, and a second call computes the statistics.
+        # The statistics of a frame were computed in chunks. The kernel needs chunks of equal size, and here
+        # the last chunk is smaller. So the first call only repeats frames, and the second one computes the
+        # statistics of all frames, the norm and the activation.
         frames, _ = pad_frames(x, shift=shift, **around)
         frames, _ = pad_frames(frames, norm=norm_operands(norm, act, frames))
     return convolve_padded(conv, frames, None, emits=False)
 
 
 def _frame_statistics(x: Tensor) -> Tensor:
-    """(2, N, T, P, C): the statistics of x (N, C, T, H, W) by frames, each in P chunks."""
+    """Mean and sum of squared deviations of each channel of x (N, C, T, H, W), for P chunks of each frame.
+
+    Returns (2, N, T, P, C).
+    """
     T, statistics = x.shape[2], take_statistics(x)
-    if statistics is not None:  # stored by ``as_video``
+    if statistics is not None:
+        # ``as_video`` has stored these statistics, so no chunk has positions of two frames.
         return statistics.unflatten(2, (T, -1))
     return channel_statistics(images_of(x)).unflatten(1, (-1, T))
 
@@ -126,7 +135,11 @@ class FusedAllegroTemporalConvLayer(AllegroTemporalConvLayer):
         )
 
     def _resample(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(h, identity, bias): h + bias is conv1's result, identity the residual. All are channels-last."""
+        """Runs conv1, which halves or doubles the number of frames. x (N, C, T, H, W).
+
+        Returns (h, identity, bias). h + bias is conv1's result. bias is None if h includes it. ``identity``
+        is x with the new number of frames, which the block adds at its end. All are channels-last.
+        """
         norm, act, conv = self.conv1
         frames, _ = pad_frames(x, norm=norm_operands(norm, act, x))
         h = convolve_padded(conv, frames, None, emits=False)
@@ -135,7 +148,8 @@ class FusedAllegroTemporalConvLayer(AllegroTemporalConvLayer):
         N, C, T, H, W = x.shape
         y = empty_laid_out(x, (N, C, 2 * T, H, W), channels_last=True)
         unpack_sum(y, h, conv.bias.view(1, -1, 1, 1, 1), (2, 1, 1))
-        # ``upsample`` repeats all frames except the first. ``front`` adds the copy of the first frame.
+        # With ``upsample``, ``pad_frames`` repeats all frames except the first. ``front=1`` adds the copy of
+        # the first frame.
         identity, _ = pad_frames(x, front=1, mode="replicate", upsample=(2, 1, 1))
         return y, identity, None
 

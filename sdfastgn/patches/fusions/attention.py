@@ -86,7 +86,10 @@ class FusedAttention(Attention):
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
 
     def readers(self) -> Sequence[Any] | None:
-        """The layers that read ``hidden_states`` or the context. None if other code may read them."""
+        """The layers that read ``hidden_states`` or the context. None if other code may also read them.
+
+        A caller may round the inputs if all readers would round them anyway (``rounding.py``).
+        """
         is_plain = (
             type(self.processor) is AttnProcessor2_0
             and is_unhooked(self)
@@ -104,15 +107,18 @@ class FusedAttention(Attention):
         """
         if not is_one_token(context):
             return None
-        # The softmax of one score is 1, so queries and keys do not matter. Modules with hooks are excluded,
-        # because their hooks would get one token instead of all.
+        # The softmax of one score is 1, so queries and keys do not matter. If a module has a hook, stock's
+        # code must run, because here the hook would get a single token instead of all.
         is_plain = is_plain_linear(self.to_q) and is_plain_linear(self.to_k)
         if not (is_plain and self._runs_in_order(context) and all(map(is_unhooked, self.modules()))):
             return None
         return self._leave(call_linear(self.to_v, context))[:, 0]
 
     def runs_over_frames(self, x: Tensor) -> bool:
-        """True if ``over_frames`` may replace a call of this module. x: the tokens, (N, tokens, C)."""
+        """True if ``over_frames`` can compute what a call of this module would.
+
+        x: the tokens, (N, tokens, C).
+        """
         return self._runs_in_order(x) and self.cross_attention_dim == self.query_dim
 
     def over_frames(self, x: Tensor, frames: int) -> Tensor:
@@ -158,8 +164,9 @@ class FusedAttention(Attention):
         own = layer_of(self, "to_v")
         to_q, to_k = plain_layer(layer_of(self, "to_q")), plain_layer(layer_of(self, "to_k"))
         to_v = plain_layer(own)
-        # The module that owns the packed memory: this module for the weights of its own layers, and the last
-        # stand-in (a plain layer with merged weights) for the merged weights of adapters.
+        # Weights that lie side by side in memory belong to an owner, by which ``joined`` finds them. Without
+        # adapters, this module owns the weights of its layers. With adapters, the local variables ``to_q``,
+        # ``to_k`` and ``to_v`` are plain layers with merged weights, and ``to_v`` is the owner.
         owner = self if to_v is own else to_v
         if context is None:
             together = _joined(owner, hidden_states, (to_q, to_k, to_v))
@@ -176,7 +183,10 @@ class FusedAttention(Attention):
         return [layer_of(self, name) for name in ("to_q", "to_k", "to_v")]
 
     def _train(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
-        """Computes the results of ``layers``, which may have adapters, with gradients."""
+        """Computes the results of linear ``layers``, which may have adapters, for x with gradients.
+
+        If possible, all layers are one matrix product (``core/trained_adapters.py``).
+        """
         sources = trained_sources(layers, x) if len(layers) > 1 else None
         if sources is not None:
             weights = [source.weight for source in sources]
@@ -189,7 +199,7 @@ class FusedAttention(Attention):
     def _leave(self, h: Tensor) -> Tensor:
         """The last layers of the module: a linear layer, then dropout."""
         layers = layer_of(self, "to_out")
-        # To index a ModuleList takes ten times the CPU time.
+        # ``layers[0]`` and ``layers[1]`` of a ModuleList would take ten times the CPU time.
         project, dropout, *_ = layers._modules.values() if type(layers) is nn.ModuleList else layers
         return dropped_out(dropout, _called(project, h))
 
@@ -212,19 +222,22 @@ class FusedAttention(Attention):
             pack(merged[-1], merged)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moves parameters side by side again, because ``.to()`` gives each parameter new memory."""
+        """Moves parameters side by side again after ``nn.Module._apply``.
+
+        Methods such as ``.to()`` call ``_apply``, which may give each parameter separate memory.
+        """
         module = super()._apply(*args, **kwargs)
         self._pack()
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Moves a deepcopy's parameters side by side again, because each of them has new memory."""
+        """Moves the parameters of a deepcopy side by side again, because each of them has separate memory."""
         super().__setstate__(state)
         self._pack()
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """Computes ``layer(x)``, by ``trained`` if ``layer`` is a wrapper in training."""
+    """Computes ``layer(x)``. With gradients and an adapter, ``trained`` computes it if it can."""
     y = trained(layer, x) if torch.is_grad_enabled() and is_wrapper(layer) else None
     return call_linear(layer, x) if y is None else y
 
@@ -241,8 +254,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
 
     ``is_prompt``: True if the keys come from a prompt, so that their number does not depend on the image.
     """
-    # Self-attention of a small image also has few keys. It does not use the kernel, which would have to be
-    # compiled for each image size.
+    # The kernel for few keys is compiled for each number of keys. Self-attention of a small image also has
+    # few keys, but the kernel would have to be compiled for each image size. So only prompts use it.
     fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
     if fits and not dispatch.is_autocast(query):
         found = attend_to_few(query, key, value)
@@ -254,7 +267,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
 def _joined(owner: nn.Module, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
     """Returns (weight, bias) of one linear layer that computes all ``linears`` of x at once.
 
-    None if they must be called one by one. ``owner``: the module that owns their packed memory.
+    None if they must be called one by one. ``owner``: the module for which ``pack`` has moved their weights
+    side by side.
     """
     found = plain_parameters(linears)
     return joined(owner, found) if found is not None and is_one_product(x, found) else None
@@ -267,7 +281,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 def _is_plain_attention(attn: Any) -> bool:
     """True if the results of ``to_q``, ``to_k`` and ``to_v`` are the inputs of scaled_dot_product_attention.
 
-    This excludes all norms except ``group_norm``, which normalizes the module's input.
+    So there are no norms of queries, keys or the context. A ``group_norm`` of the module's input is allowed.
     """
     return (
         attn.spatial_norm is None
@@ -285,8 +299,8 @@ class _AttentionFusion(ClassSwap):
 
 
 def _covers(attn: Attention) -> bool:
-    # If the result is False, the module is not fused, because none of its calls could run fused. The
-    # processor is checked at each call instead, because users may change it at any time.
+    # If the result is False, no call of the module could ever run fused. The processor is not checked here
+    # but at each call, because users may change it at any time.
     has_layers = attn.to_k is not None and attn.to_out is not None
     return has_layers and _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 

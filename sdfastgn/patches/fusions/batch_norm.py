@@ -32,9 +32,10 @@ register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)
 
 
 class _Folded(NamedTuple):
-    """Weight and bias of a folded convolution, and the tensors from which they were made.
+    """Weight and bias of a folded convolution, and the tensors from which they were computed (``sources``).
 
-    ``states``: eps, and the address, version and dtype of each source when the fold was computed.
+    ``states``: eps, and the address, version and dtype of each source at that time. If one has changed, the
+    weight and bias are outdated.
     """
 
     sources: tuple[Tensor | None, ...]
@@ -49,7 +50,7 @@ _folded: weakref.WeakKeyDictionary[nn.Module, _Folded] = weakref.WeakKeyDictiona
 
 
 def foldable(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the children of a Sequential that are norms, directly follow a convolution and can be folded."""
+    """Yields each BatchNorm2d of a Sequential that can be folded into the convolution directly before it."""
     children = [child for child in module._modules.values() if child is not None]
     for conv, norm in pairwise(children):
         if type(conv) is not nn.Conv2d or type(norm) not in (nn.BatchNorm2d, FoldedBatchNorm2d):
@@ -93,12 +94,13 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
     if not (is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
-    # During the capture of a CUDA graph nothing is folded. Replays would use the old folded weight even after
-    # the parameters have changed.
+    # A CUDA graph must not use a folded weight. If the parameters change after the capture, replays would
+    # still use the old folded weight.
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or dispatch.wants_gradient(x, sources) or torch.is_autocast_enabled(x.device.type):
         return None
-    if any(t is not None and t.is_inference() for t in sources):  # writes into them are not counted
+    # PyTorch does not count writes into inference tensors. So a folded weight could be outdated unnoticed.
+    if any(t is not None and t.is_inference() for t in sources):
         return None
     states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
     found = _folded.get(conv)

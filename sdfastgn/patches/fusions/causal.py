@@ -62,9 +62,9 @@ def padding_of(conv: Any) -> tuple[int, int, int]:
 
 
 def is_plain_conv(conv: Any, x: Tensor, kinds: Container[type]) -> bool:
-    """True if calling ``conv`` only pads as upstream does and runs PyTorch's convolution, in the dtype and
-    on the device of x.
+    """True if ``conv`` can run fused, in the dtype and on the device of x.
 
+    A call must only pad as upstream does and run PyTorch's convolution, without hooks or replaced methods.
     ``kinds``: the known classes of causal convolutions.
     """
     return (
@@ -98,7 +98,10 @@ def fits(cache: Any, x: Tensor, C: int) -> bool:
 
 
 def next_fit(feat_cache: Any, feat_idx: Any, x: Tensor, *channels: int) -> bool:
-    """True if there is no cache, or if its next entries fit convolutions of ``channels`` (``fits``)."""
+    """True if there is no cache, or if its next entries can be used for convolutions of x.
+
+    ``channels``: for each of these convolutions, the number of its input channels. See ``fits``.
+    """
     return feat_cache is None or (
         feat_idx is not None and all(fits(feat_cache[i], x, C) for i, C in enumerate(channels, feat_idx[0]))
     )
@@ -117,7 +120,8 @@ def convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (``conv(norm(x + shift), cache)``, kept), both channels-last.
 
-    ``kept`` has the last ``keep`` frames that ``conv`` reads. It is None if ``keep`` is 0.
+    ``kept`` has the last ``keep`` frames that ``conv`` reads, for the next chunk. It is None if ``keep`` is
+    0.
 
     Args:
         conv: a causal convolution. Calling it only pads as upstream does and runs PyTorch's convolution, in
@@ -127,15 +131,17 @@ def convolve(
         keep: number of frames of ``kept``.
         shift, norm: as in ``pad_frames``.
         has_bias: False if the next kernel adds the bias of ``conv``.
-        conv3d: called with (conv, frames, bias) to run a 3-D convolution, which pads by ``conv.padding``.
-            None: PyTorch's convolution runs.
+        conv3d: a function that runs a 3-D convolution, with the padding ``conv.padding``. It is called with
+            (conv, frames, bias). None: PyTorch's convolution runs.
     """
     bias = conv.bias if has_bias else None
     front, h, w = padding_of(conv)
     taps, where = conv.kernel_size, (conv.dilation, conv.groups)
-    # Zeros that ``conv3d`` does not add.
+    # (rows above and below, columns left and right) of zeros that must be added before ``conv3d`` runs,
+    # because ``conv3d`` only adds those of ``conv.padding``.
     border = (0, 0) if conv3d is None else (h - conv.padding[1], w - conv.padding[2])
-    # True if x is a single frame with only zeros before it. Then only the weight's last slice matters.
+    # True if x is a single frame with only zeros before it. Then only the last slice of the weight along time
+    # is multiplied with anything but zeros.
     is_alone = cache is None and (x.shape[2], taps[0], conv.dilation[0]) == (1, front + 1, 1) and keep <= 1
     frames, kept = in_channels_last(x), None
     if is_alone:
@@ -171,7 +177,7 @@ def convolve(
 def step(
     conv: Any, x: Tensor, feat_cache: Any, feat_idx: Any, *, keeps_earlier: bool = True, **options: Any
 ) -> Tensor:
-    """Runs ``convolve`` with the next entry of ``feat_cache``, and replaces the entry by the new frames.
+    """Runs ``convolve`` after the frames in the next entry of ``feat_cache``, and then renews the entry.
 
     ``feat_idx[0]`` is the index of the next entry. If ``feat_cache`` is None, there is no cache.
 
@@ -242,7 +248,8 @@ def with_new_frames(block: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Te
     i = feat_idx[0]
     feat_idx[0] += 1
     if feat_cache[i] is None:
-        feat_cache[i] = "Rep"  # as upstream: marks the first chunk, whose frame is not doubled
+        # As in upstream, the first chunk's frame is not doubled. "Rep" marks that this chunk has passed.
+        feat_cache[i] = "Rep"
         return x
     return block._twice_the_frames(x, feat_cache, i)
 

@@ -77,8 +77,9 @@ _IDENTITY = nn.Identity()
 
 
 def is_plain(conv: Any, x: Tensor, C: int) -> bool:
-    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
-    the dtype and on the device of x.
+    """True if ``conv`` can run fused on an input of C channels, in the dtype and on the device of x.
+
+    A call must only pad as upstream does and run PyTorch's convolution, without hooks or replaced methods.
     """
     return (
         type(conv) in (CogVideoXCausalConv3d, FusedCogVideoXCausalConv3d)
@@ -115,8 +116,8 @@ def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | N
     if (zq.dim(), zq.dtype, zq.device, len(zq)) != (5, x.dtype, x.device, len(x)):
         return False
     found = modulation_times(x.shape, zq.shape)
-    # PyTorch divides positions by a rounded factor. Only powers of 2 are exact; others may give another
-    # nearest neighbor than the kernel's.
+    # To find the nearest neighbor, PyTorch multiplies positions with a rounded factor. If sizes differ by a
+    # power of 2, this is exact. Otherwise PyTorch may find another neighbor than the kernel.
     are_exact = found is not None and all(times & (times - 1) == 0 for times in found[0])
     return (
         are_exact
@@ -167,8 +168,8 @@ def convolve(
     """
     inner, front = conv.conv, conv.time_kernel_size - 1
     frames, kept = in_channels_last(x), None
-    # If ``conv`` repeats borders, its inner convolution pads nothing, and no frames are kept. Otherwise the
-    # inner convolution pads each frame with zeros.
+    # If ``conv`` repeats borders, its inner convolution pads nothing, and the new cache is None. Otherwise
+    # the inner convolution pads each frame with zeros.
     repeats = conv.pad_mode == "replicate"
     h, w = (conv.height_pad, conv.width_pad) if repeats else (0, 0)
     if norm is not None or shift is not None or front or h or w:
@@ -278,8 +279,8 @@ class FusedCogVideoXUpsample3D(CogVideoXUpsample3D):
             y, bias = conv_without_bias(self.conv, upsample_nearest_2x(images))
         y = in_channels_last(video_of(y, N))
         if self.compress_time and T > 1:
-            # ``pad_frames`` never repeats the first frame. Stock repeats it if T is even; then ``front``
-            # adds the copy.
+            # With ``upsample``, ``pad_frames`` repeats all frames except the first. Stock repeats the first
+            # frame too if T is even. Then ``front=1`` adds the copy.
             where: Any = {"front": 1 - T % 2, "mode": "replicate", "upsample": (2, 1, 1)}
             return pad_frames(y, shift=bias, **where)[0]
         return add_bias(y, bias)
@@ -374,8 +375,12 @@ _NORM = tested(CogVideoXSpatialNorm3D, "__init__", "forward")
 def _fusion(name: str, fused: Any, *relied: Any, layers: tuple[str, ...] = (), act: str = "") -> ClassSwap:
     """The fusion of a fused class, whose base is the stock class.
 
-    ``relied``: other methods of upstream on which the fused class relies. ``act``: name of the attribute with
-    the activation that the fused class runs; "" if it runs none.
+    Args:
+        name: the fusion's name without "cogvideox_".
+        fused: the fused class.
+        relied: methods of other upstream classes on which the fused class relies. Their code must be tested.
+        layers: see ``ClassSwap``.
+        act: name of the attribute with the activation that the fused class runs; "" if it runs none.
     """
     stock = fused.__bases__[0]
     own = tested(stock, "__init__", "forward")

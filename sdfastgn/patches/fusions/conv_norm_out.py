@@ -69,8 +69,9 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 class _HandOff(threading.local):
     """Data that norms share with their activations, separate for each thread.
 
-    ``armed``: id of a norm that must also apply the activation -> the activation module. ``output``: weak
-    reference to the last tensor that a norm has activated; None if there is none.
+    Attributes:
+        armed: id of a norm whose kernel must also apply the activation -> the activation module.
+        output: weak reference to the last result that a norm has activated; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,10 @@ _hand_off = _HandOff()
 
 
 class FusedNormOut(FusedGroupNorm):
-    """``conv_norm_out``. While the parent's forward runs, it also applies the activation."""
+    """``conv_norm_out``, the last norm of a model. It also applies the activation ``conv_act`` in its kernel.
+
+    It does so only while the model's forward runs. If other code calls it, it only normalizes.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))
@@ -100,7 +104,10 @@ class FusedNormOut(FusedGroupNorm):
 
 
 class _Pass(nn.Module):
-    """An activation that returns its input unchanged if ``FusedNormOut`` has already activated it."""
+    """Base class of the activations after a ``FusedNormOut``, which applies the activation in its kernel.
+
+    If the input is the tensor that the norm has just activated, it is returned unchanged.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and _hand_off.output is not None:
@@ -111,15 +118,15 @@ class _Pass(nn.Module):
 
 
 class PassSiLU(_Pass, nn.SiLU):
-    """``nn.SiLU`` that runs after a ``FusedNormOut``."""
+    """``nn.SiLU``. Returns its input unchanged if ``FusedNormOut`` has already activated it."""
 
 
 class PassReLU(_Pass, nn.ReLU):
-    """``nn.ReLU`` that runs after a ``FusedNormOut``."""
+    """``nn.ReLU``. Returns its input unchanged if ``FusedNormOut`` has already activated it."""
 
 
 class PassGELU(_Pass, nn.GELU):
-    """``nn.GELU`` that runs after a ``FusedNormOut``."""
+    """``nn.GELU``. Returns its input unchanged if ``FusedNormOut`` has already activated it."""
 
 
 _PASS: dict[Any, Any] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
@@ -136,7 +143,11 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 
 def arm(parent: Any, args: Any) -> None:
-    """Forward pre-hook of the parent. Arms the parent's norm if the parent's forward is a known one."""
+    """Forward pre-hook of the parent. From now on the parent's norm also applies the activation.
+
+    This is so only if the parent's forward is a known one, which calls the activation directly after the
+    norm.
+    """
     if torch.compiler.is_compiling():
         return
     if type(parent).forward in _FORWARDS or stock_class(parent) in PARENTS:
@@ -144,7 +155,10 @@ def arm(parent: Any, args: Any) -> None:
 
 
 def disarm(parent: Any, args: Any, output: Any) -> None:
-    """Forward hook of the parent. Disarms the parent's norm, even if the forward has raised an error."""
+    """Forward hook of the parent. From now on the parent's norm only normalizes.
+
+    This hook runs even if the forward has raised an error.
+    """
     if not torch.compiler.is_compiling():
         _hand_off.armed.pop(id(parent.conv_norm_out), None)
         _hand_off.output = None
@@ -184,7 +198,7 @@ class _NormOutFusion:
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for name in ("conv_norm_out", "conv_act"):
-            child = module._modules.get(name)  # None if other code has removed it
+            child = module._modules.get(name)  # None if other code has removed this child
             if child is not None:
                 restore_class(child)
 

@@ -45,8 +45,9 @@ __all__ = ["FUSIONS"]
 
 
 def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
-    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
-    the dtype and on the device of x.
+    """True if ``conv`` can run fused on an input of C channels, in the dtype and on the device of x.
+
+    A call must only pad as upstream does and run PyTorch's convolution, without hooks or replaced methods.
     """
     return (
         type(conv) in (cosmos.CosmosCausalConv3d, FusedCosmosCausalConv3d)
@@ -61,8 +62,10 @@ def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
 
 
 def _is_plain_projection(projection: Any, x: Tensor, C: int) -> bool:
-    """True if calling ``projection`` on C channels only runs its convolution over space and then its
-    convolution over time, and ``_is_plain_conv`` is true for both.
+    """True if ``projection`` can run fused on C channels.
+
+    A call must only run its convolution over space and then its convolution over time. ``_is_plain_conv``
+    must be true for both convolutions.
     """
     if type(projection) not in (cosmos.CosmosConvProjection3d, FusedCosmosConvProjection3d):
         return False
@@ -76,8 +79,9 @@ def _is_plain_projection(projection: Any, x: Tensor, C: int) -> bool:
 
 
 def _is_plain_norm(norm: Any, x: Tensor, C: int) -> bool:
-    """True if ``norm`` only runs PyTorch's GroupNorm with one group on each frame, for C channels in the
-    dtype of x.
+    """True if ``norm`` can run fused: a call only runs PyTorch's GroupNorm with one group on each frame.
+
+    The norm must be for C channels, with parameters in the dtype of x.
     """
     if type(norm) is not cosmos.CosmosCausalGroupNorm or not is_unhooked(norm):
         return False
@@ -102,11 +106,11 @@ def _norm(norm: Any, images: Tensor, activation: str, shift: Tensor | None = Non
 def _conv_2d(conv: Any, images: Tensor, bias: Tensor | None) -> Tensor:
     """Applies ``conv``, a 3-D convolution of kernel size 1 along time, to images (N, C, H, W).
 
-    The result is channels-last.
+    The result is channels-last. ``bias``: (C_out,), the convolution's bias, or None if it is not to be added.
     """
     pad, where = conv.spatial_pad[0], (conv.dilation[1:], conv.groups)
     y = F.conv2d(images, conv.weight[:, :, 0], bias, conv.stride[1:], pad, *where)
-    # On a CPU, convolutions may return another layout.
+    # Needed on a CPU, where a convolution may return a channels-first result for a channels-last input.
     return laid_out(y, channels_last=True)
 
 
@@ -239,12 +243,14 @@ class FusedCosmosDownsample3d(cosmos.CosmosDownsample3d):
             return super().forward(x)
         x = laid_out(x, channels_last=True)
         if self.spatial_downsample:
-            # The convolution reads one more row and column of zeros, below and right. The means do not.
+            # The convolution reads x with one row of zeros below and one column of zeros at the right. The
+            # means of 2 x 2 pixels are computed without these zeros.
             padded = laid_out(F.pad(images_of(x), (0, 1, 0, 1)), channels_last=True)
             y = video_of(_conv_2d(self.conv1, padded, self.conv1.bias), x.shape[0])
             x = y.add_(packed(x, (1, 2, 2)).mean((4, 5, 6)).movedim(-1, 1))
         if self.temporal_downsample:
-            # Stock puts one copy of the first frame before x, and the convolution puts its own copies there.
+            # Stock puts one copy of the first frame before x. Then the convolution puts ``temporal_pad`` more
+            # copies before it.
             front = self.conv2.temporal_pad + 1
             y, _ = _convolve(self.conv2, x, front=front)
             pairs, _ = pad_frames(x, front=1, mode="replicate")
@@ -312,8 +318,9 @@ def _haar(C: int, levels: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _levels(module: Any) -> int | None:
-    """Returns the number of wavelet levels of a patch embedding or of its inverse. None if the wavelets are
-    not Haar's.
+    """Returns the number of levels of the wavelet transform in a patch embedding or in its inverse.
+
+    None if it is no Haar wavelet transform.
     """
     levels = int(math.log2(module.patch_size))
     return levels if module.patch_method == "haar" and 2**levels == module.patch_size else None
@@ -353,7 +360,7 @@ class FusedCosmosUnpatcher3d(cosmos.CosmosUnpatcher3d):
 
 
 def _leaves_fused(half: Any, x: Tensor) -> bool:
-    """True if the last norm, SiLU and convolutions of an encoder or decoder can run fused."""
+    """True if the last layers of an encoder or decoder can run fused: the norm, SiLU and two convolutions."""
     C = half.conv_out.conv_s.in_channels
     return _is_plain_norm(half.norm_out, x, C) and _is_plain_projection(half.conv_out, x, C)
 

@@ -35,9 +35,9 @@ class FusedDecoder(Decoder):
         return torch.cat([super(FusedDecoder, self).forward(part) for part in sample.split(most)])
 
     def _images_at_once(self, sample: Tensor) -> int | None:
-        """Maximum number of images in a slice; None if all images must be decoded together.
+        """Maximum number of images that are decoded at once; None if all images must be decoded together.
 
-        Only calls without gradients are sliced, and only where kernels run.
+        The latter is so with gradients, under compilers and traces, and where the kernels do not run.
         """
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
             return None

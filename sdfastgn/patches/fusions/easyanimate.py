@@ -59,7 +59,9 @@ __all__ = ["FUSIONS"]
 
 
 def _is_plain(conv: Any, x: Tensor, C: int, image: Sequence[int]) -> bool:
-    """True if ``conv`` runs upstream's code with PyTorch's convolution, and its kept frames fit.
+    """True if calling ``conv`` only runs upstream's code and PyTorch's convolution, so that it can run fused.
+
+    Also the frames that ``conv`` has kept of the previous batch must have the right shape, dtype and device.
 
     Args:
         conv: a causal convolution.
@@ -77,12 +79,15 @@ def _is_plain(conv: Any, x: Tensor, C: int, image: Sequence[int]) -> bool:
 
 
 def _fits(conv: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """True if ``conv`` keeps no frames, or frames of this shape that x can follow."""
+    """True if ``conv`` has kept no frames of the previous batch, or if they fit before x.
+
+    They fit if they have the given shape, and the dtype and device of x.
+    """
     kept = conv.prev_features
     return kept is None or (
         isinstance(kept, Tensor)
         and (kept.shape, kept.dtype, kept.device) == (shape, x.dtype, x.device)
-        and not (conv.t_stride == 2 and x.shape[2] < 2)  # here stock raises an error
+        and not (conv.t_stride == 2 and x.shape[2] < 2)  # for this stock raises an error
     )
 
 
@@ -99,15 +104,17 @@ def _norm(module: Any, norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool
     if not module.spatial_group_norm or T == 1:
         return operands
     if statistics is not None:
-        # ``as_video`` has stored these statistics, so each chunk lies within one frame.
+        # ``as_video`` has stored these statistics, so no chunk has positions of two frames.
         statistics = statistics.unflatten(2, (T, -1)).flatten(1, 2)
     return operands._replace(framewise=True, statistics=statistics)
 
 
 def _frames_before(conv: Any) -> tuple[int, Tensor | None]:
-    """(number of frames that ``conv`` reads before its input, these frames, or None for copies of the first).
+    """Which frames ``conv`` reads before its input: (their number, the frames).
 
-    With a stride of 2, stock reads one kept frame fewer.
+    They are the frames that ``conv`` has kept of the previous batch. With a stride of 2 along time, stock
+    leaves out the first of them. In the first batch, copies of the first input frame are read, and None
+    stands for them.
     """
     front, kept = conv.temporal_padding, conv.prev_features
     if kept is not None and conv.t_stride == 2:
@@ -142,7 +149,7 @@ def _convolve(
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Returns y + bias for y (N, C, T, H, W). It may overwrite y.
 
-    Statistics of the sum are stored where that saves time.
+    Where that saves time, the same kernel computes the statistics of the sum, which the next norm reads.
     """
     return as_video(add_bias(images_of(y), bias), y.shape[2])
 
@@ -205,7 +212,8 @@ class FusedEasyAnimateUpsampler3D(EasyAnimateUpsampler3D):
         y = _convolve(conv, x, upsample=(1, 2, 2))
         is_later = self.prev_features is not None
         if self.temporal_upsample and is_later and self.spatial_group_norm:
-            # ``upsample`` repeats all frames except the first. ``front`` adds the copy of the first frame.
+            # With ``upsample``, ``pad_frames`` repeats all frames except the first. ``front=1`` adds the copy
+            # of the first frame.
             return pad_frames(y, shift=conv.bias, front=1, mode="replicate", upsample=(2, 1, 1))[0]
         y = _with_bias(y, conv.bias)
         if self.temporal_upsample and is_later:

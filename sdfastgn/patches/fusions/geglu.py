@@ -24,14 +24,14 @@ __all__ = ["FUSION", "FusedGEGLU"]
 
 
 class FusedGEGLU(GEGLU):
-    """``GEGLU``: a matrix product, then one kernel for the rest.
+    """``GEGLU``: a matrix product, then one kernel for the bias, GELU and the product of both halves.
 
     hidden_states (..., dim_in) -> (..., dim_out).
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # With extra arguments upstream's forward runs, because it warns that these arguments are deprecated.
-        # Under a compiler it runs too, because the compiler makes the same kernel.
+        # Upstream's forward also runs under a compiler, which makes the same kernel by itself.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         return linear_geglu(layer_of(self, "proj"), hidden_states)

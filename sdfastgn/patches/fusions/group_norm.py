@@ -1,4 +1,7 @@
-"""Runs every plain ``nn.GroupNorm`` in sdfastgn's kernel. With ``norm_act`` it also applies an activation."""
+"""Runs every plain ``nn.GroupNorm`` in sdfastgn's kernel.
+
+Other fusions call ``norm_act``, which runs a norm and the activation after it in one kernel.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ class FusedGroupNorm(nn.GroupNorm):
         if not (input.is_cpu and is_channels_last_to_pytorch(input)):
             return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
-        # PyTorch's channels-last kernel for CPUs is inexact for some inputs. Then ``found`` is None.
+        # ``found`` is None if the result of PyTorch's channels-last kernel would be inaccurate, which happens
+        # for some inputs, or if its backward would crash.
         found = channels_last_group_norm(*operands)
         return reference_group_norm(*operands) if found is None else found[0]
 
@@ -60,7 +64,7 @@ def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
 
     It can if ``norm`` is a fused norm, the kernel has the activation ``act``, and neither has hooks.
     """
-    name = activation_of(act) if _is_fused(norm) else None  # ``act`` may be a function of other code
+    name = activation_of(act) if _is_fused(norm) else None
     return name if name is not None and is_unhooked(norm, act) else None
 
 
@@ -91,8 +95,8 @@ def fused_norm(norm: Any, x: Tensor, activation: str, reader: Any, operands: dic
     return rounded(call, norm, x, readers=None if reader is None else (reader,))
 
 
-# Full name of sdfastgn's own GroupNorm, which runs the kernel already. The class itself is not used, because
-# patches must not import modules.py.
+# Full name of ``sdfastgn.GroupNorm``, which runs the kernel already and is not fused. The name stands for the
+# class because files in ``patches`` must not import ``modules.py``.
 _OURS = "sdfastgn.modules.GroupNorm"
 
 

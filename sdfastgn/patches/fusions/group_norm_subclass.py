@@ -31,9 +31,10 @@ __all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
 
 
 class _MadeLater(FusedGroupNorm):
-    """Base of the fused classes, which are made at run time, so that unpickling cannot find them by name.
+    """Base class of the fused classes. It makes their instances picklable.
 
-    A pickle of a fused module contains its stock class instead. Unpickling makes the fused class again.
+    The fused classes are made at run time, so unpickling cannot find them by name. A pickle of a fused module
+    contains the stock class instead, and unpickling makes the fused class again.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -66,7 +67,8 @@ class FusedGroupNorm32(_MadeLater):
 class FusedGroupNormAct(_MadeLater):
     """timm's ``GroupNormAct``: norm and activation in one kernel.
 
-    timm calls ``drop`` between the two. If ``drop`` is not an Identity, the three run one by one.
+    timm calls the module ``drop`` between norm and activation. If ``drop`` is not an Identity, all three run
+    one by one.
 
     x (N, C, *spatial) -> the same.
     """
@@ -77,7 +79,7 @@ class FusedGroupNormAct(_MadeLater):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fast_norm:
-            return super(FusedGroupNorm, self).forward(x)  # calls timm's own forward
+            return super(FusedGroupNorm, self).forward(x)  # timm's forward: skips those of sdfastgn's classes
         name = activation_of(self.act)
         drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
         if name is None or drops or not (is_unhooked(self.act) and dispatch.has_kernels(x)):
@@ -113,10 +115,14 @@ def _new(stock: type[nn.Module]) -> Any:
 
 
 class SubclassSwap:
-    """Does what ``ClassSwap`` does, for classes that are recognized by the code of their ``forward``."""
+    """A fusion that changes the class of a module, like ``ClassSwap``.
+
+    ``ClassSwap`` knows the class object. This fusion recognizes classes by the code of their ``forward``,
+    because many projects have a copy of GroupNorm32, and timm may not be installed.
+    """
 
     name = "group_norm_subclass"
-    # Empty, because these classes are in no upstream package. ``core/known_norms.py`` checks their code.
+    # ``sources`` is empty, because ``core/known_norms.py`` checks the code of these classes instead.
     sources: tuple[TestedSource, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:

@@ -39,8 +39,8 @@ except ImportError:  # a diffusers before HunyuanImage
 
 __all__ = ["FUSIONS"]
 
-# (frames, rows, columns) of a cell. Downsampling moves the positions of each cell to channels, and upsampling
-# moves channels to the positions of a cell.
+# A cell of 2 x 2 pixels of one frame (``packing.py``). Downsampling moves the pixels of each cell to
+# channels. Upsampling moves channels to the pixels of a cell.
 _CELL = (1, 2, 2)
 
 
@@ -48,7 +48,8 @@ class _FusedResnetBlock(nn.Module):
     """``HunyuanImageResnetBlock``. x (N, C, H, W) -> the same."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        # Upstream's ``conv_shortcut`` convolves the result instead of the input. No released model has it.
+        # If a block has a ``conv_shortcut``, stock's forward runs: upstream convolves conv2's result instead
+        # of the block's input, and no released model has this layer.
         if self.conv_shortcut is not None or not dispatch.has_kernels(x):
             return super().forward(x)
         h = norm_act(self.norm1, self.nonlinearity, x)

@@ -58,7 +58,7 @@ __all__ = ["FUSIONS"]
 
 
 def _is_pointwise(conv: Any, x: Tensor) -> bool:
-    """True if calling ``conv`` on x (N, C, T, H, W) only runs a 1x1x1 convolution, in the dtype of x."""
+    """True if ``conv`` is a plain 1x1x1 convolution that ``_pointwise`` can run on x (N, C, T, H, W)."""
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
     return sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1) and is_plain_conv3d(conv, x, x.shape[1])
 
@@ -90,7 +90,7 @@ class _FusedResnetBlock(nn.Module):
         return add_into(h, residual, self.conv2.conv.bias)
 
     def _norms(self: Any, x: Tensor) -> tuple[Norm, Norm] | None:
-        """The operands of the two norms, with their activations. None if stock's forward has to run."""
+        """The operands for the kernels of both norms and their SiLU. None if stock's forward has to run."""
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv1, x, x.shape[1])):
             return None
         if not is_plain_wrapper(self.conv2, x, self.conv1.conv.out_channels):
@@ -102,9 +102,10 @@ class _FusedResnetBlock(nn.Module):
 
 
 class _FusedAttention(nn.Module):
-    """``HunyuanVideo15AttnBlock``, and the same of the refiner. x (N, C, T, H, W) -> the same.
+    """The fused forward of ``HunyuanVideo15AttnBlock`` and of ``HunyuanImageRefinerAttnBlock``.
 
-    ``sees``: the frames to which a frame attends: "all", or "earlier" for itself and earlier frames.
+    x (N, C, T, H, W) -> the same. ``sees``: the frames to which a frame attends, "all", or "earlier" for
+    itself and earlier frames.
     """
 
     sees: str
@@ -131,12 +132,12 @@ class _FusedAttention(nn.Module):
 
 
 class _FusedUpsample(nn.Module):
-    """``HunyuanVideo15Upsample``, and the same of the refiner.
+    """The fused forward of ``HunyuanVideo15Upsample`` and of ``HunyuanImageRefinerUpsampleDCAE``.
 
     x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last.
 
-    ``alone``: function of T that returns the number of first frames that upsampling along time does not
-    double.
+    ``alone``: function of T. Returns how many frames at the beginning are not doubled if the block doubles
+    the number of frames.
     """
 
     alone: Any
@@ -157,12 +158,12 @@ class _FusedUpsample(nn.Module):
 
 
 class _FusedDownsample(nn.Module):
-    """``HunyuanVideo15Downsample``, and the same of the refiner.
+    """The fused forward of ``HunyuanVideo15Downsample`` and of ``HunyuanImageRefinerDownsampleDCAE``.
 
     x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last.
 
-    ``alone``: function of T that returns the number of first frames that downsampling along time does not
-    merge in pairs.
+    ``alone``: function of T. Returns how many frames at the beginning stay single if the block merges pairs
+    of frames.
     """
 
     alone: Any
@@ -181,12 +182,16 @@ class _FusedDownsample(nn.Module):
 
 
 class _FusedHalf(nn.Module):
-    """What the encoder and the decoder share: the first convolution and the last norm, SiLU and convolution
-    are fused.
+    """Base class of the fused encoders and decoders: when their first and last layers can run fused.
+
+    These layers are the first convolution and, at the end, norm, SiLU and convolution.
     """
 
     def _norm(self: Any, x: Tensor) -> Norm | None:
-        """The operands of the last norm, with its activation. None if stock's forward has to run."""
+        """The operands for the kernel of the last norm and its SiLU. None if stock's forward has to run.
+
+        x: the input of the encoder or decoder.
+        """
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv_in, x, x.shape[1])):
             return None
         if not is_plain_wrapper(self.conv_out, x, self.conv_out.conv.in_channels):
@@ -297,7 +302,7 @@ def _fusions(family: str, **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
     NORMS.update((stock["norm"], classes["norm"]))
     WRAPPERS.update((stock["conv"], classes["conv"]))
     norm, conv = (tested(stock[name], "__init__", "forward") for name in ("norm", "conv"))
-    # Methods of the stock class, besides its forward, that the fused forward replaces.
+    # Methods that stock's forward calls and the fused forward does not. Their code must be the tested one.
     others = {"upsample": "_dcae_upsample_rearrange", "downsample": "_dcae_downsample_rearrange"}
     if hasattr(stock["attention"], "prepare_causal_attention_mask"):
         others["attention"] = "prepare_causal_attention_mask"

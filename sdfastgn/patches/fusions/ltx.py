@@ -45,11 +45,11 @@ if not hasattr(ltx2, "LTX2VideoUpsampler3d"):  # diffusers 0.37 has LTX-2 with o
 
 __all__ = ["FUSIONS"]
 
-# Classes of convolutions of both models, stock and fused. ``_fusions`` adds them.
+# Classes of both models' causal convolutions, stock and fused. ``_fusions`` fills the set.
 _CONVS: set[type[nn.Module]] = set()
-# ``padding_mode`` of the inner ``nn.Conv3d``, for the borders -> mode of ``pad_frames``. Frames before and
-# after the input are repeated in both modes. "zeros" maps to "replicate" because the ``nn.Conv3d`` pads zeros
-# itself, so that ``pad_frames`` only repeats frames.
+# ``padding_mode`` of the inner ``nn.Conv3d`` -> mode of ``pad_frames``. ``pad_frames`` repeats frames before
+# and after the input in both modes. For "zeros" it adds no border around the frames, because the
+# ``nn.Conv3d`` adds the border itself. Then the mode only says that frames are repeated.
 _MODES = {"zeros": "replicate", "reflect": "reflect"}
 
 
@@ -57,8 +57,9 @@ _MODES = {"zeros": "replicate", "reflect": "reflect"}
 
 
 def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
-    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
-    the dtype and on the device of x.
+    """True if ``conv`` can run fused on an input of C channels, in the dtype and on the device of x.
+
+    A call must only pad as upstream does and run PyTorch's convolution, without hooks or replaced methods.
     """
     if type(conv) not in _CONVS or not is_unhooked(conv):
         return False
@@ -140,12 +141,14 @@ def _convolve(
     if sizes == ((1, 1, 1), (1, 1, 1), 1) and x.dtype in (torch.float16, torch.bfloat16):
         return linear(frames.movedim(1, -1), inner.weight.flatten(1), bias).movedim(-1, 1)
     y = F.conv3d(frames, inner.weight, bias, inner.stride, padding, inner.dilation, inner.groups)
-    # On a CPU, convolutions may return another layout.
+    # Needed on a CPU, where a convolution may return a channels-first result for a channels-last input.
     return laid_out(y, channels_last=True)
 
 
 def _unpack(y: Tensor, h: Tensor, more: Tensor, repeats: int, cell: Cell, first: int) -> None:
-    """Moves the channels of h and ``more`` to the positions of a cell, and writes the sum to y.
+    """Moves the channels of h and ``more`` to positions, and writes the sum to y (3-D pixel shuffle).
+
+    Each position of h becomes a *cell*: t x h x w positions (frames, rows, columns).
 
     Args:
         y: (N, C, T (t - first), H h, W w).
@@ -153,7 +156,7 @@ def _unpack(y: Tensor, h: Tensor, more: Tensor, repeats: int, cell: Cell, first:
         more: (N, (C / repeats) t h w, T, H, W), or a tensor that broadcasts to this shape. Its C / repeats
             channels are added to the first C / repeats channels of y, then to the next ones, and so on.
         cell: (t, h, w).
-        first: number of leading frames of each cell that are not written.
+        first: number of frames at the beginning of each cell that are left out of y.
     """
 
     def moved(u: Tensor) -> Tensor:
@@ -222,7 +225,7 @@ class _FusedResnetBlock(nn.Module):
         return laid_out(h + (noise * scale)[None, :, None], channels_last=True)
 
     def _norms(self: Any, x: Tensor, temb: Tensor | None) -> tuple[Norm, Norm] | None:
-        """The operands of the two norms, with scale, shift and activation.
+        """The operands for the kernels of both norms, with scale, shift and activation.
 
         None if stock's forward has to run.
         """
@@ -264,8 +267,8 @@ class _FusedUpsampler(nn.Module):
                 return super().forward(x, **options)
         x = laid_out(x, channels_last=True)
         h = _convolve(self.conv, x, _is_causal(self.conv, **options), has_bias=self.residual)
-        # Stock writes all T t frames and drops the first t - 1, which come from the first frame of x. So of
-        # the first frame's cells only the last frame is written.
+        # Stock moves channels to t frames for each of the T frames of x, and then drops the first t - 1
+        # frames. All of these come from the first frame of x. Here they are not written.
         N, T = len(x), h.shape[2]
         size = (N, C_out, cell[0] * (T - 1) + 1, cell[1] * h.shape[3], cell[2] * h.shape[4])
         y = empty_laid_out(x, size, channels_last=True)

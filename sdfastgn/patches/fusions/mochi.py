@@ -55,8 +55,9 @@ def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
 
 
 def _norm(norm: Any, act: nn.Module, x: Tensor) -> GroupNorm:
-    """Returns the operands with which ``pad_frames`` computes the statistics of each frame and
-    ``act(norm(x))``.
+    """Returns the operands with which ``pad_frames`` computes ``act(norm(x))``.
+
+    The kernel computes the mean and variance of each frame itself.
     """
     return norm_operands(norm.norm_layer, act, x, is_shifted=True)._replace(framewise=True)
 
@@ -159,5 +160,6 @@ FUSIONS: tuple[ClassSwap, ...] = (
         layers=("proj",),
     ),
 )
-# CogVideoX's fusion of convolutions also fuses the convolutions of Mochi.
+# Mochi's convolutions have the class of CogVideoX's, so the fusion of that class fuses them. It is registered
+# here because otherwise ``optimize`` would leave Mochi's autoencoder as it is.
 pads_quickly(OF_COGVIDEOX[0])

@@ -69,7 +69,7 @@ def conv_norm_act(
     N, scales = h.shape[0], embedding.scales
     conv = plain_layer(conv)
     name = fused_activation(norm, act)
-    # cuDNN adds a bias in a separate pass; the norm's kernel adds it at no cost.
+    # cuDNN adds the bias of a convolution in a separate pass. The norm's kernel adds it at no cost.
     can_move = name is not None and is_plain_conv(conv)
     weight, bias = parameters_of(conv) if can_move else (None, None)
     temb, has_bias = _project(embedding, h, bias)
@@ -98,7 +98,9 @@ def conv_norm_act(
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
     """Returns (projected time embedding, True if ``bias`` was added to it).
 
-    h: the input of the convolution. ``bias`` is added only if the embedding has h's dtype and batch size.
+    ``bias``: the bias of the convolution, or None. It is added if one kernel can project the embedding and
+    add the bias. For this, the embedding must have the dtype and batch size of ``h``, the input of the
+    convolution.
     """
     temb, linear, act, scales = embedding
     if linear is None:

@@ -24,7 +24,7 @@ __all__ = ["FUSION", "FusedResnetBlock2D"]
 
 
 class FusedResnetBlock2D(ResnetBlock2D):
-    """``ResnetBlock2D`` with fused normalizations.
+    """``ResnetBlock2D``, with each norm and the activation after it in one kernel.
 
     input_tensor (N, C, H, W), temb (N, temb_channels) or None -> (N, C_out, H', W').
     """
@@ -67,7 +67,8 @@ class FusedResnetBlock2D(ResnetBlock2D):
         if scales or self.time_embedding_norm == "default":
             linear_act = None if self.skip_time_act else act
             embedding = Embedding(temb, layer_of(self, "time_emb_proj"), linear_act, scales)
-        # ``self.out_channels`` instead of ``conv1.out_channels``: conv1 may be the wrapper of a LoRA.
+        # ``conv1.out_channels`` is not read below, because conv1 may be a LoRA's wrapper around the
+        # convolution.
         conv1, norm2 = layer_of(self, "conv1"), layer_of(self, "norm2")
         dropout = layer_of(self, "dropout")
         drops = (

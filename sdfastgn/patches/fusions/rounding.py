@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 def rounded(call: Callable[..., T], norm: Any, x: Tensor, *args: Any, readers: Sequence[Any] | None) -> T:
-    """Computes ``call(norm, x, *args)``, with a result in the dtype of x if all ``readers`` cast it to this.
+    """Computes ``call(norm, x, *args)``. Under autocast, the result may have the dtype of x instead of fp32.
+
+    It has the dtype of x if all ``readers`` would cast the result to this dtype.
 
     Args:
         call: a function that runs ``norm`` and elementwise operations, but no other layer.

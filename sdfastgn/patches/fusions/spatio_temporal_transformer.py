@@ -4,7 +4,7 @@ Before each block over frames, upstream copies the tokens so that the tokens of 
 afterwards it copies them back. Here all tokens stay in the order of the channels-last image, as in
 ``temporal_transformer.py``. Further differences:
 
-- each residual add and the LayerNorm after it are one kernel, which also adds the embedding of the frames;
+- a LayerNorm and the sum before it (with a residual or with the embedding of the frames) are one kernel;
 - the last matrix product of each feed-forward network adds its result to the residual in place;
 - if the image prompt is a single token, cross-attention adds the same vector to all tokens of a video
   (``transformer_block.py``). If it has more tokens, their keys and values are computed once for each video.
@@ -12,7 +12,8 @@ afterwards it copies them back. Here all tokens stay in the order of the channel
 - one pass mixes the results of the two blocks (``alpha_blender.py``);
 - the result is channels-last, and the last sum computes the statistics of the next block's norm.
 
-Upstream's forward runs with gradients, under autocast or a compiler, and if a block over frames is not plain.
+Upstream's forward runs with gradients, under autocast or a compiler, and if a block over frames has hooks,
+replaced layers or a feed-forward in chunks.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
 
 def _is_plain(block: Any, tokens: Tensor) -> bool:
     """True if ``_over_frames`` computes the same as calling ``block``. ``tokens``: (1, tokens, C)."""
-    # A hook would see tokens of another shape than in stock, so upstream's forward runs if there is one.
+    # If a module has a hook, upstream's forward must run, because here the hook would get tokens of another
+    # shape.
     if type(block) is not TemporalBasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     norms = (block.norm_in, block.norm1, block.norm2, block.norm3)

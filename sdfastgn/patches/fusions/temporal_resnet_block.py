@@ -30,7 +30,7 @@ __all__ = ["FUSION", "SPATIO_TEMPORAL", "FusedSpatioTemporalResBlock", "FusedTem
 
 
 class FusedTemporalResnetBlock(TemporalResnetBlock):
-    """``TemporalResnetBlock`` with fused normalizations.
+    """``TemporalResnetBlock``, with each norm and the activation after it in one kernel.
 
     input_tensor (N, C, F, H, W) for F frames, temb (N, F, temb_channels) or None -> (N, C_out, F, H, W).
     """
@@ -49,9 +49,10 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
         return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + h
 
     def before_sum(self, x: Tensor, temb: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns (h, bias), where x + h + bias is the result of the block. bias is None if h includes it.
+        """Runs the block up to the residual sum. Returns (h, bias): h + bias must be added to the residual.
 
-        x, temb: as in ``forward``. Call this method only if ``is_plain_inference(x)`` is True.
+        The residual is x, or the result of ``conv_shortcut``. bias is None if h includes it. x, temb: as in
+        ``forward``. Call this method only if ``is_plain_inference(x)`` is True.
         """
         frames = x.shape[2]
         h, bias = conv_without_bias(self.conv1, norm_act(self.norm1, self.nonlinearity, x))

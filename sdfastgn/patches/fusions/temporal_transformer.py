@@ -48,7 +48,10 @@ __all__ = [
 
 
 class FusedTransformerTemporalModel(TransformerTemporalModel):
-    """``TransformerTemporalModel`` without copies of the image. hidden_states (N * frames, C, H, W)."""
+    """``TransformerTemporalModel`` without copies of the image.
+
+    hidden_states (N * frames, C, H, W) -> the same.
+    """
 
     def forward(
         self,
@@ -96,7 +99,10 @@ def tokens_of(images: Tensor) -> Tensor:
 
 
 def image_of(tokens: Tensor, like: Tensor) -> Tensor:
-    """Tokens in the order of the channels-last images ``like`` (N, _, H, W) -> (N, C, H, W), a view."""
+    """The image whose pixels are ``tokens`` (N, H W, C), in the order of rows: (N, C, H, W), a view.
+
+    ``like``: (N, _, H, W), a tensor with the sizes of the image.
+    """
     N, _, H, W = like.shape
     return tokens.reshape(N, H, W, tokens.shape[-1]).permute(0, 3, 1, 2)
 
@@ -117,7 +123,8 @@ def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> 
 
 def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
     """True if ``_block`` computes the same as calling ``block``. x: the images, (N * frames, C, H, W)."""
-    # A hook would see tokens of another shape than in stock, so upstream's forward runs if there is one.
+    # If a module has a hook, upstream's forward must run, because here the hook would get tokens of another
+    # shape.
     if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     tokens = tokens_of(x[:1])

@@ -58,7 +58,8 @@ def norm(layer: Any, x: Tensor) -> Tensor:
 
 def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Computes (layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if possible."""
-    # The kernel neither promotes different dtypes (autocast, attention in fp32) nor broadcasts shapes.
+    # The kernel does not promote dtypes, which may differ under autocast or after attention in fp32. It does
+    # not broadcast shapes either.
     if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(layer, x):
         return add_layer_norm(x, residual, *parameters_of(layer), layer.eps)
     total = x + residual
@@ -96,7 +97,8 @@ def add_feed_forward(
         x, residual: (N, tokens, C). residual may be None if there are ``groups``.
         groups: vectors that are also added to the total, or None. If they are given,
             ``is_plain_norm(layer)`` must be True.
-        readers: the layers that read the network's input; None if they are not known (``rounding.py``).
+        readers: the layers that read the result of ``layer``. If all of them cast it to autocast's dtype,
+            ``layer`` writes this dtype (``rounding.py``). None if the readers are not known.
     """
     if layers is not None:
         layers = [*layers[:-1], plain_layer(layers[-1])]
@@ -108,7 +110,7 @@ def add_feed_forward(
         return ff(h) + total
     *others, last = layers
     weight, bias = parameters_of(last)
-    # ``total`` is a new tensor that only this function has, so it can be overwritten below.
+    # Only this function refers to the new tensor ``total``, so it can be overwritten below.
     if groups is not None:
         h, total = grouped_norm(layer, x, groups, residual, total_bias=bias)
     else:
@@ -116,8 +118,8 @@ def add_feed_forward(
         h, total = add_layer_norm(x, residual, *norm_of_sum, total_bias=bias)  # type: ignore[arg-type]
     for module in others:
         h = dropped_out(module, h)
-    # Because of a hook or a replaced layer, h may have another dtype or shape than usual. Then the sum must
-    # promote or broadcast.
+    # If a layer has a hook or was replaced, h may have another dtype or shape than usual. The sum in place
+    # neither promotes dtypes nor broadcasts shapes, but PyTorch's sum does.
     if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
         return linear(h, weight) + total
     add_linear_(total.view(-1, total.shape[-1]), h.reshape(-1, h.shape[-1]), weight)
@@ -127,7 +129,7 @@ def add_feed_forward(
 def _adds_in_product(
     layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor | None
 ) -> TypeGuard[list[Any]]:
-    """True if the last of ``layers`` is a linear layer whose matrix product can add to the total in place."""
+    """True if the last of ``layers`` is a linear layer that can add its product to x + residual in place."""
     if layers is None:
         return False
     last = layers[-1]

@@ -96,7 +96,10 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, readers=readers(ff))
 
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """The vector that ``attn2`` adds to each token, (N, dim). None if the context has several tokens."""
+        """The vector that ``attn2`` adds to each token if the context is a single token, (N, dim).
+
+        None if the context has several tokens, or if ``attn2`` must be called for another reason.
+        """
         if mask is not None or not is_one_token(context) or not isinstance(self.attn2, FusedAttention):
             return None
         return self.attn2.of_one_token(context) if all(map(is_plain_norm, (self.norm2, self.norm3))) else None
@@ -108,7 +111,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             or hidden_states.dim() != 3
             or self._chunk_size is not None
             or "gligen" in options
-            or "scale" in options  # deprecated: upstream warns
+            or "scale" in options  # this argument is deprecated, and upstream's forward warns of it
             or not _has_layer_norms(self)
         )
 
@@ -133,9 +136,9 @@ def _has_layer_norms(block: Any) -> bool:
 
 
 def _readers_of(module: Any) -> Sequence[Any] | None:
-    """The layers that read the input of ``module``, an attention or a feed-forward network.
+    """The layers in ``module``, an attention or a feed-forward network, that read its input.
 
-    None if other code reads it.
+    None if other code in ``module`` may read the input.
     """
     if isinstance(module, FusedAttention):
         return module.readers()
@@ -159,8 +162,8 @@ FUSION = ClassSwap(
         tested(BasicTransformerBlock, "__init__", "forward"),
         tested(FeedForward, "__init__", "forward"),
     ),
-    # Blocks with adaptive norms or positional embeddings are not claimed, because in these the kernel would
-    # not compute what stock does.
+    # Blocks with adaptive norms or positional embeddings are not fused: the kernel would not compute what
+    # such a block does.
     covers=_has_layer_norms,
     layers=("norm1", "norm2", "norm3", "ff.net.2"),
 )

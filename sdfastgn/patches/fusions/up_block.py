@@ -1,8 +1,9 @@
-"""diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: one kernel concatenates and computes statistics.
+"""diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: a fast concatenation that also computes statistics.
 
 A *skip* is an image from the first half of the UNet. The concatenation of an image and a skip is the input of
-a ResNet block, which begins with a norm that needs these statistics. ``torch.cat`` of channels-last tensors
-takes two to three times as long as the kernel, which also computes the statistics.
+a ResNet block. The block begins with a norm, which needs mean and variance of the concatenation. Here one
+kernel concatenates and computes them. ``torch.cat`` of channels-last tensors alone takes two to three times
+as long as this kernel.
 
 Upstream's forward runs with gradients, with checkpointing, with deprecated arguments, under compilers, and
 with FreeU, which changes both tensors before the concatenation.
@@ -26,7 +27,10 @@ __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock
 
 
 class FusedUpBlock2D(UpBlock2D):
-    """``UpBlock2D``, where one kernel concatenates with a skip and computes statistics.
+    """``UpBlock2D`` with a faster concatenation.
+
+    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
+    statistics of the result, which the next norm reads.
 
     hidden_states (N, C, H, W), res_hidden_states_tuple: skips (N, C', H, W) -> (N, C_out, H', W'). The last
     skip is used first.
@@ -52,9 +56,12 @@ class FusedUpBlock2D(UpBlock2D):
 
 
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
-    """``CrossAttnUpBlock2D``, where one kernel concatenates with a skip and computes statistics.
+    """``CrossAttnUpBlock2D`` with a faster concatenation.
 
-    Like ``FusedUpBlock2D``, but each ResNet block is followed by a transformer, whose context is
+    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
+    statistics of the result, which the next norm reads.
+
+    Shapes: as in ``FusedUpBlock2D``. Here a transformer follows each ResNet block. Its context is
     encoder_hidden_states (N, tokens, D).
     """
 
@@ -91,7 +98,7 @@ def runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bo
     return (
         dispatch.is_plain_inference(hidden_states, tuple(skips))
         and not (block.gradient_checkpointing and torch.is_grad_enabled())
-        and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))  # FreeU
+        and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))  # FreeU is on
     )
 
 

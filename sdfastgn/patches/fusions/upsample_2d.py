@@ -35,8 +35,8 @@ class FusedUpsample2D(Upsample2D):
             return super().forward(hidden_states, output_size, *args, **kwargs)
         conv = _conv_of(self)
         if conv is None:
-            if torch.is_autocast_enabled("cuda"):  # in stock, autocast interpolates in fp32
-                return super().forward(hidden_states)
+            if torch.is_autocast_enabled("cuda"):
+                return super().forward(hidden_states)  # under autocast stock interpolates in fp32
             return upsample_nearest_2x(hidden_states)
         return conv_of_upsampled(conv, hidden_states)
 
@@ -51,7 +51,7 @@ def _runs_fused(module: Any, x: Tensor, output_size: Any) -> bool:
         not torch.compiler.is_compiling()
         and _is_nearest(module)
         and x.dim() == 4
-        and x.shape[1] == module.channels  # else upstream's forward raises its own error
+        and x.shape[1] == module.channels  # with other channels, upstream's forward must raise its error
         and (output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3]))
         and dispatch.has_kernels(x)
         and is_channels_last(x)
@@ -62,7 +62,7 @@ def _is_nearest(module: Any) -> bool:
     return module.norm is None and not module.use_conv_transpose and module.interpolate
 
 
-# An ``Upsample2D`` with a norm, with a transposed convolution or without interpolation is not claimed: it
+# An ``Upsample2D`` with a norm, with a transposed convolution or without interpolation is not fused: it
 # computes something else.
 FUSION = ClassSwap(
     "upsample_2d",

@@ -40,10 +40,10 @@ __all__ = [
     "video_of",
 ]
 
-# Classes of norms, stock and fused, that compute the same as ``WanRMS_norm``. Each model's file of fusions
-# adds its classes.
+# Stock and fused classes of norms that compute the same as ``WanRMS_norm``. Files such as ``wan.py`` add the
+# classes of their model.
 NORMS: set[type[nn.Module]] = set()
-# Smallest norm that upstream divides by. It is the default of F.normalize.
+# Upstream divides by at least this norm: the default ``eps`` of F.normalize.
 _EPS = 1e-12
 
 
@@ -83,7 +83,7 @@ def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
 
 
 def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
-    """Computes the 3-D convolution ``conv`` as a 2-D convolution, whose input channels are whole windows.
+    """Computes the 3-D convolution ``conv`` as a 2-D convolution of images that have k frames as channels.
 
     Args:
         conv: a 3-D convolution of C channels with stride and dilation 1 along time and one group.
@@ -102,10 +102,10 @@ def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: t
 
 
 def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:
-    """True if calling ``conv`` on C channels runs only PyTorch's convolution, in the dtype and on the device
-    of x.
+    """True if ``conv`` can run fused on an input of C channels, in the dtype and on the device of x.
 
-    ``kind``: the class that ``conv`` must have.
+    A call must only run PyTorch's convolution, without hooks or replaced methods. ``kind``: the class that
+    ``conv`` must have.
     """
     return (
         type(conv) is kind
@@ -129,7 +129,7 @@ def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None, *, emits: bo
     if conv.padding == (0, 0, 0) and is_product(conv, frames):
         return product_of(conv, frames, bias)
     where = conv.stride, conv.padding, conv.dilation, conv.groups
-    # On a CPU, convolutions may return another layout.
+    # ``in_channels_last`` is needed on a CPU, where a convolution may return a channels-first result.
     y = in_channels_last(F.conv3d(frames, conv.weight, None if emits else bias, *where))
     return add_bias(y, bias) if emits else y
 
@@ -153,10 +153,10 @@ def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
-    """True if a kernel can compute ``act(norm(u))``.
+    """True if a kernel can compute ``act(norm(u))`` for a tensor u of C channels in the dtype of x.
 
-    ``norm`` must be a GroupNorm of C channels with parameters in the dtype of x, ``act`` a known activation,
-    and both without hooks.
+    ``norm`` must be a GroupNorm with parameters in this dtype, ``act`` an activation that the kernels
+    compute. Neither may have hooks.
     """
     return (
         type(norm) in (nn.GroupNorm, FusedGroupNorm)
@@ -172,7 +172,7 @@ def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = Fa
     """Returns the operands with which ``pad_frames`` computes ``act(norm(x))``.
 
     ``is_shifted``: True if the kernel adds a bias to x before the norm. Then statistics that were stored for
-    x are not used.
+    x are not used, because the norm needs those of the sum.
     """
     statistics = None if is_shifted else take_statistics(x)
     activation = activation_of(act) or "identity"
@@ -182,8 +182,8 @@ def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = Fa
 def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
     """Returns the operands with which kernels compute ``act(norm(u))``, for u of the rank and dtype of x.
 
-    None if kernels cannot compute it: ``norm`` is of another class than ``NORMS``, ``act`` is an unknown
-    activation, or one of them has hooks.
+    None if kernels cannot compute it: the class of ``norm`` is not in ``NORMS``, the kernels do not know the
+    activation ``act``, or ``norm`` or ``act`` has hooks.
     """
     activation = "identity" if act is None else activation_of(act)
     if activation is None or (act is not None and not is_unhooked(act)):
@@ -197,8 +197,8 @@ def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
         bias = bias.flatten()
     elif bias:
         return None
-    else:  # diffusers has 0 for no bias, ComfyUI None
-        bias = None
+    else:
+        bias = None  # without a bias, the attribute is 0 in diffusers and None in ComfyUI
     return Norm(norm.gamma.flatten(), bias, norm.scale, _EPS, activation)
 
 
@@ -221,7 +221,7 @@ class FusedRMSNorm(nn.Module):
 def in_channels_last(x: Tensor) -> Tensor:
     """Returns x itself if it is channels-last, else a channels-last copy.
 
-    Statistics that were stored for x belong to this tensor object, so x is not replaced needlessly.
+    Returning the same object keeps the statistics that are stored for it.
     """
     return x if is_channels_last(x) else laid_out(x, channels_last=True)
 
@@ -234,7 +234,8 @@ def add_into(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
         and is_channels_last(residual)
     ):
         try:
-            # The kernel wants equal strides. Strides of axes with one element may differ.
+            # The kernel requires equal strides. The strides of channels-last tensors may still differ in axes
+            # of size 1, where they do not matter.
             return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
         except dispatch.KernelError:
             pass

@@ -1,6 +1,7 @@
-"""Up blocks of Stable Video Diffusion and AnimateDiff: one kernel concatenates and computes statistics.
+"""Up blocks of Stable Video Diffusion and AnimateDiff: a concatenation that also computes statistics.
 
-This does the same as ``up_block.py``, for blocks that also have temporal layers.
+One kernel concatenates an image and a skip from the first half of the UNet, and computes the statistics of
+the next norm, as in ``up_block.py``. These blocks also have temporal layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ __all__ = ["FUSIONS"]
 
 
 class FusedUpBlockSpatioTemporal(UpBlockSpatioTemporal):
-    """``UpBlockSpatioTemporal``, where one kernel concatenates with a skip and computes statistics.
+    """``UpBlockSpatioTemporal`` with a faster concatenation.
+
+    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
+    statistics of the result, which the next norm reads.
 
     hidden_states: (N * frames, C, H, W).
     """
@@ -45,7 +49,13 @@ class FusedUpBlockSpatioTemporal(UpBlockSpatioTemporal):
 
 
 class FusedCrossAttnUpBlockSpatioTemporal(CrossAttnUpBlockSpatioTemporal):
-    """``CrossAttnUpBlockSpatioTemporal``, where one kernel concatenates and computes statistics."""
+    """``CrossAttnUpBlockSpatioTemporal`` with a faster concatenation.
+
+    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
+    statistics of the result, which the next norm reads.
+
+    hidden_states: (N * frames, C, H, W).
+    """
 
     def forward(
         self,
@@ -76,7 +86,10 @@ class FusedCrossAttnUpBlockSpatioTemporal(CrossAttnUpBlockSpatioTemporal):
 
 
 class FusedUpBlockMotion(UpBlockMotion):
-    """``UpBlockMotion``, where one kernel concatenates with a skip and computes statistics.
+    """``UpBlockMotion`` with a faster concatenation.
+
+    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
+    statistics of the result, which the next norm reads.
 
     hidden_states: (N * frames, C, H, W).
     """
@@ -102,7 +115,13 @@ class FusedUpBlockMotion(UpBlockMotion):
 
 
 class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
-    """``CrossAttnUpBlockMotion``, where one kernel concatenates and computes statistics."""
+    """``CrossAttnUpBlockMotion`` with a faster concatenation.
+
+    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
+    statistics of the result, which the next norm reads.
+
+    hidden_states: (N * frames, C, H, W).
+    """
 
     def forward(
         self,

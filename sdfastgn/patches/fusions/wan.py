@@ -51,8 +51,8 @@ except ImportError:  # a diffusers before Qwen-Image
 
 __all__ = ["FUSIONS"]
 
-# Classes of both models' convolutions (stock and fused) and upsampling layers (stock). ``_fusions`` adds
-# them.
+# Classes of both models: causal convolutions, stock and fused, and stock's upsampling layers. ``_fusions``
+# fills these sets.
 _CONVS: set[type[nn.Module]] = set()
 _UPSAMPLES: set[type[nn.Module]] = set()
 
@@ -106,7 +106,7 @@ class _FusedResidualBlock(nn.Module):
         return add_into(y, residual, self.conv2.bias)
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
-        """The operands of the two norms, with their activations. None if stock's forward has to run."""
+        """The operands for the kernels of both norms and their SiLU. None if stock's forward has to run."""
         if (
             not is_plain_inference(x)
             or (self.dropout.training and self.dropout.p)
@@ -160,10 +160,11 @@ class _FusedAttentionBlock(nn.Module):
 
 
 class _FusedHalf(nn.Module):
-    """What ``WanEncoder3d`` and ``WanDecoder3d`` share: the first convolution and the last norm, SiLU and
-    convolution are fused.
+    """Base class of the fused encoders and decoders: their first convolution, and their last norm, SiLU and
+    convolution run fused.
 
-    x is (N, C, T, H, W). The result is channels-first, like stock's.
+    x is (N, C, T, H, W). The result is channels-first, like stock's. The subclasses define ``_middle``, which
+    runs the blocks between these layers.
     """
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
@@ -175,7 +176,7 @@ class _FusedHalf(nn.Module):
         return causal.step(self.conv_out, x, feat_cache, feat_idx, norm=norm).contiguous()
 
     def _norm(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Norm | None:
-        """The operands of the last norm, with its activation. None if stock's forward has to run."""
+        """The operands for the kernel of the last norm and its SiLU. None if stock's forward has to run."""
         if not (
             is_plain_inference(x) and _is_plain_conv(self.conv_in, x) and _is_plain_conv(self.conv_out, x)
         ):

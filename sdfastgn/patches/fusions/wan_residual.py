@@ -28,9 +28,9 @@ def _is_shortcut(shortcut: Any, cls: type[nn.Module]) -> bool:
 
 
 def _owns_result(block: Any, sampler: Any) -> bool:
-    """True if only ``block`` has the result of its last layer, so that this result may be overwritten.
+    """True if the result of the last layer of ``block`` may be overwritten, because no other code has it.
 
-    A hook of a layer could have kept the result.
+    A hook of a layer could have kept the result. A block without layers would overwrite its input.
     """
     return len(block.resnets) > 0 and all(map(is_unhooked, (*block.resnets, *([sampler] if sampler else ()))))
 

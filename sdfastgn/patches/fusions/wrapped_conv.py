@@ -22,16 +22,17 @@ from sdfastgn.patches.fusions.video import (
 
 __all__ = ["WRAPPERS", "FusedWrapper", "convolve", "is_plain_wrapper"]
 
-# Classes of modules that pad a video and call an ``nn.Conv3d``, stock and fused. Each model's file of fusions
-# adds its classes.
+# Stock and fused classes of modules that pad a video and call an ``nn.Conv3d``. Files such as
+# ``hunyuan_video.py`` add the classes of their model.
 WRAPPERS: set[type[nn.Module]] = set()
 # ``pad_mode`` of a convolution -> the mode of ``pad_frames``.
 _MODES = {"replicate": "replicate", "constant": "zeros"}
 
 
 def is_plain_wrapper(conv: Any, x: Tensor, C: int) -> bool:
-    """True if calling ``conv`` on C channels only pads as upstream does and runs PyTorch's convolution, in
-    the dtype and on the device of x.
+    """True if ``conv`` can run fused on an input of C channels, in the dtype and on the device of x.
+
+    A call must only pad as upstream does and run PyTorch's convolution, without hooks or replaced methods.
     """
     if type(conv) not in WRAPPERS or not is_unhooked(conv):
         return False
