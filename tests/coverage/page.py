@@ -14,37 +14,45 @@ from tests.plugin import run_fused_on_cpu
 SECTIONS = (*stable_diffusion.SECTIONS, *relatives.SECTIONS, *networks.SECTIONS)
 _HEAD = """# Coverage
 
-What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. Each row below is one
-pipeline or model. A test builds it with tiny random weights, and runs it three times: stock,
-optimized and restored. The optimized output equals stock's within the dtype's rounding, and the
-restored one bit by bit, in every row. The tables show the results of this test, and
-`python -m tests.coverage.page --write docs/coverage.md` renews this page.
+This page lists what `sdfastgn.optimize` does to pipelines and models of diffusers {version}. Each row
+is one pipeline or model. A test builds it with tiny random weights, and runs it three times: stock
+(diffusers' own code), optimized and restored. In every row the optimized output equals stock's
+within the dtype's rounding, and the restored output equals stock's bit by bit. The tables show the
+results of this test. `python -m tests.coverage.page --write docs/coverage.md` writes this page
+again.
 
-- **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused. In
-  the autoencoders of Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner, LTX-Video and LTX-2
-  it is every RMSNorm.
-- **partly**: the last column says which parts keep stock's code or a separate pass, and why.
-- **left alone**: nothing is fused, and the call is stock's.
+- **fused**: in all models of the row, every GroupNorm runs in one kernel with the activation after
+  it. In the autoencoders of Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner, LTX-Video
+  and LTX-2 this holds for every RMSNorm.
+- **partly**: the last column says which parts run stock's code, or an activation in a separate
+  pass, and why.
+- **left alone**: nothing is fused. Stock's code runs.
 
-Text encoders and vocoders have no GroupNorm and no row. [Fusions](fusions.md) explains
-what each fusion does. It also lists the layers that are left alone on purpose.
+The columns "fused" and "CUDA graphs" name the components of the pipeline. Text encoders and
+vocoders have no GroupNorm, so the last column leaves them out. [Fusions](fusions.md) explains what
+each fusion does, and lists what is left alone on purpose.
 """
 _TAIL = """## Real sizes
 
-One call of a network at the sizes that people use, stock and optimized with the defaults of
-`optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so
-where the CPU is slower than the GPU, the time is the CPU's. "Graph" says whether calls were replays
-of a CUDA graph. "CPU ms" is the time until all work of an optimized call is launched. Where it is
-shorter than the call, a graph would gain nothing. Errors are relative to the same call in fp32;
-they are measured for videos and in bf16. With random weights, the priors of Stable Cascade and
-Wuerstchen amplify the rounding of bf16 until errors are above 1, stock's and optimized alike. The
-UNets and VAEs of SD1.5 and SDXL are among the [benchmarks](benchmarks.md#end-to-end). Single layers
-and networks in which nothing is fused have no line.
+The table has times of one call of a network at the sizes that people use: a step of a UNet with
+guidance, or a decode of an autoencoder. "Optimized" means the defaults of `optimize`.
 
-A network that would be slower keeps stock's code and layout, and the report says why. The
-autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's refiner and Mochi repeat the border
-of a video before each convolution, and PyTorch does that slowly in channels-last. A kernel repeats
-their borders. If one of these convolutions cannot be fused, the whole autoencoder stays as it is.
+- A time is from the start of the call until the GPU has finished. If the CPU launches kernels more
+  slowly than the GPU runs them, this is the time of the CPU.
+- "Graph" says whether the optimized calls were replays of a CUDA graph.
+- "CPU ms" is the time until the CPU has launched all work of an optimized call. If it is shorter
+  than the call, the GPU does not wait for the CPU, and a graph would gain nothing.
+- Errors are relative to the same call in fp32. They were measured only for models of video, and for
+  models that ran in bf16. With random weights, the priors of Stable Cascade and Wuerstchen amplify
+  rounding errors of bf16 so much that the errors of stock and of sdfastgn are both above 1.
+- The UNets and VAEs of SD1.5 and SDXL are in the [benchmarks](benchmarks.md#end-to-end). Single
+  layers, and networks in which nothing is fused, are not in the table.
+
+If `optimize` would make a network slower, the network keeps stock's code and layout, and the report
+says why. This can happen with the autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's
+refiner and Mochi. They repeat the border of a video before each convolution, which PyTorch does
+slowly in channels-last. A kernel of sdfastgn does it fast. But if one of these convolutions cannot
+be fused, its border would be repeated by PyTorch, so the whole autoencoder stays as it is.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->
