@@ -57,7 +57,9 @@ def facts_of(kind, files, is_dynamic):
 
 if __name__ == "__main__":
     comfyui_checkout.import_comfyui(
-        os.environ["COMFYUI"], modules=["comfy.controlnet", "comfy.sample", "comfy.sd", "nodes"]
+        os.environ["COMFYUI"],
+        "--deterministic",  # else stock's own bits may differ from run to run
+        modules=["comfy.controlnet", "comfy.sample", "comfy.sd", "nodes"],
     )
     from tests.patches.comfyui import comfy_models
 
