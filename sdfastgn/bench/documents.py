@@ -18,7 +18,7 @@ from sdfastgn.program import OptionError
 SCHEMA = 4
 # Name -> type of the fields that a run has in every version of the format.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
-# The values of a row's ``status``: how the measurement of the row ended.
+# The values of a row's ``status``, which says how the row's measurement ended.
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 
 
@@ -48,7 +48,10 @@ def images_path(path: Path) -> Path:
 
 
 def load(path: Path) -> Any:
-    """Return the content of a JSON file. Raises OptionError, which names the file, if it cannot be read."""
+    """Return the content of a JSON file.
+
+    Raises OptionError, which names the file, if the file cannot be read or is no JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -66,9 +69,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def checked(path: Path, content: Any) -> dict[str, Any]:
-    """Return ``content``, which was read from ``path``, if it is a run.
+    """Return ``content``, which was read from ``path``, if it has the fields of a run.
 
-    Raises OptionError, which names ``path``, if ``content`` is no run.
+    Raises OptionError, which names ``path``, if a field is missing or has the wrong type, or if a newer
+    sdfastgn wrote the file.
     """
     if not isinstance(content, dict):
         raise OptionError(f"{str(path)!r} holds no result of sdfastgn: it is no JSON object")
@@ -84,13 +88,13 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` as strict JSON. Each row, and each entry of a dict, has its own line."""
+    """Write ``content`` as JSON without NaN and infinity. Each row, and each setting, has its own line."""
     lines = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
     path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def _block(value: Any) -> str:
-    """Returns ``value`` as JSON text. A list or dict has one entry per line, any other value is one line."""
+    """Returns ``value`` as JSON text. In a list or dict each entry has its own line."""
     encode = functools.partial(json.dumps, allow_nan=False)
     if isinstance(value, dict) and value:
         entries = [f"{encode(key)}: {encode(entry)}" for key, entry in value.items()]

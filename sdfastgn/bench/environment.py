@@ -21,7 +21,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 
 def cuda_package_reason(package: str, device: torch.device, title: str = "") -> str | None:
-    """Why a package of CUDA kernels cannot run on ``device``; None if it can.
+    """Why a competitor's package of CUDA kernels cannot run on ``device``; None if it can.
 
     ``title``: the name of the project, if it differs from the name of the package.
     """
@@ -39,13 +39,14 @@ def _output_of(*command: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    # SDFASTGN_COMMIT is for code that was copied over an older checkout, where git names the wrong commit.
+    # If newer code was copied over an older checkout, git names the wrong commit. Then the user sets
+    # SDFASTGN_COMMIT to the right one.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
-    # In a container, git may refuse a checkout of another user, unless safe.directory names the checkout.
+    # git refuses a checkout that belongs to another user, as in a container, unless safe.directory names it.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    # The folder ``scripts`` also has code that measures.
+    # Changes count as "dirty" only in the folders whose code measures.
     code = (str(PACKAGE_ROOT), str(PACKAGE_ROOT.parent / "scripts"))
     changes = _output_of(*git, "status", "--porcelain", "--", *code)
     return {"commit": commit, "dirty": None if commit is None else bool(changes)}
@@ -76,16 +77,16 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def check_kernels_ran(device: torch.device) -> None:
-    """Raise RuntimeError if kernels were turned off on a GPU, so that plain PyTorch was timed instead."""
+    """Raise RuntimeError if sdfastgn's kernels are off on a GPU, so that plain PyTorch was timed."""
     if device.type == "cuda" and dispatch.why_off is not None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
-    """GPU, driver, versions, source, date and the given global switches, as a dict for JSON.
+    """Returns a dict for JSON: GPU, driver, versions, source code, date and the given ``switches``.
 
-    The dict also has the number of entries in Triton's cache. The time of a first call depends on this
-    number, so call this function before measuring.
+    It also has the number of entries in Triton's cache before the measurement: kernels in the cache need no
+    compilation, which makes a first call faster. So call this function before you measure.
     """
     cache = triton_cache()
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0

@@ -1,6 +1,7 @@
-"""The correctness gate: a variant is only timed if its output is close enough to the output of stock eager.
+"""The correctness gate: a variant is only timed if its output is close enough to stock eager's output.
 
-An output is a tensor, an array of images, or for a training step a dict of gradients by parameter name.
+Stock eager is the model without sdfastgn and without torch.compile. An output is a tensor, an array of
+images, or for a training step a dict of gradients by parameter name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sdfastgn.bench.workload import BenchConfig
 # network that round differently differ by about 0.2 % in fp16, and by eight times as much in bf16.
 # stable-fast accumulates in fp16 and differs by 1.2 %.
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
-# Maximum relative error for fp32 on a GPU. Convolutions run in TF32 there, which has 10 bits of mantissa.
+# Maximum relative error for fp32 on a GPU. Its convolutions run in TF32, which has 10 bits of mantissa.
 TF32_BOUND = 1e-2
 # Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype.
 # These bounds are low because denoising steps with guidance amplify rounding errors.
@@ -32,7 +33,7 @@ GRADIENT_FACTOR = 1.05
 
 @dataclass(frozen=True)
 class Reference:
-    """Stock eager's output, which the outputs of all variants are compared with.
+    """Stock eager's output. The outputs of all variants are compared with it.
 
     Attributes:
         output: the output of the first call.
@@ -40,8 +41,8 @@ class Reference:
         fp32: the output in fp32 without TF32. None if neither the user nor the gate needs it.
         fp32_error: the relative error of ``output`` against ``fp32``; NaN without ``fp32``.
         status: ``"ok"`` if outputs can be compared with ``output``. Otherwise ``reason`` says why not.
-        images: name of a variant, or ``"fp32"`` -> the first image that the pipeline makes with it. Each
-            variant that runs adds its image.
+        images: name of a variant, or ``"fp32"`` -> the first image of its batch. Each variant of a pipeline
+            adds its image if its output is right.
     """
 
     output: Any = None
@@ -55,10 +56,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A variant's errors. ``reason``: why the gate rejects the variant; empty if it accepts it.
+    """A variant's errors. ``reason``: why the gate rejects the variant; empty if the gate accepts it.
 
-    ``error`` and ``psnr_db`` compare with stock eager's output. The fields ``fp32_...`` compare with the
-    output in fp32. They are NaN or None if the output in fp32 was not computed.
+    ``error`` and ``psnr_db`` compare the variant's output with stock eager's output. The fields ``fp32_...``
+    compare it with stock's output in fp32. They are NaN or None if this output was not computed.
     """
 
     error: float
@@ -86,7 +87,7 @@ def _error_bound(config: BenchConfig) -> float:
 
 
 def tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return ``output`` as a dict: name -> tensor. For gradients the name is the parameter's, else empty."""
+    """Return ``output`` as a dict: name of a parameter -> its gradient, or ``{"": tensor}``."""
     return output if isinstance(output, dict) else {"": torch.as_tensor(output)}
 
 
@@ -95,7 +96,7 @@ def kept(output: Any) -> Any:
 
     An array of images is returned as it is: it is on the CPU, where no replay writes.
     """
-    if isinstance(output, dict):  # gradients go to the CPU, because GPU memory is measured
+    if isinstance(output, dict):  # gradients are kept on the CPU, because the peak of GPU memory is measured
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in output.items()}
     return output.detach().clone() if isinstance(output, torch.Tensor) else output
 
@@ -133,14 +134,15 @@ def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
 def _reason(
     config: BenchConfig, error: float, psnr_db: float | None, fp32_error: float, stock_fp32_error: float
 ) -> str:
-    """Why the gate rejects the output; empty if it accepts it. An error of NaN is always rejected."""
+    """Why the gate rejects the output; empty if the gate accepts it. An error of NaN is always rejected."""
     if psnr_db is not None:
         bound = PSNR_BOUNDS[config.dtype]
         return "" if psnr_db >= bound else f"PSNR {psnr_db:.1f} dB is below {bound:g} dB"
     if config.part != "train":
         bound = _error_bound(config)
         return "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
-    # In fp32 stock's error may be almost zero. So errors below an absolute bound are accepted as well.
+    # In fp32 stock's error may be almost zero, and then 1.05 times this error is too strict a bound. So any
+    # error up to a fixed bound is accepted as well.
     least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
     bound = max(GRADIENT_FACTOR * stock_fp32_error, least)
     text = f"the gradients' relative error {fp32_error:.3g} against fp32 is above {bound:.3g}"

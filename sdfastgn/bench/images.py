@@ -13,7 +13,8 @@ from torch import Tensor
 
 # The window of SSIM, from its paper: pixels along a side, and standard deviation of the Gaussian weights.
 WINDOW, SIGMA = 11, 1.5
-# SSIM's constants for values in [0, 1]. Without them its denominators would be zero in areas of one color.
+# Constants that SSIM adds to its denominators, for values in [0, 1]. Without C2 the denominator would be zero
+# in areas of one color, and without C1 in black areas.
 C1, C2 = 0.01**2, 0.03**2
 
 
@@ -32,8 +33,8 @@ def psnr(a: ArrayLike, b: ArrayLike) -> float:
 def ssim(a: ArrayLike, b: ArrayLike) -> float:
     """Mean SSIM of two float images or batches (..., H, W, channels) in [0, 1]; 1 if equal.
 
-    All channels have the same weight. Every window lies inside the image. Raises ValueError if the shapes
-    differ or an image is smaller than a window.
+    All channels have the same weight. The image is not padded: every window lies inside of it. Raises
+    ValueError if the shapes differ or an image is smaller than a window of ``WINDOW`` x ``WINDOW`` pixels.
 
     Source: Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error Visibility to
     Structural Similarity", 2004.
@@ -59,9 +60,9 @@ def ssim(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:
-    """Computes ‖a - b‖ / ‖b‖ in fp64. NaN if a value is NaN.
+    """Computes ‖a - b‖ / ‖b‖ in fp64. NaN if a value is NaN, or if all of ``b`` is zero.
 
-    The norm of a dict is the norm of all its values together.
+    The norm of a dict of tensors is the norm of all elements of all tensors.
 
     Raises ValueError if the shapes differ.
     """

@@ -1,6 +1,7 @@
-"""Sorts kernels into categories, such as convolution, by their name and the operator that launched them.
+"""Sorts kernels into categories, such as convolution, by the kernel's name and the operator that launched it.
 
-The first rule that fits decides. A kernel that no rule fits is in ``OTHER``.
+A rule is a pair (category, pattern). The first rule whose pattern is found in a name decides. If there is
+none, the category is ``OTHER``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # "pointwise" includes reductions and concatenations, "layout copies" includes changes of dtype.
 NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
-# The categories that would remain if all norms, pointwise kernels and copies were fused into other kernels.
+# Categories that no fusion removes. The others would vanish if all norms, pointwise kernels and copies were
+# fused into these.
 FLOOR = (CONVOLUTION, GEMM, ATTENTION)
 CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 
-# For this package's kernels: (text in the name of a Python module, category of the kernels in the module).
+# For sdfastgn's own kernels: (text in the name of a Python module, category of the kernels in the module).
 _OWN_FILES = (
     ("norm", NORMALIZATION),
     ("pad_frames", NORMALIZATION),
@@ -36,7 +38,7 @@ _Rules = tuple[tuple[str, re.Pattern[str]], ...]
 
 
 def _rules(*rules: tuple[str, str]) -> _Rules:
-    # VERBOSE: spaces and line breaks in a pattern are ignored.
+    # VERBOSE ignores spaces and line breaks in a pattern, so that long patterns can be broken.
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
@@ -57,7 +59,8 @@ _INDUCTOR = _rules(
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
-# Kernels that change layouts count as copies, even if a convolution launches them. So these rules come first.
+# Kernels that change layouts count as copies, even if a convolution launches them. So ``category`` tries
+# these rules before the rules for operators.
 _MOVES = _rules(
     (
         COPIES,
@@ -112,9 +115,9 @@ def _first_match(rules: _Rules, name: str) -> str | None:
 
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
-    """Return {name of a Triton kernel of this package: its category, or None if no rule fits}.
+    """Return {name of a Triton kernel of sdfastgn: its category, or None if ``_OWN_FILES`` has none}.
 
-    Empty if Triton is not installed.
+    The dict is empty if Triton is not installed.
     """
     found: dict[str, str | None] = {}
     # pkgutil.walk_packages would skip folders without __init__.py, such as the folders of sdfastgn.kernels.
@@ -138,9 +141,9 @@ def operator_category(op_name: str) -> str | None:
 def category(kernel_name: str, op_name: str = "") -> str:
     """The category of one kernel, one of ``CATEGORIES``.
 
-    The kernel's name decides the category of kernels of this package, of Inductor's kernels and of copies.
-    For any other kernel the operator that launched it decides, because this is more certain. If no rule fits
-    the operator, or if the operator is not known, as in the replay of a CUDA graph, the kernel's name
+    The kernel's name decides for kernels of sdfastgn, for Inductor's kernels and for copies. For any other
+    kernel the operator that launched it decides, because an operator's name is less ambiguous. If no rule
+    fits the operator, or if the operator is not known (as in the replay of a CUDA graph), the kernel's name
     decides.
 
     Args:

@@ -16,8 +16,8 @@ class Meeting:
     """One measurement that all processes make at the same time.
 
     Each process calls ``seconds``. A process that cannot measure calls ``leave`` with the reason instead.
-    Then ``seconds`` raises an error with this reason in all other processes. If no launcher started the
-    process, ``leave`` does nothing, and ``seconds`` returns an empty list.
+    Then ``seconds`` raises a RuntimeError with this reason in all other processes. In a process that no
+    launcher (such as torchrun) started, ``leave`` does nothing, and ``seconds`` returns an empty list.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,15 @@ class Meeting:
         PartialState().wait_for_everyone()
         try:
             seconds, _ = time_once(calls, device)
-        except Exception as error:  # the other processes are waiting, so they must get the reason
+        except Exception as error:  # the other processes wait for a result, and get this reason instead
             return _gathered(reason=one_line(error))
         return _gathered(seconds)
 
     def leave(self, reason: str) -> None:
-        """Tell the other processes why this process does not measure. Does nothing if it has measured."""
+        """Tell the other processes why this process does not measure.
+
+        Does nothing if ``seconds`` or ``leave`` was called before in this process.
+        """
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(RuntimeError):

@@ -26,7 +26,7 @@ from sdfastgn.bench.variants import label
 # Maximum number of pixels along a side of an image on the page. Larger images are shrunk, because a PNG of
 # 1024x1024 has several MB. PSNR and SSIM are computed from the original images.
 SHOWN = 512
-# The variants with sdfastgn. The page shows the image of the first variant here that has an image.
+# The variants with sdfastgn. The page shows an image of only one of them: of the first that has an image.
 _OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
 
 
@@ -35,7 +35,8 @@ class Bar:
     """A time, shown as a bar.
 
     Attributes:
-        ms: the time in milliseconds, as text; empty if there is none.
+        name: what was timed: the variant's label and, if several runs are shown, the run's name.
+        ms: the time in milliseconds, as text; empty if nothing was timed.
         width: the length of the bar in percent of the longest bar.
         note: the speed-up, or the reason why there is no time.
         is_ours: True if the variant uses sdfastgn.
@@ -56,7 +57,7 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
     cases = []
     for title in dict.fromkeys(title for each in found for title in each):
         part = _by_variant([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
-        # If several results have rows for this title, each row is shown with the name of its result.
+        # If several runs have rows with this title, the page shows the run's name beside each row.
         names = [f" ({result.name})" * (len({i for i, _ in part}) > 1) for result in results]
         bars, stacks = list(_bars(part, names)), list(_stacks(part, names))
         images = [figure for result in results for figure in result.figures.get(title, [])]
@@ -78,7 +79,7 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
 
 
 def _by_variant(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
-    """Sort ``part``, pairs of (index of the result, row), so that the rows of a variant are together."""
+    """Sort ``part``, pairs (index of the run, row), so that all rows of a variant are adjacent."""
     variants = list(dict.fromkeys(row.variant for _, row in part))
     return sorted(part, key=lambda pair: variants.index(pair[1].variant))
 
@@ -101,9 +102,9 @@ def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar
 def _stacks(
     part: Sequence[tuple[int, Row]], names: Sequence[str]
 ) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
-    """Yields a stacked bar for each breakdown: (name, total, [(category, milliseconds, length)]).
+    """Yields a stacked bar for each row with a breakdown: (name, total ms, [(category, ms, length)]).
 
-    The length is in percent of the longest bar.
+    ``length`` is the length of the category's piece of the bar, in percent of the longest bar.
     """
     found = [
         (label(row.variant) + names[i], one) for i, row in part if (one := breakdown_of(row)) is not None
@@ -115,11 +116,11 @@ def _stacks(
 
 
 def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
-    """Returns (caption, note, data URI) for the images of stock, sdfastgn and fp32, and for differences.
+    """Returns (caption, note, data URI) for each image to show: of stock, sdfastgn, fp32, and differences.
 
-    The images of stock and sdfastgn are compared with the fp32 image. If there is no fp32 image, sdfastgn's
-    image is compared with stock's. All differences are multiplied by the same factor, so that they can be
-    seen.
+    A difference is the absolute difference of stock's or sdfastgn's image from the fp32 image. Without an
+    fp32 image, it is the difference of sdfastgn's image from stock's. All differences are multiplied by the
+    same factor, so that the eye can see them.
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}

@@ -1,6 +1,6 @@
 """Benchmarks that other projects publish: their settings and their numbers. This file does not import torch.
 
-All numbers are from the preset's source. A case has no numbers if the source has none for this case.
+``Preset.source`` is the URL of a preset's numbers. A case has no numbers if none are published there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Case:
 
     Attributes:
         settings: fields of BenchConfig.
-        published: description of software and machine -> the number that was published for them.
+        published: software and machine, such as "TensorRT 9.0, A100 80GB" -> the published number.
     """
 
     settings: dict[str, Any]
@@ -31,7 +31,7 @@ class Preset:
         unit: the unit of the published numbers: it/s, images/s, s or ms.
         source: URL of the numbers.
         date: the date of the page at ``source``.
-        differs: how our run differs from the published one.
+        differs: how sdfastgn's run of this benchmark differs from the published run.
     """
 
     name: str
@@ -42,9 +42,10 @@ class Preset:
     cases: tuple[Case, ...]
 
     def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
-        """Converts a call's time to ``unit``.
+        """Converts the time of a call to ``unit``. ``config``: the call's settings, as in BenchConfig.
 
-        None if ``unit`` is images/s and ``config["part"]`` draws no image.
+        Returns None if ``unit`` is images/s and the call makes no image (``config["part"]`` is "unet" or
+        "train").
         """
         s, part = median_ms / 1e3, config["part"]
         iterations = config["steps"] if part == "pipeline" else 1
@@ -60,7 +61,7 @@ def _pipeline(model: str, size: int, steps: int, **others: Any) -> dict[str, Any
 _CAT = {"prompt": "A photo of a cat"}
 _CASTLES = {"prompt": "ghibli style, a fantasy landscape with castles"}
 _EULER_A = {"scheduler": "EulerAncestralDiscreteScheduler"}
-# diffusers' default guidance for SDXL, for benchmarks that do not say which guidance they used.
+# diffusers' default guidance scale for SDXL. It is used if a benchmark's source does not name its guidance.
 _SDXL_GUIDANCE = {"guidance": 5.0}
 _COMPILED = "compiled, channels last, A100 80GB"
 _EVERY = (

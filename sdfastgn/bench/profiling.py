@@ -1,21 +1,21 @@
 """Breaks down the time of one call into categories of kernels, and the gaps between kernels.
 
-A breakdown takes two recordings.
+A breakdown takes two recordings with PyTorch's profiler.
 
 1. The plain call, with operators and kernels. It shows which operator launches the kernels of each name.
 2. Only kernels: of the CUDA graph's replay if the call could be captured, else of the plain call. The times
    come from this recording. It has no operators, because recording them would slow the CPU, and because a
    replay runs none.
 
-The operator of a kernel decides its category. A kernel that is not in the first recording is sorted by its
-name alone.
+``kernel_categories.category`` finds a kernel's category from its name and its operator. If the first
+recording has no kernel of this name, the name alone decides.
 
 Categories and launch gaps add up to the time from the start of the first kernel to the end of the last
 kernel. If two kernels run at once (on two streams, or by programmatic dependent launch), their common time
 counts for the kernel that started first.
 
 On the CPU the breakdown has operators instead of kernels. The time of an operator does not include the
-operators that it calls, and the gaps are Python's time.
+operators that it calls. The gaps are the time outside of operators, in which Python runs.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from sdfastgn.bench.kernel_categories import (
     operator_category,
 )
 
-# Values of ``Breakdown.source``: what was recorded.
+# Values of ``Breakdown.source``, which says what was recorded.
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
-# Number of kernels that a breakdown lists: those that took longest.
+# Length of ``Breakdown.top``, the list of the kernels that took longest.
 TOP = 10
 # Number of recordings that ``measure`` makes without operators (on a CPU, with operators). It uses the
 # recording of median length.
 RECORDINGS = 3
 
-# Name of a kernel -> category -> share of the kernel's time in this category. A kernel's shares add up to 1.
+# Name of a kernel -> category -> share of the kernel's time that counts for this category. A kernel's shares
+# add up to 1. A kernel has several categories if operators of several categories launch it.
 Shares = dict[str, dict[str, float]]
 
 
@@ -70,8 +71,9 @@ class Breakdown:
             on the CPU.
         kernels: number of launches in the recording, including memory copies and fills. On the CPU, number of
             operators.
-        top: the ten kernels that took longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
-        other: the same for all kernels whose category is ``OTHER``, because no rule fits them.
+        top: the ten longest entries. An entry is the sum of all launches of kernels with the same name and
+            category: a dict of ``name``, ``category``, ``calls`` and ``ms``.
+        other: all entries whose category is ``OTHER``, because no rule fits their kernels.
     """
 
     source: str
@@ -90,12 +92,15 @@ class Breakdown:
 
 
 def _entry(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
-    """The record of one launch, or of the share of a launch that counts for one category."""
+    """An entry of a breakdown for one launch, or for the part of a launch that counts for category ``found``.
+
+    ``calls``: 1 for a whole launch, else the part's share of the launch.
+    """
     return {"name": name, "category": found, "calls": calls, "ms": microseconds / 1e3}
 
 
 def _uncovered_us(events: Iterable[Any]) -> list[float]:
-    """For each event, the microseconds of its time that no earlier event covers.
+    """For each event, the microseconds in which it runs and no event that started earlier runs.
 
     ``events`` are sorted by their start.
     """
@@ -109,17 +114,17 @@ def _uncovered_us(events: Iterable[Any]) -> list[float]:
 
 def _launches(events: Iterable[Any]) -> list[Any]:
     """The ``events`` that are kernels, copies or fills on the device, sorted by their start."""
-    # The profiler also shows the ranges of record_function on the device. These are no launches.
+    # Ranges of record_function also are events on the device, but they are no launches.
     found = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))
 
 
 def _operator(event: Any) -> str:
-    """The operator that decides the category of ``event``, or of the kernels that ``event`` launches.
+    """The name of the operator that decides the category of ``event``, an operator on the CPU.
 
-    This is usually ``event`` itself. If ``event`` runs inside an attention or norm operator, as ``aten::bmm``
-    may do, it is the attention or norm operator. But a copy stays a copy, even inside another operator: stock
-    GroupNorm copies its channels-last input, and this counts as a copy.
+    It also decides the category of the kernels that ``event`` launches. It is usually ``event`` itself. If
+    ``event`` runs inside an attention or norm operator, as ``aten::bmm`` may do, it is the attention or norm
+    operator. But a copy stays a copy, even inside a norm: stock GroupNorm copies its channels-last input.
     """
     outer = None if operator_category(event.name) == COPIES else event
     while outer is not None:
@@ -143,9 +148,10 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
 
 
 def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
-    """Make a breakdown from ``parts``, which are shares of the ``events``.
+    """Make a breakdown from ``events`` and ``parts``, their entries (results of ``_entry``).
 
-    ``values``: the fields of Breakdown that cannot be computed from parts and events.
+    An event has several parts if its time counts for several categories. ``values``: the fields of Breakdown
+    that cannot be computed from parts and events.
     """
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3
@@ -159,7 +165,7 @@ def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values:
     longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
     listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
-        # If there are no gaps, rounding may make the difference slightly negative.
+        # Rounding may make the difference slightly negative if there are no gaps. So gaps are at least zero.
         categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
         total_ms=total_ms,
         floor_ms=sum(sums[name] for name in FLOOR),
@@ -176,10 +182,10 @@ def of_kernels(
     """The breakdown of a call on the GPU.
 
     Args:
-        with_operators: events of the plain call: operators and kernels.
-        device_only: events of the second recording.
+        with_operators: events of the first recording: operators and kernels of the plain call.
+        device_only: events of the second recording: only kernels.
         source: what the second recording shows: ``REPLAY`` or ``CALL``.
-        timed_ms: time of this replay or call without a profiler.
+        timed_ms: time of the replay or call of the second recording, measured without a profiler.
         call_ms: time of the plain call without a profiler.
 
     Raises RuntimeError if a recording has no kernel, for example because CUPTI is not permitted.
@@ -208,7 +214,7 @@ def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     found = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
     if not found:
         raise RuntimeError("the profiler recorded no operator")
-    # The first operator runs in the thread that makes the call. Operators in other threads are not counted.
+    # The thread that makes the call also runs the first operator. Operators in other threads are not counted.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
     parts = [_entry(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
@@ -235,7 +241,7 @@ def measure(
     replay_ms: float | None,
     recordings: int = RECORDINGS,
 ) -> Breakdown:
-    """Record ``call`` or its ``replay`` several times. Returns the breakdown whose length is the median.
+    """Record ``call`` or its ``replay`` several times. Returns the breakdown with the median ``total_ms``.
 
     ``call`` must have run before. On a GPU, ``call`` is recorded once with its operators. Then ``replay``, or
     ``call`` if ``replay`` is None, is recorded without operators. ``call_ms`` and ``replay_ms``: the times of

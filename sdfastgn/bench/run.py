@@ -24,7 +24,7 @@ from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BenchConfig, Workload, build_workload
 from sdfastgn.kernels.common.failures import one_line
 
-# Number of timed replays of each graph of a pipeline. Few are enough, because all replays take the same time.
+# Number of timed replays of each CUDA graph of a pipeline. Few are enough, because replays vary little.
 GRAPH_REPEATS = 20
 # Number of calls of eager that are timed after each variant, to see whether the machine's speed has changed.
 EAGER_REPEATS = 3
@@ -36,11 +36,12 @@ class Row:
 
     Attributes:
         note: what the variant did to the model.
-        ready_s: seconds from the start of the preparation to the end of the first call. For eager they
-            include cuDNN's tuning.
+        ready_s: seconds from the start of the preparation to the end of the first call. Eager's first call is
+            the first of all, and includes cuDNN's search for the fastest algorithms.
         graph_ms: time of a replay, if the call was captured as one CUDA graph. If it was not captured,
             ``graph_reason`` says why.
-        its: iterations per second. An iteration is a UNet step (also in a pipeline), or a decode of a VAE.
+        its: iterations per second: denoising steps of a pipeline's call, whose time includes text encoder and
+            decode, or else calls.
         images_s: images per second of all processes together, if a launcher started several processes. It is
             computed from the time of the slowest process.
         process_images_s: images per second of each process.
@@ -51,17 +52,17 @@ class Row:
             if eager has no time.
         steps: denoising steps of a pipeline.
         frames, width: number of frames of a video, and width of a frame in pixels; the height of a frame is
-            ``size``. None for models of images.
+            ``size``. None if the model is not in ``VIDEO_NETWORKS``.
         peak_mib: maximum number of MiB that tensors occupied during the timed calls.
-        reserved_mib: MiB that PyTorch's CUDA allocator took from the GPU for these calls, including the
-            memory of CUDA graphs.
+        reserved_mib: maximum number of MiB of the GPU that PyTorch's CUDA allocator held during these calls,
+            including CUDA graphs.
         error_eager: relative error of the output y against eager's output: ||y - eager|| / ||eager||.
         error_fp32: relative error against the output in fp32 without TF32, if this was computed.
         psnr_db: PSNR of a pipeline's images against eager's.
         psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against the fp32 pipeline's images.
-        step_mib: maximum memory of a training step, without model and inputs. It consists of activations that
-            are kept for the backward, temporary tensors and gradients.
-        saved_mib: memory of the tensors that autograd keeps for the backward of a training step.
+        step_mib: maximum memory in MiB of a training step, without model and inputs: activations that are
+            kept for the backward, temporary tensors and gradients.
+        saved_mib: MiB of the tensors that autograd keeps for the backward of a training step.
         profile: a ``profiling.Breakdown`` as a dict. If there is none, ``profile_reason`` says why.
     """
 
@@ -104,7 +105,7 @@ class Row:
 
 
 def _finite(value: float | None) -> float | None:
-    # JSON has no NaN and no infinity. The PSNR of identical images is infinite.
+    # JSON cannot hold NaN or infinity, such as the PSNR of identical images. None is written instead.
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -112,7 +113,8 @@ def _free(device: torch.device) -> None:
     """Free unused memory on the GPU. Does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
-        # After an invalid memory access every CUDA call fails. The variant's row has this error already.
+        # After an invalid memory access every CUDA call raises an error, also this one. It is ignored,
+        # because the variant's row already has the first error.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
 
@@ -144,7 +146,7 @@ def _stock(
 ) -> tuple[Workload, Reference]:
     """Return (workload, stock's output). Builds the workload if ``workload`` is None.
 
-    If there is too little memory to build it, stock's output has the status FAILED.
+    If there is too little memory to build it, the Reference has the status FAILED and no output.
     """
     try:
         workload = workload or build_workload(config)
@@ -167,10 +169,10 @@ def _no_graph_reason(config: BenchConfig, variant: Variant) -> str:
 def _replay(
     row: Row, config: BenchConfig, variant: Variant, workload: Workload, stock: Reference
 ) -> tuple[Callable[[], object] | None, Any]:
-    """Capture the call as a CUDA graph, check it and time it. Returns (replay, output) or (None, None).
+    """Capture the workload's call as a CUDA graph, check the output of a replay, and time replays.
 
-    Each replay writes into ``output``. Fills in the row's ``graph_ms``. If the call cannot be captured or the
-    replay is wrong, fills in ``graph_reason`` instead.
+    Returns (replay function, output). Each replay writes into ``output``. Sets the row's ``graph_ms``. If the
+    call cannot be captured or the output is wrong, sets ``graph_reason`` and returns (None, None).
     """
     row.graph_reason = _no_graph_reason(config, variant)
     try:
@@ -190,8 +192,9 @@ def _replay(
 
 
 def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any) -> None:
-    """Fill in the row's ``profile``, or ``profile_reason`` if the profiler does not work."""
-    # A pipeline launches tens of thousands of kernels, and recording them takes minutes.
+    """Set the row's ``profile``, or ``profile_reason`` if the profiler does not work."""
+    # A pipeline is recorded only once: it launches tens of thousands of kernels, and a recording of them
+    # takes minutes.
     recordings = 1 if config.part == "pipeline" else profiling.RECORDINGS
     try:
         found = profiling.measure(
@@ -215,7 +218,7 @@ def _measure(
     stock: Reference,
     meeting: Meeting,
 ) -> None:
-    """Compute the row's errors. If the gate accepts them, measure the row's times too."""
+    """Set the row's errors. If the gate accepts them, set the row's times and memory too."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
         context = prepared(variant, workload.target, config.part)
@@ -237,7 +240,8 @@ def _measure(
             images = config.batch * config.repeats
             row.process_images_s = [images / each for each in seconds]
             row.images_s = len(seconds) * images / max(seconds)
-        # The note is made after all calls, because some variants do a part of their work at the second call.
+        # ``row.note`` says what the variant did to the model. Some variants do a part of this only in the
+        # second call, so the note is made after the calls.
         row.note = variant.describe(workload.target)
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
         row.median_ms, row.p10_ms, row.p90_ms = timed.median_ms, timed.p10_ms, timed.p90_ms
@@ -248,7 +252,8 @@ def _measure(
         row.its = 1e3 * (config.steps if config.part == "pipeline" else 1) / timed.median_ms
         if workload.memory is not None:
             row.saved_mib, row.step_mib = workload.memory()
-        # A replay writes into the memory of ``_output``, so this name must live until the profile is made.
+        # Replays write into the memory of ``_output``. The name keeps this memory alive for the replays of
+        # ``_profile``.
         replay, _output = _replay(row, config, variant, workload, stock)
         if config.profile:
             _profile(row, config, workload.call, replay)
@@ -270,7 +275,7 @@ def _attempt(
     if stock.status == OK:
         try:
             _measure(row, config, variant, workload, stock, meeting)
-        except Exception as error:  # the row says why, and the other variants are still measured
+        except Exception as error:  # the row gets the error's text, and the next variant is measured
             row = Row(*what, FAILED, one_line(error), **more)
         finally:
             _free(config.torch_device)
@@ -292,7 +297,7 @@ def run(
         config: the part of the model, its size and so on.
         variants: the variants to measure.
         workload: the workload. If it is None, it is built from ``config``.
-        on_variant: called before each variant, with the names of the part and the variant.
+        on_variant: called before each variant with a text, such as ``"unet: eager"``.
         on_row: called with each row as soon as it is measured.
         images: a dict to which a pipeline's first images are added: variant -> image, for each variant whose
             output is right. If the fp32 reference is computed, its image has the key ``"fp32"``.
@@ -306,7 +311,7 @@ def run(
         timing.spin_up(device)
         workload, stock = _stock(config, workload, {} if images is None else images)
         rows = []
-        eager: float | None = None  # its latest median
+        eager: float | None = None  # latest median of eager's times, in ms
         for variant in variants:
             on_variant(f"{config.part}: {variant.name}")
             meeting = Meeting()
@@ -315,8 +320,9 @@ def run(
             if variant.name == "eager":
                 eager = row.median_ms
             elif eager is not None and row.median_ms is not None:
-                # The CPU decides the time of a call without graphs, and a shared CPU's speed may change by a
-                # factor of two within minutes. So a speed-up takes eager's times from around the variant.
+                # Without CUDA graphs a call is as slow as the CPU launches kernels, and the speed of a shared
+                # CPU may change by a factor of two within minutes. So eager is timed again after each
+                # variant, and the speed-up uses eager's times just before and just after the variant.
                 repeats = min(config.repeats, EAGER_REPEATS)
                 again = timing.time_callable(workload.call, device, repeats=repeats, warmup=1).median_ms
                 row.eager_ms, eager = [eager, again], again
@@ -328,16 +334,16 @@ def run(
 
 
 def tries_algorithms(config: BenchConfig) -> bool:
-    """True if cuDNN should try several algorithms and keep the fastest. False in training.
+    """The value for ``torch.backends.cudnn.benchmark``: if True, cuDNN tries several algorithms.
 
-    Each algorithm that cuDNN tries needs a workspace. In training, these workspaces would decide the peak
-    memory that is measured.
+    It is False for training steps, whose peak memory is measured: an algorithm that cuDNN tries may need a
+    workspace that is larger than the memory of the step.
     """
     return config.part != "train"
 
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
-    """Returns the configs as a dict for JSON. Each has a description of its correctness gate."""
+    """Returns the configs as a dict for JSON, each with the text of its correctness gate."""
     return {
         "parts": [
             {**asdict(each), "gate": gate.gate_text(each), "cudnn_benchmark": tries_algorithms(each)}
@@ -347,7 +353,7 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """Returns ``environment`` with the global switches that ``run`` sets for the first of ``configs``."""
+    """Returns ``environment(device)`` with the global switches that ``run`` sets for ``configs[0]``."""
     tries = not configs or tries_algorithms(configs[0])
     with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-# Attributes of a module that are dicts, which variants change. So these dicts are copied too.
+# Attributes of a module that are dicts. Variants change these dicts in place, so their entries are copied
+# too.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
 def modules_of(target: Any) -> dict[str, nn.Module]:
-    """Return component name -> module for a diffusers pipeline. For a module the name is empty."""
+    """Return {name of a component: module} for a diffusers pipeline, and ``{"": module}`` for a module."""
     if isinstance(target, nn.Module):
         return {"": target}
     return {name: part for name, part in target.components.items() if isinstance(part, nn.Module)}
@@ -21,8 +22,8 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
 class Snapshot:
     """Remembers the classes, attributes, hooks and tensor strides of a model or pipeline.
 
-    It copies no tensor, so variants must not change the values of weights. Variants may change the memory
-    format of weights: ``restore`` restores it.
+    A snapshot copies no tensor, so it cannot restore values of weights: variants must not change them. It can
+    restore the memory format of weights.
     """
 
     def __init__(self, target: object) -> None:

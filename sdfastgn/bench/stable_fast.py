@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 def reason(device: torch.device) -> str | None:
     """Why stable-fast cannot run on ``device``; None if it can."""
-    # ``environment`` imports torch. So ``environment`` is imported in this function: help texts list the
-    # variants, and must not wait for torch.
+    # Imported here because it imports torch: the command line's help imports this file, and must not wait for
+    # torch.
     from sdfastgn.bench.environment import cuda_package_reason
 
-    # sfast itself is not imported: the import fails if its C++ extension is missing.
+    # The check does not import sfast: without its C++ extension the import raises an error.
     spec = importlib.util.find_spec("sfast")
     for folder in map(Path, spec.submodule_search_locations or () if spec else ()):
         if not any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*")):
@@ -27,8 +27,8 @@ def reason(device: torch.device) -> str | None:
     return cuda_package_reason("sfast", device, "stable-fast")
 
 
-# Class of Triton -> the launch method that sfast gives this class. sfast replaces Triton's own launch methods
-# when it is imported, which makes all launches slower.
+# Class of Triton -> sfast's replacement of the class's method ``run``, which launches a kernel. The import of
+# sfast installs these replacements, which make all launches slower. So they are removed after sfast has run.
 _wrapped: dict[type, Any] = {}
 
 
@@ -41,7 +41,7 @@ def _runners() -> dict[type, Any]:
 
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
-    """A context in which Triton's classes have sfast's launch methods. Its end restores Triton's own."""
+    """A context in which Triton launches kernels with sfast's methods. Its end restores Triton's methods."""
     stock = _runners()
     try:
         if not _wrapped:
@@ -56,7 +56,7 @@ def launch_functions() -> Iterator[None]:
 
 
 def compile_target(target: Any, part: str) -> None:
-    """Compile a UNet, a VAE or a pipeline with stable-fast, with its fastest settings."""
+    """Compile a UNet, a VAE or a pipeline in place with stable-fast: with Triton and CUDA graphs."""
     compiler = importlib.import_module("sfast.compilers.diffusion_pipeline_compiler")
     config = compiler.CompilationConfig.Default()
     config.enable_xformers = False

@@ -1,7 +1,8 @@
 """Times one call, many calls, a captured CUDA graph, or a kernel with a hot or a cold L2.
 
-Times on CUDA are measured with events, times on the CPU with ``time.perf_counter``. The result is the median
-of many times. Nothing in this file depends on a model or a variant.
+Many calls on CUDA are timed with events. A single call, and calls on the CPU, are timed with
+``time.perf_counter``. Results for many calls are medians. Nothing in this file depends on a model or a
+variant.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from sdfastgn.kernels.common.private import tf32
 
 T = TypeVar("T")
 
-# Number of bytes that a cold measurement reads and writes before it uses an input again.
-# This is several times the L2 cache of an H200, which has 60 MB.
+# A measurement with a cold L2 cache rotates among several copies of the inputs (input sets). This is the
+# number of bytes that it reads and writes before it comes to the same copy again: several times the L2 cache
+# of an H200, which has 60 MB.
 COLD_BYTES = 256 * 2**20
-# Maximum number of input sets in a cold measurement. Small inputs would need thousands of sets.
+# Maximum number of input sets. Small inputs would need thousands of sets to have ``COLD_BYTES``.
 MAX_COLD_SETS = 512
-# Number of seconds that a GPU must work until it runs at its full clock rate.
+# Number of seconds for which ``spin_up`` makes the GPU work, so that it reaches its full clock rate.
 SPIN_UP_SECONDS = 0.3
 
 
@@ -36,8 +38,8 @@ class Timing:
     """Milliseconds per call: median, and 10th, 90th and 99th percentile.
 
     ``peak_mib`` is the maximum memory that tensors occupied during the calls, with weights and inputs.
-    ``reserved_mib`` is the memory that PyTorch's CUDA allocator took from the GPU for the calls, with the
-    memory of CUDA graphs. Both fields are None on the CPU.
+    ``reserved_mib`` is the maximum memory of the GPU that PyTorch's CUDA allocator held during the calls,
+    with CUDA graphs. Both fields are None on the CPU.
     """
 
     median_ms: float
@@ -56,9 +58,9 @@ class Timing:
 def global_switches(
     *, cudnn_benchmark: bool = True, cudnn_tf32: bool = True, matmul_tf32: bool = False
 ) -> Iterator[dict[str, bool]]:
-    """A context in which PyTorch's process-wide switches for speed have these values. Yields name -> value.
+    """A context in which PyTorch's global switches for speed have the given values. Yields name -> value.
 
-    The defaults of the two TF32 switches are PyTorch's own defaults.
+    By default the two TF32 switches have PyTorch's own defaults, but ``cudnn.benchmark`` is on.
     """
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = cudnn_benchmark
@@ -110,7 +112,7 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
     """Time ``repeats`` calls of ``fn``, after ``warmup`` calls that are not timed."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # so that ``reserved_mib`` does not count memory of earlier calls
+        torch.cuda.empty_cache()  # otherwise ``reserved_mib`` would count memory of earlier calls
     for _ in range(warmup):
         fn()
     if device.type != "cuda":
@@ -119,7 +121,8 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        # Calls are not synchronized, as in a denoising loop. So a time includes waits of the GPU for the CPU.
+        # As in a denoising loop, the CPU does not wait between calls. If the CPU launches kernels more slowly
+        # than the GPU runs them, the time of a call includes the GPU's waits.
         for start, end in pairs:
             start.record()
             fn()
@@ -157,7 +160,8 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    # Lazy initialization and autotuning must happen before the capture, on the stream of the capture.
+    # Lazy initialization and autotuning are not allowed in a capture. These calls do both, on the stream of
+    # the capture.
     with torch.cuda.stream(side):
         for _ in range(warmup):
             fn()
@@ -170,7 +174,7 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
 
 
 def cold_sets(bytes_a_call: int) -> int:
-    """Number of input sets that a cold measurement needs if one call moves ``bytes_a_call`` bytes."""
+    """Number of input sets for a measurement with a cold L2, if one call moves ``bytes_a_call`` bytes."""
     return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
 
 
@@ -190,18 +194,19 @@ def time_kernel(
 
     Args:
         fn: the kernel.
-        inputs: input sets; :func:`cold_sets` says how many are needed.
+        inputs: copies of the argument of ``fn``; :func:`cold_sets` says how many are needed.
         device: where the calls run.
         cold: if False, every call gets ``inputs[0]`` and writes to the same memory, which stays in the L2
-            cache. If True, calls rotate among all ``inputs``, and each input set has its own output.
-        calls: minimum number of calls in a round. A cold round has at least one call for each input set.
+            cache if it fits. If True, calls rotate among all ``inputs``, and each input has its own output.
+        calls: number of calls in a round. If ``cold``, there is at least one call for each input.
         repeats: number of rounds.
     """
     chosen = list(inputs) if cold else [inputs[0]]
     calls = max(calls, len(chosen))
 
     def many() -> list[object]:
-        # Outputs are kept alive. Otherwise all calls would write to the same memory, in the L2 cache.
+        # The last output of each input is kept alive. Otherwise all calls would write to the same memory,
+        # which would stay in the L2 cache.
         outputs: list[object] = [None] * len(chosen)
         for call in range(calls):
             slot = call % len(chosen)

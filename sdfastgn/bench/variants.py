@@ -1,4 +1,4 @@
-"""The benchmark's variants: ways to run a stock model. Each is an entry of ``VARIANTS``.
+"""The benchmark's variants: ways to run a model, such as with torch.compile. ``VARIANTS`` has them by name.
 
 A variant is applied to the model or pipeline in place and undone afterwards. So all variants run with the
 same weights, and the model is in memory only once.
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdfastgn.bench import stable_fast
 from sdfastgn.program import counted
 
-if TYPE_CHECKING:  # the help of the command line lists the variants and must not wait for torch
+if TYPE_CHECKING:  # the command line's help lists the variants, and must not wait for the import of torch
     import torch
     from torch import nn
 
 # The parts of a model that can be timed.
 PARTS = ("unet", "vae", "pipeline", "train")
-# Names of the modules that a variant changes: components of a pipeline, or "" for a module on its own.
+# Names of the components of a pipeline that torch.compile compiles, and that the variant "channels_last"
+# converts. "" stands for a module that is timed without a pipeline.
 TIMED_MODULES = ("", "unet", "vae")
 
 
@@ -42,8 +43,9 @@ class Variant:
             ``Snapshot`` cannot restore.
         describe: returns what the variant did to a target, for the table's note.
         replays_graph: True if the variant replays CUDA graphs itself, so its calls cannot be captured.
-        graphs_stand_alone: True if each of its graphs may be replayed without the others. If False, a graph
-            may read memory that another graph has overwritten, for example an index that is now out of range.
+        graphs_stand_alone: True if each CUDA graph of the variant may be replayed without its other graphs.
+            If False, a replay may read memory that another graph has overwritten, for example an index that
+            is now out of range.
     """
 
     name: str
@@ -57,7 +59,7 @@ class Variant:
 
 @contextlib.contextmanager
 def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
-    """A context in which ``target`` runs as ``variant`` says. After it ``target`` is stock again."""
+    """A context in which ``target`` runs as ``variant`` says. At its end ``target`` is stock again."""
     from sdfastgn.bench.snapshot import Snapshot
 
     with contextlib.ExitStack() as undo:
@@ -95,7 +97,7 @@ def _sdfastgn(target: Any, part: str, undo: contextlib.ExitStack, *, has_graphs:
 
     graphs: Literal["auto", "training"] = "training" if part == "train" else "auto"
     sdfastgn.optimize(target, cuda_graphs=has_graphs and graphs)
-    # At its end the stack calls these two functions in reverse order: first ``restore``, then the check.
+    # An ExitStack calls its functions in reverse order: first ``restore``, then ``_check_kernels_ran``.
     undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
 
@@ -138,8 +140,8 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
     dynamo.reset()
     undo.callback(dynamo.reset)
     for module in _timed_modules(target):
-        # A VAE is called through ``decode``, but ``compile`` compiles only a module's ``forward``. So the
-        # decoder inside of the VAE is compiled.
+        # ``nn.Module.compile`` compiles only ``forward``, but a VAE is called through ``decode``. So the
+        # VAE's ``decoder`` is compiled, whose ``forward`` runs in ``decode``.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 
@@ -164,7 +166,8 @@ def _stable_fast(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     stable_fast.compile_target(target, part)
 
 
-# Each variant is also timed as one CUDA graph, unless it replays graphs itself.
+# On a GPU, a UNet step or VAE decode of each variant is also timed as one CUDA graph, unless the variant
+# replays graphs itself.
 _EVERY = (
     Variant("eager", "eager", _always, _eager),
     Variant("channels_last", "channels_last", _always, _channels_last),
@@ -190,7 +193,7 @@ _EVERY = (
     Variant(
         "sdfastgn_compile", "sdfastgn + torch.compile", compile_reason, _sdfastgn_compiled, _describe_sdfastgn
     ),
-    # stable-fast is the last variant, because importing it changes the whole process.
+    # stable-fast is the last variant, because its import changes Triton and PyTorch for the whole process.
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
@@ -199,6 +202,7 @@ VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 def label(name: str) -> str:
     """A variant's name in tables.
 
-    An old file may name a variant that does not exist any more. Then ``name`` itself is returned.
+    A result file of an older sdfastgn may name a variant that no longer exists. Then ``name`` itself is
+    returned.
     """
     return VARIANTS[name].label if name in VARIANTS else name

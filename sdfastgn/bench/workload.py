@@ -28,7 +28,8 @@ from sdfastgn.program import OptionError
 T = TypeVar("T")
 
 GUIDANCE = 7.5
-# Maximum number of pixels that a VAE decodes in one call, so that activations have fewer than 2**31 elements.
+# Maximum number of pixels that a pipeline's VAE decodes in one call. Larger batches are decoded image by
+# image, so that activations have fewer than 2**31 elements.
 MOST_DECODED_PIXELS = 4 * 1024**2
 
 
@@ -37,17 +38,19 @@ class BenchConfig:
     """One part of one model at one size.
 
     Attributes:
+        model: a name in ``models.configurations``, such as ``"sd15"``.
         part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
             steps, decode) or ``"train"`` (forward and backward of the UNet).
         size: pixels along a side of the square image, or the height of a video's frames.
         batch: batch size of the UNet or the VAE (in videos for a video model), or images per call of a
             pipeline.
         weights: ``"random"``, a local path or a Hub id.
-        profile: also record where a call's time goes, after it was timed.
+        fp32_reference: also compute the output in fp32, to compare with it.
+        profile: also record where a call's time goes, after the call was timed.
         scheduler: name of a scheduler class in diffusers; empty for the pipeline's own scheduler.
         preset: the entry of ``PRESETS`` that these settings come from, or empty.
         frames: frames of a video if the model is one of ``VIDEO_NETWORKS``, else None.
-        width: pixels along a line of a video's frames; None for other models.
+        width: width of a video's frames in pixels; None for other models.
         lora_rank: rank of the LoRA that a training step trains; None to train all parameters.
     """
 
@@ -82,15 +85,15 @@ class BenchConfig:
 
 @dataclass
 class Workload:
-    """A stock model and a call of it.
+    """A stock model, and a function that calls it.
 
     Attributes:
         target: the module or pipeline that variants are applied to.
         call: runs ``target`` on fixed inputs. Returns the output of a UNet or VAE as one tensor, images
             (N, H, W, 3) in [0, 1], or the gradients of a training step by parameter name.
-        fp32_output: returns the output with the same weights and inputs in fp32 without TF32.
-        memory: returns ``saved_mib`` and ``step_mib`` of a training step, as in ``run.Row``. None for other
-            parts.
+        fp32_output: returns the output with the same weights and inputs, computed in fp32 without TF32.
+        memory: measures a training step, and returns ``saved_mib`` and ``step_mib``, as in ``run.Row``. None
+            for other parts.
     """
 
     target: Any
@@ -100,8 +103,8 @@ class Workload:
 
 
 def load(config: BenchConfig) -> Any:
-    """Build or load the pipeline with the config's weights."""
-    # ``pipelines`` imports transformers, which is not needed to time one network with random weights.
+    """Return the whole pipeline: built with random weights, or loaded from ``config.weights``."""
+    # Imported here because it imports transformers, which the timing of one network does not need.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
@@ -110,9 +113,9 @@ def load(config: BenchConfig) -> Any:
 
 
 def component(config: BenchConfig, name: str) -> tuple[Any, int]:
-    """Return the module ``name``, ``"unet"`` or ``"vae"``, and the pixels along a side of one latent.
+    """Return (module ``name`` with the config's weights, pixels along a side of one latent).
 
-    The module has the config's weights.
+    ``name``: ``"unet"`` or ``"vae"``. Raises OptionError if a loaded pipeline has no such module.
     """
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
@@ -128,7 +131,7 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of one UNet step. ``changes`` replace the config's ``size`` or ``batch``."""
-    # Sizes are from the configuration of ``unet``, because loaded weights may differ from ``config.model``.
+    # Numbers of channels come from ``unet.config``: a loaded UNet may differ from ``config.model``.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
     return model_inputs.unet_inputs(unet.config, **_random_options(config), **where)
 
@@ -168,7 +171,7 @@ def build_vae(config: BenchConfig) -> Workload:
 
 
 def build_video(config: BenchConfig) -> Workload:
-    """The workload of one step or one decode of a network of ``VIDEO_NETWORKS``."""
+    """The workload of one UNet step or one decode of a network of ``VIDEO_NETWORKS``."""
     network = configurations.VIDEO_NETWORKS[config.model][config.part]
     model = architectures.build_video_network(network, **_random_options(config))
     seeds = itertools.count(config.seed)
@@ -182,8 +185,9 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments that say what a pipeline starts from: noise, or for image-to-image an image of noise."""
-    # The noise is drawn in fp32 and then cast. In fp16 a generator would give other numbers than in fp32.
+    """A pipeline's arguments for its start: noise as latents, or for image-to-image a random image."""
+    # ``randn`` draws in fp32 and then casts to ``dtype``. So pipelines in fp16 and fp32 start from the same
+    # noise.
     where = {**_random_options(config), "dtype": dtype}
     if "strength" in inspect.signature(pipe.__call__).parameters:
         images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
@@ -206,11 +210,12 @@ def build_pipeline(config: BenchConfig) -> Workload:
             raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
     if config.batch * config.size**2 > MOST_DECODED_PIXELS:
         pipe.vae.enable_slicing()
-    # A distilled UNet takes guidance as an embedding. It gets the default guidance of its pipeline.
+    # A UNet with ``time_cond_proj_dim``, such as LCM's, was distilled to take guidance as an embedding. The
+    # benchmark's guidance does not fit it, so its pipeline's default is used.
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
-    # The noise is drawn before ``call`` and not inside of it, because ``call`` is timed.
+    # The noise is drawn here and not in ``call``, which is timed.
     drawn = _start_arguments(config, pipe, config.torch_dtype)
 
     def call(start: dict[str, Any] = drawn) -> Any:
@@ -225,8 +230,8 @@ def build_pipeline(config: BenchConfig) -> Workload:
         ).images
 
     def fp32_output() -> Any:
-        # The pipeline itself is cast to fp32 and not a copy of it, because two copies of SDXL need much
-        # memory. After the cast back, weights in fp16 and bf16 have exactly their old values.
+        # The pipeline itself is cast to fp32 and back: a copy of SDXL would need much memory. The casts
+        # change no weight, because each value of fp16 and bf16 is exact in fp32.
         try:
             with global_switches(cudnn_tf32=False, matmul_tf32=False):
                 pipe.to(torch.float32)
@@ -238,9 +243,9 @@ def build_pipeline(config: BenchConfig) -> Workload:
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes of the tensors that autograd saves in ``forward`` for the backward, without parameters.
+    """Number of bytes that autograd saves in ``forward`` for the backward, without ``model``'s parameters.
 
-    Memory that several tensors share is counted once.
+    Memory that several saved tensors share is counted once.
     """
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
@@ -249,12 +254,13 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-        # Without ``detach``, a node of the autograd graph that saves its own output would never be freed.
+        # ``detach`` prevents a reference cycle: a node of the autograd graph may save its own output, which
+        # refers to the node.
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # ``output`` keeps the autograd graph alive.
-        # If the graph were freed, a new tensor could get the address of a tensor that was counted before.
+        # ``output`` keeps all saved tensors alive. If they were freed during ``forward``, a later tensor
+        # could get the address of one of them, and would not be counted.
         output = forward()
     del output
     return sum(found.values())
@@ -267,8 +273,8 @@ def build_training(config: BenchConfig) -> Workload:
     ``call`` returns the gradients. Weights are in the config's dtype. There is no gradient checkpointing. A
     step does not include an optimizer, whose time and memory would be the same for every variant.
 
-    With ``config.lora_rank`` the UNet is frozen, and a LoRA in fp32 is trained: under autocast, unless the
-    UNet is in fp32 too.
+    If ``config.lora_rank`` is set, the UNet is frozen and only a LoRA in fp32 is trained. If the UNet is not
+    in fp32, its forward runs under autocast.
     """
     unet, scale = component(config, "unet")
     unet.train()
@@ -277,7 +283,7 @@ def build_training(config: BenchConfig) -> Workload:
         add_lora(unet, rank=config.lora_rank, seed=config.seed, dtype=torch.float32)
     kwargs = step_inputs(config, unet, scale)
     generator = torch.Generator().manual_seed(config.seed + 3)
-    # The noise has the shape of the UNet's output. (An inpainting UNet's input has more channels.)
+    # The noise has as many channels as the UNet's output. The input of an inpainting UNet has more.
     shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
     noise = torch.randn(shape, generator=generator).to(config.torch_device)
 
@@ -301,7 +307,8 @@ def build_training(config: BenchConfig) -> Workload:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step(unet, kwargs)
-            # The pools of CUDA graphs hold what a graph's forward saves.
+            # A graph's forward keeps what the backward needs in the graphs' memory pools. Their memory was
+            # allocated at the capture, so the peak of this step does not contain it.
             pools = sum(pool_sizes().values())
             step_mib = (torch.cuda.max_memory_allocated() - before + pools) / 2**20
         unet.zero_grad()
@@ -310,7 +317,7 @@ def build_training(config: BenchConfig) -> Workload:
     return replace(workload_of(unet, kwargs, step), memory=memory)
 
 
-# Part -> function that builds its workload, except for video.
+# Value of ``BenchConfig.part`` -> function that builds the workload, except for networks of video.
 BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
     "unet": build_unet,
     "vae": build_vae,

@@ -23,7 +23,7 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-# Initial running mean and variance, close to the inputs' mean of 0.5 and variance of 2.25.
+# Initial running mean and variance. They are close to the mean (0.5) and the variance (2.25) of the inputs.
 _MEAN, _VAR = 0.5, 2.0
 
 
@@ -43,9 +43,10 @@ def _stock(
     training: bool,
 ) -> Tensor:
     y = F.batch_norm(x, *averages, weight, bias, training)
-    # The activation is SiLU and not ReLU. The gradient of ReLU jumps from zero to one at zero, and stock
-    # rounds the sum y + residual. If this rounding moves a sum across zero, an element of the gradient is
-    # wrong. In fp16 such elements would make a relative error of 1 %, the maximum that the gate accepts.
+    # The activation is SiLU, because ReLU would fail the check against fp64. ReLU's derivative jumps from
+    # zero to one at zero, and stock rounds the sum y + residual. If this rounding moves a sum to the other
+    # side of zero, an element of the gradient is wrong. In fp16 such elements make a relative error of 1 %,
+    # the maximum that is accepted.
     return y if residual is None else F.silu(y + residual)
 
 
@@ -58,9 +59,10 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """Runs ``_stock`` in ATen, without cuDNN. Autograd then runs the backward in ATen too."""
+    """Runs ``_stock`` in ATen's kernels, without cuDNN. Autograd then runs its backward in ATen too."""
     before = torch.backends.cudnn.enabled
-    # ``torch.backends.cudnn.flags`` is not used: it reads the TF32 switches, which may raise an error.
+    # ``torch.backends.cudnn.flags(enabled=False)`` would also read the TF32 switches. PyTorch raises an error
+    # for this if other code has set the switches by its new API.
     torch.backends.cudnn.enabled = False
     try:
         return _stock(*operands, **options)
@@ -71,9 +73,9 @@ def _in_aten(*operands: Any, **options: Any) -> Tensor:
 def _operation(
     task: str, passes: tuple[str, ...], *layouts: str, training: bool = True, residual: bool = False
 ) -> Operation:
-    """An operation with cuDNN, ATen and sdfastgn as providers, each in all of ``layouts``.
+    """An operation with a provider for each pair of cuDNN, ATen or sdfastgn and one of ``layouts``.
 
-    Each provider has its own running averages.
+    Each provider has its own running averages, because a forward in training writes into them.
     """
 
     def with_averages(call: Call) -> Callable[..., Call]:
@@ -103,7 +105,8 @@ _RESNET: tuple[Shape, ...] = (
     *((32, C, 14, 14) for C in (256, 512, 1024)),
     *((32, C, 7, 7) for C in (512, 2048)),
 )
-# Shapes with few and many samples (N), channels (C) and pixels. Larger fp64 copies do not fit into memory.
+# Shapes with few and many samples (N), channels (C) and pixels. For larger shapes the reference in fp64 does
+# not fit into memory.
 _GRID: tuple[Shape, ...] = (
     *((N, C, 4, 4) for N in (8, 128) for C in (2, 64, 1024)),
     *((N, C, 32, 32) for N in (8, 128) for C in (2, 64, 1024)),

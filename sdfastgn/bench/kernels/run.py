@@ -1,4 +1,4 @@
-"""Times the operations of a suite with a hot and a cold L2 cache. First it compares outputs with fp64."""
+"""Times the operations of a suite with a hot and a cold L2 cache, if their outputs are close to fp64's."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from sdfastgn.models.architectures import DTYPES
 
 Tensors = tuple[Tensor, ...]
 
-# Maximum number of elements of a shape that is timed on a CPU.
+# Shapes with more elements are not timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
-# Number of bytes that a round of calls should move at most. It keeps rounds of large shapes short.
+# Number of bytes that the calls of a round should move at most, so that rounds of large shapes are short.
 ROUND_BYTES = 2**31
 # On a CPU, the number of calls in a round is ``CPU_CALLS``, and the maximum number of rounds is
 # ``CPU_REPEATS``. Both are small, because times on a CPU only show that the code runs.
@@ -54,8 +54,8 @@ class _Inputs:
     Attributes:
         operands: the arguments of the forward.
         grads: the gradients of the outputs, if the pass has a backward.
-        recorded: CUDA stream -> (leaves, outputs) of the forward that ran on this stream. Only filled if the
-            backward is timed without its forward.
+        recorded: CUDA stream -> (leaves, outputs) of a forward on this stream, from which all timed backwards
+            start. Empty unless the backward is timed without its forward.
     """
 
     operands: Tensors
@@ -73,9 +73,8 @@ def _tuple(outputs: Any) -> Tensors:
 def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
     """Run a forward that autograd records. Returns (leaves, outputs).
 
-    The leaves are new tensors in each call, because autograd remembers on which stream a leaf was first used.
-    The warm-up runs on another stream than the capture of a CUDA graph. So leaves of the warm-up would break
-    the capture.
+    The leaves are new tensors, made from ``operands`` in each call: autograd remembers the stream on which a
+    leaf was first used. Leaves of an earlier call on another stream would break the capture of a CUDA graph.
     """
     leaves = tuple(t.detach().requires_grad_() for t in operands)
     with torch.enable_grad():
@@ -83,11 +82,11 @@ def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
-    """Run one pass. Returns its outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
+    """Run one pass. Returns the outputs of a forward, or the operands' gradients if there is a backward."""
     if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
-    # Autograd runs a backward on the stream of its forward, so a capture needs a forward on the stream of the
-    # capture.
+    # Autograd runs a backward on the stream of its forward. To capture the backward alone in a CUDA graph,
+    # its forward must have run on the stream of the capture. So there is a forward for each stream.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
     is_backward_alone = pass_name == BACKWARD
     recorded = inputs.recorded.get(stream) if is_backward_alone else None
@@ -105,7 +104,7 @@ def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
 
 
 class _Case:
-    """One operation on one shape: its operands, the gradients of its outputs, and its results in fp64."""
+    """One operation on one shape: random operands, random gradients of the outputs, and results in fp64."""
 
     def __init__(self, operation: Operation, shape: Shape, config: KernelConfig) -> None:
         device, dtype = config.torch_device, DTYPES[config.dtype]
@@ -131,13 +130,13 @@ class _Case:
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # A provider's call is built once for all passes, because torch.compile takes seconds to build it.
+        # A provider's function is built once for all passes: torch.compile takes seconds to build one.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]
 
     def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """Run a pass. Returns its outputs and gradients, to compare them with fp64: name -> tensor."""
+        """Run a pass. Returns name -> tensor for all its outputs and gradients, to compare with fp64."""
         timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
         if pass_name not in DIFFERENTIATED:
@@ -146,20 +145,20 @@ class _Case:
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
-        """Fill in the row's errors. If an error is too large, also set the row's status and reason."""
+        """Set the row's errors. If an error is too large, also set the row's status and reason."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
         for name, error in errors.items():
             bounds = self._operation.bounds if name in self._operation.outputs else GRADIENT_BOUNDS
             bound = bounds[self._config.dtype]
-            # `not <=` instead of `>`, because every comparison with NaN is false.
+            # An error of NaN is rejected: ``nan <= bound`` is false, as is ``nan > bound``.
             if row.status == OK and not error <= bound:
                 row.status = WRONG
                 row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
     def measure(self, row: KernelRow, provider: Provider, pass_name: str, suite: Suite) -> None:
-        """Compute the row's errors. If all errors are small enough, measure its times too."""
+        """Set the row's errors. If all errors are small enough, set its times too."""
         device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
         call = self._built(provider, operands)
@@ -190,10 +189,10 @@ class _Case:
 
 
 def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
-    """Return the number of calls in a round.
+    """Return the number of calls in a round, between 2 and 100.
 
-    ``moved``: bytes that one call moves. ``seconds``: time of one call. ``round_seconds``: maximum time of a
-    round.
+    ``moved``: bytes that one call moves. ``seconds``: time of one call. ``round_seconds``: time that a round
+    should take at most.
     """
     by_traffic = max(5, min(100, ROUND_BYTES // moved))
     return min(by_traffic, max(2, int(round_seconds / seconds)))
@@ -212,14 +211,14 @@ def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """A context with ``device`` as current device, the global switches set, and autograd off."""
+    """A context for all measurements: sets the current device and the global switches, turns autograd off."""
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
         if device.type != "cuda":
             yield
             return
-        # The capture of a CUDA graph collects garbage.
-        # Freezing all present objects excludes them from the collection, which saves a third of a second.
+        # Each capture of a CUDA graph calls ``gc.collect``. ``gc.freeze`` excludes all present objects from
+        # it, which saves a third of a second for each capture.
         gc.collect()
         gc.freeze()
         try:
@@ -242,14 +241,14 @@ def run(
     copy's time.
 
     Args:
-        on_cell: called with shape and provider before each measurement.
-        on_row: called with each row when it is measured. The row has no ratios yet.
+        on_cell: called before each measurement with a text of shape and provider.
+        on_row: called with each row as soon as it is measured. The row has no ratios yet.
         on_shape: called after each shape with the rows of all shapes so far. These rows have ratios.
     """
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            case: tuple[Operation, _Case] | None = None  # one operation at a time, to save memory
+            case: tuple[Operation, _Case] | None = None  # only the latest, to save memory
             first = len(rows)
             for operation, provider, pass_name in suite.cells_of(config.providers):
                 on_cell(f"{shape_text(shape)} {provider.name}")
@@ -262,7 +261,7 @@ def run(
                             case = None
                             case = operation, _Case(operation, shape, config)
                         case[1].measure(row, provider, pass_name, suite)
-                    except Exception as error:  # the other rows are still measured
+                    except Exception as error:  # the row gets the error's text, and the next row is measured
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)
                 on_row(row)
@@ -275,7 +274,7 @@ def run(
 
 
 def _add_ratios(rows: Sequence[KernelRow]) -> None:
-    """Fill in the ratio of each row's times to the times of the copy. All rows must have the same shape."""
+    """Set the ratios of each row: its times divided by the copy's. All rows must have the same shape."""
     copy = next((row for row in rows if row.provider == COPY and row.status == OK), None)
     for row in rows:
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:

@@ -1,9 +1,10 @@
 """The classes that describe a suite of kernel benchmarks: providers, operations, configs and rows.
 
-The suites are in ``suites.py``. A provider that only copies the first operand (``COPY``) is timed as well.
-GB/s and the ideal ratio to its time are computed from the number of tensors that a pass must read or write.
-Only tensors of the input's size are counted: ``Operation.tensors`` for a forward (usually two: x and y),
-three for a backward (x, dy and dx), and the sum of both for a forward with its backward.
+The suites are in ``suites.py``. Each suite also times a copy of the first operand (the provider ``COPY``).
+The GB/s of a pass, and its ideal time as a multiple of the copy's time, are computed from the number of
+tensors that the pass must read or write. Only tensors of the input's size are counted: ``Operation.tensors``
+for a forward (usually two: x and y), three for a backward (x, dy and dx), and the sum of both numbers for a
+forward with its backward.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from sdfastgn.bench.variants import compile_reason
 Shape = tuple[int, ...]
 Call = Callable[..., Any]
 
-# The name of the provider that only copies the first operand. All times are compared with its time. Its task
-# has the same name.
+# The name of the provider that only copies the first operand, and of its task. All times are compared with
+# the copy's time.
 COPY = "copy"
 # Names of sdfastgn's providers begin with this word. Other providers (except the copy) are called peers.
 OURS = "sdfastgn"
 # The default suite.
 INFERENCE = "inference"
 
-# The passes that can be timed. "forward in training" is a forward that autograd records.
+# The passes that can be timed. "forward in training" is a forward that autograd records. The passes in
+# ``DIFFERENTIATED`` compute gradients.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
 DIFFERENTIATED = (BACKWARD, BOTH)
 
 # Maximum relative error of an output against fp64, by dtype. Rounding once makes an error of 3e-4 in fp16 and
 # 2e-3 in bf16. stable-fast computes statistics in fp16, which adds an error of the same size.
 ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
-# Maximum relative error of a gradient against fp64, by dtype. These bounds are higher than the bounds of
-# outputs. In 16 bits, eager rounds further tensors to the input's dtype: mean and rstd, and the argument of
-# the activation. In fp32, the gradients of weight and bias are sums of up to 10^7 terms.
+# Maximum relative error of a gradient against fp64, by dtype. These bounds are higher than those of outputs:
+# in fp16 and bf16, eager's backward reads more tensors that were rounded to 16 bits (mean, rstd and the
+# argument of the activation), and in fp32 the gradients of weight and bias are sums of up to 10^7 terms.
 GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
 
 
@@ -46,7 +48,7 @@ class Provider:
     """One implementation of an operation.
 
     Attributes:
-        build: called with operands. Returns the function that is timed, for operands of the same sizes.
+        build: called with operands. Returns the function that is timed: it takes operands of the same sizes.
         reason: returns None if the provider can run on the given device, else the reason in one line.
         channels_last: True if the provider gets channels-last operands.
         by_default: True if the provider runs when the user names no providers.
@@ -70,24 +72,24 @@ class Provider:
 def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
     """A provider that runs ``call`` with torch.compile.
 
-    The provider only runs if the user names it, because compiling takes seconds.
+    It is not timed by default, because compiling takes seconds. The user must name it.
     """
 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
 
-        # Without a reset for each shape, torch.compile would reach its limit of recompilations, and run the
-        # tenth shape eagerly.
+        # The reset for each shape prevents that torch.compile reaches its limit of recompilations, after
+        # which it would run further shapes eagerly.
         torch.compiler.reset()
-        # A backward that is timed without its forward gets the same saved tensors in all calls.
-        # So it must not overwrite them, as compiled backwards do by default.
+        # By default a compiled backward may overwrite the tensors that the forward saved ("donated buffers").
+        # A backward that is timed without its forward reads the same saved tensors in all calls.
         return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
 
     return Provider(name, build, compile_reason, channels_last, by_default=False)
 
 
 def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
-    """A provider that runs ``call`` itself, without a preparation."""
+    """A provider that runs ``call`` itself for operands of all sizes: its ``build`` prepares nothing."""
     return Provider(name, lambda *operands: call, channels_last=channels_last)
 
 
@@ -110,9 +112,9 @@ def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provid
 
 
 def per_channel(shape: Shape, *more: str, axis: int = 1) -> dict[str, Shape]:
-    """Returns name -> size for the operands x, weight, bias and ``more``.
+    """Returns name of an operand -> its size, for the operands x, weight, bias and those named in ``more``.
 
-    All operands except x have one value per channel. ``axis``: the axis of the channels.
+    x has the size ``shape``. All others have one value per channel. ``axis``: the axis of the channels.
     """
     return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (shape[axis],))}
 
@@ -135,9 +137,9 @@ class Operation:
         outputs: names of the outputs.
         tensors: number of tensors of the input's size that a forward has to read or write.
         bounds: dtype -> maximum relative error of an output against fp64.
-        full: names of operands that are fp32 in every config.
-        baseline: name of the provider with which the last of ``providers`` is compared. It is only set for
-            operations in a suite's ``extras``.
+        full: names of operands that are in fp32 whatever the dtype of the run.
+        baseline: only for operations in a suite's ``extras``: name of the provider whose time the time of
+            the last of ``providers`` is divided by.
     """
 
     sizes: Callable[[Shape], dict[str, Shape]]
@@ -161,18 +163,18 @@ class Operation:
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of measurements that are shown as one table: ``sdfastgn kernels --suite NAME``.
+    """The operations and shapes that ``sdfastgn kernels --suite NAME`` times and shows as a table.
 
     Attributes:
         axes: names of a shape's axes, such as "NxCxHxW".
         shape_sets: name -> shapes, for ``--shapes``. Every suite has a set named ``all``.
         operations: what is measured. A copy of the first operand is measured as well.
-        baseline: name of the provider with which speed-ups compare.
-        extras: operations without competitors. A second table compares them with their ``baseline``.
-        dtype: the default of ``--dtype``.
-        divisor: number by which the second axis of a shape must be divisible.
-        repeats: the default of ``--repeats``, the number of timed rounds of each measurement.
-        round_seconds: maximum duration of a round.
+        baseline: name of the provider whose times all times are divided by, beside the copy's times.
+        extras: operations without competitors. They have a table of their own, which compares each with its
+            ``Operation.baseline``.
+        divisor: number that must divide the second axis of a shape, such as GroupNorm's number of groups.
+        repeats: the default of ``--repeats``. A measurement is the median of this number of rounds of calls.
+        round_seconds: time in seconds that a round of calls should take at most.
     """
 
     name: str
@@ -218,7 +220,7 @@ class Suite:
 
     @property
     def ideals(self) -> dict[str, float]:
-        """Task -> lowest possible ratio of its time to the time of the copy, if memory limits the speed."""
+        """Task -> lowest possible value of its time divided by the copy's, if memory limits the speed."""
         return {
             operation.label(pass_name): operation.moved_tensors(pass_name) / 2
             for operation in self.operations
@@ -233,7 +235,7 @@ class Suite:
         return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *own])
 
     def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
-        """Returns (operation, provider, pass) of each measurement on a shape, for the providers in ``names``.
+        """Returns all (operation, provider, pass) to measure on a shape, for the providers in ``names``.
 
         The copy comes first, even if ``names`` does not contain it.
         """
@@ -251,8 +253,8 @@ class Suite:
 class KernelConfig:
     """The settings of a run of a suite: what is timed, in which dtype, and on which device.
 
-    ``wall_clock``: True if the device may be a CPU. Times on a CPU include the cost of launches, and are not
-    measured with cold caches.
+    ``wall_clock``: True if the user asked for times on a CPU. They are wall-clock times of whole calls, and
+    the CPU's caches are not emptied for the "cold" times.
     """
 
     suite: str
@@ -274,11 +276,11 @@ class KernelRow:
     """The measurement of one provider in one task on one shape. It has times if ``status`` is ok.
 
     Attributes:
-        hot_us: microseconds of a call whose operands are in the L2 cache.
+        hot_us: microseconds of a call whose operands are in the L2 cache, if they fit.
         cold_us: microseconds of a call whose operands are not in the L2 cache.
-        hot_gbps, cold_gbps: number of bytes that a call must move at least, divided by ``hot_us`` and by
-            ``cold_us``, in GB/s.
-        hot_ratio, cold_ratio: ``hot_us`` and ``cold_us`` divided by the same times of the provider "copy".
+        hot_gbps, cold_gbps: GB/s: the bytes that a call must at least read and write, divided by ``hot_us``
+            or by ``cold_us``.
+        hot_ratio, cold_ratio: ``hot_us`` divided by the copy's ``hot_us``, and the same for ``cold_us``.
         error: the largest relative error of all outputs and gradients; None if an error is not finite.
         cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only the suite "inference"
             measures it.
@@ -306,9 +308,9 @@ class KernelRow:
 
 
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
-    """The rows of a run's JSON.
+    """The rows of ``content``, the JSON of a run of ``suite``.
 
-    Rows in old files have no task. Their task follows from the provider's name.
+    Rows in files of an older sdfastgn have no task. They get the task of the provider with their name.
     """
     tasks = {provider.name: op.label(op.passes[0]) for op in suite.every for provider in op.providers}
     competing = suite.operations[0].label(suite.operations[0].passes[0])

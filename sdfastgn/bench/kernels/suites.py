@@ -42,14 +42,17 @@ GROUPS = 32
 EPS = 1e-5
 # The number that selects SiLU in the arguments of gnNHWC.
 _GNNHWC_SILU = 2
-# Maximum number of pixels of an image for which apex's layer uses its one-pass kernel, on sm_80 and later.
+# For images of at most this number of pixels, apex's layer uses its one-pass kernel (on sm_80 and later).
 _APEX_ONE_PASS = 1024
 
 
 def _with_statistics(
     task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
 ) -> Operation:
-    """An operation with two providers. ``ours`` also returns statistics of its result, ``plain`` does not."""
+    """An operation with two providers: ``plain``, and ``ours``, which also returns statistics of its result.
+
+    ``task``: the operation's task, and the name of the provider ``plain``.
+    """
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
     tensors = 3 if task == "add" else 2
     return Operation(sizes, plain, (fixed(task, plain), others), task=task, tensors=tensors, baseline=task)
@@ -90,7 +93,7 @@ def _gnnhwc(*operands: Tensor) -> Call:
 
 
 def _apex(x: Tensor, *others: Tensor) -> Call:
-    """Returns a call of the kernel that apex's layer uses for an ``x`` of this shape."""
+    """Returns a function that calls the kernel that apex's layer uses for an ``x`` of this shape."""
     module = importlib.import_module("apex.contrib.group_norm.group_norm")
     one_pass = x.shape[2] * x.shape[3] <= _APEX_ONE_PASS
     kernel = module.cuda_group_norm_nhwc_one_pass if one_pass else module.cuda_group_norm_nhwc_two_pass
@@ -101,8 +104,8 @@ def _built_by_hand(name: str, build: Callable[..., Call]) -> Provider:
     return Provider(name, build, functools.partial(cuda_package_reason, name), by_default=False)
 
 
-# Shapes of the inputs of norms in the UNets of SD1.5 at 512 x 512 and SDXL at 1024 x 1024 pixels, with
-# guidance. The last three are shapes of inputs in the VAE, at low resolution.
+# Shapes of the inputs of norms in the UNets of SD1.5 at 512 x 512 pixels and SDXL at 1024 x 1024 pixels. With
+# guidance, the batch is 2. The last three are inputs of norms in the VAE, where its resolution is low.
 _UNET: tuple[Shape, ...] = (
     *((2, C, 8, 8) for C in (1280, 2560)),
     *((2, C, 16, 16) for C in (1280, 1920, 2560)),
@@ -111,7 +114,7 @@ _UNET: tuple[Shape, ...] = (
     *((2, C, 128, 128) for C in (320, 640, 960)),
     *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
 )
-# Shapes of the inputs of norms near the VAE's output, and one shape with a large batch.
+# Shapes of the inputs of norms near the VAE's output, and last a UNet's shape with a large batch.
 _LARGE: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
 
 _TRAINING = Suite(
@@ -134,7 +137,7 @@ _INFERENCE = replace(
         Operation(
             per_channel,
             _group_norm_silu,
-            # stable-fast comes last, because importing it changes Triton for the whole process.
+            # stable-fast comes last, because its import changes Triton for the whole process.
             (
                 *rivals(_group_norm_silu, _ours_silu),
                 _built_by_hand("gnnhwc", _gnnhwc),
@@ -215,8 +218,8 @@ def _add_layer_norm(
     return _layer_norm(total, weight, bias), total
 
 
-# Shapes (rows, D). ``_ROWS``: from few long rows to many short rows. ``_TOKENS``: the shapes of tokens in the
-# UNets of SD1.5 and SDXL.
+# Shapes (rows, D), where D is the normalized dimension. ``_ROWS``: from few long rows to many short rows.
+# ``_TOKENS``: inputs of LayerNorm in the UNets of SD1.5 and SDXL, a row for each token.
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
 _TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
 
@@ -262,8 +265,8 @@ def _upsample_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.conv2d(_upsample(x), weight, bias, padding=1)
 
 
-# ``_DECODER``: shapes of the images that the VAE's decoder upsamples, for an output of 512 x 512 or 1024 x
-# 1024 pixels. ``_DOUBLED``: shapes of the images that the UNets of SD1.5 and SDXL upsample.
+# ``_DECODER``: shapes of the tensors that the VAE's decoder upsamples, if it makes an image of 512 x 512 or
+# 1024 x 1024 pixels. ``_DOUBLED``: shapes of the tensors that the UNets of SD1.5 and SDXL upsample.
 _DECODER: tuple[Shape, ...] = (
     *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
     *((1, 256, pixels, pixels) for pixels in (256, 512)),
@@ -292,7 +295,7 @@ _UPSAMPLE = Suite(
             rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
-            # Convolutions of fp32 run in TF32, whose mantissa has as many bits as fp16's.
+            # In fp32 the convolution runs in TF32, whose mantissa has only as many bits as fp16's.
             bounds={**ERROR_BOUNDS, "fp32": 2e-3},
         ),
     ),

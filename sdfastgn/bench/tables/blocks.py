@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-# Number of characters that a table's frame takes: for each column, and once for the table.
+# Width in characters of a table's frame: so many for each column, and so many once for the table.
 COLUMN_FRAME, TABLE_FRAME = 3, 1
 
 
@@ -21,11 +21,11 @@ def _total(widths: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A table that is never cut off: columns that do not fit are shown in a further block below.
+    """A table for rich that is never cut off: columns that do not fit follow in further blocks below.
 
     Attributes:
         body: rows. A row may have fewer cells than the header.
-        left: the first ``left`` columns are text. They are repeated in every block.
+        left: number of columns on the left that are text. They are repeated in every block.
         notes: lines below the table.
     """
 
@@ -50,13 +50,13 @@ class Blocks:
         if self.caption:
             yield Text(self.caption, style="dim italic")
         for line in self.notes:
-            # rich would read brackets in a plain string as markup, and names of kernels have brackets.
+            # In a plain string rich takes brackets for markup, but names of kernels have brackets.
             yield Text(line, style="dim", overflow="fold")
 
     def _widths(self, room: int) -> list[int]:
-        """Widths of the columns, if ``room`` characters are available.
+        """Widths of the columns, if the terminal is ``room`` characters wide.
 
-        Lines of text may be broken between words. A number is only broken if it is wider than ``room``.
+        Text may be broken between words. A number is broken only if it does not fit beside the text columns.
         """
         rows = [self.header, *self.body]
         columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]

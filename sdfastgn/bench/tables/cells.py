@@ -1,11 +1,12 @@
-"""Parts that all tables of results use: texts of numbers, marks, and a line on machine and versions."""
+"""Texts that all tables of results use: numbers, marks, and a line about the machine and the versions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# ``NOTHING``: the text of a cell without a value. ``LOSS``: a mark after a time that a competitor beats.
+# ``NOTHING``: the text of a cell without a value. ``LOSS``: the mark of a time of sdfastgn that is longer
+# than the fastest competitor's.
 NOTHING = "-"
 LOSS = "†"
 
@@ -33,9 +34,9 @@ def extent(size: int, width: int | None = None, frames: int | None = None) -> st
 
 
 def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Returns (header, body) of a table, without columns in which all cells are empty.
+    """Returns (header, body) of a table, without columns in which all cells are ``NOTHING``.
 
-    ``rows``: a dict for each row, title of a column -> cell.
+    ``rows``: a dict for each row: title of a column -> text of the cell.
     """
     header = [name for name in (rows[0] if rows else ()) if any(row[name] != NOTHING for row in rows)]
     return header, [[row[name] for name in header] for row in rows]

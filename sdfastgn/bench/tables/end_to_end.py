@@ -1,4 +1,4 @@
-"""End-to-end times as tables in the terminal."""
+"""The terminal's table of ``sdfastgn bench``: times, memory and errors of each variant."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ GATE = "correctness gate, before any time"
 
 
 def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
-    """A table of the rows of one part, without empty columns, and with notes below the table.
+    """A table of the rows of one measured part, without empty columns, and with notes below the table.
 
-    ``gate``: the correctness gate in words; empty if the run does not say.
+    ``gate``: the correctness gate in words; empty if the run's JSON does not contain it.
     """
     eager = eager_of(rows)
     cells = [
@@ -51,7 +51,7 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """Lines of text about rows: what the variant did, images/s of each process, reasons for missing times."""
+    """The notes of each row: what the variant did or why it has no time, images/s of each process."""
     texts = []
     for row in rows:
         texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
@@ -68,6 +68,6 @@ def row_line(row: Row) -> str:
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """A line of text for each reason why variants have no graph time. It names the variants."""
+    """A line for each reason for a missing time of a CUDA graph, with the variants to which it applies."""
     variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
     return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

@@ -13,19 +13,20 @@ from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, sh
 from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_columns
 
-# The rows of one shape and task: provider -> row. The copy is one of the providers.
+# Name of a provider -> its row, for one shape and task. The copy (``COPY``) is one of the providers.
 Line = dict[str, KernelRow]
-# ``Overs``: the two providers that times are divided by (with a hot L2 cache, with a cold L2 cache).
-# ``Pair``: two ratios of times, or two times (with a hot L2, with a cold L2).
+# ``Overs``: names of two providers: (times with a hot L2 cache are divided by the first's time, times with a
+# cold L2 cache by the second's).
+# ``Pair``: two times or two ratios of times: (with a hot L2, with a cold L2).
 Overs = tuple[str | None, str | None]
 Pair = tuple[float | None, float | None]
 
 
-# ---- what rows say
+# ---- ratios and means
 
 
 def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
-    """Group rows: (shape, task) -> ``Line``. Each line includes the copy of its shape."""
+    """Group rows: (shape, task) -> ``Line``. Each line also has the row of the copy of its shape."""
     rows = list(rows)
     copies = {row.shape: row for row in rows if row.provider == COPY}
     found: dict[tuple[Shape, str], Line] = {}
@@ -71,7 +72,11 @@ def best_peers(line: Line) -> Overs:
 
 
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Geometric means of times divided by the times of ``over``: shape set -> task -> provider -> means."""
+    """Geometric means over shapes of a provider's times divided by the times of the provider ``over``.
+
+    Returns name of a shape set -> task -> provider -> means: the keys "hot" and "cold" (L2) have the means,
+    and "shapes" the number of shapes.
+    """
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for set_name, shapes in suite.shape_sets.items():
@@ -89,7 +94,7 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """Geometric means of the ratios of times to the copy's and to the baseline's, as a dict for JSON."""
+    """The results of ``means`` over the copy and over the suite's baseline, as a dict for JSON."""
     rows = list(rows)
     return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
 
@@ -98,9 +103,9 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 
 
 def cell_line(row: KernelRow) -> str:
-    """The line that is shown after a measurement: its times, or why it failed.
+    """The line of text that is shown after a measurement: its times, or why it failed.
 
-    It is empty if the provider was unavailable.
+    The line is empty if the provider was unavailable.
     """
     if row.status == UNAVAILABLE:
         return ""
@@ -110,7 +115,8 @@ def cell_line(row: KernelRow) -> str:
 
 def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     """Lines that say why cells of a table are empty: one line for each provider and reason."""
-    # The shapes are keys of a dict, so that a shape with several rows (one for each task) is named only once.
+    # (provider, reason) -> texts of shapes. They are a dict's keys, so that a shape with rows for several
+    # tasks is named only once.
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.status != OK:
@@ -122,13 +128,13 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     ]
 
 
-# ---- what both kinds of tables show
+# ---- tables for the terminal and for Markdown
 
 
 def competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
-    """The rows of the first table: the memory copy (``COPY``) and the suite's ``operations``.
+    """The rows of the suite's first table: rows of the copy (``COPY``) and of the suite's ``operations``.
 
-    The suite's ``extras`` have no competitors, so they are left out.
+    Rows of the suite's ``extras`` are left out, because they have a table of their own.
     """
     return [row for row in rows if row.task in (COPY, *suite.ideals)]
 
@@ -179,7 +185,7 @@ def suite_legend(suite: Suite) -> str:
     return f"{LOSS}: a peer is faster; least time over the copy's where memory is the limit: {ideals}"
 
 
-# ---- the terminal
+# ---- tables for the terminal
 
 
 def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str) -> list[Blocks]:

@@ -36,9 +36,10 @@ def save(figure: Any, path: Path) -> None:
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Write a PNG of the GB/s of each provider (vertical), by the bytes that a call must move (horizontal).
+    """Write a PNG of each provider's GB/s (vertical) over the bytes that a call must move (horizontal).
 
-    The roof is the line of the copy, which reads x once and writes y once.
+    There are two diagrams, for a hot and a cold L2. The line of the copy, which reads x once and writes y
+    once, is the roof: the highest GB/s to expect.
     """
     from matplotlib.figure import Figure
 
@@ -64,18 +65,16 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
 
 
 def _megabytes(row: KernelRow) -> float:
-    """Megabytes that the call must move.
-
-    GB/s times microseconds gives kilobytes, so they are divided by 1000.
-    """
+    """Megabytes that the call must at least read and write: GB/s * microseconds = kilobytes."""
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
 
 
 def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write a PNG of where a call's time goes: a panel for each part, with a stacked bar for each variant.
+    """Write a PNG of where a call's time goes: a panel for each measured part, a stacked bar for each
+    variant.
 
     The floor of a variant is its time in convolutions, GEMMs and attention. A mark in each bar shows the
-    variant's floor, and a dashed line the lowest floor in a panel. Rows without a breakdown are left out.
+    variant's floor. A dashed line shows the lowest floor in a panel. Rows without a breakdown are left out.
     Raises ValueError if no row has a breakdown.
     """
     from matplotlib.figure import Figure

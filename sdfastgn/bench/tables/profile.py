@@ -1,4 +1,4 @@
-"""Breakdowns of ``--profile`` as tables in the terminal."""
+"""The terminal's tables of ``sdfastgn bench --profile``: where the time of a call goes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL_LABELS = {
 }
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 
-# Maximum number of characters of a kernel's name in a table. (Names of C++ templates may have a thousand.)
+# Maximum number of characters of a kernel's name in a table. Names of C++ templates may have a thousand.
 _NAME_LENGTH = 110
 _OTHERS_SHOWN = 5
 
@@ -60,9 +60,9 @@ def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
 
 
 def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
-    """A table of milliseconds per category, with a row for each variant of one part.
+    """A table of milliseconds per category of kernels. It has a row for each of ``rows`` with a breakdown.
 
-    None if no row has a breakdown.
+    None if no row has one.
     """
     found = _found(rows)
     shown = [name for name in (*CATEGORIES, GAPS) if name != OTHER or any(one.other for _, one in found)]
@@ -100,7 +100,7 @@ def floor_line(rows: Sequence[Row]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Lines under the table: the lowest floor, and kernels without a category."""
+    """Lines under the table: the lowest floor, and the kernels in the category ``OTHER``."""
     lines = floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:

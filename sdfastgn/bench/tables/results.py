@@ -26,7 +26,8 @@ from sdfastgn.program import OptionError, counted
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
-# Settings in which a run may differ from its preset, because they do not change the numbers.
+# Settings in which a run may differ from its preset and still be compared with the preset's published
+# numbers.
 _FREE_SETTINGS = ("repeats",)
 
 
@@ -37,7 +38,8 @@ class Result:
     Attributes:
         name: the run's name in tables.
         content: the content of the run's JSON file.
-        figures: ``case_title`` of a pipeline -> the pipeline's images, as ``page.figures`` returns them.
+        figures: title of a measured pipeline (see ``case_title``) -> its images, as ``page.figures`` returns
+            them.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines that a reader must see before the numbers."""
+        """Lines to show above the tables, such as that there was no GPU."""
         on_cpu = self.content["environment"].get("device") == "cpu"
         return [NO_GPU] if on_cpu and self.content["kind"] in BENCH_KINDS else []
 
@@ -65,14 +67,14 @@ def read_result(path: Path, name: str) -> Result:
     damaged = path
     try:
         for table in tables_of(result):
-            "".join(cell for row in table.body for cell in row)  # raises an error if a cell is no text
+            "".join(cell for row in table.body for cell in row)  # raises an error for a cell that is no text
         times_of(result), source_line(result.content)
         damaged = images
         for title, shown in (load(images) if images.exists() else {}).items():
             result.figures[title] = [(caption, note, source) for caption, note, source in shown]
     except OptionError:
         raise
-    except Exception as error:  # a damaged file may have a value of any type
+    except Exception as error:  # a damaged file may have wrong values anywhere, so any error may occur
         why = "a field is missing, unknown or of another type"
         raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {why}") from error
     return result
@@ -87,7 +89,7 @@ def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_title(row: Row, content: dict[str, Any]) -> str:
-    """Describes in words what a row measures. Rows of two results are compared if their titles are equal."""
+    """Describes in words what a row measures. Rows of two runs are compared if they have the same title."""
     part = _config_of(row, content)
     count = len(row.process_images_s or ())
     processes = f", {counted(count, 'process', 'processes')}" if count else ""
@@ -98,11 +100,11 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
 
 
 def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
-    """Return ``rows`` of a run, without the times that profiling may have made longer.
+    """Return ``rows`` of a run, without the times that PyTorch's profiler may have made longer.
 
-    After the profiler has recorded something, every later launch takes more CPU time. So times after the
-    first recording are removed, with two exceptions: the first row of each part, and the times of variants
-    that replay graphs, because replays do not launch kernels one by one.
+    After the profiler has recorded something, every later kernel launch takes more CPU time. So times of rows
+    after the first row with a profile are removed. Two kinds of rows keep their times: the first row of each
+    part, and rows of variants that replay graphs, because replays do not launch kernels one by one.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}
@@ -116,7 +118,10 @@ def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
 
 
 def cases_of(result: Result) -> dict[str, list[Row]]:
-    """Returns ``case_title`` -> rows of a result of ``bench``, without times that profiling made longer."""
+    """Returns title (``case_title``) -> rows with this title, for a run of ``sdfastgn bench``.
+
+    Times that the profiler may have made longer are removed. Returns an empty dict for another kind of run.
+    """
     if result.content["kind"] not in BENCH_KINDS:
         return {}
     rows = _without_slowed_times([Row(**values) for values in result.content["rows"]])
@@ -132,7 +137,7 @@ def _kernels_of(result: Result) -> tuple[Suite, list[KernelRow]] | None:
 
 
 def tables_of(result: Result) -> list[Blocks]:
-    """All tables of a result. Raises OptionError for a kind of result that has none."""
+    """All tables of a run. Raises OptionError if there are no tables for the run's kind."""
     kind, config = result.content["kind"], result.content.get("config", {})
     if kind in BENCH_KINDS:
         tables = []
@@ -149,7 +154,7 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """A table for each part that ran as a preset: our numbers and the published ones, in the same unit."""
+    """A table for each measured preset: this run's numbers and the published ones, in the same unit."""
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():
@@ -188,9 +193,9 @@ def times_of(result: Result) -> dict[tuple[str, str], float]:
 
 
 def comparison(results: Sequence[Result]) -> Blocks:
-    """A table of the times of all results side by side, and of their ratios to the first result.
+    """A table of the times of all runs side by side, and of their ratios to the times of the first run.
 
-    It only has rows for what at least two results have timed, so it may be empty.
+    The table has no rows if no two runs have timed the same thing.
     """
     first, *others = results
     times = [times_of(result) for result in results]
@@ -211,6 +216,6 @@ def comparison(results: Sequence[Result]) -> Blocks:
 
 
 def _ratio_text(ratio: float) -> str:
-    """A text with the ratio of two times, and one of the words equal, slower and faster."""
+    """The ratio of two times with a word for it, such as ``1.20, slower``."""
     text = f"{ratio:.2f}"
     return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"

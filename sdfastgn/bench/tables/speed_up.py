@@ -10,7 +10,7 @@ from sdfastgn.bench.run import Row
 from sdfastgn.bench.variants import label
 
 UNCERTAIN = "?"
-# Maximum ratio of eager's times before and after a variant, if its speed-up is certain.
+# If eager's times before and after a variant differ by more than this factor, the speed-up is uncertain.
 _DRIFT = 1.1
 
 
@@ -19,10 +19,11 @@ class SpeedUp:
     """Eager's time divided by a variant's time.
 
     Attributes:
-        value: the ratio of the medians. Eager's is the mean of its medians before and after the variant.
+        value: eager's median divided by the variant's. Eager's is the mean of its medians before and after
+            the variant.
         least, most: the lowest and the highest ratio that are possible if each of the two times is between
             its 10th and its 90th percentile.
-        drift: the ratio of eager's medians before and after the variant, at least 1.
+        drift: eager's larger median divided by the smaller one, of those before and after the variant.
     """
 
     value: float
@@ -32,7 +33,7 @@ class SpeedUp:
 
     @property
     def is_uncertain(self) -> bool:
-        """True if ``least`` to ``most`` is a wider range than ``value``, or if eager's time has changed."""
+        """True if ``most - least`` is larger than ``value``, or if eager's time has changed too much."""
         return self.most - self.least > self.value or self.drift > _DRIFT
 
     @property
@@ -50,15 +51,15 @@ class SpeedUp:
 
 
 def eager_of(rows: Iterable[Row]) -> Row | None:
-    """Eager's row; None if eager has no time."""
+    """The row of the variant "eager"; None if there is none with a time."""
     return next((row for row in rows if row.variant == "eager" and row.median_ms), None)
 
 
 def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp | None:
-    """The speed-up of a row's call over eager. None if the row or eager has no time.
+    """The speed-up of a row's variant over eager. None if one of the two has no time.
 
-    ``as_graph``: True for the speed-up of the call as a CUDA graph. The time of a graph has no percentiles.
-    Then only eager's percentiles decide the range of the speed-up.
+    ``as_graph``: True for the speed-up of a replay of the row's CUDA graph. A row has no percentiles for
+    replays, so ``least`` and ``most`` then depend only on eager's percentiles.
     """
     time = row.graph_ms if as_graph else row.median_ms
     if eager is None or not eager.median_ms or not time:

@@ -13,7 +13,7 @@ from sdfastgn.bench.documents import OK
 from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import NOTHING
 
-# The kind of the results.
+# The field ``kind`` of a run's JSON that has rows of this table.
 KIND = "warm_up"
 
 
@@ -22,8 +22,8 @@ class WaitRow:
     """How long one process waits for its first images. It has no times if the last image is wrong.
 
     Attributes:
-        image_s: seconds that each of the first images takes. The first number includes ``optimize``.
-        new_size_s: seconds that each of the first UNet steps takes at a size that is new to the process.
+        image_s: seconds for each of the process's first images. The first number includes ``optimize``.
+        new_size_s: seconds for each of the first UNet steps at an image size that is new to the process.
         peak_mib: maximum memory that tensors occupied; None on the CPU.
         reserved_mib: maximum memory that PyTorch's CUDA allocator took from the GPU; None on the CPU.
         psnr_db: PSNR of the last image against stock's image. None for stock itself, and if the images are
@@ -46,9 +46,9 @@ class WaitRow:
 
     @property
     def new_size_over_s(self) -> float:
-        """Seconds that the first steps at a new size took in total, beyond the usual time of such steps.
+        """Seconds that the first steps at a new size took longer than later steps would have, in total.
 
-        The time of the last step is taken as the usual time.
+        The time of the last step is taken as the time of a later step.
         """
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
