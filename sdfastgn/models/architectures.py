@@ -21,7 +21,7 @@ from sdfastgn.models import configurations
 from sdfastgn.models.configurations import TINY_AUTOENCODERS, UNETS, VAES, VideoNetwork
 from sdfastgn.models.saved import latent_scale
 
-if TYPE_CHECKING:  # diffusers takes seconds to import
+if TYPE_CHECKING:  # only for types: diffusers takes seconds to import
     from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
 
 # Value of --dtype -> dtype of the weights.
@@ -29,7 +29,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in c
 # Settings of a UNet whose value is either a list with an entry for each block, or one value for all blocks.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
-# Some settings of a UNet add inputs to its forward. Setting -> the values that ``unet_inputs`` supports.
+# Setting of a UNet that adds inputs to its forward -> the values for which ``unet_inputs`` makes these
+# inputs.
 _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
@@ -49,10 +50,10 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
-    """The first setting in which ``config`` differs from the UNet of ``model``; empty if there is none.
+    """Says in which setting ``config`` first differs from the UNet of ``model``; empty if there is none.
 
-    The image size is not compared. The number of input channels is not compared either, because UNets for
-    inpainting have more.
+    For example ``"layers_per_block (1, 1), not (2, 2)"``. The image size is not compared, nor the number of
+    input channels, of which UNets for inpainting have more.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
         expected, found = _setting(UNETS[model], key), _setting(config, key)
@@ -91,7 +92,10 @@ def build_unet(
 def build_vae(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> AutoencoderKL | AutoencoderTiny:
-    """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32."""
+    """The VAE of ``model`` in eval mode, with random weights drawn from ``seed``.
+
+    ``force_upcast`` is off, so pipelines decode in ``dtype``, although SDXL's pipeline would use fp32.
+    """
     from diffusers import AutoencoderKL, AutoencoderTiny
 
     if model in TINY_AUTOENCODERS:
@@ -116,9 +120,10 @@ def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
 
 
 def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
-    """Random latents that decode to square images with ``size`` pixels along a side.
+    """Random latents that decode to ``batch`` square images with ``size`` pixels along a side.
 
-    ``where``: the keyword arguments dtype and device.
+    ``model``: a model's name, or the configuration of a VAE. ``where``: the keyword arguments dtype and
+    device.
     """
     config = VAES[model] if isinstance(model, str) else model
     pixels = size // latent_scale(config)
@@ -129,32 +134,35 @@ def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: 
 def with_random_weights(
     build: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> Any:
-    """The module that ``build`` makes, in eval mode, with random weights unless ``device`` is meta.
+    """The module that ``build`` makes, in eval mode, with random weights drawn from ``seed``.
 
-    Buffers, such as embeddings of positions, keep the values that ``build`` gives them.
+    Buffers, such as embeddings of positions, keep the values that ``build`` gives them. On the meta device
+    nothing has values.
     """
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    # Parameters are made on the meta device, because initializing 2.6 billion of them on the CPU would take
-    # minutes. (The type is ignored, because torch's stubs say that such a hook returns None.)
+    # The hook puts each new parameter on the meta device, where it needs no values: initializing 2.6 billion
+    # values on the CPU would take minutes. (The type is ignored, because torch's stubs say that such a hook
+    # returns None.)
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         model = build()
     finally:
         hook.remove()
-    # diffusers' own ``to`` would warn of modules that must stay fp32, although these models have none.
+    # ``ModelMixin.to`` of diffusers would warn of modules that must stay in fp32, although there are none
+    # here.
     nn.Module.to(model, dtype)
     buffers = dict(model.named_buffers())
     model.to_empty(device=device).eval()
-    for name, buffer in model.named_buffers():  # ``to_empty`` has left them undefined
+    for name, buffer in model.named_buffers():  # ``to_empty`` has given all buffers undefined values
         buffer.copy_(buffers[name])
     return model if torch.device(device).type == "meta" else randomize(model, seed)
 
 
 def randomize(module: nn.Module, seed: int) -> Any:
-    """Draw random values for all parameters of ``module`` in place, and return it."""
+    """Draw random values for all parameters of ``module`` in place, and return ``module``."""
     norms = {id(m.weight) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm))}
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():

@@ -7,11 +7,11 @@ The configurations are the public ones of four models:
 - ``lcm``: SimianLuo/LCM_Dreamshaper_v7, which is SD1.5 with embedded guidance, here at 512 pixels;
 - ``sd_turbo``: stabilityai/sd-turbo, image to image, with the autoencoder of madebyollin/taesd.
 
-``tiny`` and ``tiny_xl`` have the same kinds of blocks, but are small, for tests. Their number of channels per
-group is not a power of two. Settings that equal the defaults of diffusers and transformers are left out. The
-default UNet of diffusers is the one of SD1.5.
+``tiny`` and ``tiny_xl`` are small models for tests, with the kinds of blocks of SD1.5 and SDXL. A group of
+their GroupNorms has five channels or a multiple, and so not a power of two. Settings that equal the defaults
+of diffusers and transformers are left out: diffusers' default UNet is that of SD1.5.
 
-``VIDEO_NETWORKS`` are single networks of other models, most of them of video:
+``VIDEO_NETWORKS`` are single networks (no whole pipelines) of other models, most of them of video:
 
 - ``wan``: Wan-AI/Wan2.1-T2V-14B-Diffusers;
 - ``qwen_image``: Qwen/Qwen-Image. Its autoencoder has Wan's architecture. An image is a video of one frame;
@@ -30,7 +30,8 @@ from typing import Any
 PROMPT = "a photograph of an astronaut riding a horse"
 # Value of --dtype -> torch's name of the dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# The allowed seeds: signed 64-bit integers. (PyTorch also accepts ``seed + 1``, which some inputs need.)
+# The allowed seeds: signed 64-bit integers. Some tensors are drawn with larger seeds, such as ``seed + 1``,
+# which PyTorch also accepts: its limit is 2**64 - 1.
 SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -116,7 +117,8 @@ def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
 _TINY_CLIP = _clip(32, 2, 4, intermediate_size=64, vocab_size=514)
 _CLIP_L = _clip(768, 12, 12, intermediate_size=3072)
 _CLIP_BIG_G = _clip(1280, 32, 20, intermediate_size=5120, hidden_act="gelu")
-# The text encoders of each model. SDXL's second one has a projection, whose output is the pooled embedding.
+# Model -> configurations of its text encoders. SDXL's second encoder ends in a projection, which makes the
+# pooled embedding.
 TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny": (_TINY_CLIP,),
     "tiny_xl": (_TINY_CLIP, _TINY_CLIP),
@@ -141,7 +143,7 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class VideoNetwork:
-    """A UNet or an autoencoder of video, and the size of the call that is timed.
+    """A UNet or an autoencoder of video, and the size of the video with which it is timed.
 
     Attributes:
         cls: name of the network's class in diffusers.
@@ -173,8 +175,8 @@ VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
         "unet": VideoNetwork(
             "UNetSpatioTemporalConditionModel", "fp16", 14, 576, 1024, batch=2, config={"num_frames": 14}
         ),
-        # The pipeline decodes a few frames at a time, because all frames together need much memory. So only
-        # four frames are timed.
+        # SVD's pipeline decodes its frames in several calls, because all frames in one call need much memory.
+        # The call that is timed decodes four frames.
         "vae": VideoNetwork(
             "AutoencoderKLTemporalDecoder",
             "fp16",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# The projections of attention, which most LoRAs adapt.
+# Names of the layers that get a LoRA: the projections of attention, which most LoRAs adapt.
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -15,7 +15,8 @@ def add_lora(
 ) -> None:
     """Adds a LoRA to the attention of ``model``, a model of diffusers.
 
-    The LoRA changes each layer little: the product of its two matrices, A and B, is small beside the weight.
+    A LoRA adds the product of two matrices, B A, to a layer's weight. Here the product is small beside the
+    weight, so the model's outputs change little.
 
     Args:
         rank: number of rows of A, which is the number of columns of B.

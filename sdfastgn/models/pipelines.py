@@ -32,7 +32,7 @@ def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str
     """A complete pipeline of ``model`` with random weights, without any download.
 
     Every component has its real architecture, except for the tokenizer, whose vocabulary consists of single
-    bytes. A prompt still gives 77 tokens. The pipeline can be saved and loaded again.
+    bytes. A prompt is still padded or cut to 77 tokens. The pipeline can be saved and loaded again.
     """
     scheduler, options = configurations.SCHEDULERS[model]
     first, *second = configurations.TEXT_ENCODERS[model]
@@ -72,7 +72,7 @@ def load_pipeline(
         option: the command-line option that named the pipeline, for errors.
         weights: a folder that ``save_pretrained`` wrote, or a Hub id.
         dtype, device: dtype and device for the pipeline.
-        variant: the variant of the pipeline's files, such as fp16.
+        variant: the part of the weight files' names that selects one of several files, such as fp16.
 
     Raises OptionError with diffusers' reason if it cannot be loaded.
     """
@@ -87,8 +87,7 @@ def load_pipeline(
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
     """Returns the CLIP tokenizer whose files ``write_tokenizer`` writes."""
-    # The tokenizer is loaded from files, because the constructors of CLIPTokenizer in transformers 4 and 5
-    # take different arguments.
+    # Files work with transformers 4 and 5. The arguments of CLIPTokenizer's constructor differ between them.
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
@@ -103,8 +102,8 @@ def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    # CLIP's vocabulary has a character for each byte. For a byte that is not printable, the character's code
-    # is over 255.
+    # CLIP's vocabulary writes each byte as one character: a printable byte as itself, any other byte as a
+    # character with a code over 255.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     merges = {}
     for word in words:
@@ -123,7 +122,7 @@ def _text_encoder(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> CLIPTextModel:
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    # The encoder is made on its device and not on the meta device, where its buffers would get no values.
+    # The encoder is not built on the meta device, where its buffers would get no values.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
     return architectures.randomize(encoder.to(dtype), seed).eval()

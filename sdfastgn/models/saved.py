@@ -22,7 +22,7 @@ def load_config(weights: str, component: str) -> dict[str, Any]:
     """
     if Path(weights).is_dir():
         return dict(json.loads((Path(weights) / component / _CONFIG).read_text(encoding="utf-8")))
-    from diffusers import UNet2DConditionModel  # any class of diffusers has this ``load_config``
+    from diffusers import UNet2DConditionModel  # its ``load_config`` works for any component
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Hub clients warn of an argument that diffusers passes
@@ -42,7 +42,7 @@ def unet_config(option: str, weights: str) -> dict[str, Any]:
     try:
         return load_config(weights, "unet")
     except Exception as error:  # the Hub's client raises errors of many classes
-        from sdfastgn.kernels.common.failures import one_line  # imports torch
+        from sdfastgn.kernels.common.failures import one_line  # here, because it imports torch
 
         raise OptionError(f"{lacks}: {one_line(error)}") from None
 
@@ -60,7 +60,7 @@ def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tupl
     Args:
         weights: the pipeline's folder or Hub id.
         unet: the UNet's configuration.
-        without_vae: the second result if the pipeline has no configuration of a VAE.
+        without_vae: the number of pixels to return if the pipeline has no configuration of a VAE.
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))

@@ -11,10 +11,10 @@ from torch import Tensor
 # A latent covers 8 x 8 pixels. In the autoencoders that compress time, the first latent frame covers one
 # frame of the video, and each further latent frame covers four.
 PIXELS, FRAMES = 8, 4
-# Number of tokens of a text that CLIP has encoded.
+# Number of tokens of CLIP's encoding of a text.
 _TOKENS = 77
 
-# Makes a random tensor of the given shape, in the dtype and on the device of the model.
+# Type of ``draw(*shape)``, which returns a random tensor of this shape in the model's dtype, on its device.
 Draw = Callable[..., Tensor]
 
 
@@ -43,7 +43,7 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
         return {
             "sample": sample,
             "timestep": torch.tensor(500, device=sample.device),
-            # The pipeline repeats the text for each frame.
+            # As in the pipeline, each frame of a video has a copy of the text's embedding.
             "encoder_hidden_states": draw(batch * frames, _TOKENS, config.cross_attention_dim),
         }
     if kind == "AutoencoderKLTemporalDecoder":
@@ -53,6 +53,6 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
 
 
 def run(model: Any, inputs: dict[str, Any]) -> Any:
-    """Makes one step of a UNet, or one decode by an autoencoder. Returns its output as a tensor."""
+    """Runs one step if ``model`` is a UNet, one decode if it is an autoencoder. Returns the output tensor."""
     call = model.decode if hasattr(model, "decode") else model
     return call(**inputs, return_dict=False)[0]
