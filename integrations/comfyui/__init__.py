@@ -4,8 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-# `make comfyui-node` builds a copy of this folder that has the package sdfastgn here. The copy needs no
-# separate installation of sdfastgn.
+# `make comfyui-node` builds a copy of this folder that contains the package sdfastgn in this place. So users
+# of the copy need not install sdfastgn.
 _SHIPPED = Path(__file__).parent / "package"
 
 if importlib.util.find_spec("sdfastgn") is None:

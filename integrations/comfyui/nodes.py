@@ -1,6 +1,6 @@
-"""The nodes: names, inputs, outputs and functions.
+"""The nodes: their names, inputs, outputs and functions.
 
-ComfyUI has two formats for declaring nodes. ``v1.py`` and ``v3.py`` declare ``NODES`` in one format each.
+ComfyUI has two formats for declaring nodes, V1 and V3. ``v1.py`` and ``v3.py`` declare ``NODES`` in them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _GRAPHS = {"auto": "auto", "at once": True, "never": False}
 
 
 class Input(NamedTuple):
-    """An input of a node. ``choices``: for a drop-down list, the values to pick from, default first."""
+    """An input of a node. ``choices``: the entries of a drop-down list, the default first; else empty."""
 
     id: str
     type: str
@@ -29,11 +29,11 @@ class Output(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node.
+    """A node of ComfyUI.
 
-    ``run`` takes ``node_id`` and the inputs by name, and returns the outputs. The last output is text, which
-    is also shown on the node. ``always_runs``: True if the node runs in each prompt, even if its inputs have
-    not changed or nothing is connected to its outputs.
+    ``run`` takes ``node_id`` and the inputs by name, and returns the outputs. The last output is a text,
+    which is also shown on the node. ``always_runs``: True if the node runs each time the user runs the
+    workflow, even if its inputs have not changed or nothing is connected to its outputs.
     """
 
     id: str
@@ -56,7 +56,7 @@ _GRAPHS_INPUT = Input(
 _TEXT = Output("text", "STRING", "Whether it is faster, what stays as in stock and why, and memory.")
 
 
-# sdfastgn is imported when a node runs. It imports Triton, and ComfyUI's start should not wait for that.
+# The functions import sdfastgn only when a node runs: it imports Triton, and ComfyUI's start should not wait.
 
 
 def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, ...]:
@@ -89,8 +89,8 @@ def _report(node_id: Any, model: Any, latent: Any) -> tuple[Any, ...]:
 
 
 def _show(node_id: Any, text: str) -> None:
-    """Shows ``text`` on a node that has already run, because the text changes when the sampler runs later."""
-    server = sys.modules.get("server")  # missing if a script calls the nodes without ComfyUI's server
+    """Shows a new ``text`` on a node that has already run, such as after the sampler has run the model."""
+    server = sys.modules.get("server")  # None if a script calls the nodes without ComfyUI's server
     if hasattr(getattr(server, "PromptServer", None), "instance"):
         server.PromptServer.instance.send_sync("sdfastgn.text", {"node": node_id, "text": text})
 

@@ -1,7 +1,7 @@
 """GroupNorm, channel norm, LayerNorm, BatchNorm and GEGLU as Triton kernels, forward and backward.
 
-sdfastgn's scripts/build_hub_kernels.py writes this package. Each function's docstring has its contract. The
-functions use plain PyTorch if no kernel can run, as on a CPU or in fp64.
+sdfastgn's scripts/build_hub_kernels.py writes this package. Each function's docstring has its shapes, dtypes
+and errors. The functions use plain PyTorch if no kernel can run, as on a CPU or in fp64.
 """
 
 from . import layers

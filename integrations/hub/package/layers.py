@@ -1,6 +1,6 @@
-"""Layers for ``kernels.kernelize``, which gives the ``forward`` of these classes to a model's layers.
+"""Layers for ``kernels.kernelize``, which gives a model's layers the ``forward`` of one of these classes.
 
-The classes have no weights or settings. ``forward`` reads the weights and settings of the model's layer.
+The classes have no weights or settings: ``self`` is the model's layer, whose weights and settings are read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GroupNormSiLU(nn.Module):
 
 
 class ChannelNorm(nn.Module):
-    """Replaces diffusers' ``WanRMS_norm`` and its copies: RMSNorm over the channels of each position.
+    """Replaces diffusers' ``WanRMS_norm`` and its copies in other models: RMSNorm over the channels.
 
     x (N, C, *spatial), or (*, C) if ``channel_first`` is False -> a tensor of the same shape.
     """
@@ -70,7 +70,7 @@ class ChannelNormSiLU(nn.Module):
 
 
 def _channel_norm(norm: Any, x: Tensor, activation: str) -> Tensor:
-    # Without a bias the layer has the number 0.
+    # ``WanRMS_norm`` without a bias has the number 0 as ``bias``.
     bias = norm.bias.flatten() if isinstance(norm.bias, Tensor) else None
     channels_second = x if norm.channel_first else x.flatten(0, -2)
     y = channel_norm(channels_second, norm.gamma.flatten(), bias, norm.scale, activation=activation)
@@ -95,6 +95,6 @@ class LayerNorm(nn.Module):
             )
         if dims == 1:
             return layer_norm(input, self.weight, self.bias, self.eps)
-        # Several normalized dimensions are flattened into one.
+        # ``layer_norm`` normalizes only the last dimension, so several dimensions are flattened into one.
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
         return layer_norm(input.flatten(-dims), weight, bias, self.eps).view(input.shape)

@@ -1,6 +1,7 @@
-"""The tests that kernel-builder runs on a build: each kernel beside PyTorch in fp64.
+"""The tests that kernel-builder runs on a build: they compare kernels with PyTorch in fp64.
 
-``LOCAL_KERNELS`` makes ``get_kernel`` load the build instead of the repository on the Hub.
+The environment variable ``LOCAL_KERNELS`` makes ``get_kernel`` load the build instead of the repository on
+the Hub.
 """
 
 from __future__ import annotations
