@@ -28,8 +28,8 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# Number of stack frames of contextlib between ``optimized`` and the user's ``with`` statement.
-# It is added to a warning's ``stacklevel``, so that the warning shows the user's line.
+# ``with sdfastgn.optimized(...)`` calls ``optimized`` through a frame of contextlib. This number of frames is
+# added to a warning's ``stacklevel``, so that the warning shows the user's line.
 _WITH = 1
 
 
@@ -50,9 +50,9 @@ def optimize(
 
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component with a
-            GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. So are
-            the image processor, the search for the pipeline's device, and PNDM, DDIM, LCM, Euler,
-            Euler a, DPM++ 2M and UniPC schedulers.
+            GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. Also made
+            faster are the image processor, the property that finds the pipeline's device, and the PNDM,
+            DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers.
         strict: True raises a ValueError if anything must be skipped.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
@@ -181,7 +181,7 @@ def optimized(
             left = _put_back(before)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(obj):
-                if id(part) not in known:  # the pipeline got ``part`` inside the block
+                if id(part) not in known:  # ``part`` came into the pipeline inside the block
                     left += patcher.undo(part, name)
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
@@ -200,7 +200,8 @@ def verdicts(obj: Any) -> list[Verdict]:
             graphs.remove(root)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        obj.maybe_free_model_hooks()  # the calls that verify parts let offloading move models to the GPU
+        # Offloading has moved models to the GPU for the calls. This moves them away again.
+        obj.maybe_free_model_hooks()
     return found
 
 
@@ -249,15 +250,15 @@ def report(obj: Any) -> Report:
 
 @contextmanager
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """A context for changes of ``roots``. Inside it no other thread runs these models or changes any model.
+    """A context in which ``roots`` may be changed: no other thread runs these models or changes any model.
 
-    When the context begins, the GPUs of the models are idle.
+    When the context begins, the models' GPUs have finished all their work.
     """
     roots = list(roots)
-    # A call of a model with graphs holds the lock of its device, and a change needs this lock too. If a call
-    # took the lock and then waited at an inner module for the end of the change, the call and the change
-    # would wait for each other forever. So models with graphs that contain a module of ``roots`` are included
-    # here, and their calls wait before they take the lock.
+    # This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
+    # this lock too. If a call took the lock and then waited at an inner module for the end of the change, the
+    # call and the change would wait for each other. So calls of models with graphs that contain a module of
+    # ``roots`` are also made to wait, and they wait before they take the lock.
     with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
         graphs.wait_for_gpus(roots)
         yield
@@ -267,8 +268,8 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 class _Options:
     """The options of ``optimize`` that select fusions, as ``patcher.inspect`` takes them.
 
-    ``asked``: names of fusions in ``ASKED_FUSIONS`` that the user has asked for. ``merges``: the option
-    ``merge_adapters``. ``left_out``: names of fusions that are not applied.
+    ``asked``: names of fusions that are off by default (``ASKED_FUSIONS``) and that the user has turned on.
+    ``merges``: the option ``merge_adapters``. ``left_out``: names of fusions that the user has turned off.
     """
 
     asked: tuple[str, ...]
@@ -278,10 +279,10 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Before:
-    """The state of one component before ``optimize``.
+    """The state of one component before ``optimize``, from which ``_put_back`` restores it.
 
-    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module with graphs -> the
-    option ``cuda_graphs`` of this module. ``findings``, ``laid_out``: as in ``patcher.take_back``.
+    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module whose calls run as
+    CUDA graphs -> its option ``cuda_graphs``. ``findings``, ``laid_out``: as in ``patcher.take_back``.
     """
 
     name: str
@@ -309,16 +310,16 @@ def _before(name: str, component: Any, options: _Options) -> _Before:
 
 
 def _changes(was: _Before, options: _Options) -> bool:
-    """True if ``optimize`` changes the model ``was.component``."""
+    """True if ``optimize`` with these options has something to change in the model ``was.component``."""
     return patcher.needs_change(was.component, was.findings) or merged_adapters.must_release(
         was.component, options.merges
     )
 
 
 def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
-    """Give each component its former state.
+    """Give each component the state that it had before ``optimize``.
 
-    Returns (path, module or part) for all that cannot be restored.
+    Returns (path, module or part of a pipeline) for all that could not be restored.
     """
     left = []
     for was in before:
@@ -348,10 +349,9 @@ def _optimize(
     merge_adapters: bool = True,
     exact_tiling: bool = True,
 ) -> list[_Before]:
-    """Optimize ``obj``, for ``optimize`` and ``optimized``.
+    """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
-    ``call``: the name of the function that the user has called. Returns the former state of each component.
-    The list is empty if there is nothing to optimize.
+    Returns the state of each component before the change; an empty list if there is nothing to optimize.
     """
     flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify}
     flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}
@@ -393,7 +393,7 @@ def _optimize(
 
 
 def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
-    # The type is checked too, because ``in MODES`` accepts 0 and numpy's False: these are equal to False.
+    # The type is checked because 0 and numpy's False would pass as ``in MODES``: they are equal to False.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         modes = '"auto", "training", True or False'
         raise ValueError(f"sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be {modes}")
@@ -448,7 +448,7 @@ def _nothing_in(obj: Any) -> str:
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
     """The text of the warning that some parts could not be restored.
 
-    ``left``: (path, module or part) of each.
+    ``left``: (path, module or part of a pipeline) for each of them.
     """
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
@@ -461,11 +461,11 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
 
 
 def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
-    """Name of a component -> its module, for the components of ``obj`` that have anything to fuse.
+    """Name of a component -> its module, for components with anything to fuse or to capture as CUDA graphs.
 
     If ``obj`` is a module, it is the only component, and its name is "". A component that occurs twice is
-    listed once. A component that is inside of another one is not listed. ``asked``: names of fusions in
-    ``ASKED_FUSIONS`` that the user has asked for.
+    listed once. A component that is inside of another one is not listed. ``asked``: as in ``_Options``.
+    Raises TypeError if ``obj`` is neither a pipeline nor a module.
     """
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
@@ -493,7 +493,7 @@ noted: set[str] = set()
 
 
 def warn_of_machine(call: str) -> None:
-    """Warn if no kernel can run on this machine, or if sdfastgn was never tested with the installed packages.
+    """Warn if no kernel can run on this machine, or if the tests never ran with its versions of packages.
 
     ``call``: the name of the public function, for the warning.
     """

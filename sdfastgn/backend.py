@@ -26,21 +26,22 @@ def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
     if triton is None or None not in why_stock:
         return f"{_STOCK_CODE} ({'; '.join(reasons)})"
     if any(p.is_meta for root in roots for p in root.parameters()):
-        return ""  # the answer depends on the device to which the weights will be moved
+        return ""  # unknown: it depends on the device to which the meta weights will be moved
     return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
 
 
 def why_stock_runs(root: nn.Module) -> str | None:
-    """Why the fused calls of ``root`` run stock's code; None if kernels run.
+    """Why the fused modules of ``root`` run stock's code; None if they run kernels.
 
-    For a model on the meta device it is also None if this machine has a GPU to which the model can be moved.
+    The result is also None for a model on the meta device, if this machine has a GPU.
     """
     if dispatch.why_off is not None:
         return dispatch.why_off
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
         return None if torch.cuda.is_available() else "no CUDA GPU"
-    # accelerate's offloading moves the weights to the hook's ``execution_device`` for the time of a call.
+    # With accelerate's offloading the weights are on another device now, but a hook moves them to its
+    # ``execution_device`` for each call.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 __all__ = ["randn", "small_call", "unet_inputs"]
 
-# Names of the classes of models for which ``unet_inputs`` makes inputs.
+# Names of the classes of models whose inputs ``unet_inputs`` makes for ``small_call``.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
 # Class of an autoencoder -> number of frames of the video with which ``small_call`` calls it; 0 for an
-# autoencoder of images. The video has the first frame, which the autoencoder encodes alone, and one chunk of
-# four or eight frames.
+# autoencoder of images. These autoencoders encode a video's first frame alone and further frames in chunks.
+# So the video has the first frame and one chunk of four or eight frames.
 _VIDEO_AUTOENCODERS = {
     "AutoencoderKLWan": 5,
     "AutoencoderKLQwenImage": 5,
@@ -95,7 +95,8 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         return functools.partial(model, sample=image, sample_posterior=False)
     if kind in _VIDEO_AUTOENCODERS:
         video_model: Any = model
-        # CogVideoX's autoencoder sets no ratio: each level except the last halves the size.
+        # CogVideoX's autoencoder has no ``spatial_compression_ratio``. Each of its levels except the last
+        # halves the size.
         ratio = getattr(video_model, "spatial_compression_ratio", None)
         side = _VIDEO_LATENTS * (ratio or 2 ** (len(config["block_out_channels"]) - 1))
         frames = _VIDEO_AUTOENCODERS[kind]
@@ -119,14 +120,16 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # AutoencoderTiny's own forward is not called: it passes fp32 to the decoder even in half precision.
+    # AutoencoderTiny's ``forward`` would pass fp32 to the decoder, even if the weights are in half precision.
+    # So ``encode`` and ``decode`` are called.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))
 
 
 def _call_halves(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # The forward of Allegro's autoencoder takes only large videos, which it computes in tiles.
+    # ``encode`` and ``decode`` of Allegro's autoencoder work only on large videos, in tiles. So its encoder
+    # and its decoder are called without them.
     frames = _ALLEGRO_FRAMES * config["temporal_compression_ratio"]
     side = _VIDEO_LATENTS * model.spatial_compression_ratio
     model.encoder(draw(1, config["in_channels"], frames, side, side, seed=0))
@@ -135,5 +138,5 @@ def _call_halves(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
-    """Normal random numbers, drawn on the CPU so that they are the same on every device."""
+    """Normal random numbers. They are drawn on the CPU in fp32: the same for every device and dtype."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)

@@ -63,7 +63,7 @@ class GroupNorm(nn.GroupNorm):
                 f"{name}: num_groups={num_groups} must be a positive divisor of num_channels={num_channels}"
             )
         super().__init__(num_groups, num_channels, as_eps(name, eps), affine, device, dtype)
-        if not bias:  # torch 2.11's constructor has no such argument
+        if not bias:  # the constructor of ``nn.GroupNorm`` has no argument ``bias`` in torch 2.11
             self.register_parameter("bias", None)
         self.activation = activation
 
@@ -126,16 +126,16 @@ class InstanceNorm(_InstanceNorm):
 class BatchNorm(_NormBase):
     """``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` with a fused residual add and activation.
 
-    The constructor, the attributes and the state_dict are the same. Training, eval, momentum and running
-    averages work in the same way.
+    The constructor, the attributes and the state_dict are PyTorch's. Training, eval, momentum and running
+    averages work as in PyTorch.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
             ``torch.nn.BatchNorm2d``.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
-        process_group: the processes that compute common statistics of their batches in training, as in
+        process_group: the processes over whose batches mean and variance are computed in training, as in
             ``torch.nn.SyncBatchNorm``: a group of torch.distributed, or "world" for all processes.
-            None: each process uses its own statistics.
+            None: each process uses the statistics of its own batch.
 
     With y for the normalized input, ``norm(input)`` is ``activation(y)`` and ``norm(input, residual)`` is
     ``activation(y + residual)``.
@@ -145,7 +145,7 @@ class BatchNorm(_NormBase):
 
     Shapes: (N, C, *spatial) -> the same.
     Dtypes, layout, gradients and errors of a call: see ``sdfastgn.batch_norm``. With a process group
-        there is no second derivative.
+        second derivatives are not supported.
     Raises: ValueError if num_features is negative, the activation is unknown or process_group is neither
         a group nor "world"; TypeError if an argument that must be a number is not.
     """
@@ -172,7 +172,7 @@ class BatchNorm(_NormBase):
         super().__init__(
             num_features, as_eps(name, eps), momentum, affine, track_running_stats, device, dtype
         )
-        if not bias:  # torch 2.8's constructor has no such argument
+        if not bias:  # the constructor of torch's batch norms has no argument ``bias`` in torch 2.8
             self.register_parameter("bias", None)
         self.activation = activation
         self.process_group = process_group
@@ -185,8 +185,8 @@ class BatchNorm(_NormBase):
             module: an ``nn.BatchNorm1d``, ``2d`` or ``3d``, or an ``nn.SyncBatchNorm``, whose process
                 group the new norm gets.
             activation: as in the constructor.
-        Raises: TypeError if ``module`` is of another class, or has hooks, a ``forward`` in the instance or
-            additional parameters, because it may then compute something else.
+        Raises: TypeError if ``module`` is of another class, or has hooks, a ``forward`` of its own in the
+            instance or additional parameters: it may then compute something else than a batch norm.
         """
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
         if type(module) not in kinds:
@@ -223,7 +223,7 @@ class BatchNorm(_NormBase):
         if self.training and not self.track_running_stats:
             running = (None, None)
         momentum = self.momentum
-        if momentum is None:  # as in PyTorch, running statistics are then averages of all batches so far
+        if momentum is None:  # as in PyTorch: running averages over all batches, with equal weights
             momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
         trains = self.training or (self.running_mean is None and self.running_var is None)
         call = batch_norm_call(
@@ -296,6 +296,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _refuse(name: str, input: Any, expected: str) -> NoReturn:
-    """Raise a TypeError if ``input`` is no tensor. If it is a tensor, raise a ValueError with its shape."""
+    """Raise a TypeError if ``input`` is no tensor, else a ValueError with its shape and ``expected``."""
     check_input(name, "input", input)
     raise ValueError(f"{name}: input must be {expected}, got shape {tuple(input.shape)}")

@@ -1,4 +1,4 @@
-"""Functions that the command line and the benchmarks share: program name, user errors, launched processes."""
+"""What the command line and the benchmarks share: errors of users, texts for messages, launched processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 __all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program"]
 
-# Value of ``obj`` in the context that click gives to a command, if the process runs nothing but this command.
-# Then the command may change how Python imports modules.
+# Value of click's ``Context.obj`` if the process runs nothing but one command. Such a command may change how
+# Python imports modules. Otherwise, as in tests, it must not change the process.
 OWN_PROCESS = "own process"
 
 
@@ -40,5 +40,5 @@ def launched() -> bool:
 
 
 def is_main() -> bool:
-    """True in the main process, which prints and writes the results of all launched processes."""
+    """True in the process of rank 0, which prints and writes the results of all launched processes."""
     return os.environ.get("RANK", "0") == "0"

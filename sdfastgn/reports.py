@@ -17,13 +17,13 @@ __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 
 # Characters per line of the printed report: the width of the narrowest usual terminal.
 WIDTH = 80
-# Number of paths that are printed for each reason to skip. ``details`` prints all paths.
+# Maximum number of paths that a report prints for each reason to skip modules. ``details`` prints all paths.
 _SHOWN_PATHS = 3
 # Classes of models that gain most of their speed from CUDA graphs: without graphs, launching their kernels
 # from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# Ends of reasons why a call runs without a graph: it is a first call, or in training, or with a compiler.
-# For these reasons the report does not warn of a UNet without graphs. It warns if there is any other reason.
+# The report warns of a UNet that runs without CUDA graphs. It does not warn if the only reasons are that each
+# call was a first call, in training or with a compiler. These are the ends of the texts of such reasons.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",
@@ -36,7 +36,7 @@ STATUSES = ("fused", "fusable", "skipped")
 
 @dataclass(frozen=True)
 class Entry:
-    """What one fusion does to one module.
+    """Whether one fusion applies to one module.
 
     ``component``: the name of the pipeline's component, or the class of a single model. ``path``: the
     module's dotted path in the pipeline or model. ``fusion``: the fusion's name. ``kind``: the name of the
@@ -54,19 +54,18 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The state of a pipeline or module. ``print(report)`` prints a summary, ``print(report.details())`` all.
+    """What is fused in a pipeline or module. ``print(report)`` prints a summary, ``report.details()`` is all.
 
     ``backend``: says whether Triton kernels or stock's code run the fused calls, on the present device of the
     weights. For weights on the meta device it is empty if this machine has a GPU.
     ``channels_last_weights``: number of convolutions whose weights ``optimize`` has made channels-last.
-    ``layout_copies_removed``: number of copies to channels-first that stock makes in each call and this model
-    does not make.
-    ``runs_kernels``: False if all components run stock's code on their present device. Then the parts in
-    ``fused`` run fused only after the model is moved to a device with kernels.
-    ``graphs``: the state of each module whose calls can run as CUDA graphs.
+    ``layout_copies_removed``: number of copies from channels-last to channels-first that the stock model
+    makes in each call, and that the optimized model does not make. ``runs_kernels``: False if all components
+    run stock's code on their present device. Then the modules in ``fused`` run fused only after the model is
+    moved to a device with kernels. ``graphs``: the state of each module whose calls can run as CUDA graphs.
     ``graph_memory_bytes``: size of the memory pools that contain the graphs. The pools may also contain
-    graphs of other models in the process.
-    ``merged``: the models with layers whose LoRA adapters are merged into weights.
+    graphs of other models in the process. ``merged``: the models with layers whose LoRA adapters are merged
+    into weights.
     """
 
     entries: tuple[Entry, ...]
@@ -84,7 +83,7 @@ class Report:
 
     @property
     def fusable(self) -> tuple[Entry, ...]:
-        """The parts that are not fused, but which ``optimize`` would fuse."""
+        """Entries of modules that are not fused, but which ``optimize`` would fuse."""
         return tuple(e for e in self.entries if e.status == "fusable")
 
     @property
@@ -102,7 +101,7 @@ class Report:
         return "\n".join(self._lines(_SHOWN_PATHS))
 
     def details(self) -> str:
-        """A text: the summary with every skipped path, then a table of all fusions for each component."""
+        """The whole report as text: summary, all skipped modules, and a table of fusions per component."""
         rows = self._counts()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = []
@@ -141,13 +140,13 @@ class Report:
     def _graphable(self) -> list[str]:
         """Paths of modules whose calls would run as CUDA graphs after ``optimize``.
 
-        Empty if ``optimize`` was called, that is, if any part is fused.
+        Empty if any module is fused, because ``optimize`` was called then.
         """
         stock = () if self.fused else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:
-        """Paths of fused UNets whose kernels run without CUDA graphs, because these are off or impossible."""
+        """Paths of fused UNets that run kernels but no CUDA graphs, because graphs are off or impossible."""
         if not self.runs_kernels:
             return []
         return [
@@ -163,9 +162,9 @@ class Report:
         ]
 
     def _counts(self) -> list[tuple[str, ...]]:
-        """A table as a list of its titles and its rows.
+        """A table of counts as a list: the titles of its columns, then its rows.
 
-        It has a row for each component and fusion, with the number of parts for each status.
+        It has a row for each component and fusion, with the number of modules for each status.
         """
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
         pairs = dict.fromkeys(pair for pair, _ in counts)
@@ -182,7 +181,7 @@ class Report:
         return lines
 
     def _paragraphs(self, max_paths: int) -> list[tuple[str, list[str]]]:
-        """The report's lines after the summary, as (line, further lines, indented below this line)."""
+        """The report's paragraphs after the summary: (first line, lines to print indented below it)."""
         found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
@@ -204,7 +203,8 @@ class Report:
             found.append((f"merged LoRA in {m.path}: {memory}, adapters: {names}", []))
         for g in self.graphs:
             if g.replays or g.eager:
-                # A count of 0 means that the module's state makes graphs impossible for all calls.
+                # ``g.eager`` has reason -> number of calls without a graph. The number 0 means that the
+                # module's state makes graphs impossible for all calls.
                 calls = {
                     reason: f"{count} call{'s' * (count != 1)} without: " if count else ""
                     for reason, count in g.eager.items()
@@ -224,7 +224,7 @@ class Report:
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Reason -> list of its paths, made from pairs (reason, path)."""
+    """Reason -> list of all paths with this reason. ``pairs``: (reason, path)."""
     groups: dict[str, list[str]] = {}
     for reason, path in pairs:
         groups.setdefault(reason, []).append(path)
@@ -241,7 +241,7 @@ def parts_text(parts: Sequence[object]) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    # Lines are not broken at hyphens, because users copy class names and paths.
+    # A line is never broken at a hyphen, so that users can copy names and paths from the report.
     return textwrap.wrap(
         text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
     )

@@ -1,9 +1,9 @@
 """Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
 
-In one small call of the whole model the arguments of each part are recorded. Then each part is called with
-its arguments, once fused and once with stock's code. Both results are compared with the result of stock's
-code in a wider dtype. The error of a result is its relative difference from this third result. For large
-images a kernel may run other code than for small images. Only the tests check this code.
+A part is a fused module. In one small call of the whole model the arguments of each part are recorded. Then
+each part is called three times with its arguments: fused, with stock's code, and with stock's code in a wider
+dtype. The error of the first two results is their relative difference from the third. For large images a
+kernel may run other code than for small images, which this comparison does not check.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sdfastgn.patches.core import channels_last
 __all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
 
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
-# Maximum ratio of a part's error to the error of stock's code. A fused part rounds less often than stock's
-# code, but in another order. So its error may be larger by chance, if the result has only a few hundred
-# elements. The error of a broken part is far larger.
+# A part is right if its error is at most ``_FACTOR`` times the error of stock's code, plus ``_UNITS`` units
+# of rounding (the dtype's eps). A fused part rounds less often than stock's code, but in another order. So
+# its error may be larger by chance if the result has only a few hundred elements. The error of a broken part
+# is far larger.
 _FACTOR = 4.0
-# Number of units of rounding that are added to the maximum error, because stock's error may be zero by
-# chance.
+# Without these units of rounding, a part would have to be exact where stock's error is zero by chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,8 +61,8 @@ class Verdict:
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
     """Compare the fused parts of ``root`` with stock's code, inner parts first. Returns a Verdict for each.
 
-    A part is right if its error <= 4 * (error of stock's code) + (one unit of rounding). Wrong parts get
-    stock's code again. The caller must have removed all CUDA graphs. ``prefix``: the path of ``root``.
+    Parts whose output is wrong get stock's code again (``_FACTOR`` says what is wrong). The caller must have
+    removed all CUDA graphs of ``root``. ``prefix``: the path of ``root`` in the pipeline.
     """
     fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
     for finding in patcher.inspect(root, prefix):
@@ -78,7 +78,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
             if module in recorded:
                 status, why, *errors = _judge(module, recorded.pop(module))
-                channels_last.apply(root)  # running stock's code in ``_judge`` has restored the former layout
+                channels_last.apply(root)  # stock's code in ``_judge`` has restored stock's layout
             verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
             if status == PUT_BACK:
                 patcher.put_back(fusions[module], why)
@@ -86,7 +86,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
 
 
 def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module, Inputs], str]:
-    """Makes a small call of ``root`` as stock, and records the arguments of each of ``modules``.
+    """Calls ``root`` with stock's code and small inputs, and records the arguments of each of ``modules``.
 
     Returns ({module: its arguments}, ""), or ({}, why the call cannot be made).
     """
@@ -99,7 +99,7 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
             return {}, f"there are no inputs for a {type(root).__name__}"
         with _kept_tensors(root):
             return record(modules, call), ""
-    except Exception as error:  # a model with an unknown configuration may raise anything
+    except Exception as error:  # the inputs may not fit an unusual configuration, so any error may occur
         return {}, f"the small call fails: {one_line(error)}"
     finally:
         channels_last.apply(root)
@@ -143,24 +143,23 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
         return UNVERIFIED, "stock's own output is not finite", error, stock_error
-    if error <= bound:  # comparing a NaN gives False
+    if error <= bound:  # False if the error is NaN
         return RIGHT, "", error, stock_error
     why = f"verification: its error is {error:.2g}, stock's {stock_error:.2g}"
     return PUT_BACK, why, error, stock_error
 
 
 class _FusedError(Exception):
-    """Raised if a fused part raises an exception, which is the ``__cause__``."""
+    """Raised if a fused part raises an exception, which becomes the ``__cause__`` of this one."""
 
 
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
-    """Compares each output of ``module`` with stock's. Returns (error, error of stock's code, maximum error).
+    """Compares each output of ``module``, a fused part, with stock's.
 
-    Entries of a dict that the fused part leaves out are not compared, because stock's caches may have entries
-    that nothing reads.
-
-    The result is for the worst output: the one whose error exceeds its maximum by most. Raises
-    ``_FusedError`` if the fused part raises an exception. Exceptions of stock's code are not caught.
+    Returns (error, error of stock's code, maximum error) of the worst output: the one whose error exceeds its
+    maximum by most. Outputs that only stock's code returns are not compared: stock's caches may have entries
+    that nothing reads. Raises ``_FusedError`` if the fused part raises an exception. Exceptions of stock's
+    code are not caught.
     """
     try:
         fused = _outputs(module, _copied(inputs, channels_last=True))
@@ -178,12 +177,12 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
         stock_error = _relative_error(expected, true)
         bound = _FACTOR * stock_error + _UNITS * torch.finfo(expected.dtype).eps
         found.append((_relative_error(y, true), stock_error, bound))
-    # ``not <=`` is also True for NaN, so NaN counts as worse than any number.
+    # An error of NaN is the worst: ``not nan <= bound`` is True, as for an error above its maximum.
     return max(found, key=lambda each: (not each[0] <= each[2], each[0] - each[2]))
 
 
 def _outputs(module: nn.Module, inputs: Inputs) -> dict[tuple[Any, ...], Tensor]:
-    """The floating-point tensors in the module's result, by the indices and keys that lead to them."""
+    """Calls ``module``. Returns {(keys and indices of a place in the result): floating-point tensor}."""
     args, kwargs = inputs
     with _kept_tensors(module):
         return dict(_tensors(module(*args, **kwargs)))
@@ -203,7 +202,7 @@ def _relative_error(y: Tensor, truth: Tensor) -> float:
 
 
 def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
-    """A copy of ``inputs``.
+    """A copy of ``inputs`` with copies of all tensors.
 
     ``dtype``: new dtype of floating-point tensors. ``channels_last``: True to make 4-d tensors channels-last.
     """
@@ -218,10 +217,10 @@ def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: 
 
 @contextlib.contextmanager
 def _kept_tensors(root: nn.Module) -> Iterator[None]:
-    """A context after which the attributes of all modules have the same tensors as before, or None.
+    """A context that restores attributes of ``root``'s modules: those that were tensors or None before.
 
-    Some convolutions keep frames for their next call. Without this context each call would have
-    another result.
+    Some convolutions of video keep the last frames in an attribute, for their next call. Without this
+    context, a second call with equal inputs would have another result.
     """
     before = [
         (vars(module), {k: v for k, v in vars(module).items() if v is None or isinstance(v, Tensor)})
@@ -236,7 +235,7 @@ def _kept_tensors(root: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _evaluating(root: nn.Module) -> Iterator[None]:
-    """A context in which all modules are in eval mode. With dropout, calls with equal inputs would differ."""
+    """A context in which all modules are in eval mode, because dropout would make equal calls differ."""
     training = [module for module in root.modules() if module.training]
     for module in training:
         module.training = False

@@ -13,14 +13,14 @@ RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
 }
-# Packages on whose versions results depend.
+# Packages whose versions may change measured times or outputs.
 _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 
 
 def never_run(package: str, version: str) -> str | None:
     """A note for the user if the tests never ran with this version of ``package``; None if they ran with it.
 
-    The package must be in ``RUN``.
+    Also None for a package that is not in ``RUN``. Only the first two numbers of ``version`` are compared.
     """
     run = RUN.get(package)
     if run is None or ".".join(version.split(".")[:2]) in run:
@@ -29,7 +29,7 @@ def never_run(package: str, version: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Package -> installed version or None, for all packages on whose versions results depend."""
+    """Package -> installed version, or None if not installed, for packages that may change results."""
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
