@@ -33,7 +33,8 @@ NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
 # Folders of sdfastgn/kernels that the package does not contain: only ``sdfastgn.optimize`` uses their ops.
 LEFT_OUT = ("act_linear", "attention", "product")
-# Number of hexadecimal digits of the hash with which a namespace of ops ends.
+# The namespace of the package's ops ends in a hash of the files. This is the hash's number of hexadecimal
+# digits.
 ID_DIGITS = 12
 
 
@@ -63,7 +64,10 @@ def package() -> dict[str, str]:
 
 
 def variant(files: dict[str, str], backend: str) -> dict[str, str]:
-    """Returns ``files`` with a namespace of ops that only this backend has, and with a metadata.json."""
+    """Returns ``files`` for one backend: with a metadata.json and with a namespace for the package's ops.
+
+    The namespace contains the backend and a hash of ``files``, so that builds can be loaded side by side.
+    """
     content = json.dumps(sorted(files.items())).encode()
     identifier = f"_{NAME}_{backend}_{hashlib.sha256(content).hexdigest()[:ID_DIGITS]}"
     old = f'_NAMESPACE = "{NAME}"'
@@ -87,15 +91,18 @@ def variant(files: dict[str, str], backend: str) -> dict[str, str]:
 
 
 def hub_version() -> int:
-    """Returns sdfastgn's major version, because the Hub has no minor versions.
+    """Returns sdfastgn's major version, because versions on the Hub are whole numbers.
 
-    With version 0 the interface may still change.
+    Version 0 says that the interface may still change.
     """
     return int(sdfastgn.__version__.partition(".")[0])
 
 
 def project(repo_id: str) -> dict[str, str]:
-    """Returns {path in the output folder: text of the file}. ``repo_id``: the repository on the Hub."""
+    """Returns {path in the output folder: text of the file} for all files.
+
+    ``repo_id``: name of the repository on the Hub.
+    """
 
     def template(name: str) -> str:
         text = (HUB / name).read_text("utf-8")

@@ -30,10 +30,10 @@ from sdfastgn.bench import timing
 SIZE = 16
 TIMESTEPS = 1000
 LEARNING_RATE = 5e-4
-# Maximum number of steps over which losses are averaged before they are compared ("smoothed losses").
-# Losses of single steps vary too much.
+# Maximum number of successive steps whose losses are averaged before the runs are compared ("smoothed
+# losses"). Losses of single steps vary too much.
 LONGEST_WINDOW = 100
-# Maximum relative error of the first step's gradient.
+# Maximum relative difference between the first gradients of the two runs.
 GRADIENT_BOUND = 1e-3
 # Maximum relative difference between the smoothed losses of the two runs.
 # It is large, because Adam amplifies rounding errors over hundreds of steps.
@@ -55,7 +55,7 @@ def build_model(width: int, seed: int) -> Any:
 
 
 def losses_of(model: Any, images: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
-    """Yields losses of random batches, without end. The batches depend only on the seed."""
+    """Yields the losses of ``model`` for random batches, without end. Batches depend only on the seed."""
     generator = torch.Generator(images.device).manual_seed(options.seed)
     where: dict[str, Any] = {"generator": generator, "device": images.device}
     while True:
@@ -67,7 +67,7 @@ def losses_of(model: Any, images: Tensor, options: argparse.Namespace) -> Iterat
 
 
 def train(name: str, model: Any, images: Tensor, options: argparse.Namespace) -> tuple[Tensor, list[float]]:
-    """Trains ``model`` in place. Returns (the first step's gradient as one vector, losses of all steps)."""
+    """Trains ``model`` in place. Returns (the gradient before the first step as a vector, all losses)."""
     gradients = torch.autograd.grad(next(losses_of(model, images, options)), list(model.parameters()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     batches, losses = losses_of(model, images, options), []
@@ -85,7 +85,7 @@ def train(name: str, model: Any, images: Tensor, options: argparse.Namespace) ->
 
 
 def curve_difference(losses: list[float], reference: list[float]) -> float:
-    """Returns the maximum relative difference of the smoothed losses.
+    """Returns the maximum relative difference between the smoothed losses of two runs.
 
     It is infinite or NaN if any loss is not finite.
     """

@@ -46,9 +46,10 @@ WARM_UP = 100
 # Weight of the KL divergence in the autoencoder's loss, as for Stable Diffusion.
 # The other term of the loss, the mean error of a pixel, has the weight 1.
 KL_WEIGHT = 1e-6
-# Fraction of the training images that the UNet gets with an empty prompt, which guidance uses.
+# Fraction of the training images whose prompt is replaced by an empty one. So the UNet also learns to draw
+# without a prompt, which guidance needs.
 EMPTY_PROMPTS = 0.1
-# Number of scans that are not used to train the classifier, but to test it.
+# Number of scans that test the classifier, and with which it is not trained.
 HELD_OUT = 297
 # IMAGES: number of images that the classifier reads at the end. LEAST_READ: minimum number of images in which
 # it must read the digit of the prompt.
@@ -97,12 +98,12 @@ class Digits:
         self.values = torch.as_tensor(loaded.target, dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
-    # Autocast is off: in bf16, rounding would move the grid's positions by a tenth of a pixel.
+    # Autocast is off, because rounding to bf16 would move the grid's positions by a tenth of a pixel.
     @torch.autocast("cuda", enabled=False)
     def draw(self, which: Tensor) -> Tensor:
-        """Returns digits as ink (N, 1, SIZE, SIZE) in [0, 1], slightly turned, moved and scaled at random.
+        """Returns scans as ink (N, 1, SIZE, SIZE) in [0, 1], slightly turned, moved and scaled at random.
 
-        ``which``: (N,), indices of digits.
+        ``which``: (N,), indices of the scans in ``pixels``.
         """
         turned, stretched, right, down = (torch.rand(4, len(which), device=which.device) * 2 - 1).unbind()
         angle, zoom = turned * math.radians(10), 1.25 + 0.1 * stretched
@@ -110,7 +111,7 @@ class Digits:
         rows = torch.stack([cos, -sin, 0.08 * right, sin, cos, 0.08 * down], dim=1).view(-1, 2, 3)
         grid = F.affine_grid(rows, [len(which), 1, SIZE, SIZE], align_corners=False)
         ink = F.grid_sample(self.pixels[which], grid, mode="bicubic", align_corners=False)
-        # Give the blurred strokes of the scan sharp edges.
+        # Make the edges of strokes sharper, which are blurred in the scans.
         ink = ((ink - 0.2) / 0.4).clamp(0, 1)
         return ink.square() * (3 - 2 * ink)
 
@@ -183,8 +184,8 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
 def encode(vae: Any, digits: Digits, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Returns the UNet's training data: (latents of random images, the index of each latent's prompt).
 
-    Sets the autoencoder's ``scaling_factor``. The latents are multiplied by it, so that their standard
-    deviation is 1.
+    Sets the autoencoder's ``scaling_factor``, and multiplies the latents by it. It is chosen so that the
+    standard deviation of the products is 1.
     """
     latents, prompts = [], []
     for _ in range(max(1, options.steps // 50)):
@@ -214,7 +215,8 @@ def train_diffusion(
         clean, noise = latents[which], torch.randn_like(latents[which])
         timesteps = torch.randint(scheduler.config.num_train_timesteps, which.shape, device=options.device)
         empty = torch.rand(which.shape, device=options.device) < EMPTY_PROMPTS
-        # There are few different prompts. So a step encodes each different prompt once, not once per image.
+        # A step encodes each possible prompt once, because a batch has many more images than there are
+        # prompts.
         context = text_encoder(ids).last_hidden_state[prompts[which].where(~empty, len(texts) - 1)]
         noisy = scheduler.add_noise(clean, noise, timesteps)
         return F.mse_loss(unet(noisy, timesteps, context).sample.float(), noise)
@@ -231,7 +233,8 @@ def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder:
     pipe = StableDiffusionPipeline(
         vae=vae.half(),
         unet=unet.half(),
-        # In fp32: transformers 5 would load an fp16 file in fp16, and the other models are loaded in fp32.
+        # In fp32, because transformers 5 loads a file in its own dtype, and diffusers loads UNet and
+        # autoencoder in fp32. All models must have one dtype.
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         scheduler=DDIMScheduler(**SCHEDULER),
@@ -243,7 +246,8 @@ def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder:
     for path in (output / "tokenizer").iterdir():
         path.unlink()
     write_tokenizer(output / "tokenizer", digits_pipeline.WORDS)
-    # transformers 5 may leave out the prefix "text_model.", which transformers 4 needs.
+    # transformers 5 may write the names of weights without the prefix "text_model.", but transformers 4
+    # cannot load them without it.
     path = output / "text_encoder" / "model.safetensors"
     weights = {
         f"text_model.{name.removeprefix('text_model.')}": each for name, each in load_file(path).items()

@@ -38,17 +38,19 @@ from sdfastgn.models.configurations import UNETS
 from sdfastgn.models.loras import add_lora
 
 RANK = 16
-# Number of channels of an IP-Adapter's image embeddings, and of tokens that it makes from an embedding.
+# An IP-Adapter gets an image as an embedding with IMAGE_CHANNELS channels, and makes IMAGE_TOKENS tokens from
+# it.
 IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
-# Number of calls after the second call. Their median is the time that the table calls "later".
+# Number of timed calls after the second call. The table's column "later" has their median time.
 LATER = 6
 
 
 @dataclass
 class Step:
-    """A UNet and the arguments of its call.
+    """A UNet and the keyword arguments with which it is called. Changes are made to both in place.
 
-    ``before_call``: a function that runs before each call. It is given the number of the call.
+    ``before_call``: a function that runs before each call. Its argument is the call's number since the last
+    change, from 0.
     """
 
     unet: Any
@@ -94,7 +96,7 @@ def remove_loras(step: Step) -> None:
 
 
 def give_residuals(step: Step, seed: int) -> None:
-    """Adds random residuals, as a ControlNet computes them, to the arguments of the call."""
+    """Gives the UNet's call random residuals as arguments, with the shapes of a ControlNet's."""
     config, sample = step.unet.config, step.inputs["sample"]
     widths, size = config.block_out_channels, sample.shape[-1]
     shapes = [(widths[0], size)]
@@ -114,9 +116,10 @@ def remove_residuals(step: Step) -> None:
 
 
 def give_adapter_residuals(step: Step, seed: int) -> None:
-    """Adds random residuals, as a T2I-Adapter computes them, to the arguments of the call.
+    """Gives the UNet's call random residuals as arguments, with the shapes of a T2I-Adapter's.
 
-    A UNet takes them from the list, so each call gets a new list, as in diffusers' pipelines.
+    A call removes the residuals from the list that it gets. So each call gets a new list, as in diffusers'
+    pipelines.
     """
     sample = step.inputs["sample"]
     generator = torch.Generator(sample.device).manual_seed(seed)
@@ -141,7 +144,7 @@ def drawn(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
 
 
 def add_ip_adapter(step: Step) -> None:
-    """Adds an IP-Adapter with random weights and an image, as ``load_ip_adapter`` and a pipeline do."""
+    """Loads an IP-Adapter with random weights into the UNet, and gives the call a random image embedding."""
     unet, sample = step.unet, step.inputs["sample"]
     draw = partial(drawn, torch.Generator(sample.device).manual_seed(3), sample)
     width = unet.config.cross_attention_dim
@@ -216,7 +219,7 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("`fuse_lora`", lambda step: step.unet.fuse_lora()),
     ("no LoRA again", remove_loras),
 )
-# UNet -> its changes, if it has fewer than ``CHANGES``.
+# UNet -> names of the changes that it gets, if it does not get all of ``CHANGES``.
 FEWER = {
     "sdxl": (
         "no LoRA",
@@ -239,7 +242,7 @@ def changes_of(model: str) -> list[tuple[str, Callable[[Step], object]]]:
 
 
 def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[ChangeRow]:
-    """Makes the changes of ``model`` to a stock UNet, then to an optimized one. Returns a row per change.
+    """Makes all changes for ``model`` to a stock UNet, then to an optimized one. Returns a row per change.
 
     ``model``: the UNet, a key of ``UNETS``.
     """
@@ -257,10 +260,10 @@ def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[Chang
 def measured_calls(
     model: str, dtype: torch.dtype, device: torch.device, *, optimize: bool
 ) -> list[tuple[Tensor, list[float], float | None]]:
-    """Makes the changes of ``model`` to one UNet, and calls it several times after each change.
+    """Makes all changes for ``model`` to one UNet, and calls the UNet several times after each change.
 
-    Returns for each change (the last call's output on the CPU, the times of the first, the second and later
-    calls in ms, the MiB that tensors occupy).
+    Returns a tuple for each change: (output of the last call on the CPU, [ms of the first call, ms of the
+    second, median ms of later calls], MiB that tensors occupy after the calls, or None on the CPU).
     """
     config = UNETS[model]
     unet = with_random_weights(

@@ -34,8 +34,8 @@ from sdfastgn.cli.checks import file_path
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.program import OptionError
 
-# Variant -> the command-line arguments with which ComfyUI runs. Stock comes first, because its images are
-# saved, and sdfastgn's images are compared with them.
+# Variant -> command-line arguments of ComfyUI. Stock comes first: it saves its images, with which sdfastgn's
+# images are compared.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
 SIZES = {"sd15": 512, "sdxl": 1024}
 
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def reference(self) -> Path:
-        """The file with stock's images of the same release, model and setting."""
+        """The file for stock's images of this release and model, with or without DynamicVRAM."""
         setting = "dynamic" if self.dynamic_vram else "static"
         return self.files / f"{self.folder.name}_{self.model}_{setting}.pt"
 
@@ -98,8 +98,8 @@ def main(
     except OptionError as error:
         raise typer.BadParameter(str(error)) from None
     machine = environment(torch.device("cuda"))
-    # ComfyUI's main.py also sets this before it imports PyTorch. The processes below inherit it. In this
-    # process PyTorch has started the GPU with its own allocator and would refuse another one.
+    # ComfyUI's main.py chooses this allocator before it imports PyTorch. The variable is set only now, for
+    # the processes below: in this process PyTorch already uses the GPU with another allocator.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     config = {"rounds": rounds, "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"]}
     content = document("comfyui", machine, config, [])
@@ -121,8 +121,8 @@ def main(
 def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
     """Write the models' files and measure each case. Yields a row for each case.
 
-    Importing ComfyUI takes longer than many of the measurements. So the processes of all cases import it at
-    the same time. After that, only one of them works at a time.
+    Each case has a process of its own. All processes import ComfyUI at the same time, because the import
+    takes longer than many of the measurements. The measurements run one after another.
 
     ``end``: value of ``time.perf_counter`` after which no further case is measured.
     """
@@ -135,7 +135,7 @@ def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
         futures.wait(ready)
         for pool, case, prepared in zip(pools, cases, ready, strict=True):
             yield {**case.told(), **_measured(pool, case, prepared, time.perf_counter() > end)}
-            pool.shutdown()  # frees the GPU's memory
+            pool.shutdown()  # ends the process, which frees the GPU's memory
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -163,10 +163,7 @@ def _measured(
 
 
 def prepare(case: Case) -> str | None:
-    """Import ComfyUI in this process with the settings of ``case``.
-
-    Returns None, or why this is impossible.
-    """
+    """Import ComfyUI in this process with the settings of ``case``. Returns None, or why it is impossible."""
     arguments = [*VARIANTS[case.variant]]
     if not case.dynamic_vram and comfyui_checkout.has_dynamic_vram(case.folder):
         arguments.append("--disable-dynamic-vram")
@@ -240,13 +237,16 @@ def times_of(case: Case) -> dict[str, Any]:
 
 
 def _compiled() -> int:
-    """Number of entries in Triton's cache."""
+    """Number of entries in Triton's cache. It grows with each kernel that Triton compiles."""
     cache = triton_cache()
     return sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0
 
 
 def _compared(images: Images, made: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields about the differences between ``made`` and ``stock``, as in ``times_of``."""
+    """Returns a row's fields about differences of ``made`` (sdfastgn's outputs) from ``stock`` (stock's).
+
+    Also removes sdfastgn from ``images``, and compares outputs again (see ``times_of``).
+    """
     found: dict[str, Any] = {
         "latent_difference": relative_error(made["latents"], stock["latents"]),
         "lora_difference": relative_error(made["lora"], stock["lora"]),

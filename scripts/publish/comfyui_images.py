@@ -14,9 +14,9 @@ from scripts.publish import comfyui_models
 
 
 class Images:
-    """One model of ComfyUI with a LoRA and a ControlNet from files that ``comfyui_models`` has written.
+    """Makes images with one of ComfyUI's models, a LoRA and a ControlNet.
 
-    ComfyUI must be imported before.
+    Their files were written by ``comfyui_models.write_files``. ComfyUI must be imported before.
 
     Args:
         model: a name in ``comfyui_models.MODELS``.
@@ -102,18 +102,18 @@ class Images:
         self.patched = self._optimized(patched)
 
     def with_lora_changed(self, strength: float) -> Tensor:
-        """The pixels of the image with another strength of the LoRA."""
+        """Make an image with another strength of the LoRA. Returns its pixels, as ``decode`` does."""
         self.with_lora(strength)
         return self.decode(self.sample(self.patched))
 
     def text(self) -> str:
-        """The text that sdfastgn's node shows in ComfyUI."""
+        """The text about the model and the VAE that sdfastgn's node shows in ComfyUI."""
         from sdfastgn.patches.comfyui.report import text_of
 
         return f"{text_of(self.model)}\n{text_of(self.vae.patcher)}"
 
     def eject(self) -> None:
-        """Replace ``model`` and ``vae`` by clones with the same weights and without sdfastgn."""
+        """Replace ``model`` and ``vae`` by ComfyUI's clones of them, from which sdfastgn was removed."""
         self.vae = copy.copy(self.vae)
         self.model, self.vae.patcher = _without(self.model), _without(self.vae.patcher)
 
@@ -128,8 +128,8 @@ def _without(patcher: Any) -> Any:
 
 
 def _end_of_node() -> None:
-    """Does what ComfyUI's executor does after each node under DynamicVRAM."""
-    memory = sys.modules.get("comfy.memory_management")  # not in releases without DynamicVRAM
+    """Frees memory after a node ran, as ComfyUI's executor does under DynamicVRAM (else does nothing)."""
+    memory = sys.modules.get("comfy.memory_management")  # None in releases without DynamicVRAM
     if getattr(memory, "aimdo_enabled", False):
         import comfy.model_management
         import comfy.model_prefetch

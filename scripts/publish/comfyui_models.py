@@ -13,7 +13,8 @@ _UNET = {
     "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320,
     "use_spatial_transformer": True, "legacy": False,
 }  # fmt: skip
-# Model -> arguments of ComfyUI's UNet. ComfyUI finds them itself from the shapes of a checkpoint's weights.
+# Model -> arguments with which ComfyUI makes its UNet. When ComfyUI loads a checkpoint, it finds these
+# arguments from the shapes of the weights.
 MODELS: dict[str, dict[str, Any]] = {
     "sd15": {
         "num_res_blocks": [2] * 4, "channel_mult": [1, 2, 4, 4], "transformer_depth": [1] * 6 + [0] * 2,
@@ -31,7 +32,7 @@ VAE: dict[str, Any] = {
     "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
 }  # fmt: skip
-# The files of one model, each called ``{model}_{name}.safetensors``.
+# Names of the files of a model. The path is ``{model}_{name}.safetensors``.
 FILES = ("checkpoint", "control", "lora")
 _LORA_RANK = 16
 
@@ -110,13 +111,13 @@ def _lora(module: nn.Module, device: str) -> dict[str, Tensor]:
 def load_model(
     config: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
 ) -> Any:
-    """Returns a MODEL as ComfyUI's loader makes it from a checkpoint.
+    """Returns a MODEL with random weights, as ComfyUI's loader makes it from a checkpoint.
 
     config: as in ``MODELS``. options: the loader's ``model_options``.
     """
     import comfy.sd
 
-    with torch.inference_mode():  # as ComfyUI runs every node
+    with torch.inference_mode():  # ComfyUI runs every node in inference mode
         weights = random_weights(unet(config), dtype, device, "model.diffusion_model.")
         return comfy.sd.load_state_dict_guess_config(
             weights, output_vae=False, output_clip=False, model_options=options
@@ -124,7 +125,7 @@ def load_model(
 
 
 def load_vae(config: dict[str, Any], device: str = "cpu") -> Any:
-    """Returns a VAE in the dtype that ComfyUI chooses. config: like ``VAE``."""
+    """Returns ComfyUI's VAE with random weights, in the dtype that ComfyUI chooses. config: like ``VAE``."""
     import comfy.sd
     from comfy.ldm.models.autoencoder import AutoencoderKL
 

@@ -29,12 +29,12 @@ Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One model.
+    """One model, and the call of it that is timed.
 
     Attributes:
-        name: the model, the call, and its size.
+        name: describes the model, the call, and the size of the image or video.
         build: makes the model.
-        prepare: makes the call of the model that is timed.
+        prepare: makes the function that calls the model on random inputs.
         dtype: the dtype of the model.
         is_video: True if the model makes videos.
         is_long: True if its errors against fp32 are not measured, because a call in fp32 takes too long.
@@ -91,7 +91,8 @@ def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
         config = {**dict(model.config), "_class_name": "UNet2DConditionModel"}
         size = UNETS[name]["sample_size"] * 8
         inputs = unet_inputs(config, size=size, batch=BATCH, dtype=FP16, device=model.device, seed=0)
-        # A model that was cast to fp32 gets the same values in fp32.
+        # Inputs are drawn in fp16, and then cast to the model's dtype. So a model that was cast to fp32 gets
+        # the same values.
         inputs = tree_map_only(Tensor, lambda t: t.to(model.dtype) if t.dtype == FP16 else t, inputs)
         return partial(model, **inputs, **{k: make(draw) for k, make in more.items()}, return_dict=False)
 
@@ -106,7 +107,7 @@ def decode_of(*latents: int, **options: Any) -> Prepare:
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         z = draw(*latents)
-        # ``model.decode`` is looked up in each call, because ``optimize`` may replace it.
+        # The attribute ``decode`` is read in each call, because ``optimize`` may replace it after this point.
         return lambda: model.decode(z, **options, return_dict=False)
 
     return prepare

@@ -34,7 +34,8 @@ from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables.plots import plot_reason
 
-# The pages whose tables are renewed here. scripts/build_hub_kernels.py fills the tables of the Hub's card.
+# The pages whose tables this script renews. The card on the Hub has tables too: scripts/build_hub_kernels.py
+# fills them.
 PAGES = (
     "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md", "docs/stable-fast.md",
     "docs/comfyui.md",
@@ -86,10 +87,10 @@ def check_one_commit(results: Path) -> None:
 
 
 def filled(text: str, results: Path) -> str:
-    """Returns ``text`` with all its tables replaced by new ones, from the JSON files in ``results``.
+    """Returns ``text`` with all its tables made anew from the JSON files in ``results``.
 
     Raises ValueError if a mark names an unknown table, if the closing mark of a table is missing, or if
-    ``check_one_commit`` raises it.
+    results of a renewal do not belong together (see ``check_one_commit``).
     """
     check_one_commit(results)
     opened = slots(text)
@@ -120,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE alone")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks", help="folder of the JSON files")
     options = parser.parse_args(arguments)
-    # An empty folder may have no results yet. A folder that does not exist is probably a mistyped path.
+    # A folder that does not exist is probably a mistyped path, so it is an error. An empty folder is allowed:
+    # it may have no results yet.
     if not options.results.is_dir():
         print(f"pages: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
         return 2

@@ -35,16 +35,15 @@ from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models.architectures import with_random_weights
 
-# Number of seconds that all timed calls of one model together should take.
+# The timed calls of a model should take this number of seconds together. ``MIN_CALLS`` and ``MAX_CALLS``
+# limit their number.
 ROUND_SECONDS = 0.4
-# Maximum number of timed calls of one model.
 MAX_CALLS = 20
-# Number of runs into which the networks are divided.
+# ``--part`` divides the networks into this number of runs.
 RUNS = 4
-# Minimum number of timed calls of one model.
 MIN_CALLS = 3
-# Number of calls between the first call, which compiles kernels, and the timed calls. One captures a graph,
-# and one replays it.
+# Number of calls after the first call (which compiles kernels) and before the timed calls. Of an optimized
+# model, one captures a CUDA graph and one replays it.
 WARM_UP = 2
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05
@@ -55,7 +54,8 @@ def built(
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Returns (the case's model with random weights, a function that calls it and returns one tensor).
 
-    ``in_fp32``: True for the same weights and inputs, rounded to the case's dtype, in a model of fp32.
+    ``in_fp32``: if True, the model and its inputs are cast to fp32 after they were drawn in the case's dtype,
+    so they have the same values.
     """
     model = with_random_weights(case.build, case.dtype, device, seed=0)
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
@@ -80,7 +80,7 @@ def built(
 
 @dataclass(frozen=True)
 class Timed:
-    """What a call of a model takes.
+    """Time and memory of a call of a model.
 
     Attributes:
         ms: median milliseconds until the GPU has finished its work.
@@ -95,7 +95,7 @@ class Timed:
 
 
 def timed(call: Callable[[], Tensor], device: torch.device) -> Timed:
-    """Times a call that has been made once before."""
+    """Times ``call``, which must have run once before."""
     on_gpu = device.type == "cuda"
     for _ in range(WARM_UP):
         took, _ = timing.time_once(call, device)
@@ -154,7 +154,7 @@ def measured(case: Case, device: torch.device) -> SizeRow:
 def chosen(only: str, part: int | None) -> list[Case]:
     """Returns the cases whose names match the regular expression ``only``.
 
-    ``part``: a number from 1 to ``RUNS`` for the cases of one run only; None for the cases of all runs.
+    ``part``: a number from 1 to ``RUNS`` selects every ``RUNS``-th of these cases; None selects all.
     """
     found = [case for case in CASES if re.search(only, case.name)]
     return found if part is None else found[part - 1 :: RUNS]
@@ -180,14 +180,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with timing.global_switches() as switches:
         where = environment(device, switches)
         timing.spin_up(device)
-        # The rows are written now and after each network, so that an interrupted run keeps its results.
+        # The file is written now and after each network, so that an interrupted run has written its results.
         write = functools.partial(_write, options.json, where)
         write(rows)
         for each in chosen(options.only, options.part):
             start = time.perf_counter()
             try:
                 rows.append(measured(each, device))
-            except Exception as error:  # the other models are still timed
+            except Exception as error:  # the row gets the error's text, and the next model is timed
                 rows.append(SizeRow.failed(each.name, str(each.dtype), one_line(error)))
             release_memory()
             print(f"{time.perf_counter() - start:5.1f} s  {rows[-1]}", flush=True)

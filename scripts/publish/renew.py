@@ -30,7 +30,7 @@ from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
-# A step is stopped after its budget times this number, so that it does not block the other steps.
+# A step is stopped after its budget times this number, so that a step that hangs does not block the others.
 PATIENCE = 3
 
 
@@ -70,9 +70,9 @@ def renew(
         steps: the measurements.
         out: the folder for the files that the steps make.
         tiny: True for a dry run of tiny models on the CPU.
-        resume: True if steps that an earlier call has finished are not run again.
-        budget: number of seconds for all steps. A step is not started if the time that is left is shorter
-            than the step's own budget.
+        resume: if True, steps that an earlier call has finished do not run again.
+        budget: number of seconds for all steps. A step is not started if less time is left than the step's
+            own budget.
     """
     until = time.monotonic() + budget
     where = environment(torch.device("cpu" if tiny else "cuda"))
@@ -143,7 +143,7 @@ def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
         try:
             return process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # also ends processes that the program has started
+            os.killpg(process.pid, signal.SIGKILL)  # also ends the program's own child processes
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return None
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := _reason_not_to(options)) is not None:
         print(f"renew: {reason}", file=sys.stderr)
         return 2
-    out = options.out.resolve()  # absolute, because the steps run in the checkout's folder
+    out = options.out.resolve()  # absolute, because the steps run in another folder: the checkout's
     out.mkdir(parents=True, exist_ok=True)
     rows = renew(STEPS, out, tiny=options.tiny, resume=options.resume, budget=options.budget)
     if options.archive is not None:

@@ -1,4 +1,4 @@
-"""Functions that several measurements use."""
+"""What several of the measurements in this folder use: fresh processes, freed memory, written rows."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def write_rows(
 ) -> None:
     """Writes measured ``rows`` and their ``config`` to the file ``json``. If ``json`` is None, does nothing.
 
-    ``more`` is added to the config. The present value of ``cudnn.benchmark`` is recorded as its value during
-    the measurement. So do not use this function for measurements that change the switch, such as
+    ``more`` is added to the config. The file says that ``cudnn.benchmark`` had its present value during the
+    measurement. So do not use this function for measurements that change the switch, such as those of
     ``sdfastgn bench``.
     """
     if json is None:

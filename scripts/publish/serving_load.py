@@ -42,7 +42,7 @@ from sdfastgn.program import OptionError, counted
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 CLIENTS = (1, 4, 16)
-# Maximum number of seconds that a client waits for an image, and that a server may take until it is ready.
+# Maximum number of seconds to wait for an image, or for a server to start.
 PATIENCE_S = 600.0
 
 
@@ -114,16 +114,17 @@ def _is_ready(url: str) -> bool:
 
 
 async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> tuple[list[float], float]:
-    """Sends ``requests`` requests from ``clients`` clients at once.
+    """Sends ``requests`` requests in total, from ``clients`` clients at once.
 
-    Returns (seconds of each request, seconds until the last answer). Raises httpx.HTTPStatusError.
+    Returns (seconds of each request, seconds until the last answer). Raises httpx.HTTPStatusError if the
+    server answers with an error.
     """
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
         left, taken = iter(range(requests)), []
 
         async def ask() -> None:
-            for seed in left:  # all clients take their seeds from this one iterator
+            for seed in left:  # shared by all clients, so each seed is asked for once
                 start = time.perf_counter()
                 answer = await client.post("/images", json={**body, "seed": seed})
                 answer.raise_for_status()
@@ -150,7 +151,7 @@ def rows_of(variant: str, url: str, body: dict[str, Any], requests: int) -> list
 
 
 def run(config: BenchConfig, requests: int, url: str | None = None) -> list[LoadRow]:
-    """Measures a stock server, then an optimized one. If ``url`` is given, measures only the server at it."""
+    """Measures a stock server, then an optimized one, or only the server at ``url`` if this is given."""
     size = {"width": config.size, "height": config.size}
     body = {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
     if url is not None:

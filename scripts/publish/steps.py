@@ -1,4 +1,4 @@
-"""The measurements from which the published pages are made. Each is a step: an entry of ``STEPS``.
+"""The measurements from which the published pages are made. Each is called a step: an entry of ``STEPS``.
 
 ``scripts.publish.renew`` runs the steps. All together take at most ``MOST_SECONDS`` on one GPU. A new table
 needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Folder of the results that the pages show.
+# Folder of the committed results of the last renewal (a repetition of all steps at one commit on one GPU).
+# The pages show them.
 RESULTS = ROOT / "benchmarks" / "renewal"
 # Maximum number of seconds that all steps may take together on one H100 or H200.
 MOST_SECONDS = 25 * 60
-# Name of the file that a renewal writes beside its results. It has the commit, the GPU, and each step's row.
+# Name of the file that a renewal writes beside its results. It has the commit, the GPU, and each step's
+# outcome.
 SUMMARY = "renewal.json"
 
 
@@ -28,8 +30,8 @@ class Step:
     Attributes:
         writes: the file that the step makes, relative to the folder of the results.
         command: the module that ``python -m`` runs, and its options except ``option``.
-        tiny: options that are appended for a dry run on a CPU. They replace the same options in ``command``.
-        feeds: names of the tables and pictures that are made from the file.
+        tiny: options that are appended for a dry run on a CPU. They override the same options in ``command``.
+        feeds: names of the tables and pictures that show results of this step.
         budget: number of seconds that the step may take on an H100, including the start of its process.
         option: the option of the command whose value is the path of the file. If it is ``--output``, its
             value is the path of the file's folder.
@@ -63,8 +65,8 @@ _MODEL = "--model tiny --size 64 --device cpu"
 _BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
 _KERNELS = "--device cpu --repeats 1"
 
-# All steps, in the order in which they run. ``sd15`` and ``sdxl`` are the first with torch.compile. They
-# measure the time until the first call is done, which caches of torch.compile would shorten.
+# All steps, in the order in which they run. No step before ``sd15`` and ``sdxl`` runs torch.compile: its
+# cache on disk would shorten the time until torch.compile's first call is done, which these steps measure.
 STEPS = (
     # ---- adapters, training, large images
     *(

@@ -36,12 +36,12 @@ from sdfastgn.models.configurations import TINY_AUTOENCODERS, VAES
 from sdfastgn.models.saved import latent_scale
 
 SIZES = (2048, 4096)
-# Pixels along a side of the largest image that is also decoded in fp32. With 4096 pixels, stock would need
-# about all memory of an H100.
+# Pixels along a side of the largest image that is also decoded in fp32. In fp32 a decode of 4096 x 4096
+# pixels with stock's code would need about all memory of an H100.
 MAX_FP32_SIZE = 2048
-# The decodes that are measured: (True if the autoencoder is optimized, side of a tile divided by the side of
-# the autoencoder's own tile, or None for a decode without tiles). The images of all others are compared with
-# the image of the first.
+# The decodes that are measured: (is the autoencoder optimized?, size of tiles). The size is a multiple of the
+# autoencoder's own tile size, or None for a decode without tiles. All images are compared with the image of
+# the first decode.
 WAYS: tuple[tuple[bool, float | None], ...] = (
     (False, None),
     (True, None),
@@ -72,7 +72,7 @@ def decode(vae: Any, z: Tensor, tile: int | None = None) -> Tensor:
 
 
 def exact_image(stock: nn.Module, z: Tensor) -> Tensor:
-    """Returns the image of ``stock`` in fp32 without TF32, from the same values of weights and latents."""
+    """Returns the image that ``stock`` decodes from ``z``, if both are cast to fp32. TF32 is off."""
     with timing.global_switches(cudnn_benchmark=False, cudnn_tf32=False):
         image = decode(nn.Module.float(copy.deepcopy(stock)), z.float())
     release_memory()
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in measured(options.model, size, dtype, device):
                 rows.append(row)
                 print(row, flush=True)
-                # The file is written after each decode, so that an interrupted run keeps its results.
+                # The file is written after each decode, so that an interrupted run has written its results.
                 documents.write_json(options.json, documents.document(KIND, where, config, rows))
     return exit_code(rows)
 

@@ -43,8 +43,8 @@ from sdfastgn.program import counted
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
-# (name of the row, True if the pipeline is optimized), in the order of the runs.
-# All runs use the same Triton cache, which is empty at the start.
+# The runs in their order: (name of the row, True if the pipeline is optimized). All runs use the same folder
+# as Triton cache. It is empty at the start, and the second run fills it for the third.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
 
 
@@ -86,9 +86,9 @@ def measure(
 
 
 def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
-    """Makes all runs of ``WAYS``, each in a new process. Returns a row for each.
+    """Makes all runs of ``WAYS``, each in a new process. Returns a row for each run.
 
-    A row has no times if its image is wrong: not finite, or too different from stock's image.
+    A row has no times if its last image is wrong: not finite, or too different from stock's image.
     """
     rows: list[WaitRow] = []
     stock = None

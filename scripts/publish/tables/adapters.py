@@ -25,7 +25,7 @@ class ChangeRow:
         model: the UNet, a key of ``UNETS``.
         change: what was changed before these calls.
         stock_ms, ours_ms: milliseconds of the first call, of the second, and the median of the later calls.
-            If the change is made before each call, they include its time.
+            If the change is made again before each call, the times include the change.
         stock_mib, ours_mib: memory that tensors occupy after these calls, in MiB; None on the CPU.
         error: relative error of the optimized output against stock's.
         status: ``OK``, or ``WRONG`` if the error is too large. The table shows no ``ours_ms`` of a wrong row.

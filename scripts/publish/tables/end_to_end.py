@@ -23,7 +23,7 @@ from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import PARTS, VARIANTS, label
 from sdfastgn.program import counted
 
-# Variants that have a second column, with their time as a CUDA graph.
+# Variants that also have a column with their time as a CUDA graph.
 GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
 # Columns of the front page's table: (title, choices). A choice is (variant, True for its time as a CUDA
 # graph). A column shows the first of its choices that has a time.
@@ -42,7 +42,8 @@ TIMES = "milliseconds (speed-up over eager)"
 # Parts and dtype that the front page shows.
 HEADLINE_PARTS = ("unet", "vae", "pipeline")
 HEADLINE_DTYPE = "fp16"
-# Columns of a comparison with one peer: title -> function that makes the cell of a row.
+# Columns of the tables that compare eager, one competitor and sdfastgn: title -> function that makes the text
+# for one of the three rows.
 COMPARED: dict[str, Callable[[Row], str]] = {
     "milliseconds": lambda row: number(row.median_ms),
     "seconds until ready": lambda row: number(row.ready_s),
@@ -55,7 +56,7 @@ COMPARED: dict[str, Callable[[Row], str]] = {
 def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
     """Returns (row, source) for each row of all results of this kind.
 
-    The source is a line that names the run.
+    The source is a line of text that names the row's run.
     """
     found = documents(results, kind)
     return [(Row(**values), source_line(content)) for content in found for values in content["rows"]]
@@ -66,8 +67,8 @@ class _Line:
     """The data for one line of a table.
 
     Attributes:
-        rows: variant -> its row.
-        sources: for each row, a text that names its run.
+        rows: name of a variant -> its row.
+        sources: for each row, a text that names the run in which the row was measured.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -118,7 +119,7 @@ def _cell(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> str:
 
 
 def results_markdown(results: Path) -> str:
-    """Returns a table with all variants as columns and all measured parts as lines."""
+    """Returns a table with a column for each variant that was run, and a line for each measured part."""
     lines = _lines(results)
     rows = [row for line in lines for row in line.rows.values()]
     shown = {row.variant for row in rows}
@@ -167,7 +168,7 @@ def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
 def headline_markdown(results: Path) -> str:
     """Returns the front page's table of eager, sdfastgn and its competitors.
 
-    Each speed-up compares with eager in the same run.
+    Each speed-up is over eager's time in the same run.
     """
     lines, body = _headline(results), []
     for line in lines:
@@ -179,20 +180,21 @@ def headline_markdown(results: Path) -> str:
 
 
 def compared_markdown(results: Path) -> str:
-    """Returns a table of eager, torch.compile and sdfastgn, with all of ``COMPARED`` except the time."""
+    """Returns a table that compares eager, torch.compile and sdfastgn: all of ``COMPARED`` but the time."""
     return _peer_table(_lines(results), ("compile", "compile_graphs"), [*COMPARED][1:])
 
 
 def stable_fast_markdown(results: Path) -> str:
-    """Returns a table of eager, stable-fast and sdfastgn, from the run that timed all three."""
+    """Returns a table that compares eager, stable-fast and sdfastgn, from runs that timed all three."""
     return _peer_table(_lines(results, STABLE_FAST), (STABLE_FAST,), [*COMPARED])
 
 
 def _peer_table(every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str]) -> str:
     """Returns a table that compares eager, one competitor and sdfastgn. Each cell has three values.
 
-    ``every``: the lines. A line shows the first of ``peers`` that was tried in its run. A line for which no
-    peer was tried is left out. ``shown``: titles of the columns, keys of ``COMPARED``.
+    ``every``: the data for the lines. ``peers``: names of variants. A line's competitor is the first of them
+    for which the line has a row. A line without a competitor, eager or sdfastgn is left out. ``shown``:
+    titles of the columns, keys of ``COMPARED``.
     """
     body, notes, lines = [], [], []
     for line in every:
@@ -216,9 +218,10 @@ def _side_by_side(cells: Iterable[str]) -> str:
 
 
 def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
-    """Returns the lines of sweeps. ``over_batches``: True for measurements at several batch sizes.
+    """Returns lines of results of the kind ``sweep``.
 
-    False for measurements that were made at only one batch size.
+    ``over_batches``: if True, the lines of what was measured at several batch sizes; if False, the lines of
+    what was measured at only one.
     """
     lines = _lines(results, "sweep")
     kinds = [(r.part, r.model, r.size, r.dtype, r.steps) for r in (line.first for line in lines)]
@@ -231,7 +234,10 @@ def _sweep_title(row: Row) -> str:
 
 
 def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
-    """Returns a table of ``cells``. Texts below the table say why times are missing, and name the runs."""
+    """Returns a table with a line for each of ``cells``, which are dicts: title of a column -> text.
+
+    Texts below the table say why times of ``lines`` are missing, and name the runs.
+    """
     missing = [
         f"{_sweep_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
         for line in lines
@@ -260,9 +266,9 @@ def _rate(ms: float | None, batch: int) -> str:
 
 
 def latency_markdown(results: Path) -> str:
-    """Returns a table of sweeps at one batch size: median and 90th percentile of a pipeline's time.
+    """Returns a table of pipelines at several numbers of steps: median and 90th percentile of the time.
 
-    A further column has the time of the pipeline's CUDA graphs, replayed without the pipeline.
+    A further column has the sum of the times of the pipeline's CUDA graphs, replayed without the pipeline.
     """
     lines = [line for line in _sweeps(results, over_batches=False) if line.first.part == "pipeline"]
     cells = [

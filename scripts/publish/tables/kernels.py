@@ -36,7 +36,7 @@ from sdfastgn.bench.tables.kernels import (
     times_table,
 )
 
-# Kind of the separate results of the suite ``inference`` with peers that must be built by hand.
+# Kind of the results of separate runs of the suite ``inference``, with peers that must be built by hand.
 PEERS = "kernel_peers"
 
 
@@ -69,9 +69,11 @@ def inference_markdown(results: Path) -> str:
 
 
 def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
-    """Returns (header, body) of ``table``, without columns of tasks and of ratios to copy and baseline.
+    """Returns (header, body) of ``table`` with fewer columns and lines.
 
-    ``table``: a result of ``times_table``, for a suite with one task and one provider of sdfastgn.
+    Left out are the column of tasks, the columns of ratios to the copy and the baseline, and the means over
+    the baseline. ``table``: a result of ``times_table``, for a suite with one task and one provider of
+    sdfastgn.
     """
     axes, *names = table.header
     rows = [

@@ -1,4 +1,4 @@
-"""Functions that all Markdown tables use: they find the committed JSON files and make a table's text."""
+"""Functions for all Markdown tables: they find the committed JSON files, and make a table's text."""
 
 from __future__ import annotations
 

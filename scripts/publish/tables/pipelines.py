@@ -1,4 +1,4 @@
-"""Markdown tables: the waiting times for a pipeline's first images, and ComfyUI's speed and accuracy."""
+"""Markdown tables of ``scripts.publish.warm_up`` (first images) and of the measurements of ComfyUI."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def comfyui_markdown(results: Path) -> str:
     """
     lines, sources = [], []
     for content in documents(results, "comfyui"):
-        # In older files the model, the size and the steps are in the config, because all rows share them.
+        # Rows of older files have no model, size and steps: these are in the config, because all rows share
+        # them.
         rows = [{"status": OK, "dynamic_vram": False, **content["config"], **row} for row in content["rows"]]
         stock = {
             _comfyui_setting(row): row for row in rows if (row["variant"], row["status"]) == ("stock", OK)
@@ -120,8 +121,8 @@ def _rate(row: dict[str, Any], stock: dict[str, Any] | None, name: str) -> str:
 def _after_ejection(row: dict[str, Any]) -> str:
     if "exact_after_ejection" not in row:
         return NOTHING
-    # After ComfyUI has ejected (removed) sdfastgn, the outputs should be stock's again.
-    # If two runs of stock differ from each other, a difference here is no error.
+    # After ComfyUI has ejected (removed) sdfastgn, the outputs should have stock's bits again. A difference
+    # is no error if two runs of stock also differ from each other.
     wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
     told = any(row["stock_repeats_itself"][part] for part in wrong)
     return "**no**" if told else "stock's own differ" if wrong else "yes"

@@ -26,7 +26,8 @@ class SizeRow:
         has_graph: True if the optimized calls were replays of a CUDA graph.
         error: relative error of the optimized output against stock's; None if it is not finite.
         stock_error, optimized_error: relative error of an output against stock's output in fp32 with the
-            same weights. None if it is not finite or not measured: for images in fp16 and for long videos.
+            same weights. It is measured for models in bf16 and models of video, except for long videos. None
+            if it is not measured or not finite.
         cpu_ms: median milliseconds until an optimized call has launched all of its work.
         is_video: True if the model makes videos.
         reason: why the model failed.
@@ -55,7 +56,7 @@ class SizeRow:
 def real_sizes_markdown(results: Path) -> str:
     """Returns a table with a line for each model. A dagger marks speed-ups that round to less than 1.00.
 
-    If several runs have timed a model, the line is of the latest run.
+    If several runs have timed a model, its line shows the latest run.
     """
     return _table(results, lambda row: True)
 
