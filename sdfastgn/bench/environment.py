@@ -46,7 +46,7 @@ def _git() -> dict[str, Any]:
     # git refuses a checkout that belongs to another user, as in a container, unless safe.directory names it.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    # Changes count as "dirty" only in the folders whose code measures.
+    # Uncommitted changes make a result "dirty" only if they are in the folders whose code measures.
     code = (str(PACKAGE_ROOT), str(PACKAGE_ROOT.parent / "scripts"))
     changes = _output_of(*git, "status", "--porcelain", "--", *code)
     return {"commit": commit, "dirty": None if commit is None else bool(changes)}

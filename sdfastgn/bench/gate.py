@@ -20,7 +20,7 @@ from sdfastgn.bench.workload import BenchConfig
 # network that round differently differ by about 0.2 % in fp16, and by eight times as much in bf16.
 # stable-fast accumulates in fp16 and differs by 1.2 %.
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
-# Maximum relative error for fp32 on a GPU. Its convolutions run in TF32, which has 10 bits of mantissa.
+# Maximum relative error in fp32 on a GPU. Convolutions of fp32 run in TF32 there, with 10 bits of mantissa.
 TF32_BOUND = 1e-2
 # Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype.
 # These bounds are low because denoising steps with guidance amplify rounding errors.

@@ -46,8 +46,8 @@ from sdfastgn.bench.kernel_categories import (
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
 # Length of ``Breakdown.top``, the list of the kernels that took longest.
 TOP = 10
-# Number of recordings that ``measure`` makes without operators (on a CPU, with operators). It uses the
-# recording of median length.
+# Number of times that ``measure`` records the kernels of a call or replay (on a CPU, the operators). The
+# breakdown is made from the recording of median length.
 RECORDINGS = 3
 
 # Name of a kernel -> category -> share of the kernel's time that counts for this category. A kernel's shares
@@ -122,9 +122,10 @@ def _launches(events: Iterable[Any]) -> list[Any]:
 def _operator(event: Any) -> str:
     """The name of the operator that decides the category of ``event``, an operator on the CPU.
 
-    It also decides the category of the kernels that ``event`` launches. It is usually ``event`` itself. If
-    ``event`` runs inside an attention or norm operator, as ``aten::bmm`` may do, it is the attention or norm
-    operator. But a copy stays a copy, even inside a norm: stock GroupNorm copies its channels-last input.
+    The same operator decides the category of the kernels that ``event`` launches. Usually the operator is
+    ``event`` itself. If ``event`` runs inside an attention or norm operator, as ``aten::bmm`` may do, the
+    outer operator decides. But a copy counts as a copy, even inside a norm: stock GroupNorm copies its
+    channels-last input.
     """
     outer = None if operator_category(event.name) == COPIES else event
     while outer is not None:
@@ -165,7 +166,7 @@ def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values:
     longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
     listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
-        # Rounding may make the difference slightly negative if there are no gaps. So gaps are at least zero.
+        # Without gaps, rounding may make the total slightly smaller than the sum. Gaps are at least zero.
         categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
         total_ms=total_ms,
         floor_ms=sum(sums[name] for name in FLOOR),

@@ -40,8 +40,8 @@ class Row:
             the first of all, and includes cuDNN's search for the fastest algorithms.
         graph_ms: time of a replay, if the call was captured as one CUDA graph. If it was not captured,
             ``graph_reason`` says why.
-        its: iterations per second: denoising steps of a pipeline's call, whose time includes text encoder and
-            decode, or else calls.
+        its: iterations per second. For a pipeline, its number of denoising steps divided by the time of the
+            whole call, with text encoder and decode. For other parts, calls per second.
         images_s: images per second of all processes together, if a launcher started several processes. It is
             computed from the time of the slowest process.
         process_images_s: images per second of each process.
@@ -113,8 +113,8 @@ def _free(device: torch.device) -> None:
     """Free unused memory on the GPU. Does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
-        # After an invalid memory access every CUDA call raises an error, also this one. It is ignored,
-        # because the variant's row already has the first error.
+        # After an invalid memory access every CUDA call raises an error, also ``empty_cache``. This error is
+        # ignored, because the variant's row already has the first error.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
 

@@ -41,7 +41,10 @@ def _runners() -> dict[type, Any]:
 
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
-    """A context in which Triton launches kernels with sfast's methods. Its end restores Triton's methods."""
+    """A context in which Triton launches kernels by the methods that sfast (stable-fast) has installed.
+
+    At its end the methods of before are restored, so that other variants launch kernels at full speed.
+    """
     stock = _runners()
     try:
         if not _wrapped:

@@ -27,7 +27,8 @@ T = TypeVar("T")
 # number of bytes that it reads and writes before it comes to the same copy again: several times the L2 cache
 # of an H200, which has 60 MB.
 COLD_BYTES = 256 * 2**20
-# Maximum number of input sets. Small inputs would need thousands of sets to have ``COLD_BYTES``.
+# Maximum number of copies of the inputs (input sets) in a measurement with a cold L2. Small inputs would need
+# thousands of copies.
 MAX_COLD_SETS = 512
 # Number of seconds for which ``spin_up`` makes the GPU work, so that it reaches its full clock rate.
 SPIN_UP_SECONDS = 0.3
@@ -160,8 +161,8 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    # Lazy initialization and autotuning are not allowed in a capture. These calls do both, on the stream of
-    # the capture.
+    # Lazy initialization and autotuning are not allowed in a capture. The warm-up calls do both, on the
+    # stream of the capture.
     with torch.cuda.stream(side):
         for _ in range(warmup):
             fn()

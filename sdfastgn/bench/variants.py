@@ -85,7 +85,7 @@ def _eager(target: Any, part: str, undo: contextlib.ExitStack) -> None:
 def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     import torch
 
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}  # a module may have both kinds of weights
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}  # for 2-d and 3-d convolutions
     for module in _timed_modules(target):
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dim() in formats:

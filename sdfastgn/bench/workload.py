@@ -45,7 +45,7 @@ class BenchConfig:
         batch: batch size of the UNet or the VAE (in videos for a video model), or images per call of a
             pipeline.
         weights: ``"random"``, a local path or a Hub id.
-        fp32_reference: also compute the output in fp32, to compare with it.
+        fp32_reference: also compute the output in fp32, with which outputs are then compared.
         profile: also record where a call's time goes, after the call was timed.
         scheduler: name of a scheduler class in diffusers; empty for the pipeline's own scheduler.
         preset: the entry of ``PRESETS`` that these settings come from, or empty.
@@ -307,8 +307,8 @@ def build_training(config: BenchConfig) -> Workload:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step(unet, kwargs)
-            # A graph's forward keeps what the backward needs in the graphs' memory pools. Their memory was
-            # allocated at the capture, so the peak of this step does not contain it.
+            # If the step is a CUDA graph, the tensors that autograd saves are in the graphs' memory pools.
+            # The pools were allocated at the capture, so the peak of this step does not contain them.
             pools = sum(pool_sizes().values())
             step_mib = (torch.cuda.max_memory_allocated() - before + pools) / 2**20
         unet.zero_grad()

@@ -73,7 +73,7 @@ def _in_aten(*operands: Any, **options: Any) -> Tensor:
 def _operation(
     task: str, passes: tuple[str, ...], *layouts: str, training: bool = True, residual: bool = False
 ) -> Operation:
-    """An operation with a provider for each pair of cuDNN, ATen or sdfastgn and one of ``layouts``.
+    """An operation that cuDNN, ATen and sdfastgn provide, each in all of ``layouts`` ("nchw", "nhwc").
 
     Each provider has its own running averages, because a forward in training writes into them.
     """

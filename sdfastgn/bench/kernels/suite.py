@@ -24,7 +24,8 @@ Call = Callable[..., Any]
 # The name of the provider that only copies the first operand, and of its task. All times are compared with
 # the copy's time.
 COPY = "copy"
-# Names of sdfastgn's providers begin with this word. Other providers (except the copy) are called peers.
+# In a suite's ``operations``, the names of sdfastgn's providers begin with this word. All other providers
+# except the copy are called peers.
 OURS = "sdfastgn"
 # The default suite.
 INFERENCE = "inference"
@@ -78,8 +79,8 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
 
-        # The reset for each shape prevents that torch.compile reaches its limit of recompilations, after
-        # which it would run further shapes eagerly.
+        # torch.compile limits the number of recompilations, and then runs further shapes eagerly. The reset
+        # for each shape lets it start to count anew.
         torch.compiler.reset()
         # By default a compiled backward may overwrite the tensors that the forward saved ("donated buffers").
         # A backward that is timed without its forward reads the same saved tensors in all calls.
@@ -138,8 +139,8 @@ class Operation:
         tensors: number of tensors of the input's size that a forward has to read or write.
         bounds: dtype -> maximum relative error of an output against fp64.
         full: names of operands that are in fp32 whatever the dtype of the run.
-        baseline: only for operations in a suite's ``extras``: name of the provider whose time the time of
-            the last of ``providers`` is divided by.
+        baseline: only for operations in a suite's ``extras``: name of a provider. A table divides the time of
+            the last of ``providers`` by the time of this provider.
     """
 
     sizes: Callable[[Shape], dict[str, Shape]]
@@ -169,7 +170,7 @@ class Suite:
         axes: names of a shape's axes, such as "NxCxHxW".
         shape_sets: name -> shapes, for ``--shapes``. Every suite has a set named ``all``.
         operations: what is measured. A copy of the first operand is measured as well.
-        baseline: name of the provider whose times all times are divided by, beside the copy's times.
+        baseline: name of a provider. Tables divide times by the times of this provider, and by the copy's.
         extras: operations without competitors. They have a table of their own, which compares each with its
             ``Operation.baseline``.
         divisor: number that must divide the second axis of a shape, such as GroupNorm's number of groups.
@@ -253,8 +254,8 @@ class Suite:
 class KernelConfig:
     """The settings of a run of a suite: what is timed, in which dtype, and on which device.
 
-    ``wall_clock``: True if the user asked for times on a CPU. They are wall-clock times of whole calls, and
-    the CPU's caches are not emptied for the "cold" times.
+    ``wall_clock``: True if the user asked for times on a CPU. These are wall-clock times of whole calls, and
+    "cold" times are not taken with cold caches.
     """
 
     suite: str

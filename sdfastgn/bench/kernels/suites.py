@@ -105,7 +105,7 @@ def _built_by_hand(name: str, build: Callable[..., Call]) -> Provider:
 
 
 # Shapes of the inputs of norms in the UNets of SD1.5 at 512 x 512 pixels and SDXL at 1024 x 1024 pixels. With
-# guidance, the batch is 2. The last three are inputs of norms in the VAE, where its resolution is low.
+# guidance, the batch is 2. The last three are inputs of norms in the VAE's layers of low resolution.
 _UNET: tuple[Shape, ...] = (
     *((2, C, 8, 8) for C in (1280, 2560)),
     *((2, C, 16, 16) for C in (1280, 1920, 2560)),

@@ -26,7 +26,10 @@ Pair = tuple[float | None, float | None]
 
 
 def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
-    """Group rows: (shape, task) -> ``Line``. Each line also has the row of the copy of its shape."""
+    """Group rows by shape and task: (shape, task) -> ``Line``.
+
+    Each line also has the row of the provider ``COPY`` for the same shape.
+    """
     rows = list(rows)
     copies = {row.shape: row for row in rows if row.provider == COPY}
     found: dict[tuple[Shape, str], Line] = {}

@@ -65,7 +65,10 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
 
 
 def _megabytes(row: KernelRow) -> float:
-    """Megabytes that the call must at least read and write: GB/s * microseconds = kilobytes."""
+    """Megabytes that the call must at least read and write.
+
+    A row has no bytes, only GB/s and microseconds. Their product is in kilobytes, so it is divided by 1000.
+    """
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
 
 

@@ -24,8 +24,9 @@ class WaitRow:
     Attributes:
         image_s: seconds for each of the process's first images. The first number includes ``optimize``.
         new_size_s: seconds for each of the first UNet steps at an image size that is new to the process.
-        peak_mib: maximum memory that tensors occupied; None on the CPU.
-        reserved_mib: maximum memory that PyTorch's CUDA allocator took from the GPU; None on the CPU.
+        peak_mib: maximum memory that tensors occupied while the images were made; None on the CPU.
+        reserved_mib: maximum memory of the GPU that PyTorch's CUDA allocator held during the same time; None
+            on the CPU.
         psnr_db: PSNR of the last image against stock's image. None for stock itself, and if the images are
             equal.
     """
