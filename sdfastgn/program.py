@@ -1,4 +1,4 @@
-"""What the command line and the benchmarks share: errors of users, texts for messages, launched processes."""
+"""What the command line and the benchmarks share: an error for bad options, texts, and launched processes."""
 
 from __future__ import annotations
 

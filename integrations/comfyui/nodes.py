@@ -1,6 +1,6 @@
 """The nodes: their names, inputs, outputs and functions.
 
-ComfyUI has two formats for declaring nodes, V1 and V3. ``v1.py`` and ``v3.py`` declare ``NODES`` in them.
+ComfyUI has two formats for declaring nodes, V1 and V3. ``v1.py`` declares ``NODES`` in V1, ``v3.py`` in V3.
 """
 
 from __future__ import annotations
