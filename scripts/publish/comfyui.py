@@ -191,8 +191,8 @@ def times_of(case: Case) -> dict[str, Any]:
     Triton's cache.
 
     For sdfastgn, the row also has the differences from stock's latents and image, and the text on the node.
-    ``exact_after_ejection``: True for each output that has stock's bits after sdfastgn was removed.
-    ``stock_repeats_itself``: True for each output that has the same bits in two runs of stock.
+    ``exact_after_ejection``: name of an output -> True if the output has stock's bits after sdfastgn was
+    removed. ``stock_repeats_itself``: name of an output -> True if two runs of stock give the same bits.
     """
     device = torch.device("cuda")
     images = Images(case.model, case.size, case.steps, case.files, case.variant == "sdfastgn")

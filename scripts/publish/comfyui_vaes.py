@@ -2,8 +2,8 @@
 
 python -m scripts.publish.comfyui_vaes build/ComfyUI --json benchmarks/by_hand/comfyui_vaes.json
 
-Architectures are exact, and weights are random. Each release runs with its default memory management, which
-is DynamicVRAM in ComfyUI 0.16 and later.
+The autoencoders have the architectures of published models and random weights. Each release runs with its
+default memory management, which is DynamicVRAM in ComfyUI 0.16 and later.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def _hunyuan_video_15() -> nn.Module:
 
 
 class Decode(NamedTuple):
-    """What a row measures: the decode of a latent of the shape ``latent``, (1, channels, frames, H, W)."""
+    """A decode that is timed. ``build``: makes the autoencoder. ``latent``: the latent's shape.
+
+    The shape is (1, channels, latent frames, H / scale, W / scale) for a video of H x W pixels.
+    """
 
     label: str
     build: Callable[[], nn.Module]
@@ -89,7 +92,7 @@ def main(
     for folder in folders:
         try:
             rows = in_a_process(rows_of, folder, rounds)
-        except Exception as error:  # the other releases are still timed
+        except Exception as error:  # a row gets the error's text, and the next release is timed
             rows = [
                 {"comfyui": comfyui_checkout.release_of(folder), "status": FAILED, "reason": one_line(error)}
             ]
@@ -110,7 +113,7 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
         try:
             with tempfile.TemporaryDirectory() as files:
                 row |= {"status": OK, **times_of(each, rounds, Path(files))}
-        except Exception as error:  # the other autoencoders are still timed
+        except Exception as error:  # the row gets the error's text, and the next decode is timed
             row |= {"status": FAILED, "reason": one_line(error)}
         print(row, flush=True)
         rows.append(row)
@@ -120,12 +123,14 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def times_of(each: Decode, rounds: int, files: Path) -> dict[str, Any]:
-    """Returns milliseconds and peak memory in MiB of ``each``, stock and with sdfastgn.
+    """Returns milliseconds and peak memory in MiB of the decode ``each``, stock and with sdfastgn.
 
-    ``files``: folder for the file with the weights. Under DynamicVRAM, ComfyUI reads it at any time.
-    ``difference``: of the pixels from stock's, relative to the norm of stock's. ``is_exact_after_ejection``:
-    True if the stock VAE gives the same bits after the optimized VAE has run. ``report``: the lines of the
-    node's text.
+    ``files``: folder for the file with the weights. The folder must exist until the last decode, because
+    under DynamicVRAM ComfyUI reads weights from the file at any time.
+
+    The result also has ``difference`` (of sdfastgn's pixels from stock's, relative to the norm of stock's),
+    ``is_exact_after_ejection`` (True if the stock VAE gives the same bits after the optimized VAE has run)
+    and ``report`` (the lines of the text on sdfastgn's node).
     """
     from sdfastgn.patches.comfyui.model_patcher import optimize_vae
     from sdfastgn.patches.comfyui.report import text_of
@@ -159,7 +164,10 @@ def _loaded(build: Callable[[], nn.Module], files: Path) -> Any:
 
 
 def _decoded(vae: Any, latent: Tensor, rounds: int) -> tuple[Tensor, float, float]:
-    """(pixels on the CPU, median milliseconds of a decode after two others, peak memory in MiB)"""
+    """Decodes ``latent``. Returns (pixels on the CPU, median ms of ``rounds`` decodes, peak memory in MiB).
+
+    Two decodes before the timed ones compile kernels and allocate memory.
+    """
     device = torch.device("cuda")
     for _ in range(2):
         pixels = vae.decode(latent)

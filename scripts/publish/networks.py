@@ -107,7 +107,7 @@ def decode_of(*latents: int, **options: Any) -> Prepare:
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         z = draw(*latents)
-        # The attribute ``decode`` is read in each call, because ``optimize`` may replace it after this point.
+        # The attribute ``decode`` is read in each call, because ``optimize`` may replace it between calls.
         return lambda: model.decode(z, **options, return_dict=False)
 
     return prepare
