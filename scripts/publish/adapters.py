@@ -262,8 +262,8 @@ def measured_calls(
 ) -> list[tuple[Tensor, list[float], float | None]]:
     """Makes all changes for ``model`` to one UNet, and calls the UNet several times after each change.
 
-    Returns a tuple for each change: (output of the last call on the CPU, [ms of the first call, ms of the
-    second, median ms of later calls], MiB that tensors occupy after the calls, or None on the CPU).
+    Returns a tuple for each change: (output of the last call, copied to the CPU; [ms of the first call, ms of
+    the second, median ms of later calls]; MiB that tensors occupy on the GPU after the calls, or None).
     """
     config = UNETS[model]
     unet = with_random_weights(

@@ -115,7 +115,8 @@ def _renewed(page: Path, results: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
-    Returns the exit code: 2 if a page cannot be filled or a picture not drawn, else 0.
+    Returns the exit code: 2 if the folder of results does not exist, a page cannot be filled or a picture
+    cannot be drawn, else 0.
     """
     parser = argparse.ArgumentParser("python -m scripts.publish.pages", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE alone")

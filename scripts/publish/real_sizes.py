@@ -114,7 +114,7 @@ def timed(call: Callable[[], Tensor], device: torch.device) -> Timed:
 
 
 def exact_output(case: Case, device: torch.device) -> Tensor:
-    """Returns the stock model's output in fp32 without TF32, on the CPU."""
+    """Computes the stock model's output in fp32 without TF32. Returns a copy of it in the CPU's memory."""
     with timing.global_switches(cudnn_benchmark=False, cudnn_tf32=False):
         _, call = built(case, device, in_fp32=True)
         return call().cpu()

@@ -320,8 +320,8 @@ def run(
             if variant.name == "eager":
                 eager = row.median_ms
             elif eager is not None and row.median_ms is not None:
-                # Without CUDA graphs a call is as slow as the CPU launches kernels, and the speed of a shared
-                # CPU may change by a factor of two within minutes. So eager is timed again after each
+                # Without CUDA graphs a call's time depends on how fast the CPU launches kernels, and a shared
+                # CPU's speed may change by a factor of two within minutes. So eager is timed again after each
                 # variant, and the speed-up uses eager's times just before and just after the variant.
                 repeats = min(config.repeats, EAGER_REPEATS)
                 again = timing.time_callable(workload.call, device, repeats=repeats, warmup=1).median_ms

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# ``NOTHING``: the text of a cell without a value. ``LOSS``: the mark of a time of sdfastgn that is longer
-# than the fastest competitor's.
+# ``NOTHING``: the text of a cell without a value. ``LOSS``: the mark of a result in which sdfastgn is slower
+# than stock or than the fastest competitor.
 NOTHING = "-"
 LOSS = "†"
 

@@ -22,7 +22,7 @@ from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.variants import VARIANTS, label
 from sdfastgn.program import OptionError, counted
 
-# Kinds of results that ``bench`` writes.
+# The kinds of runs that ``sdfastgn bench`` makes: values of the field ``kind`` of their JSON.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
