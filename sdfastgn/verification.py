@@ -44,9 +44,10 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class Verdict:
     """The result of the verification of one fused part.
 
-    ``kind``: the name of the module's class. ``status``: ``RIGHT``, ``PUT_BACK`` or ``UNVERIFIED``.
-    ``reason``: the reason for the status; empty for ``RIGHT``. ``error`` and ``stock_error``: the relative
-    errors of the part and of stock's code; None if the part was not compared.
+    ``kind``: the name of the module's class. ``status``: ``RIGHT``, ``PUT_BACK`` (the output was wrong, and
+    the part got stock's code again) or ``UNVERIFIED``. ``reason``: the reason for the status; empty for
+    ``RIGHT``. ``error`` and ``stock_error``: the relative errors of the part and of stock's code; None if the
+    part was not compared.
     """
 
     path: str

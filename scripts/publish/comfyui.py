@@ -178,7 +178,10 @@ def prepare(case: Case) -> str | None:
 
 
 def write_files(folder: Path, model: str, files: Path) -> None:
-    """Write a checkpoint, a LoRA and a ControlNet with random weights in fp16. Call it in a fresh process."""
+    """Write a checkpoint, a LoRA and a ControlNet with random weights in fp16 into the folder ``files``.
+
+    ``folder``: the checkout of ComfyUI whose classes name the weights. Call it in a fresh process.
+    """
     comfyui_checkout.import_comfyui(str(folder), modules=["comfy.cldm.cldm", "comfy.sd"])
     comfyui_models.write_files(files, model, "cuda")
 

@@ -128,7 +128,10 @@ def _without(patcher: Any) -> Any:
 
 
 def _end_of_node() -> None:
-    """Frees memory after a node ran, as ComfyUI's executor does under DynamicVRAM (else does nothing)."""
+    """Resets buffers and memory limits, as ComfyUI's executor does after each node under DynamicVRAM.
+
+    Without DynamicVRAM it does nothing.
+    """
     memory = sys.modules.get("comfy.memory_management")  # None in releases without DynamicVRAM
     if getattr(memory, "aimdo_enabled", False):
         import comfy.model_management

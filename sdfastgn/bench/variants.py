@@ -193,7 +193,7 @@ _EVERY = (
     Variant(
         "sdfastgn_compile", "sdfastgn + torch.compile", compile_reason, _sdfastgn_compiled, _describe_sdfastgn
     ),
-    # stable-fast is the last variant, because its import changes Triton and PyTorch for the whole process.
+    # stable-fast is the last variant, because its import has side effects on the whole process.
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}

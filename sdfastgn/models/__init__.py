@@ -1,1 +1,1 @@
-"""Known architectures with random weights, and saved pipelines."""
+"""Makes the models that are measured: known architectures with random weights, or saved pipelines."""

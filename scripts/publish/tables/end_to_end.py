@@ -103,7 +103,7 @@ def _markdown(
 def milliseconds(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> float | None:
     """Returns the time of the first of ``choices`` that has a time; None if none has.
 
-    ``choices``: as in ``HEADLINE``.
+    ``choices``: (name of a variant, True for its time as a CUDA graph).
     """
     found = [(rows[name], graph) for name, graph in choices if name in rows]
     times = (row.graph_ms if graph else row.median_ms for row, graph in found)

@@ -43,7 +43,7 @@ def _stock(
     training: bool,
 ) -> Tensor:
     y = F.batch_norm(x, *averages, weight, bias, training)
-    # The activation is SiLU, because ReLU would fail the check against fp64. ReLU's derivative jumps from
+    # The activation is SiLU, because ReLU might fail the check against fp64. ReLU's derivative jumps from
     # zero to one at zero, and stock rounds the sum y + residual. If this rounding moves a sum to the other
     # side of zero, an element of the gradient is wrong. In fp16 such elements make a relative error of 1 %,
     # the maximum that is accepted.

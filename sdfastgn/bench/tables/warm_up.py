@@ -55,7 +55,7 @@ class WaitRow:
 
 
 def result_table(content: dict[str, Any]) -> Blocks:
-    """The table of a result. ``content``: the result's JSON, of the kind ``KIND``."""
+    """The table of one run. ``content``: the run's JSON, whose field ``kind`` is ``KIND``."""
     (part,) = content["config"]["parts"]
     shown = warm_up_table([WaitRow(**values) for values in content["rows"]])
     return replace(shown, title=f"first images, {part['model']} {part['size']}²")
