@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from selenium.webdriver import ActionChains, Keys
 
 from tests.patches.comfyui import comfy_checkout
 
@@ -104,6 +105,18 @@ for (const node of window.app.graph._nodes)
 return found;
 """
 
+# Scales and moves the canvas, so that it shows all nodes.
+SHOW_ALL = """
+const canvas = window.app.canvas, nodes = window.app.graph._nodes;
+const left = Math.min(...nodes.map(n => n.pos[0])) - 120, top = Math.min(...nodes.map(n => n.pos[1])) - 140;
+const right = Math.max(...nodes.map(n => n.pos[0] + n.size[0])) + 60;
+const bottom = Math.max(...nodes.map(n => n.pos[1] + n.size[1])) + 60;
+const {clientWidth, clientHeight} = canvas.canvas;
+canvas.ds.scale = Math.min(clientWidth / (right - left), clientHeight / (bottom - top));
+canvas.ds.offset = [-left, -top];
+canvas.setDirty(true, true);
+"""
+
 
 @pytest.fixture(scope="module")
 def page(server, browser):
@@ -133,6 +146,11 @@ def test_an_example_runs_and_its_nodes_show_text(path, page, server):
     assert any("images" in output for output in record["outputs"].values())
     ours = {node["type"] for node in workflow["nodes"] if node["type"].startswith("Sdfastgn")}
     texts = until(lambda: ours <= (found := page.execute_script(TEXTS)).keys() and found)
+    if folder := os.environ.get("SCREENSHOTS"):
+        ActionChains(page).send_keys(Keys.ESCAPE).perform()  # closes the dialog with templates
+        page.execute_script(SHOW_ALL)
+        time.sleep(2)
+        page.save_screenshot(f"{folder}/{path.stem}.png")
     assert texts["SdfastgnOptimize"].splitlines() == [
         "UNetModel: not faster. There is no CUDA GPU",
         "AutoencoderKL: not faster. There is no CUDA GPU",
