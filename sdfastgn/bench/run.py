@@ -48,8 +48,8 @@ class Row:
         p99_ms: the 99th percentile of the calls' times. With few calls it is almost the slowest time.
         graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays. Each graph is timed
             separately, so this is None for variants whose graphs cannot be replayed separately.
-        eager_ms: medians of eager's calls just before and just after the variant's calls. None for eager, and
-            if eager has no time.
+        eager_ms: medians of eager's calls just before and just after the variant's calls. None for eager, if
+            eager has no time, and in runs with profiles.
         steps: denoising steps of a pipeline.
         frames, width: number of frames of a video, and width of a frame in pixels; the height of a frame is
             ``size``. None if the model is not in ``VIDEO_NETWORKS``.
@@ -319,10 +319,11 @@ def run(
             meeting.leave(row.reason)
             if variant.name == "eager":
                 eager = row.median_ms
-            elif eager is not None and row.median_ms is not None:
+            elif eager is not None and row.median_ms is not None and not config.profile:
                 # Without CUDA graphs a call's time depends on how fast the CPU launches kernels, and a shared
                 # CPU's speed may change by a factor of two within minutes. So eager is timed again after each
                 # variant, and the speed-up uses eager's times just before and just after the variant.
+                # Not with profiles: after the profiler has recorded something, eager's calls take longer.
                 repeats = min(config.repeats, EAGER_REPEATS)
                 again = timing.time_callable(workload.call, device, repeats=repeats, warmup=1).median_ms
                 row.eager_ms, eager = [eager, again], again
