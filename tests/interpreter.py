@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import types
 
 import numpy
@@ -10,8 +12,6 @@ import triton
 import triton.language as tl
 from triton.language import semantic
 from triton.runtime import interpreter
-
-from sdfastgn.versions import never_run
 
 __all__ = ["make_quick"]
 
@@ -24,9 +24,9 @@ def make_quick() -> None:
     in each addition and multiplication of integers, of which it tells no one unless it debugs.
     In each operation it also works out the same facts about types again; here it remembers them.
 
-    These are Triton's private names: a version that was never run stays as it is, and takes longer.
+    These are private names of Triton 3.9: another version stays as it is, and takes longer.
     """
-    if never_run("triton", triton.__version__):
+    if not triton.__version__.startswith("3.9."):
         return
     _call_builtins_quickly()
     interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -35,6 +35,7 @@ def make_quick() -> None:
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _remember_block_types()
+    _remember_types_of_pointers()
     _remember_tensors()
     _remember_promotions()
     _remember_numpys_dtypes()
@@ -43,6 +44,10 @@ def make_quick() -> None:
     _compare_quickly()
     _remember_broadcasts()
     _remember_operands()
+    _remember_operators()
+    _convert_quickly()
+    _insert_axes_quickly()
+    _remember_signatures()
 
 
 def _call_builtins_quickly() -> None:
@@ -212,3 +217,182 @@ def _remember_operands() -> None:
         return lhs, rhs if type(rhs) is tl.tensor else found
 
     semantic.TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+
+def _remember_types_of_pointers() -> None:
+    """Makes one object of the type of each argument, as of each block type."""
+    tl.str_to_ty = functools.cache(tl.str_to_ty)
+
+
+def _remember_operators() -> None:
+    """Remembers what an operator does with two operands: one function of NumPy, on their data.
+
+    Both the function and the conversions of the operands depend on the operands' types alone. Scalars are
+    arrays of one number, so NumPy's broadcasts are Triton's.
+    """
+    both_ways = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
+    names = [*both_ways, *(f"r{name}" for name in both_ways), "lt", "le", "gt", "ge", "eq", "ne"]
+    for method in (f"__{name}__" for name in names):
+        setattr(tl.tensor, method, _quick_operator(method, getattr(tl.tensor, method)))
+
+
+def _quick_operator(method: str, slow):
+    operators = f"operators {method}"
+
+    def operator(self, other):
+        kind = type(other)
+        if kind is tl.tensor:
+            other_type = other.type
+            key = id(other_type)
+        elif kind is int or (kind is float and other):  # the key of 0.0 would also be that of -0.0
+            other_type, key = None, (kind, other)
+        else:
+            return slow(self, other)
+        known = vars(self.type).setdefault(operators, {})
+        found = known.get(key)
+        if found is None:
+            result, function = _watch(slow, self, other)
+            known[key] = function, result.type, other_type  # kept alive, so that its id stays its own
+            return result
+        function, result_type, _ = found
+        if function is None:
+            return slow(self, other)
+        data = function(self.handle.data, None if other_type is None else other.handle.data)
+        return tl.tensor(interpreter.TensorHandle(data, result_type.scalar), result_type)
+
+    return operator
+
+
+def _watch(slow, self: tl.tensor, other: tl.tensor | float):
+    """(the operator's result, its function of the data of both operands, or None if it does more)"""
+    builder, semantic_of_all = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    checks, calls = [], []
+
+    def check(lhs, rhs, *flags, **options):
+        checked = type(semantic_of_all).binary_op_type_checking_impl(
+            semantic_of_all, lhs, rhs, *flags, **options
+        )
+        checks.append(((lhs, rhs), checked))
+        return checked
+
+    def binary_op(lhs, rhs, op):
+        calls.append((lhs, rhs, op))
+        return type(builder).binary_op(builder, lhs, rhs, op)
+
+    def create_addptr(ptr, offset):
+        width = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
+        calls.append((ptr, offset, lambda start, steps: start + width * steps.astype(numpy.uint64)))
+        return type(builder).create_addptr(builder, ptr, offset)
+
+    def create_idiv(lhs, rhs):
+        calls.append((lhs, rhs, lambda a, b: (a - numpy.fmod(a, b)) // b))
+        return type(builder).create_idiv(builder, lhs, rhs)
+
+    watched = {"binary_op": binary_op, "create_addptr": create_addptr, "create_idiv": create_idiv}
+    semantic_of_all.binary_op_type_checking_impl = check
+    vars(builder).update(watched)
+    try:
+        result = slow(self, other)
+    finally:
+        del semantic_of_all.binary_op_type_checking_impl
+        for name in watched:
+            del vars(builder)[name]
+    if len(checks) != 1 or len(calls) != 1:
+        return result, None
+    (operands, checked), (*handles, function) = checks[0], calls[0]
+    return result, _function_of_data(self, other, operands, checked, handles, function)
+
+
+# NumPy converts these as the interpreter does.
+_PLAIN = {tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64}
+_PLAIN |= {tl.float16, tl.float32, tl.float64}
+
+
+def _function_of_data(self, other, operands, checked, handles, function):
+    on_bits = function in (numpy.bitwise_and, numpy.bitwise_or, numpy.bitwise_xor)
+    if handles[0].data.dtype == bool and not on_bits:
+        return None  # the interpreter computes in int8
+    if {id(operand) for operand in operands} != {id(self), id(other)}:
+        return None
+    values = []
+    for operand, tensor, handle in zip(operands, checked, handles, strict=True):
+        if handle is not tensor.handle:
+            return None
+        if not isinstance(operand, tl.tensor):
+            values.append(handle.data)
+        elif operand.dtype == tensor.dtype:
+            values.append(None)
+        elif {operand.dtype, tensor.dtype} <= _PLAIN:
+            values.append(handle.data.dtype)
+        else:
+            return None
+    left, right = values
+    if isinstance(left, numpy.ndarray):
+        return lambda data, _: function(left, data)
+    if isinstance(right, numpy.ndarray):
+        return lambda data, _: function(data, right)
+    if operands[0] is not self:
+        return None
+    if left is not None:
+        return lambda a, b: function(a.astype(left), b)
+    if right is not None:
+        return lambda a, b: function(a, b.astype(right))
+    return function
+
+
+def _convert_quickly() -> None:
+    """Converts a tensor in one step, or in none, where NumPy converts as the interpreter does."""
+    convert = tl.tensor.to
+
+    def to(self, dtype, *rounding, **options):
+        if rounding or options or type(dtype) is not tl.dtype or dtype not in _PLAIN:
+            return convert(self, dtype, *rounding, **options)
+        if self.dtype is dtype:
+            return self
+        if self.dtype not in _PLAIN:
+            return convert(self, dtype)
+        data = self.handle.data.astype(interpreter._get_np_dtype(dtype))
+        new_type = self.type.with_element_ty(dtype) if self.type.is_block() else dtype
+        return tl.tensor(interpreter.TensorHandle(data, dtype), new_type)
+
+    tl.tensor.to = to
+
+
+def _insert_axes_quickly() -> None:
+    """Remembers the shape of ``x[None, :]`` and the like."""
+    get, whole = tl.tensor.__getitem__, slice(None)
+
+    def getitem(self, slices):
+        if type(slices) is not tuple or any(item is not None and item != whole for item in slices):
+            return get(self, slices)
+        known = vars(self.type).setdefault("with_axes", {})
+        key = tuple(item is None for item in slices)
+        found = known.get(key)
+        if found is None:
+            result = get(self, slices)
+            known[key] = result.type, result.handle.data.shape
+            return result
+        new_type, shape = found
+        handle = interpreter.TensorHandle(self.handle.data.reshape(shape), self.handle.dtype)
+        return tl.tensor(handle, new_type)
+
+    tl.tensor.__getitem__ = getitem
+
+
+def _remember_signatures() -> None:
+    """Reads the signature of a kernel once, and not at each launch."""
+    signature = functools.cache(inspect.signature)
+
+    def getcallargs(function, *args, **kwargs):
+        bound = signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    interpreter.inspect = types.SimpleNamespace(
+        **{
+            **vars(inspect),
+            "getfullargspec": functools.cache(inspect.getfullargspec),
+            "get_annotations": functools.cache(inspect.get_annotations),
+            "getcallargs": getcallargs,
+        }
+    )
