@@ -10,7 +10,6 @@ import threading
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 
 class _Tape(TorchDispatchMode):
@@ -28,6 +27,13 @@ class _Tape(TorchDispatchMode):
         is_number = tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.element_size()
         return tensor.clone() if is_number and tensor.data_ptr() not in self.own else tensor.detach()
 
+    def _aliases(self, tree):
+        if isinstance(tree, torch.Tensor):
+            return self._alias(tree)
+        if isinstance(tree, list | tuple):
+            return type(tree)(map(self._aliases, tree))
+        return {key: self._aliases(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -35,17 +41,26 @@ class _Tape(TorchDispatchMode):
         may_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         # A view needs no repeating. ``aten.to`` and others return a view of their input or a copy.
         if not (may_view and _storages(out) <= _storages((args, kwargs))):
-            alias = lambda tree: tree_map_only(torch.Tensor, self._alias, tree)  # noqa: E731
             written = any(r.alias_info is not None and r.alias_info.is_write for r in returns) or not returns
-            self.own.update(t.data_ptr() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
-            self.entries.append((func, alias(args), alias(kwargs), None if written else alias(out)))
+            self.own.update(t.data_ptr() for t in _tensors(out))
+            self.entries.append(
+                (func, self._aliases(args), self._aliases(kwargs), None if written else self._aliases(out))
+            )
         return out
 
 
 def _storages(tree):
     """The addresses of the storages of all tensors in ``tree``."""
-    tensors = (t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor))
-    return {t.untyped_storage().data_ptr() for t in tensors}
+    return {t.untyped_storage().data_ptr() for t in _tensors(tree)}
+
+
+def _tensors(tree):
+    """All tensors in ``tree``, which may have lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple | dict):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(part)
 
 
 class _Allocations(TorchDispatchMode):
@@ -70,9 +85,8 @@ class TapeHandle:
         for func, args, kwargs, out in self.entries:
             new = func(*args, **kwargs)
             if out is not None:
-                for old, value in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
-                    if isinstance(old, torch.Tensor):
-                        old.copy_(value)
+                for old, value in zip(_tensors(out), _tensors(new), strict=True):
+                    old.copy_(value)
 
 
 class TapeBackend:
