@@ -1,9 +1,11 @@
 """Threads that optimize, restore and verify models while others draw with them."""
 
 import copy
+import gc
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -201,6 +203,19 @@ def test_a_second_optimize_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(exclusive, "_MAX_WAIT", 0.05)
     with stopped_inside(model):
         sdfastgn.optimize(model)
+
+
+def test_a_model_that_was_optimized_beside_a_thread_goes_at_once():
+    model = nn.Sequential(nn.GroupNorm(2, 8))
+    weight = weakref.ref(model[0].weight)
+    gc.disable()
+    try:
+        with stopped_thread():
+            sdfastgn.optimize(model)
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_a_new_call_waits_for_the_change(monkeypatch):

@@ -129,6 +129,7 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
                     return thread, module
         return None
     finally:
+        del frame  # the last one may be this call's own, which would keep the modules in a cycle
         if was_enabled:
             gc.enable()
 
