@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Minimum number of contiguous elements of a tile with which neighbors share a reciprocal (the constant
-# ``PAIRS`` in ``activation_kernels.py``). With fewer elements, two neighbors can be in different threads, and
-# these threads would have to exchange values.
+# Minimum number of contiguous elements of a tile for which kernels set ``PAIRS``: then two neighboring
+# elements share a reciprocal (``activation_kernels.py``). With fewer elements, two neighbors can be in
+# different threads, and these threads would have to exchange values.
 PAIRED = 8
-
-# --- in PyTorch -------------------------------------------------------------------------------------
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ _FORMAT = 1
 # suffixes mean: code for NVIDIA's GPUs, code for AMD's GPUs, Triton's description.
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w{1,150}\.(?:cubin|hsaco|json))")
 
-# Hash -> {name: path} of its files, for each kernel that this process has compiled or found in Triton's
-# cache.
+# Hash of a kernel -> {name: path} of its files in Triton's cache, for each kernel that this process has
+# launched.
 _launched: dict[str, dict[str, str]] = {}
 
 
@@ -62,7 +62,9 @@ def note(compiled: Any) -> None:
 
 
 def export(path: Path, device: torch.device) -> int:
-    """Write all kernels that this process has launched on ``device`` to ``path``. Returns their number.
+    """Write all kernels that this process has launched, on any device, to ``path``. Returns their number.
+
+    ``device``: the GPU whose name goes into the manifest. ``load`` accepts the archive only for such a GPU.
 
     Raises OSError if a file cannot be read or written. Then ``path`` is unchanged.
     """
@@ -92,7 +94,7 @@ def load(path: Path, device: torch.device) -> Imported:
     added = 0
     for key, files in kernels.items():
         manager = get_cache_manager(key)
-        # Another process may be writing this entry, so it may already have files although it is incomplete.
+        # An entry of Triton's cache that has any file is left alone: another process may be writing it.
         (described,) = (name for name in files if name.endswith(".json"))
         if manager.get_group(described) or any(map(manager.get_file, files)):
             continue

@@ -20,7 +20,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def as_index(name: str, label: str, value: Any) -> int:
-    """Returns ``value`` as an int. Raises TypeError for a bool, as PyTorch does."""
+    """Returns ``value`` as an int. Raises TypeError if it is not an integer, or if it is a bool."""
     # torch.compile before 2.10 would break the graph at ``contextlib.suppress``.
     try:
         if not isinstance(value, bool):
@@ -68,7 +68,7 @@ def check_activation(name: str, activation: Any) -> None:
 
 
 def check_input(name: str, label: str, t: Any) -> None:
-    """Same as ``check_floating``, but with a shorter error if ``t`` is not a tensor."""
+    """Same as ``check_floating``, but the error for an object that is no tensor does not say "floating"."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {label} must be a torch.Tensor, got {type(t).__name__}")
     check_floating(name, label, t)

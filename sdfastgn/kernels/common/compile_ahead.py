@@ -52,7 +52,7 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
     Kernels that are not compiled yet are not launched, so the results of ``call`` are meaningless.
     Compilation begins while ``call`` still runs: ``call`` may spend seconds on loading cuDNN and cuBLAS.
 
-    Returns the number of kernels that were compiled.
+    Returns the number of kernels, including those whose compilation failed.
 
     Raises what ``call`` raises. Errors of the compilation are ignored here: they are raised again when the
     kernel is launched.

@@ -79,8 +79,8 @@ class Operand:
         shapes: the allowed shapes. A letter such as C means the same size in all operands of the op.
             ``*spatial`` and ``...`` match zero or more axes. If no shape is given, the op's own check must
             check the shape.
-        whole: one of the functions above. It returns the tensor in a layout that kernels can read. None if
-            kernels can read every layout.
+        whole: function that returns the tensor in a layout that kernels can read, such as ``contiguous`` or
+            ``dense`` of this file. None if kernels can read every layout.
         has_gradient: True if autograd may ask for the tensor's gradient.
         same_dtype: True if the tensor must have the dtype of the first operand.
         label: name in errors. Default: the name of the field.

@@ -38,7 +38,7 @@ _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dt
 
 
 class KernelError(Exception):
-    """Raised when a kernel cannot be compiled. ``turn_off`` was called, so later calls launch no kernels.
+    """Raised if Triton cannot compile or load a kernel. Before, ``turn_off`` has turned all kernels off.
 
     An op that catches this error repeats the call, which then runs in plain PyTorch.
     """
@@ -139,7 +139,7 @@ def needs_op(x: Tensor) -> bool:
 
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if the call is plain (``is_plain``) and no gradient is wanted, so that a kernel runs directly."""
+    """True if the call is plain (``is_plain``) and autograd need not record it: a kernel may run directly."""
     return is_plain(x, others) and not (torch.is_grad_enabled() and wants_gradient(x, others))
 
 
@@ -153,7 +153,8 @@ def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
     """True if a call can skip PyTorch's dispatcher: kernels run, and ``is_untraced`` is True.
 
-    Such a call may still need autograd. If x is a Parameter, the result is always False.
+    Autograd may still have to record the call (``wants_gradient``). If x is a Parameter, the result is always
+    False.
     """
     return (
         # ``is_compiling`` takes longer. It also finds exports without torch.compile, but in these x is a
@@ -161,8 +162,7 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and type(x) is Tensor
         and is_supported(x)
-        # The next two lines are ``is_on()``, and the lines after them are as in ``is_untraced``. They are
-        # repeated here, because function calls would take time.
+        # The code of ``is_on`` and of ``is_untraced`` is repeated here, because function calls take time.
         and why_off is None
         and not _in_stock_code.get()
         and _PLAIN_TYPES.issuperset(map(type, others))
@@ -175,7 +175,7 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if the arguments are ordinary tensors and numbers.
+    """True if the arguments are ordinary tensors and numbers, and nothing traces or transforms the call.
 
     False under tracing, in torch.func transforms, in forward-mode AD and in PyTorch's modes
     (``TorchDispatchMode``, ``TorchFunctionMode``). Also False for a subclass of Tensor, except Parameter.

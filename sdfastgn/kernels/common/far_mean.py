@@ -25,8 +25,8 @@ def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
         u: the norm's input, of any shape.
         mean, rstd: mean and 1 / deviation of each group, of equal shape.
 
-    Always False for tensors on a GPU and for traced tensors, whose values cannot be read here. For them the
-    rounding error of PyTorch's formula remains.
+    Always False for tensors on a GPU, where reading a value would wait for the GPU, and for traced tensors,
+    which have no values. For them the rounding error of PyTorch's formula remains.
     """
     if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False

@@ -83,7 +83,8 @@ class GradOp(Op):
     def __call__(self, call: Any) -> Any:
         """Computes the wanted gradients, and returns {operand's name: gradient}.
 
-        If ``call`` is plain, kernels are launched directly. Other calls go through the dispatcher.
+        A plain call that autograd need not record launches kernels directly. A batch of gradients
+        (``is_grads_batched``) runs ``reference``. All other calls go through the dispatcher.
         """
         wanted = self._wanted(call)
         if not any(wanted):

@@ -130,7 +130,7 @@ class Launch:
     def run(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch on the current stream of the device of ``first``, even if that device is not current."""
         stream = gpu.stream_of(first)
-        if stream is not None:  # ``torch.cuda.device`` would take more CPU time
+        if stream is not None:  # the device is current, so the slow ``torch.cuda.device`` is not needed
             self(stream, first, *others)
         else:
             with torch.cuda.device(first.device):
@@ -153,10 +153,10 @@ def _parameters_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...], tup
 
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Returns (a compiled kernel's launcher, arguments). A launch passes these arguments after the stream.
+    """Returns (launcher, arguments) of a compiled kernel.
 
-    The kernel's own arguments follow them. Returns None if this file does not know the launcher of this
-    version of Triton. Then ``kernel[grid]`` is used.
+    A launch calls ``launcher(*grid, stream, *arguments, *the kernel's own arguments)``. Returns None if this
+    file does not know the launcher of this version of Triton. Then ``kernel[grid]`` is used.
     """
     try:
         run = compiled.run

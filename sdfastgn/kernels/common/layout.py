@@ -100,7 +100,8 @@ def like_dense(y: Tensor, x: Tensor) -> Tensor:
         return y
     is_last = is_channels_last(x) if is_dense(x) else _keeps_channels_innermost(x)
     y = laid_out(y, is_last)
-    # With one channel or one position, different strides can describe the same memory order.
+    # With one channel or one position, different strides can describe the same memory order. The result gets
+    # exactly the strides of x.
     return y.as_strided(x.shape, x.stride()) if is_dense(x) and y.stride() != x.stride() else y
 
 

@@ -175,7 +175,8 @@ class PlannedOp(Op):
     def __call__(self, call: Any, name: str | None = None, *, is_plain: bool = False) -> Any:
         """Run ``call`` in the fastest way that is valid for it, and return what the caller gets.
 
-        ``is_plain``: True if the caller knows that ``dispatch.is_plain`` is True, so that it is not asked.
+        ``is_plain``: True if the caller has checked that ``dispatch.is_plain`` is True. Then the check is not
+        repeated.
 
         If an argument is wrong, the checks of the declaration or ``check`` raise an error. The error begins
         with ``name``, the name of the public function.
@@ -207,11 +208,11 @@ class PlannedOp(Op):
 
 
 def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
-    """Returns the function ``save`` of an op, which stores in ``ctx`` what ``_backward_by`` needs.
+    """Returns the function ``save`` of an op. The function from ``_backward_by`` reads what ``save`` stores.
 
-    ``save`` stores the first operand, the last ``saved`` results, the other operands that may have a
-    gradient, and the arguments that are no tensors, in this order. The declaration that ``backward_of`` makes
-    has the same order.
+    ``save`` stores in ``ctx`` the first operand, the last ``saved`` results, the other operands that may have
+    a gradient, and the arguments that are no tensors, in this order. The declaration that ``backward_of``
+    makes has the same order.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
     picked = picker(operands)
@@ -227,9 +228,9 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
 
 
 def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor | None]]:
-    """Returns the function ``backward`` of an op, which calls ``grad_op`` with dy and the saved values.
+    """Returns the function ``backward`` of an op.
 
-    ``_save_for`` has saved these values.
+    It calls ``grad_op`` with dy and the values that the function from ``_save_for`` has stored in ``ctx``.
     """
     names = differentiable(arguments)
     by_dtype = fields_of(grad_op.arguments)[-1].kind == "ScalarType?"
@@ -248,7 +249,10 @@ def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor
 
 
 def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
-    """Makes the ``autograd.Function`` for plain calls with gradients. ``names``: the tensor arguments."""
+    """Makes the ``autograd.Function`` that runs plain calls of ``op`` that want gradients.
+
+    ``names``: the op's arguments that are tensors.
+    """
 
     class Training(torch.autograd.Function):
         @staticmethod

@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 class PlanCache(dict[tuple[Any, ...], Value]):
-    """A dictionary that is emptied when it has ``_MAX_PLANS`` entries."""
+    """A dictionary with at most ``_MAX_PLANS`` entries. A full one is emptied before an entry is added."""
 
     def __setitem__(self, key: tuple[Any, ...], plan: Value) -> None:
         if len(self) >= _MAX_PLANS:
@@ -35,8 +35,8 @@ class PlanCache(dict[tuple[Any, ...], Value]):
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
     """The key of a call in a ``PlanCache``: calls of the same kind have equal keys.
 
-    In the key, the shape, strides, dtype and device of a tensor replace it. Other arguments, and ``more``,
-    stay as they are.
+    For each tensor, the key has its shape, strides, dtype and device. Other arguments, and ``more``, are in
+    the key themselves.
     """
     return (
         *[t if type(t) in _VALUES else (t.shape, t.stride(), t.dtype, t.device) for t in arguments],
@@ -106,7 +106,10 @@ class Plans:
 
 
 class _CopyingPlan:
-    """A plan for calls with operands that kernels cannot read: it copies them, and runs another plan."""
+    """A plan for calls with operands whose layout kernels cannot read.
+
+    It copies these operands, and runs the plan for the layout of the copies.
+    """
 
     __slots__ = ("_gaps", "_plan")
 

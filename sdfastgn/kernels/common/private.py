@@ -31,9 +31,10 @@ _C: Any = torch._C
 
 
 class _OldStyle(torch.autograd.Function):
-    """A Function without ``setup_context``, by which ``_is_refused`` recognizes torch.func transforms.
+    """An ``autograd.Function`` whose ``apply`` raises RuntimeError inside torch.func transforms.
 
-    Inside a transform its ``apply`` raises RuntimeError.
+    Transforms refuse it because it has no ``setup_context``. ``_is_refused`` uses it to find out whether a
+    transform is active.
     """
 
     @staticmethod
@@ -50,9 +51,10 @@ def _is_refused() -> bool:
 
 
 class _ForwardAD:
-    """Replaces the module ``torch.autograd.forward_ad`` if it has no ``_current_level``.
+    """Replaces the module ``torch.autograd.forward_ad`` if the module has no ``_current_level``.
 
-    The property ``_current_level`` tries to make a dual tensor. This succeeds only inside forward-mode AD.
+    The property ``_current_level`` tries to make a dual tensor, which succeeds only inside forward-mode AD.
+    It returns 0 on success, else -1.
     """
 
     @property
@@ -72,15 +74,16 @@ def _has_no_memory(t: Tensor) -> bool:
     return False
 
 
-# Returns the number of active ``TorchDispatchMode``s. The replacement always returns 1: a mode may be active.
+# Returns the number of active ``TorchDispatchMode``s. If PyTorch lacks the private function, the result is
+# always 1, because a mode may be active.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
-# True inside a ``TorchFunctionMode``.
+# Returns True inside a ``TorchFunctionMode``.
 in_function_mode: Callable[[], bool] = getattr(
     _C, "_is_torch_function_mode_enabled", lambda: torch.overrides.has_torch_function((None,))
 )
-# True inside ``torch.jit.trace``.
+# Returns True inside ``torch.jit.trace``.
 is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing)
-# The innermost active transform of torch.func, or None.
+# Returns something other than None inside a torch.func transform.
 in_transform: Callable[[], Any] = getattr(
     getattr(_C, "_functorch", None), "peek_interpreter_stack", lambda: _is_refused() or None
 )
@@ -88,20 +91,21 @@ in_transform: Callable[[], Any] = getattr(
 is_batched: Callable[[Tensor], bool] = getattr(
     getattr(_C, "_functorch", None), "is_legacy_batchedtensor", _has_no_memory
 )
-# ``forward_ad._current_level`` is negative outside of forward-mode AD.
+# Only the attribute ``_current_level`` is used. It is negative outside of forward-mode AD.
 forward_ad: Any = _autograd_forward_ad if hasattr(_autograd_forward_ad, "_current_level") else _ForwardAD()
-# True if autocast is on for any device. The replacement always returns True: it may be on.
+# Returns True if autocast is on for any device. If PyTorch lacks the private function, the result is always
+# True, because autocast may be on.
 any_autocast: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
-# The hooks of ``torch.autograd.graph.saved_tensors_hooks`` that are active, or None. The replacement always
-# returns True: there may be hooks.
+# Returns the active hooks of ``torch.autograd.graph.saved_tensors_hooks``, or None. If PyTorch lacks the
+# private function, the result is always True, because there may be hooks.
 _saved_tensors_hooks: Callable[[bool], Any] = getattr(
     getattr(_C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda ignores_tracing: True
 )
 
 
 def has_saved_tensors_hooks() -> bool:
-    """True if code has changed how autograd saves tensors. True too if this PyTorch cannot tell."""
+    """True inside ``torch.autograd.graph.saved_tensors_hooks``, and if this PyTorch cannot tell."""
     return bool(_saved_tensors_hooks(True))
 
 
@@ -126,13 +130,13 @@ class _Doubled(nn.Module):
 
 
 def _gives_one_twice() -> bool:
-    """True if a parametrized weight is the same tensor at each read, because parametrize's cache is on."""
+    """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
     probe = nn.LayerNorm(1)  # its initialization uses no random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
-# True inside ``torch.nn.utils.parametrize.cached()``.
+# Returns True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
     (lambda: bool(parametrize._cache_enabled))  # read at each call: ``cached()`` rebinds this variable
     if hasattr(parametrize, "_cache_enabled")
@@ -147,7 +151,7 @@ current_raw_stream: Callable[[int], int] = getattr(
 )
 # Returns the index of the current device. A CPU build of PyTorch lacks the private name.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-# Keeps the GPU busy for a number of clock cycles.
+# Occupies the GPU's current stream for a number of clock cycles. Does nothing if PyTorch lacks ``_sleep``.
 sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: None)
 
 
@@ -166,8 +170,8 @@ def end_pool(device: int, pool: Any) -> bool:
 
 # ---- tensors and their memory
 
-# Number of references to a storage that only one tensor uses: one reference by the tensor, and one by the
-# result of ``untyped_storage()``, with which it is counted.
+# Reference count of a storage that only one tensor uses. One reference is the tensor's. The other is the
+# object from ``untyped_storage()``, which is needed to read the count.
 _UNSHARED = 2
 
 _use_count: Callable[[Any], int] | None = getattr(_C, "_storage_Use_Count", None)
@@ -188,9 +192,10 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """True if no other tensor shares the memory of ``tensor``, so that its values may be moved in it.
+    """True if no other tensor shares the memory of ``tensor``.
 
-    False if this version of PyTorch cannot tell.
+    Then the memory may be rearranged or exchanged, and no other tensor changes its values. False if this
+    version of PyTorch cannot tell.
     """
     if _use_count is None or _new_with_weak_ptr is None:
         return False
@@ -217,7 +222,8 @@ def _dense_memory_format(u: Tensor) -> torch.memory_format:
     return last if u.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-# Finds a 4-d or 5-d tensor's memory format from its strides. The replacement needs a tensor without gaps.
+# Returns the memory format that the strides of a 4-d or 5-d tensor have. If PyTorch lacks the private
+# function, it finds channels-last only in tensors without gaps.
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
     getattr(torch, "_prims_common", None), "suggest_memory_format", _dense_memory_format
 )
@@ -229,8 +235,8 @@ _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
 # (backend, operation) of each of PyTorch's switches for the precision of fp32 arithmetic, such as TF32.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# name -> public replacement of the private function ``torch._C._get_<name>``. If there is no public function,
-# the replacement is ``tuple``, which always returns (): then changes of the switch are not noticed.
+# Name of a switch -> function that reads the switch if PyTorch lacks the private ``torch._C._get_<name>``. If
+# no public function reads it, ``tuple`` stands here, which always returns (). Then changes are not noticed.
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_enabled": lambda: _cudnn.enabled,
     "cudnn_benchmark": lambda: _cudnn.benchmark,

@@ -98,7 +98,7 @@ def tile_sums(d, squares):
     Warps exchange both sums through shared memory in one step instead of two.
     """
     d, squares = _flat(d), _flat(squares)
-    # The interpreter calls the function in ``tl.reduce`` for each element, which is slow.
+    # The interpreter would call ``_add_pairs`` for each element, which is slow. So it takes two ``tl.sum``.
     return tl.reduce((d, squares), 0, _add_pairs) if PTX else (tl.sum(d, 0), tl.sum(squares, 0))
 
 
