@@ -80,7 +80,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
         mean_product = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
         du = rstd * (d_xhat - mean_d_xhat - xhat * mean_product)
     if call.dx and du is not None:
-        # ``du`` may have the strides of dy.
+        # ``du`` may have the strides of dy, and dx must have the layout of x.
         dx = laid_out(du.reshape(x.shape).to(x.dtype), dense_is_channels_last(x))
     return {
         "x": dx,

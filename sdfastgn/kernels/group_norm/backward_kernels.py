@@ -65,7 +65,7 @@ from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grads
 from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
-# Names of the numbers on which the kernels are not specialized.
+# Names of the strides, for ``do_not_specialize``: one compiled kernel serves all strides.
 STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 
@@ -86,7 +86,7 @@ def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, 
 
 @triton.jit
 def _channel_sum(t, CHANNELS_LAST: tl.constexpr):
-    """Sums a (lanes, warps, steps, block) tile for each channel."""
+    """Returns the sum of each channel in a (lanes, warps, steps, block) tile."""
     return channel_sum(t) if CHANNELS_LAST else tl.sum(t, 3, keep_dims=True)
 
 
@@ -108,10 +108,9 @@ def store_totals(
 ):  # fmt: skip
     """Stores at ``totals`` the sums of dz and of dz * xhat and, if ``SHIFT_GRAD``, the shift's gradient.
 
-    The arguments below, except ``positions``, have one value for each channel.
-
     Args:
-        sum_dz, sum_dz_xhat, sum_xhat: sums of dz, of dz * xhat and of xhat over the positions.
+        sum_dz, sum_dz_xhat, sum_xhat: sums of dz, of dz * xhat and of xhat over the positions, one value for
+            each channel.
         positions: HW.
         mean_g, mean_g_xhat: the group's means of g = dz * scale and of g * xhat.
     """

@@ -137,7 +137,10 @@ class GroupNormGradPlan:
         self._plan_rest(call, sizes, sms)
 
     def _plan_rest(self, call: Any, sizes: Sizes, sms: int) -> None:
-        """Plan the launch for the gradients of all operands but x: ``apply`` or ``parameters``."""
+        """Plan the launch for the gradients of all operands but x.
+
+        It is ``apply``, which also computes dx in the split way, or else ``parameters``.
+        """
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
         programs = ceil_div(C, block_c) if any(name != "x" for name in self.wanted) else 0
@@ -185,7 +188,10 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: Sizes, chunks: int) -> Launch:
-        """Plan ``merge`` and set ``scratch``: one program for each group, or for several."""
+        """Plan ``merge``, and set ``totals`` and ``scratch``.
+
+        ``merge`` has one program for each group, or for several groups of one channel.
+        """
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)
@@ -201,7 +207,10 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_apply(self, call: Any, sizes: Sizes, blocks: ApplyConfig, parameters: dict[str, Any]) -> Launch:
-        """Plan ``apply``: first the programs for the other operands, then one for each tile of x."""
+        """Plan ``apply``. Its last programs each compute dx of one tile.
+
+        The programs before compute the gradients of the operands other than x.
+        """
         N, C, HW = sizes.N, sizes.C, sizes.HW
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
         return Launch(
@@ -258,7 +267,7 @@ def small_grad_launch(
     eps: float | None = None,
     in_eval: bool = False,
 ) -> Launch:
-    """The launch of the small way. It has one program for each group, or for several groups of one channel.
+    """The launch of ``small_grad_kernel``. A program has one group, or several groups of one channel.
 
     Args:
         plane: number of elements of each plane of the totals.
@@ -285,8 +294,8 @@ def sums_launch(
     It has one warp for each chunk of a block of channels or, in channels-first, of one channel.
 
     Args:
-        chunks: number of sums that each channel of a sample gets. If ``config`` has more chunks, the warps of
-            a program add up their sums.
+        chunks: number of sums of each kind that are stored for each channel of a sample. If ``config`` has
+            more chunks than this, a program adds up the sums of its warps before it stores them.
         channels, eps: BatchNorm's constants ``CHANNELS`` and ``EPS`` of ``sums_kernel``.
     """
     N, C, HW = sizes.N, sizes.C, sizes.HW
@@ -306,7 +315,7 @@ def _aligned(values: int) -> int:
 
 
 def _reading(call: Any, sizes: Sizes) -> dict[str, Any]:
-    """Numbers and constants that all kernels that read x and dy share, except ``apply_grad_kernel``."""
+    """The arguments that ``small_grad_kernel``, ``walk_grad_kernel`` and ``sums_kernel`` have in common."""
     return {
         **sizes.strides,
         "HW": sizes.HW,

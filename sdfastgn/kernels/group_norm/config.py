@@ -43,11 +43,13 @@ _SMALL_MIN_TAIL = 8
 
 # Number of elements of a tile.
 _APPLY_TILE = 2048
-# Warps of a program if tiles are many. 32 elements for each thread then hide the memory's latency best.
+# Warps of a program of a forward if tiles are many or x is channels-first. A thread then has 32 elements,
+# which hides the memory's latency best.
 _APPLY_WARPS = 2
-# Warps of a program if tiles are few, and in the backward: 16 elements for each thread.
+# Warps of a program of a channels-last forward with few tiles, and of every backward: 16 elements for each
+# thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# Tiles count as few up to this number for each multiprocessor.
+# Maximum number of tiles for each multiprocessor of a call that has few tiles (``ApplyConfig.few``).
 _APPLY_FEW_TILES = 12
 # Channels of a channels-last tile in the forward.
 _APPLY_CHANNELS = 128
@@ -65,10 +67,10 @@ _PARAMETER_TILE = (32, 32)
 _PARAMETER_MOST_TILES = 16
 # Minimum number of tiles of samples in a part. With fewer, the second launch would have too much to add.
 _PARAMETER_MIN_TILES = 8
-# Programs for each multiprocessor if samples are divided into parts.
+# Programs of ``parameter_grad_kernel`` for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2
-# Channels of a program if each channel is a group. 32 neighboring channels read whole 32-byte sectors of
-# memory.
+# Channels of a program if each channel is a group. In memory, 32 neighboring channels are whole sectors of 32
+# bytes.
 _EACH_CHANNEL_BLOCK = 32
 # Maximum number of elements of a tile of (chunks, channels) in the merge kernels.
 _MERGE_TILE = 4096
@@ -93,17 +95,19 @@ _WALK_MIN_RUN = 64
 # Minimum number of groups for each multiprocessor. With fewer, multiprocessors that finish early wait too
 # long for the last ones.
 _WALK_MIN_GROUPS = 8
-# Minimum number of elements of a large group. One program for such a group fills a multiprocessor.
+# Minimum number of elements of a group that the next constants call large. One program for such a group
+# fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
-# The next four constants are (elements of a tile, elements that stay in registers, warps). How many elements
-# fit into registers depends on the derivative of the activation.
-# For large groups whose activation is in ``_CHEAP``, if the gradient of a shift is not wanted.
+# The next four constants are (elements of a tile, elements that stay in registers, warps) of a program of the
+# walk way. How many elements fit into registers depends on the derivative of the activation.
+#
+# _WALK_CHEAP: large groups whose activation is in ``_CHEAP``, if the gradient of the shift is not wanted.
+# _WALK_SILU_FIRST: large channels-first groups with SiLU, if the gradient of the shift is not wanted.
+# _WALK_LARGE: all other large groups.
+# _WALK_OTHER: groups that are not large.
 _WALK_CHEAP = (16384, 16384, 16)
-# For large groups in channels-first with SiLU, if the gradient of a shift is not wanted.
 _WALK_SILU_FIRST = (8192, 16384, 32)
-# For all other large groups.
 _WALK_LARGE = (8192, 8192, 32)
-# For groups that are not large.
 _WALK_OTHER = (4096, 4096, 8)
 # Activations whose derivative takes few registers.
 _CHEAP = ("identity", "relu")
@@ -142,15 +146,19 @@ class ApplyConfig:
 
     @property
     def few(self) -> bool:
-        """True if tiles are few, so that registers do not limit how many programs run at once."""
+        """True for a channels-last forward with few tiles, and for every backward.
+
+        If tiles are few, registers do not limit how many programs run at once.
+        """
         return self.num_warps == _APPLY_WARPS_OF_FEW_TILES
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """A program of a merge kernel has ``channels`` channels of a sample, as in ``SmallConfig``.
+    """A program of a merge kernel processes all chunks of ``channels`` channels of a sample.
 
-    It processes their chunks in tiles of (``block_p`` chunks, ``block_c`` channels).
+    These channels are one group or, if ``each_channel``, groups of one channel each. The program reads them
+    in tiles of (``block_p`` chunks, ``block_c`` channels).
     """
 
     channels: int
@@ -209,8 +217,8 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # The second condition matters in channels-first: each warp has whole channels, and these may have more
-    # elements than fit into its registers.
+    # The elements of a warp must fit into its registers. In channels-first a warp has whole channels, which
+    # may be too long for that.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
@@ -275,7 +283,8 @@ def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
     """The configuration of the small way. ``launch_config`` uses it if the group is small enough."""
-    # Second tiles and other numbers of warps were measured only for channels-last forwards.
+    # A second tile, and the sizes in ``_SMALL_PER_WARP``, were measured only for channels-last forwards. So
+    # only these use them.
     is_measured = channels_last and not backward
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups

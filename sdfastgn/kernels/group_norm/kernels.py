@@ -161,7 +161,7 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # Computes d - mean. Without the explicit fma, ptxas would use an fma only if the mean is not stored.
+    # Explicit fma for d - mean. ptxas alone would use one only if the mean is not stored, so y would differ.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
@@ -229,7 +229,7 @@ def channels_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
-    # Each channel's first element.
+    # Offset of each channel's first element, whose value is the pivot.
     first = c if IMAGE is None else c * IMAGE
     pivot = tl.load(x_ptr + base + first, mask=in_range, other=0.0).to(tl.float32)
     d = x - pivot
@@ -247,7 +247,7 @@ def channels_kernel(
         pivot = mean_as_pivot(pivot, total, share)
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         total = channel_sum(d)
-    # d - mean, by an explicit fma as in ``small_kernel``.
+    # d - mean. ``small_kernel`` explains why the fma is explicit.
     d = tl.where(mask, tl.fma(total, -share, d), 0.0)
     variance = channel_sum(d * d) * share
     rstd = inverse_deviation(variance, eps)
@@ -292,10 +292,10 @@ def _differences(
     base, plane, chunks, rows, HW, c, in_range, to_pivot, C,
     EACH_CHANNEL: tl.constexpr, LOOP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Loads the first block of chunks, and sums the differences of all chunks' means from the pivot.
+    """Loads the statistics of the first ``BLOCK_P`` chunks, and sums over all chunks.
 
-    ``to_pivot`` is shift - pivot. Returns (mean + ``to_pivot``, M2, count) of the first block, and the
-    group's sum of (mean + ``to_pivot``) * count.
+    ``to_pivot`` is shift - pivot. So d = mean + ``to_pivot`` is the difference of a chunk's shifted mean from
+    the pivot. Returns (d, M2, count) of the first chunks, and the group's sum of d * count over all chunks.
     """
     d, m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
     total = d * weight
@@ -377,7 +377,7 @@ def merge_kernel(
         d, part_m2, weight, total = _differences(
             base, plane, chunks, rows, HW, c, in_range, to_pivot, C, EACH_CHANNEL, LOOP, BLOCK_P
         )
-    d = tl.fma(total, -share, d)  # an explicit fma, as in ``small_kernel``
+    d = tl.fma(total, -share, d)  # ``small_kernel`` explains why the fma is explicit
     m2 = part_m2 + d * d * weight
     if LOOP:
         for start in range(BLOCK_P, chunks, BLOCK_P):

@@ -61,9 +61,9 @@ def _check_tokens(name: str, tokens: Any) -> None:
         raise TypeError(f"{name}: tokens must be a bool, got {tokens!r}")
 
 
-# weight and bias.
+# Annotation of weight and bias.
 _PerChannel = Annotated[Tensor | None, Operand("(C,)", whole=_rows)]
-# shift, ada_scale and ada_shift.
+# Annotation of shift, ada_scale and ada_shift.
 _PerSample = Annotated[Tensor | None, Operand("(C,)", "(1, C)", "(N, C)", whole=_rows)]
 
 
@@ -280,6 +280,6 @@ def group_norm(
     call = GroupNormCall(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
-    if type(tokens) is not bool:  # checked before the plan cache, where 1 would equal True
+    if type(tokens) is not bool:  # not left to ``_check``: the plan cache takes 1 for True
         GROUP_NORM.check(name, call)
     return GROUP_NORM(call)

@@ -32,7 +32,9 @@ ALIGNED = 64
 
 
 class TablePlan:
-    """The launches that write the table of ``group_norm/kernels.py``: statistics and merge.
+    """The launches (statistics and merge) that write the table of scales and offsets.
+
+    ``group_norm/kernels.py`` explains the table.
 
     Attributes:
         scratch: number of fp32 values in the memory that ``run`` returns.
@@ -136,9 +138,9 @@ def small_launch(
     image: int | None = None,
     momentum: float | None = None,
 ) -> Launch:
-    """The single launch for small groups. A program normalizes one group.
+    """The single launch for small groups. A program normalizes one group of one sample.
 
-    If each group is one channel, a program normalizes several groups.
+    If each channel is a group and x is channels-last, a program normalizes several groups.
 
     ``image``, ``momentum``: BatchNorm's constants ``IMAGE`` and ``MOMENTUM`` of ``channels_kernel``.
     """
@@ -161,7 +163,7 @@ def small_launch(
 def merge_launch(
     call: GroupNormCall, HW: int, chunks: int, tile: MergeConfig, memory: dict[str, int]
 ) -> Launch:
-    """The launch of ``merge_kernel``. It has one program for each group or several groups of one channel.
+    """The launch of ``merge_kernel``. A program has one group, or several groups of one channel.
 
     ``memory``: the numbers ``table_offset`` and ``table_plane`` of ``merge_kernel``.
     """

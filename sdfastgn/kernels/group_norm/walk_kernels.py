@@ -34,7 +34,8 @@ def _walk_there(
     sum_dz = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
     sum_dz_xhat, sum_xhat = sum_dz, sum_dz
     for i in range(tiles):
-        # Tiles end at ``walked``, so the first one may begin before position 0, where it is masked.
+        # The last tile ends at position ``walked``. So the first tile may begin before position 0. Positions
+        # before 0 are masked.
         start = walked - (tiles - i) * BLOCK_HW
         at = offsets + start * STEP
         mask = (start + row >= 0) & in_range
@@ -98,8 +99,8 @@ def walk_grad_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # The same values as from ``_centre`` of ``backward_kernels.py``. Here they are scalars, which take fewer
-    # registers than blocks.
+    # Computes the same as ``_centre`` of ``backward_kernels.py``. But mean and rstd are loaded as scalars,
+    # which take fewer registers than blocks.
     centre = tl.load(mean_ptr + group)
     rstd = tl.load(rstd_ptr + group)
     if shift_ptr is not None:
