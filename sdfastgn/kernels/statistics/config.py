@@ -29,8 +29,8 @@ _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
 # norms have 32.
 _USUAL_GROUPS = 32
 # Minimum number of elements of a group for which statistics from the producer make the norm faster. Elements
-# are counted with channels and positions padded to powers of 2. A smaller group is normalized by one launch
-# without given statistics, which is faster than the launches merge and apply.
+# are counted with channels and positions padded to powers of 2. Without given statistics, a smaller group is
+# normalized by one launch. This is faster than the two launches that given statistics need: merge and apply.
 _STATISTICS_MIN_ELEMENTS = 16384
 
 
@@ -82,8 +82,8 @@ def statistics_config(
     steps = max(steps_min, min(steps_max, power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps
-    # Maximum number of tiles of a chunk. In channels-last each warp of a program has its own chunk, so there
-    # must be at least as many chunks as warps.
+    # ``most``: maximum number of tiles of a chunk. In channels-last each warp of a program has its own chunk,
+    # so there should be at least as many chunks as warps.
     most = ceil_div(ceil_div(HW, tile_rows), warps if channels_last else 1)
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     if channels_last:

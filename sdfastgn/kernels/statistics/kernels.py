@@ -73,7 +73,7 @@ def _bias(bias_ptr, at, mask):
 
 @triton.jit
 def _factors(factors_ptr, n, N, scale):
-    """Loads the factors of sample ``n``: (of the residual, of x). Without factors they are (1, scale)."""
+    """Returns the factors of the residual and of x + bias in sample ``n``; (1, scale) without ``factors``."""
     kept = 1.0
     if factors_ptr is not None:
         kept = tl.load(factors_ptr + n)
@@ -88,8 +88,9 @@ def _tile(
 ):  # fmt: skip
     """Computes a tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
 
-    With ``factors`` it computes residual * kept + (x + bias) * scale. ``kept`` and ``scale`` are then the
-    sample's factors. If ``y_ptr`` is not None, the tile is stored in y, and its rounded values are returned.
+    With ``factors`` it computes residual * kept + (x + bias) * scale, where ``kept`` and ``scale`` are the
+    two factors of this sample. If ``y_ptr`` is not None, the tile is stored in y, and its rounded values are
+    returned.
     """
     if tail_ptr is not None:
         x = tl.load(x_ptr + x_offsets, mask=mask & (c < HEAD), other=0.0).to(tl.float32)
@@ -182,7 +183,7 @@ def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _deviations(x, mean, mask):
-    """Returns two sums over the steps of a tile: of x - mean, and of (x - mean)^2."""
+    """Returns the sum of x - mean, and the sum of (x - mean)^2, over the steps axis of a tile."""
     d = _masked(x - mean, mask)
     return tl.sum(d, STEP_AXIS, keep_dims=True), tl.sum(d * d, STEP_AXIS, keep_dims=True)
 
@@ -242,7 +243,7 @@ def _statistics_kernel(
     else:
         HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
         n, chunk, c, position, first = positions_of_channels(HW, rows, chunks, C, WARPS, STEPS, BLOCK)
-    # The pointers move to the chunk by int64 offsets. Offsets in the chunk are int32, to save registers.
+    # Pointers move to the chunk's start by int64 offsets. Offsets from there are int32, to save registers.
     x_offsets, tail_offsets, y_offsets = _offsets(position, c, C, HEAD, CHANNELS_LAST)
     x_ptr += first * x_step
     if residual_ptr is not None:
@@ -347,7 +348,10 @@ class StatisticsLaunch:
         )  # fmt: skip
 
     def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
-        """Fill ``statistics`` of ``x``, on ``stream``. The device of x and stream must be the current one."""
+        """Compute the statistics of ``x`` into ``statistics``, on ``stream``.
+
+        The device of x and of the stream must be the current device.
+        """
         self._launch(stream, x, None, None, None, None, None, statistics)
 
     def __call__(
@@ -361,7 +365,10 @@ class StatisticsLaunch:
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        """Fill ``y`` and ``statistics``, unless they are None. Operands as in the kernel, all dense."""
+        """Fill ``y`` and ``statistics``, unless they are None, on the current stream of the device of x.
+
+        The module's docstring explains the operands. All must be without gaps in memory.
+        """
         if residual is not None and bias is None:
             # x is a placeholder that is not read (``biased`` is 0). So sums with and without a bias share one
             # compiled kernel.

@@ -43,7 +43,8 @@ from sdfastgn.kernels.statistics.plain import reference_channel_statistics
 def _chunks(x: Tensor, *, producer: bool = False) -> int:
     """P, the number of chunks of the statistics of ``x``.
 
-    ``producer``: True if the kernel that writes x computes them, False if another kernel reads x for them.
+    ``producer``: True if the kernel that writes x computes the statistics, False if another kernel reads x to
+    compute them.
     """
     N, C, HW = int(x.shape[0]), int(x.shape[1]), int(math.prod(x.shape[2:]))
     if N * C * HW == 0:
@@ -70,7 +71,7 @@ def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
     return reference_channel_statistics(x, chunks).float()
 
 
-# Kind of call -> its ``StatisticsLaunch``.
+# Key of a call (operation, shapes, strides, dtypes, device) -> its ``StatisticsLaunch``.
 _launches: PlanCache[Any] = PlanCache()
 
 
@@ -396,7 +397,10 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_transforms(name: str) -> None:
-    """Raise NotImplementedError inside transforms: PyTorch would silently drop forward-mode AD's tangents."""
+    """Raise NotImplementedError in torch.func transforms and forward-mode AD.
+
+    PyTorch would silently drop the tangents of forward-mode AD.
+    """
     if not torch.compiler.is_compiling() and dispatch.is_transformed():
         raise NotImplementedError(f"{name}: torch.func transforms and forward-mode AD are not supported")
 
