@@ -38,15 +38,15 @@ class BatchNormGradCall(NamedTuple):
     no activation, because the residual's gradient is then dy.
     """
 
-    # (N, C, *spatial)
+    # dy and x: (N, C, *spatial)
     dy: Annotated[Tensor, _AsX]
     x: Annotated[Tensor, Operand(whole=dense)]
-    # (C,)
+    # mean, var, weight and bias: (C,)
     mean: Tensor
     var: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    # (N, C, *spatial)
+    # residual: (N, C, *spatial)
     residual: Annotated[Tensor | None, _AsX]
     eps: float
     activation: str

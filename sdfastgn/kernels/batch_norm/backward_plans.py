@@ -50,7 +50,7 @@ class BatchNormGradPlan:
         self.merge: Launch | None = None
         self.apply: Launch | None = None
         # dz is stored in the residual's dtype. If this dtype is narrower than the dtype of x, the stored dz
-        # is not exact enough for dx.
+        # is not exact enough for dx. Then ``apply`` computes dz again, from dy and the residual.
         residual = call.residual
         self.reads_dz = (
             call.dresidual
@@ -128,7 +128,7 @@ class BatchNormGradPlan:
 
 
 def _sizes(call: BatchNormGradCall, rows: Rows) -> Sizes:
-    """The sizes from which GroupNorm's launches are planned. Each channel is a group."""
+    """The sizes for planning launches of GroupNorm's kernels. Each channel is a group."""
     last, pdl = rows.channels_last, gpu.has_programmatic_launch(call.x.device)
     no_strides = {f"{name}_stride": 0 for name in ("shift", "ada_scale", "ada_shift")}
     return Sizes(*rows.shape, 1, last, last, pdl, no_strides, shift_grad=False)

@@ -12,7 +12,7 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP_LOAD, ceil_div, next_
 from sdfastgn.kernels.group_norm.config import MergeConfig, SmallConfig
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
-# Number of 16-bit elements of a 16-byte load.
+# Number of 16-bit elements in a load of 16 bytes.
 _LOADED = 8
 # Maximum number of columns of a row that has several positions: the columns of a warp's tile in the
 # statistics kernel. Each column gives a partial result, so more columns would mean more results to merge.
@@ -20,14 +20,17 @@ _SIDE_BY_SIDE = 64
 
 # --- small: a program holds all positions of a few channels in registers
 
-# Maximum number of elements of a program, padded to powers of 2. With more, the split way is faster.
+# Maximum number of elements of a program of the small way, padded to powers of 2. With more, the split way is
+# faster.
 _SMALL_MAX_ELEMENTS = 16384
-# The same maximum for a forward with few programs: at most one for each multiprocessor, and at least one for
-# every ``_SMALL_ALONE_PART`` multiprocessors. A program of this size fills its multiprocessor. Each thread
-# has only 64 registers and spills some of them, but this costs less time than reading x a second time.
+# Maximum number of elements of a program of a forward with few programs: at most one for each multiprocessor,
+# and at least one for every ``_SMALL_ALONE_PART`` multiprocessors. A program of this size fills its
+# multiprocessor. Each thread has only 64 registers and spills some of them, but this costs less time than
+# reading x a second time, as the split way does.
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
-# The same maximum for the backward, which holds both x and dy.
+# Maximum number of elements of x in a program of the backward. It is smaller than in the forward, because
+# registers hold both x and dy. It does not hold for small channels-first images (``small_config``).
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
 # Channels of a channels-last program. In 16 bits they are a whole 32-byte sector of memory. A channels-first
 # program has one channel, whose positions are contiguous.
@@ -39,7 +42,7 @@ _SMALL_PER_WARP = 1024
 
 # Maximum number of channels of a program. In fp32 they are a whole 32-byte sector of memory.
 _MERGE_CHANNELS = 8
-# Number of channels of a program if there are many partial results.
+# Minimum number of channels of a program, for channels that have many partial results.
 _MERGE_MIN_CHANNELS = 2
 # Maximum number of elements of a tile of (partial results, channels). A program that needs several tiles
 # waits for memory at each tile.
@@ -76,12 +79,12 @@ class Rows(NamedTuple):
 
 
 def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
-    """Computes the rows of a tensor (N, C, HW) without gaps."""
+    """Computes how kernels see a tensor (N, C, HW) without gaps as samples, rows and columns."""
     if not channels_last and HW > 1:
         return Rows(N, HW, C, False)
     positions, together = N * HW, 1
-    # Chunks of rows with several positions must have equal sizes (``moments_config``), so a chunk may be as
-    # long as x. Offsets in a chunk are int32.
+    # If rows have several positions, all chunks must have the same size (``moments_config``). Then the only
+    # chunk may be all of x. Offsets in a chunk are int32, so x must not be larger than ``MAX_OFFSET``.
     while (
         together * C % _LOADED
         and 2 * together * C <= _SIDE_BY_SIDE
@@ -93,7 +96,7 @@ def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
 
 
 def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
-    """The configuration of statistics that ``merge_kernel`` merges for each of C channels.
+    """The configuration of the kernel that computes statistics, which ``merge_kernel`` then merges.
 
     ``merge_kernel`` treats all chunks of a channel as chunks of one sample, in which only the last chunk may
     be shorter. So if a channel has several samples or several columns, all its chunks must have the same

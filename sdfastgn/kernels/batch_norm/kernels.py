@@ -18,7 +18,8 @@ Pointers have the same meaning in all kernels. All but x, y, mean and var may be
 - ``dz``: the gradient of the activation's argument, which is also the gradient of the residual, in the layout
   of x;
 - ``sums``: (2, P, C) fp32, for each of P chunks the sum of dz, and the sum of dz * xhat;
-- ``dbias``, ``dweight``: (C,) fp32, these sums over all chunks. None if mean and var are running averages.
+- ``dbias``, ``dweight``: (C,) fp32, these sums over all chunks. ``batch_apply_grad_kernel`` gets None if mean
+  and var are running averages, because dx then does not depend on the sums.
 
 There are two ways to launch the kernels. ``small_config`` chooses one. In both, the batch is one sample of
 GroupNorm, and each channel is a group:
@@ -151,8 +152,8 @@ def batch_apply_grad_kernel(
 ):  # fmt: skip
     """A program computes dx for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
 
-    dx is scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz if ``dweight`` is None.
-    Numbers and constants are as in ``batch_apply_kernel``.
+    dx is scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz if ``dweight`` is None,
+    with scale = weight / sqrt(var + eps). Numbers and constants are as in ``batch_apply_kernel``.
     """
     # The first programs take the last rows, which the sums kernel has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -83,8 +83,8 @@ def _fake(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, call: BatchNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    # If mean and var are given, other code may update them in place before the backward, which needs the
-    # values that the forward had.
+    # If mean and var are given, copies are saved. Other code may update mean and var in place before the
+    # backward, which needs the values that the forward had.
     moments = results[1:] if call.mean is None or call.var is None else (call.mean.clone(), call.var.clone())
     ctx.mark_non_differentiable(*results[1:])
     ctx.set_materialize_grads(False)
@@ -124,7 +124,8 @@ def _plan(call: BatchNormCall) -> Any:
 BATCH_NORM = PlannedOp(
     "batch_norm",
     BatchNormCall,
-    # mean and var are of the batch: (C,) in fp32, or in fp64 for fp64 input. If they are given, size 0.
+    # The results mean and var are of the batch: (C,) in fp32, or in fp64 for fp64 input. Their size is 0 if
+    # the call gives mean and var.
     ("y", "mean", "var"),
     plan=_plan,
     reference=reference_batch_norm,

@@ -27,12 +27,15 @@ NO_OPERANDS = (None, None, None)
 
 
 def rows_of(x: Tensor) -> Rows:
-    """The rows of ``dense(x)``."""
+    """How kernels see ``dense(x)`` as samples, rows and columns."""
     return as_rows(x.shape[0], x.shape[1], math.prod(x.shape[2:]), dense_is_channels_last(x))
 
 
 def _one_sample(x: Tensor, eps: float, activation: str) -> GroupNormCall:
-    """A GroupNorm call from which launches are planned: the batch is one sample, each channel a group."""
+    """A GroupNorm call for planning launches of GroupNorm's kernels, with a tensor that has no data.
+
+    The batch is one sample (1, C, N * HW), and each channel is a group.
+    """
     C = x.shape[1]
     like_batch = x.new_empty(()).expand(1, C, x.numel() // C)
     return GroupNormCall(like_batch, C, None, None, eps, activation, *NO_MORE)
@@ -137,7 +140,10 @@ def _apply(call: BatchNormCall, rows: Rows) -> Launch:
 
 
 def tiles_of(call: Any, rows: Rows, blocks: ApplyConfig) -> tuple[int, dict[str, Any]]:
-    """Computes (programs, arguments) of an apply kernel, which has one program for each tile of x."""
+    """Computes the number of tiles of x, and arguments for the ``Launch`` of an apply kernel.
+
+    Such a kernel has one program for each tile.
+    """
     programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
     return programs, {
         "pdl": gpu.has_programmatic_launch(call.x.device),

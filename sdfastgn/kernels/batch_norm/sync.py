@@ -31,14 +31,18 @@ def check_group(name: str, process_group: Any) -> None:
     if process_group is None or (isinstance(process_group, str) and process_group == WORLD):
         return
     if dist.is_available():
-        outside = dist.GroupMember.NON_GROUP_MEMBER  # ``new_group`` returns it to processes outside
+        outside = dist.GroupMember.NON_GROUP_MEMBER  # result of ``dist.new_group`` in other processes
         if process_group == outside or isinstance(process_group, dist.ProcessGroup):
             return
     raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')
 
 
 def group_of(process_group: Any) -> Any:
-    """The group whose processes share statistics. None if this process is the only one in it."""
+    """The group whose processes share statistics, or None if this process uses its own statistics.
+
+    It uses its own if it is alone in the group or not in the group, if ``process_group`` is None, or if
+    torch.distributed is not initialized.
+    """
     if process_group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group == WORLD else process_group
@@ -62,7 +66,7 @@ def _moments_of_all(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
     """Computes (mean, var, number of values of a channel) over all processes. All get the same bits."""
     C = x.shape[1]
     mean, var = _moments(x)
-    # fp64 holds every count exactly, and its rounding in the merge is negligible.
+    # fp64 holds every number of values exactly, and the rounding errors of the merge in fp64 are negligible.
     own = torch.cat((mean.double(), var.double(), mean.new_full((1,), x.numel() // C).double()))
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
@@ -107,7 +111,8 @@ class _InGroup(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         _, weight, bias, residual, *_ = ctx.needs_input_grad
         passes_on = ctx.settings[1] == "identity"
-        # dx is always computed, because every process must take part in the all-reduce.
+        # dx is computed even if it is not wanted: its computation includes an all-reduce, in which every
+        # process must take part.
         wanted = [True, weight, bias, residual and not passes_on]
         shared = Shared(ctx.count, functools.partial(_total, ctx.group))
         grads = _grads(BatchNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted), shared)
