@@ -32,22 +32,23 @@ _SMALL_ALONE_PART = 3
 # Maximum number of elements of x in a program of the backward. It is smaller than in the forward, because
 # registers hold both x and dy. It does not hold for small channels-first images (``small_config``).
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
-# Channels of a channels-last program. In 16 bits they are a whole 32-byte sector of memory. A channels-first
-# program has one channel, whose positions are contiguous.
+# Channels of a channels-last program of the small way. In 16 bits they are a whole 32-byte sector of memory.
+# A channels-first program has one channel, whose positions are contiguous.
 _SMALL_CHANNELS_LAST = 16
-# Number of elements for each warp: 32 for each lane.
+# Number of elements for each warp of the small way: 32 for each lane.
 _SMALL_PER_WARP = 1024
 
 # --- merge
 
-# Maximum number of channels of a program. In fp32 they are a whole 32-byte sector of memory.
+# Maximum number of channels of a program of a merge kernel. In fp32 they are a whole 32-byte sector of
+# memory.
 _MERGE_CHANNELS = 8
-# Minimum number of channels of a program, for channels that have many partial results.
+# Minimum number of channels of a program of a merge kernel, for channels with many partial results.
 _MERGE_MIN_CHANNELS = 2
-# Maximum number of elements of a tile of (partial results, channels). A program that needs several tiles
-# waits for memory at each tile.
+# Maximum number of elements of a merge kernel's tile of (partial results, channels). A program that needs
+# several tiles waits for memory at each tile.
 _MERGE_TILE = 8192
-# Number of elements of a tile for each warp: 16 for each lane.
+# Number of elements of a merge kernel's tile for each warp: 16 for each lane.
 _MERGE_PER_WARP = 512
 # Maximum number of partial results of a channel that a merge with ``_MERGE_CHANNELS`` reads as one tile.
 MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
@@ -134,7 +135,8 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
 def merge_config(partials: int, C: int) -> MergeConfig:
     """The configuration of a kernel that merges ``partials`` partial results of each of C channels."""
     channels = min(_MERGE_CHANNELS, next_power_of_2(C))
-    # With fewer channels several programs read the same sector. This takes less time than a second tile.
+    # With fewer channels, several programs read the same sector of memory. This takes less time than if a
+    # program needed a second tile.
     while channels > _MERGE_MIN_CHANNELS and partials * channels > _MERGE_TILE:
         channels //= 2
     block = min(next_power_of_2(partials), _MERGE_TILE // channels)

@@ -14,10 +14,10 @@ from sdfastgn.kernels.common.tiles import PTX
 
 @triton.jit
 def exp2(x):
-    """Returns 2^x. Results below 2^-126 become 0.
+    """Returns 2^x.
 
-    On NVIDIA GPUs this is one PTX instruction. ``tl.exp2`` would link a library, which makes compilation
-    slower.
+    On NVIDIA GPUs this is one PTX instruction, which returns 0 for results below 2^-126. ``tl.exp2`` would
+    link a library, which makes compilation slower.
     """
     if PTX:
         power = tl.inline_asm_elementwise(

@@ -105,10 +105,11 @@ def load(path: Path, device: torch.device) -> Imported:
 
 @functools.cache
 def add_named(device: torch.device) -> None:
-    """Load the archive that the environment variable names, once for each device. Without it, do nothing.
+    """Load the archive that the environment variable ``VARIABLE`` names, once for each device.
 
-    If the archive cannot be used, this only warns, and kernels are compiled as usual. So a program that sets
-    the variable also runs on GPUs that the archive was not made for.
+    Does nothing if the variable is not set. If the archive cannot be used, this only warns, and kernels are
+    compiled as usual. So a program that sets the variable also runs on GPUs that the archive was not made
+    for.
     """
     path = os.environ.get(VARIABLE)
     if path and device.type == "cuda":

@@ -34,7 +34,8 @@ class _Rehearsal:
         if key in self.jobs:
             return
         with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
-            # This creates the kernel's cache for the device here, because two threads could create two.
+            # Reading this entry creates the kernel's cache for the device. Two threads could create two
+            # caches, so it is created here.
             launch.kernel.device_caches[self._device.index]
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 

@@ -221,7 +221,7 @@ def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str,
     first, *others = fields_of(call_type)
     (shape,) = first.note.shapes
     least = sum(part[0] not in "*." for part in _parts(shape))
-    # ``values`` and ``operands`` are made outside of ``check``, because torch.compile traces ``check``.
+    # torch.compile traces ``check``. So what does not depend on the call is computed here, outside of it.
     values = [(field.name, field.note.check) for field in others if isinstance(field.note, Value)]
     operands = [
         (field, field.note.label or field.name, [_axes(text, shape) for text in field.note.shapes])

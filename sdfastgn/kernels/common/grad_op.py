@@ -36,7 +36,7 @@ class GradOp(Op):
             that kernels can read (``declaration.without_gaps``). The plan's ``run`` returns ``Gradients``.
         reference: function ``call -> Gradients`` in plain PyTorch. Each of its steps must be differentiable.
         empty: function ``(call, names) -> Gradients``. It allocates uninitialized memory for the gradients of
-            the operands ``names``. The call is as in ``plan``.
+            the operands ``names``. In ``call``, only x is sure to have a layout that kernels can read.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class Plans:
 
     Args:
         arguments: the declaration of the op's arguments.
-        make: function ``call -> Plan``. The call's tensors have layouts that kernels can read.
+        make: function ``call -> Plan``. It only gets calls whose tensors have layouts that kernels can read.
     """
 
     def __init__(self, arguments: Any, make: Callable[[Any], Any]) -> None:

@@ -70,11 +70,12 @@ def inverse_deviation(variance, eps):
 
 # The number of warps of a program that calls ``sum_columns``.
 SUM_WARPS = 8
-# Maximum number of elements of a tile. A program loads a whole tile at once.
+# Maximum number of elements of a tile of ``sum_columns``. A program loads a whole tile at once.
 _SUM_TILE = 8192
-# Maximum number of rows of a tile. With more rows, a program's loads no longer run all at the same time.
+# Maximum number of rows of a tile of ``sum_columns``. With more rows, a program's loads no longer run all at
+# the same time.
 _SUM_ROWS = 256
-# Maximum number of columns of a tile.
+# Maximum number of columns of a tile of ``sum_columns``.
 _SUM_COLUMNS = 1024
 
 

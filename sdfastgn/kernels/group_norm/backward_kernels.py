@@ -5,7 +5,8 @@ is its gradient. All gradients follow from three sums over positions, for each s
 dz * xhat and, for the shift, of xhat. With g = dz * scale, dx also needs the means of g and of g * xhat over
 each group.
 
-There are three ways to launch the kernels, chosen from the sizes:
+There are three ways to launch the kernels. Sizes, layouts, activation and wanted gradients decide which is
+used:
 
 - *small*: a program holds one group of x and dy in registers. One launch writes dx and the sums;
 - *walk*, one launch: a program reads its group of x and dy twice (``group_norm/walk_kernels.py``);
@@ -94,7 +95,7 @@ def _channel_sum(t, CHANNELS_LAST: tl.constexpr):
 def _group_sum(t, EACH_CHANNEL: tl.constexpr):
     """Sums ``t``, which has one value for each channel, over the channels of the group.
 
-    Returns ``t`` itself if each channel is a group.
+    Returns ``t`` itself if ``EACH_CHANNEL``: each channel is a group.
     """
     if not EACH_CHANNEL:
         t = tl.sum(tl.reshape(t, (t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3],)), 0)
@@ -146,7 +147,7 @@ def small_grad_kernel(
         SHIFT_GRAD: True if the gradient of the shift is wanted.
         CHANNELS_LAST: True if x is channels-last.
         DY_LAST: True if dy is channels-last.
-        EACH_CHANNEL: True if each channel is a group.
+        EACH_CHANNEL: True if each channel is a group and x is channels-last.
         IMAGE: as in ``channels_kernel``. If it is not None, CHANNELS_LAST and DY_LAST must be True.
         EPS: added to BatchNorm's variance. None for other norms.
         IN_EVAL: True if BatchNorm normalized x with its running averages, which do not depend on x.

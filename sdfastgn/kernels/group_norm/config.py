@@ -19,51 +19,53 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 # --- small: a program holds a group in registers
 
-# Largest group of a forward, in padded elements. For larger groups the split way is faster.
+# Largest group that the small way takes in a forward, in padded elements. For larger groups the split way is
+# faster.
 _SMALL_MAX_ELEMENTS = 16384
-# Largest group, in padded elements, of a channels-last forward whose channels at one position are a long row.
-# Reading long rows is efficient, so the small way is faster up to somewhat larger groups.
+# Largest group, in padded elements, that the small way takes in a channels-last forward if the group's
+# channels at one position are a long row. Reading long rows is efficient, so the small way is faster up to
+# somewhat larger groups than with short rows.
 _SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
 # Minimum number of bytes of a long row: a whole line of memory.
 _SMALL_LONG_ROW = 128
-# Largest group of a backward, in padded elements. It is smaller than in the forward, because registers hold
-# both x and dy.
+# Largest group that the small way takes in a backward, in padded elements. It is smaller than in the forward,
+# because registers hold both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# (largest group in padded elements, number of elements for each warp) of a channels-last forward. Small
-# groups are faster with fewer elements for each warp.
+# (largest group in padded elements, number of elements for each warp) of the small way in a channels-last
+# forward. Small groups are faster with fewer elements for each warp.
 _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
-# Number of elements for each warp in channels-first and in the backward.
+# Number of elements for each warp of the small way in channels-first and in the backward.
 _SMALL_OTHER_PER_WARP = 1024
-# Maximum number of elements for each warp. With more, registers spill.
+# Maximum number of elements for each warp of the small way. With more, registers spill.
 _SMALL_MAX_PER_WARP = 2048
 # Minimum number of channels of a second tile (``SmallConfig.tail``). In 16 bits they are one 16-byte load.
 _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
 
-# Number of elements of a tile.
+# Number of elements of a tile of the apply kernels. A program has one tile.
 _APPLY_TILE = 2048
-# Warps of a program of a forward if tiles are many or x is channels-first. A thread then has 32 elements,
-# which hides the memory's latency best.
+# Warps of a program of the forward's apply kernel if tiles are many or x is channels-first. A thread then has
+# 32 elements, which hides the memory's latency best.
 _APPLY_WARPS = 2
-# Warps of a program of a channels-last forward with few tiles, and of every backward: 16 elements for each
-# thread.
+# Warps of a program of the apply kernels in a channels-last forward with few tiles, and in every backward: 16
+# elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
 # Maximum number of tiles for each multiprocessor of a call that has few tiles (``ApplyConfig.few``).
 _APPLY_FEW_TILES = 12
-# Channels of a channels-last tile in the forward.
+# Channels of a channels-last tile of the forward's apply kernel.
 _APPLY_CHANNELS = 128
-# Channels of a channels-last tile in the backward, which keeps five values of each channel beside x and dy.
-# With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the programs did not all run
-# at once.
+# Channels of a channels-last tile of the backward's apply kernel, which keeps five values of each channel
+# beside x and dy. With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the
+# programs did not all run at once.
 _APPLY_BACKWARD_CHANNELS = 64
 
 # --- merge, and gradients of parameters
 
 # (samples, channels) of the tile in which a program sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
-# Maximum number of tiles of samples that one program sums alone. With more, samples are divided into parts,
-# and a second launch adds up the parts' sums.
+# Maximum number of tiles of samples for which one program sums all samples of its channels. With more,
+# samples are divided into parts for several programs, and a second launch adds up the parts' sums.
 _PARAMETER_MOST_TILES = 16
 # Minimum number of tiles of samples in a part. With fewer, the second launch would have too much to add.
 _PARAMETER_MIN_TILES = 8
@@ -100,11 +102,9 @@ _WALK_MIN_GROUPS = 8
 _WALK_LARGE_ELEMENTS = 32768
 # The next four constants are (elements of a tile, elements that stay in registers, warps) of a program of the
 # walk way. How many elements fit into registers depends on the derivative of the activation.
-#
-# _WALK_CHEAP: large groups whose activation is in ``_CHEAP``, if the gradient of the shift is not wanted.
-# _WALK_SILU_FIRST: large channels-first groups with SiLU, if the gradient of the shift is not wanted.
-# _WALK_LARGE: all other large groups.
-# _WALK_OTHER: groups that are not large.
+# ``_WALK_CHEAP``: large groups whose activation is in ``_CHEAP``, if the gradient of the shift is not wanted.
+# ``_WALK_SILU_FIRST``: large channels-first groups with SiLU, if the gradient of the shift is not wanted.
+# ``_WALK_LARGE``: all other large groups. ``_WALK_OTHER``: groups that are not large.
 _WALK_CHEAP = (16384, 16384, 16)
 _WALK_SILU_FIRST = (8192, 16384, 32)
 _WALK_LARGE = (8192, 8192, 32)

@@ -1,6 +1,7 @@
 """Triton kernels of GroupNorm + activation. Formula and op: ``group_norm/op.py``.
 
-There are two ways to launch these kernels. ``launch_config`` chooses one from the sizes:
+There are two ways to launch these kernels. If the caller gives the statistics of x, the way is always split.
+Otherwise ``launch_config`` chooses a way from the sizes:
 
 - *small*, for small groups: a program holds a whole group in registers. One launch reads x and writes y
   (``small_kernel``). If each channel is a group and x is channels-last, a program holds several channels
@@ -205,7 +206,9 @@ def channels_kernel(
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program normalizes ``CHANNELS`` channels of a sample, each by itself. x and y are channels-last.
+    """A program normalizes ``CHANNELS`` channels of a sample, each by itself.
+
+    x and y are channels-last if ``IMAGE`` is None.
 
     Constants:
         IMAGE: None, except for a channels-first BatchNorm. There it is the number of positions of an image,
@@ -340,7 +343,7 @@ def merge_kernel(
             which saves the apply kernel a load and registers. The rounding error of that value is
             proportional to mean / deviation, as in PyTorch. If all values of a group were equal, the error of
             y could be 0.5. So such a group gets the scale 0, and its offset is stored without the mean.
-        LOOP: True if there are more than ``BLOCK_P`` chunks.
+        LOOP: True if there may be more than ``BLOCK_P`` chunks.
         C_FACTOR: a divisor of C and CHANNELS, for ``multiple_of``.
     """
     C, CHANNELS = multiple_of(C, C_FACTOR), multiple_of(CHANNELS, C_FACTOR)
@@ -391,7 +394,7 @@ def merge_kernel(
     _save(mean_ptr, rstd_ptr, mean + pivot, m2 * share if table_ptr is None else rstd, groups, mask)
     if table_ptr is not None:
         scale *= rstd
-        # The value to subtract from x is the mean of x + shift, minus shift.
+        # ``centre`` is what ``apply_kernel`` subtracts from x: the mean of x + shift, minus shift.
         centre = mean - to_pivot
         out = table_ptr + table_offset + n * C + c
         if FOLD:

@@ -280,6 +280,6 @@ def group_norm(
     call = GroupNormCall(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
-    if type(tokens) is not bool:  # not left to ``_check``: the plan cache takes 1 for True
+    if type(tokens) is not bool:  # tokens=1 would find the plan of tokens=True, unchecked
         GROUP_NORM.check(name, call)
     return GROUP_NORM(call)

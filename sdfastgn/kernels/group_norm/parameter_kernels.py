@@ -38,7 +38,10 @@ def _add_samples(
 
 @triton.jit
 def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
-    """Stores the sum of ``total`` over its samples, the gradient of an operand that all samples share."""
+    """Stores the gradient of an operand that all samples share: the sum of the rows of ``total``.
+
+    Does nothing for an operand with a row for each sample (``STRIDED``).
+    """
     if grad_ptr is not None and not STRIDED:
         tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
 

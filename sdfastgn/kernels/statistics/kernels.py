@@ -190,9 +190,10 @@ def _deviations(x, mean, mask):
 
 @triton.jit
 def _corrected(mean, m2, s1, count):
-    """The exact (mean, M2) of ``count`` values, given an approximate ``mean``.
+    """Corrects an approximate ``mean`` of ``count`` values, and the M2 that was taken about it.
 
-    ``s1`` is the sum of differences from the approximate mean, ``m2`` the sum of their squares.
+    ``s1`` is the sum of the values' differences from ``mean``, ``m2`` the sum of the squared differences.
+    Returns (mean, M2): M2 is then the sum of squared deviations from the corrected mean.
     """
     total = tl.maximum(count, 1).to(tl.float32)
     delta = s1 / total
@@ -224,7 +225,8 @@ def _statistics_kernel(
     Constants:
         KNOWN_C, KNOWN_HEAD: C and HEAD as constants, or 0 if they are not constants. The compiled kernel then
             serves all C and HEAD.
-        EXACT: True for fp32 x. M2 is then corrected for the rounding of the mean.
+        EXACT: True for fp32 x. Mean and M2 are then corrected for the rounding of the first mean
+            (``_corrected``), even if a chunk has only one tile.
         EVEN: True if no element of a tile is masked.
         LOOP: True if a chunk has more than one tile.
         C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows, for ``multiple_of``.

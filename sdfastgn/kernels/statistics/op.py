@@ -1,4 +1,4 @@
-"""Ops that compute a GroupNorm's input together with its channel statistics.
+"""Ops that compute channel statistics of a GroupNorm's input, two of them together with the input itself.
 
 The *producer* of x is the kernel that writes x. It has the values of x in registers, and computes the
 statistics from them. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of
@@ -298,8 +298,9 @@ def channel_statistics(x: Tensor) -> Tensor:
         x: (N, C, *spatial), at least rank 3.
 
     Returns:
-        (2, N, P, C) fp32: mean and M2 of each channel over P chunks of ceil(HW / P) positions. P depends
-        on the sizes, the layout and the GPU.
+        (2, N, P, C) fp32: the mean and the sum of squared deviations (M2) of each channel over P chunks of
+        ceil(HW / P) positions, where HW is the product of the spatial sizes. P depends on the sizes, the
+        layout and the GPU.
 
     Dtypes: x fp16, bf16, fp32 or fp64.
     Layout: any. A tensor that is neither channels-last nor channels-first is copied first.

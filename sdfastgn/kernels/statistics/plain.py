@@ -13,8 +13,8 @@ from sdfastgn.kernels.common.sizes import ceil_div
 def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
     """Statistics of ``x`` (N, C, *spatial) over ``chunks`` chunks of positions.
 
-    It runs where no kernel can run, and tests compare with its results. Returns (2, N, chunks, C), mean and
-    M2, in fp32, or in fp64 for fp64 input.
+    It runs where no kernel can run, and tests compare with its results. Returns (2, N, chunks, C), the mean
+    and the sum of squared deviations (M2), in fp32, or in fp64 for fp64 input.
     """
     N, C = x.shape[:2]
     dtype = torch.promote_types(x.dtype, torch.float32)
