@@ -8,8 +8,8 @@ mean) / sqrt(var + eps), and M the number of values of a channel:
 
 If mean and var are running averages, dx = weight / sqrt(var + eps) * dz. On a GPU the kernels of
 ``batch_norm/kernels.py`` and of GroupNorm run. Everywhere else, and for second derivatives,
-``reference_batch_norm_grads`` runs. If one process has the whole batch, it computes mean and var of the batch
-again.
+``reference_batch_norm_grads`` runs. If one process has the whole batch, that function computes mean and var
+of the batch again.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, and the chain rule.
 """
@@ -72,8 +72,9 @@ class Shared(NamedTuple):
 def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> Gradients:
     """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
-    The gradient of x has the strides of x if x has no gaps. If ``shared`` is given, mean and var of ``call``
-    are used, which are the statistics of the batch of all processes.
+    The gradient of x has the strides of x if x has no gaps. mean and var of ``call`` are used if ``shared``
+    is given, because x is then only a part of the batch, or if they are running averages. Otherwise mean and
+    var are computed from x again, so that second derivatives are right.
     """
     x, weight, residual = call.x, call.weight, call.residual
     dims = [0, *range(2, x.dim())]

@@ -63,7 +63,10 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moments_of_all(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
-    """Computes (mean, var, number of values of a channel) over all processes. All get the same bits."""
+    """Computes (mean, var, number of values of a channel) over all processes.
+
+    All processes get the same bits.
+    """
     C = x.shape[1]
     mean, var = _moments(x)
     # fp64 holds every number of values exactly, and the rounding errors of the merge in fp64 are negligible.

@@ -9,7 +9,8 @@ A declaration is a NamedTuple class with one annotated field for each argument o
         eps: float
 
 Each function here derives one thing from such a class, for example the op's schema. ``ScaleCall`` is the
-example in their docstrings. ``common/op.py`` and ``common/grad_op.py`` use the functions to register ops.
+example in the functions' docstrings. ``common/op.py`` and ``common/grad_op.py`` use the functions to register
+ops.
 
 An instance of such a class is a *call*: the values of the op's arguments.
 

@@ -91,7 +91,7 @@ class Launch:
         """
         pointers: list[int | None] = []
         bits = 0
-        for t in tensors:  # one loop finds both pointers and alignment, which saves CPU time
+        for t in tensors:  # one loop for pointers and alignment takes less CPU time than two
             if t is None:
                 pointers.append(None)
             else:

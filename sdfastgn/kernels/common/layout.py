@@ -1,8 +1,8 @@
 """Memory layouts of (N, C, *spatial) tensors.
 
 A tensor is *channels-last* if its memory order is (N, *spatial, C) without gaps. It is *channels-first* if
-its memory order is (N, C, *spatial) without gaps. It is *dense* if it is one or the other. This includes rank
-3: the (N, C, L) view of (N, L, C) tokens is channels-last.
+its memory order is (N, C, *spatial) without gaps. It is *dense* if it is channels-last or channels-first. For
+example, the (N, C, L) view of (N, L, C) tokens is channels-last.
 
 A tensor with one channel or one spatial position is both channels-last and channels-first. The kernels for
 both layouts give the right result for it, and the output has exactly the strides of the input.

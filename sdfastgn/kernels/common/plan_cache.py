@@ -36,7 +36,7 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
     """The key of a call in a ``PlanCache``: calls of the same kind have equal keys.
 
     For each tensor, the key has its shape, strides, dtype and device. Other arguments, and ``more``, are in
-    the key themselves.
+    the key as they are.
     """
     return (
         *[t if type(t) in _VALUES else (t.shape, t.stride(), t.dtype, t.device) for t in arguments],

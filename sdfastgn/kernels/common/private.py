@@ -321,7 +321,7 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
 
 
 _precision = getattr(_C, "_get_fp32_precision_getter", None)
-# Functions without arguments. Each returns one setting of PyTorch on which its choice of kernels depends.
+# Functions without arguments. Each returns one setting on which PyTorch's choice of kernels depends.
 switches: tuple[Callable[[], Any], ...] = (
     *((partial(_precision, *names) for names in _PRECISIONS) if _precision else (_precisions,)),
     *(getattr(_C, f"_get_{name}", public) for name, public in _SWITCHES.items()),

@@ -10,7 +10,7 @@ A tile of a reduction has four axes: lanes, warps, steps and block.
 Triton itself decides which axis it distributes over the lanes of a warp. Triton 3.6 begins with the first
 axis, Triton 3.7 and later with the third. So lanes are the first axis and steps the third, or the other way
 round (``LANE_AXIS``, ``STEP_AXIS``). In the wrong order results are the same, but sums go through shared
-memory and registers spill. ``tests/kernels/test_compile_only.py`` would notice this.
+memory and registers spill. ``tests/kernels/test_compile_only.py`` fails if the order is wrong.
 
 Elementwise kernels have tiles of two axes (``map_tile``).
 """

@@ -258,7 +258,7 @@ def sums_kernel(
     """Each warp computes the sums of dz, of dz * xhat and, if ``SHIFT_GRAD``, of xhat in one chunk.
 
     Channels-last: a program has a block of channels, and its warps have neighboring chunks. Channels-first:
-    a program has one chunk, and each warp has another channel.
+    a program has one chunk, and each of its warps has a different channel.
 
     Numbers:
         rows, chunks: positions of a chunk, and chunks of a sample.
@@ -433,7 +433,7 @@ def apply_grad_kernel(
 ):  # fmt: skip
     """A program computes dx for ``BLOCK_C`` channels at ``BLOCK_HW`` positions of one sample.
 
-    The first ``PARAMETER_PROGRAMS`` programs instead compute the gradients of the other operands, for
+    The first ``PARAMETER_PROGRAMS`` programs instead compute the gradients of the operands other than x, for
     ``BLOCK_PARAMETERS`` channels each (``parameter_grads``).
 
     Numbers:

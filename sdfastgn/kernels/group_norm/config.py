@@ -283,8 +283,8 @@ def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
     """The configuration of the small way. ``launch_config`` uses it if the group is small enough."""
-    # A second tile, and the sizes in ``_SMALL_PER_WARP``, were measured only for channels-last forwards. So
-    # only these use them.
+    # A second tile, and the sizes in ``_SMALL_PER_WARP``, were measured only for channels-last forwards.
+    # Other launches do not use them.
     is_measured = channels_last and not backward
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups

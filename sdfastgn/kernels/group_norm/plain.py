@@ -31,7 +31,7 @@ def plain_group_norm(
     """
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # PyTorch's backward fails with a bias and no weight
-    # PyTorch reads parameters as if they were contiguous, so other strides must not reach it.
+    # PyTorch would read parameters as if they were contiguous, so they are made contiguous.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     u = u.contiguous()
     if u.numel() == 0:  # PyTorch's gradients are NaN if there are no positions

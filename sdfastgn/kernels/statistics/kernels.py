@@ -212,7 +212,7 @@ def _statistics_kernel(
     """Computes y and its statistics. Each warp of a program processes one chunk.
 
     Channels-last: a program has a block of ``BLOCK`` channels, and its warps have neighboring chunks.
-    Channels-first: a program has one chunk, and each warp has another channel.
+    Channels-first: a program has one chunk, and each of its warps has a different channel.
 
     Numbers:
         N: number of samples.
