@@ -16,7 +16,7 @@ used:
 
 The gradients of all operands but x are computed last, from the sums
 (``group_norm/parameter_kernels.py``). In the split way the first programs of ``apply_grad_kernel`` compute
-them, in the other two ways a further launch does.
+them. In the other two ways, and if dx is not wanted, a further launch computes them.
 
 Pointers, in addition to the ones in ``group_norm/kernels.py``:
 

@@ -88,8 +88,8 @@ class GroupNormGradPlan:
     - ``single``: the small or the walk way;
     - ``sums``, ``merge`` and, if dx is wanted, ``apply``: the split way.
 
-    The gradients of the other operands come from ``apply`` or, if there is none, from ``parameters``. If
-    samples are many, ``parameters`` only sums parts of them, and ``parts_sum`` adds up the parts.
+    The gradients of the operands other than x come from ``apply`` or, if there is none, from ``parameters``.
+    If samples are many, ``parameters`` only sums parts of them, and ``parts_sum`` adds up the parts.
 
     Attributes:
         of_batches: one None for each pointer of ``single`` that only BatchNorm uses.

@@ -34,9 +34,9 @@ runs, and calls ``gdc_wait`` before it reads what that kernel writes. ``apply_ke
 wait, and its loads bypass the L1 cache. This is safe: the two kernels that run earlier in the call let the
 next kernel start only when x is complete and in L2 (ADR 7).
 
-Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves.
-Chan's formula merges them in a fixed order without atomics, so every run gives the same bits. Offsets that
-can pass 2^31 are int64.
+Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves. Chan's
+formula merges the sums of squared deviations in a fixed order without atomics, so every run gives the same
+bits. Offsets that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
