@@ -23,10 +23,10 @@ _SIDE_BY_SIDE = 64
 # Maximum number of elements of a program of the small way, padded to powers of 2. With more, the split way is
 # faster.
 _SMALL_MAX_ELEMENTS = 16384
-# Maximum number of elements of a program of a forward with few programs: at most one for each multiprocessor,
-# and at least one for every ``_SMALL_ALONE_PART`` multiprocessors. A program of this size fills its
-# multiprocessor. Each thread has only 64 registers and spills some of them, but this costs less time than
-# reading x a second time, as the split way does.
+# Maximum number of elements of a program, for a forward with few programs. There are few if there is at most
+# one for each multiprocessor, and at least one for every ``_SMALL_ALONE_PART`` multiprocessors. A program of
+# this size fills its multiprocessor. Each thread has only 64 registers and spills some of them, but this
+# costs less time than reading x a second time, as the split way does.
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
 # Maximum number of elements of x in a program of the backward. It is smaller than in the forward, because

@@ -113,9 +113,10 @@ def _save_all(ctx: Any, call: Any, results: Any) -> None:
 def _derivative_of(
     reference: Callable[[Any], Gradients], gradients: tuple[str, ...]
 ) -> Callable[..., dict[str, Tensor | None]]:
-    """Returns the ``backward`` of a ``GradOp``.
+    """Returns the function ``backward`` of a ``GradOp``.
 
-    It runs ``reference`` under autograd and differentiates it.
+    That function runs ``reference`` under autograd, and differentiates the results.
+    ``gradients``: names of the operands whose gradients ``reference`` computes.
     """
 
     def backward(ctx: Any, needs: Any, dgrads: Any) -> dict[str, Tensor | None]:

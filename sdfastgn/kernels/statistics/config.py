@@ -95,7 +95,7 @@ def statistics_config(
 
 @functools.lru_cache(maxsize=1024)
 def statistics_pay(C: int, HW: int) -> bool:
-    """True if GroupNorm of x (N, C, HW) is faster when the kernel that writes x also gives statistics."""
+    """True if GroupNorm of x (N, C, HW) is faster if the kernel that writes x also computes statistics."""
     return next_power_of_2(ceil_div(C, _USUAL_GROUPS)) * next_power_of_2(HW) >= _STATISTICS_MIN_ELEMENTS
 
 

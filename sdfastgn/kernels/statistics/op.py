@@ -334,8 +334,8 @@ def add_with_statistics(
         scale: factor of the sum. In diffusers it is 1 / output_scale_factor.
 
     Returns:
-        (sum, statistics). The sum is rounded once from fp32 to the dtype of x. The statistics are
-        (2, N, P, C) fp32, as in ``channel_statistics``.
+        (sum, statistics). The sum is computed in fp32 (fp64 for fp64 input) and rounded once to the dtype of
+        x. The statistics are (2, N, P, C) fp32, as in ``channel_statistics``.
 
     Layout: any. The sum has the strides of x if x has no gaps, else it is dense.
     Grad: x, residual and bias have gradients. Nothing is differentiated through the statistics.
