@@ -51,7 +51,7 @@ _APPLY_WARPS = 2
 # Warps of a program of the apply kernels in a channels-last forward with few tiles, and in every backward: 16
 # elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# Maximum number of tiles for each multiprocessor of a call that has few tiles (``ApplyConfig.few``).
+# Tiles are few (``ApplyConfig.few``) if there are at most this many for each multiprocessor.
 _APPLY_FEW_TILES = 12
 # Channels of a channels-last tile of the forward's apply kernel.
 _APPLY_CHANNELS = 128

@@ -162,7 +162,7 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # Explicit fma for d - mean. ptxas alone would use one only if the mean is not stored, so y would differ.
+    # Explicit fma for d - mean: else ptxas would give y other bits in calls that store the mean.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
