@@ -36,8 +36,8 @@ _CONTAINERS = (list, tuple, dict)
 
 _INITIAL_ORDER = tuple(sdp_priority_order())
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# The orders of attention backends that PyTorch may have before a user changes the order.
-# On some GPUs PyTorch moves cuDNN to the front at the first call of attention.
+# The two orders of attention backends that PyTorch uses by itself. On some GPUs it moves cuDNN to the front
+# at the first call of attention. The two count as one state, so that this needs no new capture.
 _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
 
 
@@ -46,14 +46,14 @@ class Unsupported(Exception):  # noqa: N818  # not an error: the call runs witho
 
 
 class Number(NamedTuple):
-    """Describes an argument that may be a number, such as a timestep. One graph serves all numbers.
+    """Describes an argument that may be a Python number, such as a timestep. One graph serves all its values.
 
     Attributes:
         position: index of the argument if it is positional.
         float_dtype: dtype of the 0-d tensor that a graph gets instead of a float. The model's forward would
             turn the number into such a tensor.
-        is_factor: True if a graph gets a ``Factor`` (``factors.py``) instead. The argument may then also be a
-            list of numbers.
+        is_factor: True if a graph gets no 0-d tensor but a ``Factor``: a float whose value the graph reads
+            from memory (``factors.py``). The argument may then also be a list of numbers.
     """
 
     position: int
@@ -68,7 +68,10 @@ class _Slot(NamedTuple):
 
 
 class _FactorSlot(NamedTuple):
-    """Replaces a number in the arguments that becomes a ``Factor``. ``place``: as in ``_Slot``."""
+    """Replaces a number in the arguments for which the graph gets a ``Factor``.
+
+    ``place``: the number's index in ``Call.tensors``. ``value``: the number.
+    """
 
     place: int
     value: float
@@ -89,13 +92,13 @@ class Call:
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        numbers: name -> ``Number``, for the arguments that the model turns into 0-d tensors.
+        numbers: name of an argument -> ``Number``, for each argument that may be a Python number.
 
     Attributes:
         key: hashable. Calls with equal keys can share a graph: their arguments have the same structure,
             shapes, strides, dtypes, device and plain values.
-        tensors: the tensors, in the order in which they occur in the arguments. An argument that ``numbers``
-            names, or an item of it, may be a number here.
+        tensors: the tensors, in the order in which they occur in the arguments. Numbers in the arguments that
+            ``numbers`` names are in this list too.
         device: the device of all tensors.
 
     Raises Unsupported for tensors on several devices, and for objects other than tensors, plain values,
@@ -145,7 +148,7 @@ class Call:
         }
 
     def lists(self) -> list[list[Any]]:
-        """The lists in the arguments, which belong to the caller. In the order of ``lists_in``."""
+        """The lists in the arguments (the caller's objects, no copies), in the order of ``lists_in``."""
         args, kwargs = self._given
         return lists_in(*args, kwargs)
 
@@ -154,9 +157,9 @@ class Call:
 
         Args:
             value: an argument, or a part of an argument.
-            tokens: the descriptions of all arguments, from which the key is made.
+            tokens: the descriptions of all arguments so far. They become ``key``.
             path: name of the argument, for errors.
-            number: says how to treat ``value`` if it may be a number.
+            number: the description of the argument if it may be a number.
         """
         kind = type(value)
         if number is not None and number.is_factor:
@@ -169,7 +172,7 @@ class Call:
         elif number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            if kind in (int, float):  # becomes a tensor of the dtype that diffusers' forward would choose
+            if kind in (int, float):  # diffusers' forward would make a tensor of the same dtype
                 dtype = torch.int64 if kind is int else number.float_dtype
                 spec = _Spec((), (), dtype)
                 return self._slot(value if dtype.is_floating_point else int(value), spec, tokens)
@@ -206,7 +209,7 @@ class Call:
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:
     if spec.is_lazy:
         raise Unsupported("a tensor is a lazy conjugate or negative")
-    # A dimension of stride 0 (an expanded one) has only one element in memory.
+    # An expanded dimension has stride 0: all its elements share memory, so memory for one is allocated.
     once = [1 if stride == 0 else n for n, stride in zip(spec.shape, spec.stride, strict=True)]
     return torch.empty_strided(once, spec.stride, dtype=spec.dtype, device=device).expand(spec.shape)
 
@@ -269,22 +272,24 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Returns each tensor in ``output`` once. Raises Unsupported like ``mapped``."""
+    """Returns each tensor in ``output`` once. Raises Unsupported for the same objects as ``mapped``."""
     found: dict[int, Tensor] = {}
     mapped(output, lambda tensor: found.setdefault(id(tensor), tensor))
     return list(found.values())
 
 
 def static_copy(output: Any) -> Any:
-    """Returns ``output`` in new containers, with the same tensors. Raises Unsupported like ``clone_of``."""
+    """Returns ``output`` in new containers, with the same tensors.
+
+    Raises Unsupported for the same objects as ``mapped``.
+    """
     return mapped(output, lambda tensor: tensor)
 
 
 def clone_of(output: Any) -> Any:
     """Returns ``output`` with copies of its tensors, which no later replay overwrites.
 
-    A tensor that occurs twice is copied once. Raises Unsupported if ``output`` contains an object of an
-    unknown class.
+    A tensor that occurs twice is copied once. Raises Unsupported for the same objects as ``mapped``.
     """
     clones: dict[int, Tensor] = {}
 
@@ -310,8 +315,8 @@ def lists_in(*values: Any) -> list[list[Any]]:
 def structure_of(*values: Any) -> Any:
     """Returns ``values`` as nested lists, with the id of each object that is no list, tuple or dict.
 
-    If the result after a call equals the result before it, the call has changed no list or dict in
-    ``values``.
+    Used to find out whether a call has changed a list or dict in ``values``: then the result after the call
+    differs from the result before it.
     """
     return [
         structure_of(*(v.items() if isinstance(v, dict) else v))

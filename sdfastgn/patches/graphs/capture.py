@@ -42,7 +42,7 @@ __all__ = [
     "run_on_copies",
 ]
 
-# Id of the pool of all memory that no CUDA graph holds.
+# PyTorch's id of the memory that belongs to no pool of CUDA graphs.
 _NO_POOL = (0, 0)
 
 
@@ -51,9 +51,10 @@ class AnyGraph(Protocol):
 
     # Returns the context in which the forward runs: ``torch.no_grad`` or ``torch.enable_grad``.
     gradients: ClassVar[Any]
-    # False if a new value of any attribute of the model needs a new capture (``factors.py``).
+    # True if the numbers in the model's attributes that ``factors.py`` lists are inputs of the graph. False
+    # if a new value of such a number needs a new capture.
     has_factors: ClassVar[bool]
-    # How many items the forward leaves in each list in the arguments. Empty if it removes no items.
+    # Length of each list in the arguments after the forward. Empty if the forward removes no items.
     left: list[int]
 
     def __init__(
@@ -70,7 +71,7 @@ class AnyGraph(Protocol):
 
 
 class Handle(Protocol):
-    """A captured call. ``output`` is the result of the forward. Each ``replay`` writes new values into it."""
+    """One CUDA graph. ``output``: the captured function's result. ``replay`` writes new values into it."""
 
     output: Any
 
@@ -116,7 +117,10 @@ class Backend(Protocol):
         """Size in bytes of the memory pools of all graphs; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
-        """True if at least as much memory is free as the graphs take, for models without graphs."""
+        """True if the device's free memory is at least as large as the memory of all graphs.
+
+        Then enough memory is left for models without graphs.
+        """
 
 
 class Graph:
@@ -343,13 +347,14 @@ class CudaBackend:
 
     def capture(self, fn: Callable[[], Any], pool: Any = None) -> Handle:
         graph = torch.cuda.CUDAGraph()
-        # The allocator refuses a pool without graphs, so this list keeps the graphs alive during the capture.
+        # PyTorch frees a pool when its last graph is gone. This list keeps the graphs alive until the new
+        # graph uses their pool too.
         others = list(self._alive)
         if pool is None:
             if self._pool is None or not any(tuple(other.pool) == tuple(self._pool) for other in others):
                 self._pool = self.new_pool()
             pool = self._pool
-        # The pool cannot use memory in the allocator's cache, so the cache is emptied before the capture.
+        # The pool cannot use memory that is in the allocator's cache. So the cache is returned to the GPU.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -375,7 +380,7 @@ class CudaBackend:
             # state.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # the allocator already knows that the capture has ended, so the graph frees its pool
+                return  # the allocator already knows that the capture has ended; the graph frees its pool
             # The graph is kept alive, because the allocator of pinned memory has a callback that reads it.
             self._broken.append(graph)
             self._free_generator()
@@ -405,12 +410,13 @@ class CudaBackend:
         sizes = pool_sizes()
         if not sizes:
             return 0
-        with self.lock:  # no other thread may add a graph during the loop
+        with self.lock:  # so that no other thread adds a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(sizes[pool] for pool in pools)
 
     def has_room(self) -> bool:
-        # ``capture`` has emptied the allocator's cache, so nearly all memory that is not in use is free.
+        # The cache of PyTorch's allocator does not count as free here. But it is nearly empty, because
+        # ``capture`` has just emptied it.
         free, _ = torch.cuda.mem_get_info(self._device)
         return free >= self.memory()
 

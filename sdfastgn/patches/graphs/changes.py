@@ -24,12 +24,12 @@ class Place(NamedTuple):
     """A list, tuple, set or dict in the model, and how messages name its items.
 
     Attributes:
-        name: the dotted path of the container. For a module's own dicts (parameters, attributes, hooks) it
-            is the path of the module.
-        kind: the word for an item of the container. "parameter", "buffer", "module", "attribute" or "forward
-            hook" in a module's own dicts, "LoRA scale" in a LoRA layer's dict of scales, else "item".
+        name: the dotted path of the container. For the dicts in which a module or object keeps its
+            parameters, attributes or hooks, it is the path of the module or object.
+        kind: the word for an item of the container: "parameter", "buffer", "module", "attribute" or "forward
+            hook" in the dicts just named, "LoRA scale" in a LoRA layer's dict of scales, else "item".
         container: the list, tuple, set or dict itself.
-        keys: the keys that a dict had at the capture; empty for other containers.
+        keys: the keys that a dict had when the Place was made; empty for other containers.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Place(NamedTuple):
         if self.kind == "module":
             return f"module {self.child(key)}"
         owner = self.name or "the model"
-        # The keys of hooks are numbers, which mean nothing to a user.
+        # A hook's key is a number that PyTorch has given. It tells a user nothing, so the text leaves it out.
         return f"{self.kind} {key} of {owner}" if isinstance(key, str) else f"a {self.kind} of {owner}"
 
 
@@ -94,7 +94,11 @@ def difference_of(
 
 
 def changed(noun: str, old: Any, new: Any) -> str:
-    """The sentence "``noun`` changed from ``old`` to ``new``". If both look the same, names their classes."""
+    """The sentence "``noun`` changed from ``old`` to ``new``".
+
+    If the two values look the same as text, the sentence has their classes instead. If the classes are the
+    same too, it says that ``noun`` was replaced by another object of this class.
+    """
     before, after = _shown(old), _shown(new)
     if before == after and type(old) is not type(new):
         before, after = (f"{type(value).__module__}.{type(value).__qualname__}" for value in (old, new))
@@ -105,7 +109,7 @@ def changed(noun: str, old: Any, new: Any) -> str:
 
 def joined(name: str, key: Any) -> str:
     """The dotted path of the attribute ``key`` of the object at the path ``name``."""
-    key = "config" if key == "_internal_dict" else key  # users know it as diffusers' property ``config``
+    key = "config" if key == "_internal_dict" else key  # diffusers' property ``config`` returns this dict
     return f"{name}.{key}" if name else str(key)
 
 
@@ -117,7 +121,10 @@ def tensor_in_words(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Returns ``value`` as text if it is short and of a class that is shown, else the name of its class."""
+    """Returns ``repr(value)`` if it is short and safe to compute, else the name of the value's class.
+
+    It is safe for the classes in ``_SHOWN`` and for containers of such values. A class is shown by its name.
+    """
     if isinstance(value, type):
         return value.__name__
     is_plain = type(value) in _SHOWN

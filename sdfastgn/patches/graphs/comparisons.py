@@ -65,7 +65,7 @@ class _Containers:
 
     def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
         self._is_same = is_same
-        self._items: list[Any] = []  # one iterable of items for each container
+        self._items: list[Any] = []  # for each container, an iterable of its present items
         self._places: list[Place | None] = []
 
     def add(self, items: Any, place: Place | None) -> None:
@@ -82,8 +82,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container between the two lines above.
-        # Then ``difference`` does not know the container of each item.
+        # False if another thread changed a container between the two lines above. Then ``difference`` cannot
+        # tell which item was in which container, and returns None.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -148,7 +148,7 @@ class Attributes:
         self._plain_dicts = plain_dicts
         self._dicts: list[dict[str, Any]] = []
         self._places: list[Place] = []
-        self._skipped: list[Collection[str]] = []  # for each place, the attributes that are not compared
+        self._skipped: list[Collection[str]] = []  # for each module, the attributes that are not compared
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
         # ``_holders``: the ``__dict__`` of each module that has attributes that are dicts.
@@ -165,7 +165,7 @@ class Attributes:
         self._skipped.append(skipped)
         self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
         names = [key for key in keys if isinstance(attributes[key], dict) and key not in self._plain_dicts]
-        if names:  # the first name is passed twice: with only one name, itemgetter would return no tuple
+        if names:  # names[0] is passed twice, because itemgetter of only one name would return no tuple
             self._holders.append(attributes)
             self._dict_getters.append(operator.itemgetter(names[0], *names))
 
@@ -179,7 +179,8 @@ class Attributes:
             # Classes of dicts are compared too: equal dicts of different classes may behave differently.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # A list of all these tuples would start the garbage collector. ``map`` frees each tuple at once.
+            # Each getter returns a tuple. A list of the tuples of all modules would start the garbage
+            # collector. ``map`` frees each tuple at once.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
 

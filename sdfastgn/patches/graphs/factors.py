@@ -37,7 +37,7 @@ _PRODUCTS = (Tensor.mul, torch.mul)
 
 
 class Factor(float):
-    """A number whose value captured operations read from memory.
+    """A float whose value captured operations read from memory, so that a graph can be replayed with another.
 
     Args:
         value: the present value, which Python code reads.
@@ -67,7 +67,7 @@ class Factor(float):
         *tensors, factor = args
         if not isinstance(factor, cls):
             raise TypeError(f"{func.__name__} reads a number that a graph takes as an input")
-        if factor._thread != threading.get_ident():  # an eager call, while another thread captures
+        if factor._thread != threading.get_ident():  # this thread runs eagerly while another one captures
             return func(*tensors, float(factor), **(kwargs or {}))
         x = tensors[0]
         value = factor._memory if x.dtype in _WIDE else factor._rounded
@@ -79,19 +79,21 @@ class Factor(float):
         # With as many dimensions as ``x``, the factor makes PyTorch multiply in fp32 and round once, as with
         # a Python number. A factor without dimensions would first be rounded to the dtype of ``x``.
         value, dtype = value.view((1,) * x.dim()), torch.result_type(x, 1.0)
-        if torch.is_grad_enabled():  # autograd does not support ``out``, which saves a pass below
+        # With ``out`` the product gets its final dtype in one kernel, but autograd does not support ``out``.
+        if torch.is_grad_enabled():
             return torch.mul(x, value).to(dtype)
         return torch.mul(x, value, out=torch.empty_like(x, dtype=dtype))
 
 
 class Reader(NamedTuple):
-    """A class of diffusers whose code reads factors.
+    """A class of diffusers whose code multiplies tensors by *factors*: numbers that are inputs of graphs.
 
     Attributes:
         name: full name of the class.
-        method: the method that reads them.
-        attributes: the attributes that are factors, or lists of factors; empty if factors are arguments.
-        functions: functions, in the Python module of the class, to which the method gives factors.
+        method: the method that reads the factors.
+        attributes: names of the class's attributes that are factors, or lists of factors. Empty if the
+            factors are arguments of the method.
+        functions: functions, in the Python module of the class, to which the method passes factors.
     """
 
     name: str
@@ -101,7 +103,7 @@ class Reader(NamedTuple):
 
     @property
     def sources(self) -> tuple[TestedSource, ...]:
-        """The code that reads the factors."""
+        """The methods and functions that read the factors. If one is untested, the numbers are no factors."""
         path, _, kind = self.name.rpartition(".")
         module = importlib.import_module(path)
         found = [tested(getattr(module, kind), self.method)]
@@ -133,43 +135,47 @@ _READERS = {
 
 
 def readers() -> tuple[Reader, ...]:
-    """All classes of the installed diffusers whose code reads factors."""
+    """A ``Reader`` for each class of diffusers whose code multiplies by factors."""
     return tuple(_READERS.values())
 
 
 def _reader_of(module: nn.Module) -> Reader | None:
-    """The ``Reader`` of the class of ``module``, if its installed code was tested; else None."""
+    """The ``Reader`` for the class of ``module``. None if it has none, or if its code is untested."""
     kind = stock_class(module)
     reader = _READERS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if reader is None or unknown_source(*reader.sources) else reader
 
 
 def is_tested(module: nn.Module) -> bool:
-    """True if arguments of ``module`` may be factors, because the code that reads them was tested."""
+    """True if the installed code of the class of ``module`` that multiplies by factors was tested.
+
+    Only then may numbers be inputs of graphs of ``module``.
+    """
     return _reader_of(module) is not None
 
 
 def is_number(value: Any) -> bool:
-    """True for a Python number that may be a factor."""
+    """True for an int or float. Other values (bool, tensors, subclasses) are never factors."""
     return type(value) in (int, float)
 
 
 class Factors:
-    """The factors in the attributes of a model's modules. A ``Watch`` owns them.
+    """All attributes of a model's modules that are *factors*: numbers that are inputs of the model's graphs.
 
-    This class has the methods of the classes in ``comparisons.py``. A factor may get a new value, but must
-    not become 0, and must stay 0 if it was.
+    It has the same methods as the classes in ``comparisons.py``, which a ``Watch`` calls. If a factor gets a
+    new value, the graphs stay valid. But a factor must not become 0, and must stay 0 if it was: diffusers'
+    code may run other kernels for 0.
     """
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._places: list[Place] = []
-        self._values: list[Any] = []  # copies of the last values
-        self._memory: tuple[Tensor, ...] = ()  # all values, in fp64 and in fp32
+        self._values: list[Any] = []  # the values that ``_memory`` has: a number or list for each attribute
+        self._memory: tuple[Tensor, ...] = ()  # two device tensors, fp64 and fp32, with all factors
 
     def add(self, path: str, module: nn.Module) -> tuple[str, ...]:
-        """Register the factors of ``module``, and return the names of their attributes."""
+        """Register the attributes of ``module`` that are factors, and return their names."""
         reader, attributes = _reader_of(module), vars(module)
         names = () if reader is None else reader.attributes
         found = tuple(name for name in names if _are_numbers(attributes.get(name)))
@@ -184,7 +190,10 @@ class Factors:
         self._forms = list(map(_form, self._values))
 
     def same(self) -> bool:
-        """True if nothing but values has changed, and the same factors are 0 as at ``freeze``."""
+        """True if the graphs are still valid: the same factors are 0 as when ``freeze`` was called.
+
+        Other new values of factors do not matter.
+        """
         now = self._now()
         return now == self._values or list(map(_form, now)) == self._forms
 
@@ -198,7 +207,7 @@ class Factors:
         return None
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate the memory of all factors, and write their values into it."""
+        """Allocate the memory from which graphs read all factors, and write the factors' values into it."""
         if self._names and not self._memory:
             count = len(list(_flat(self._values)))
             with torch.inference_mode(False):
@@ -208,16 +217,17 @@ class Factors:
             self._write()
 
     def are_written(self) -> bool:
-        """True if the memory has the present values."""
+        """True if the memory that graphs read has the attributes' present values."""
         try:
             return self._now() == self._values
-        except Exception:  # any class of error: an attribute is gone, or a comparison of a user's class
+        except Exception:  # an attribute was deleted, or ``==`` of a user's class raised
             return False
 
     def refresh(self) -> bool:
-        """Write new values into the memory, in the current stream.
+        """Write the attributes' present values into the memory that graphs read, in the current stream.
 
-        Returns False if another change makes the graphs invalid: ``same`` would also return False.
+        Returns False, and writes nothing, if the graphs are invalid: a factor has become 0, a factor that was
+        0 has another value, or an attribute no longer holds a number.
         """
         if not self._memory or self.are_written():
             return True
@@ -233,7 +243,10 @@ class Factors:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """A context in which a ``Factor`` replaces each number. Call ``allocate`` first."""
+        """A context, for a capture, in which a ``Factor`` replaces the number in each registered attribute.
+
+        ``allocate`` must have been called.
+        """
         places = itertools.count()
         with contextlib.ExitStack() as stack:
             for attributes, name in zip(self._dicts, self._names, strict=True):
@@ -251,7 +264,7 @@ class Factors:
 
         def put_back() -> None:
             with contextlib.suppress(LookupError):
-                if container[key] is factor:  # otherwise another thread has set a new value meanwhile
+                if container[key] is factor:  # else another thread has set a new value, which must stay
                     container[key] = value
 
         container[key] = factor
@@ -271,7 +284,10 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """What must not change in an attribute: which numbers are 0, and the lengths of lists."""
+    """What must stay the same in an attribute for its graphs to be valid.
+
+    That is, whether a number is 0, and how long a list is.
+    """
     if type(value) is list:
         return list(map(_form, value))
     return value != 0 if is_number(value) else None

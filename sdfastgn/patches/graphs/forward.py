@@ -80,7 +80,8 @@ class _Current(NamedTuple):
         call: the arguments.
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
-        survey: the module's layers with merged weights of adapters. In calls with gradients: ``Flags``.
+        survey: the module's layers with merged weights of adapters. In calls with gradients no layer has any;
+            then a ``Flags`` records which parameters require gradients.
         scale: the scale for all adapters, if the arguments contain one.
     """
 
@@ -93,9 +94,10 @@ class _Current(NamedTuple):
     scale: LoraScale
 
     def refresh(self, watch: Watch | None = None) -> bool:
-        """Bring the merged weights and the factors of ``watch`` (``factors.py``) up to date.
+        """Write new merged weights, and new values of ``watch.factors``, into the memory that graphs read.
 
-        Returns False if this is impossible (``Survey.refresh``, ``Factors.refresh``).
+        Returns False if the graphs cannot be used any more (``Survey.refresh`` and ``Factors.refresh`` say
+        when).
         """
         with self.backend.ordered():
             return self.survey.refresh(self.scale.factor) and (watch is None or watch.factors.refresh())
@@ -128,7 +130,7 @@ class GraphedForward(InstanceEntry):
     __slots__ = (
         "_backend", "_policy", "_store", "eager", "method", "mode", "scratch", "stands_over_own", "training",
     )  # fmt: skip
-    # The class of the graphs.
+    # The class of this object's graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
 
     def __init__(
@@ -169,7 +171,7 @@ class GraphedForward(InstanceEntry):
         """The method of the module's class. ``inspect.signature`` reads the parameters from it."""
         return class_forward(self.module, self.method)
 
-    # A bound method has the next three attributes. torch.export reads them.
+    # torch.export reads the next three attributes of a ``forward``. A bound method has them.
 
     @property
     def __self__(self) -> nn.Module:
@@ -258,10 +260,12 @@ class GraphedForward(InstanceEntry):
         return self.scratch | {self.method}
 
     def _give_memory_back(self) -> int:
-        """Call ``_drop_all`` and return its result. If anything was dropped, do not capture this model soon.
+        """Call ``_drop_all`` and return its result.
 
-        A capture would take the freed memory again. Then the next call of another model would fail for lack
-        of memory, and drop the new graph.
+        If it freed memory, this module is not captured for a while.
+
+        A capture would take the freed memory again. Then the next call of another model would run out of
+        memory, and drop the new graph.
         """
         count = _drop_all()
         if count:
@@ -319,7 +323,7 @@ class GraphedForward(InstanceEntry):
         self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
 
-    # ---- what is different with gradients
+    # ---- methods that ``_TrainingForward`` overrides
 
     def _reason_now(self, module: nn.Module) -> str | None:
         """Why no call of ``module`` can run as a graph now; None if calls can."""
@@ -329,14 +333,14 @@ class GraphedForward(InstanceEntry):
         return Survey(module)
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
-        """Calls with equal keys are of one kind."""
+        """Returns the key of ``call``. Calls with equal keys are of one kind, and can share a graph."""
         return call.key, global_state(call.device)  # type: ignore[arg-type]
 
     def _make_room(self) -> None:
         """Make room in the store for one more graph."""
         self._store.make_room()
 
-    # ---- with and without gradients
+    # ---- steps of a call
 
     def _replay_at_once(self, current: _Current) -> Any:
         """Start the call's graph and, while the GPU runs it, check that the model has not changed.
@@ -375,7 +379,8 @@ class GraphedForward(InstanceEntry):
         is_warm = policy.is_warm(key)
         self._make_room()
         try:
-            # ``undrawn`` includes the first replay, because on a GPU only a replay draws the random numbers.
+            # The first replay also runs inside of ``undrawn``, which checks that no random numbers are drawn:
+            # on a GPU only a replay draws them.
             with (
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, forward, call, backend)),
@@ -403,15 +408,15 @@ class GraphedForward(InstanceEntry):
     def _rehearse(self, current: _Current) -> None:
         """Compile the kernels that this kind of call needs, in parallel.
 
-        Without this, the call would compile them one by one. To find the kernels, the forward runs once on
-        copies of the arguments. In some models such an additional run would have an effect, for instance on a
-        counter. So models that cannot be captured are not rehearsed.
+        Otherwise the call would compile them one by one. To find the kernels, the forward runs once on copies
+        of the arguments. In some models this additional run would have an effect, for instance on a counter.
+        So this method does nothing for models that cannot be captured.
         """
         module, forward, call, backend, key = current[:5]
         if self._policy.is_rehearsed(key):
             return
         run = partial(run_on_copies, forward, call, backend)
-        # An error here is ignored: the same error is raised in the call that follows, where the user sees it.
+        # An error here is ignored: the call itself follows, and raises the same error to the user.
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
             watch = Watch(module, is_harmless, survey=current.survey, unwatched=self._unwatched)
             if watch.reason is None:
@@ -419,9 +424,10 @@ class GraphedForward(InstanceEntry):
                     backend.rehearse(run)
 
     def _check_model(self, current: _Current) -> None:
-        """Drop the graphs if the model has changed. Raises Unsupported if it must not be captured now.
+        """Drop the graphs if the model has changed.
 
-        Raises _Outdated if ``current`` was made for the model before the change.
+        Raises Unsupported if the model must not be captured now, and _Outdated if ``current`` was made before
+        the model changed.
         """
         watch = self._store.watch
         if watch is not None and not (current.refresh(watch) and watch.unchanged(current.module)):
@@ -447,8 +453,9 @@ class GraphedForward(InstanceEntry):
     def _watch_of(self, current: _Current) -> Watch:
         """Returns a ``Watch`` that records the present state of the module.
 
-        This is the existing one if the state has not changed since it was made. Otherwise the graphs are
-        dropped and a new ``Watch`` is made. Raises Unsupported if the state cannot be watched.
+        If the state is still the one that the store's ``Watch`` has recorded, that ``Watch`` is returned.
+        Otherwise the graphs are dropped and a new ``Watch`` is made. Raises Unsupported if the state cannot
+        be watched.
         """
         module = current.module
         watch = self._store.watch
@@ -461,7 +468,7 @@ class GraphedForward(InstanceEntry):
                 watch = Watch(
                     module, is_harmless, device, current.survey, has_factors, unwatched=self._unwatched
                 )
-            except Exception as error:  # any class of error: Watch runs code of users' classes (properties)
+            except Exception as error:  # Watch reads properties of users' classes, which may raise any error
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
             self._store.begin(watch, current.survey)
         if watch.reason is not None:
@@ -486,8 +493,9 @@ class _TrainingForward(GraphedForward):
         return super()._key_of(module, call), wanted
 
     def _make_room(self) -> None:
-        # A graph holds all that its forward saves for the backward. If graphs were dropped to make room,
-        # shapes that take turns would be captured again and again.
+        # A training graph holds all that its forward saves for the backward, so few of them fit into memory.
+        # If old graphs were dropped to make room, shapes that alternate would be captured again and again. So
+        # further kinds of calls run eagerly.
         if len(self._store) >= _MAX_TRAINING_GRAPHS:
             raise Unsupported(f"there are graphs for {_MAX_TRAINING_GRAPHS} other kinds of calls")
 
@@ -496,7 +504,7 @@ class _TrainingForward(GraphedForward):
 
 
 def _drop_all() -> int:
-    """Drop all graphs in the process, and stop captures for a while.
+    """Drop all graphs in the process. Modules that had graphs are not captured for a while.
 
     If there are no graphs, free the merged weights of adapters instead.
 

@@ -35,8 +35,8 @@ __all__ = [
     "wait_for_gpus",
 ]
 
-# MODES: the values of ``optimize``'s option ``cuda_graphs``. In those of INFERENCE_MODES no call with
-# gradients becomes a graph.
+# The values of ``optimize``'s option ``cuda_graphs``. Only with "training" can calls with gradients become
+# graphs.
 INFERENCE_MODES = ("auto", True, False)
 MODES = ("training", *INFERENCE_MODES)
 
@@ -69,7 +69,7 @@ class Graphs:
 
 
 def has_graphable(root: nn.Module) -> bool:
-    """True if ``root`` or a module in it is graphable: of a class whose calls can run as graphs."""
+    """True if ``root`` is or contains a graphable module: one of a class that ``models.py`` lists."""
     return any(True for _ in _outermost(root))
 
 
@@ -111,15 +111,16 @@ def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
         if device.type == "cuda":
             backend = backend_of(device)
-            # Synchronizing would break a capture in another thread. Captures hold this lock.
+            # Synchronizing would break a capture in another thread. A capture holds ``backend.lock``.
             with contextlib.nullcontext() if backend is None else backend.lock:
                 torch.cuda.synchronize(device)
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
-    """Yields (``Graphs``, the ``GraphedForward`` or None) for every graphable module in ``root``.
+    """Yields (``Graphs``, the ``GraphedForward`` or None) for each graphable module in ``root``.
 
-    In mode "training" a second pair, with None, is about the module's calls with gradients.
+    A graphable module that another one contains is left out. In mode "training" each module has a second pair
+    about its calls with gradients: (``Graphs``, None).
     """
     for path, module in _outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
@@ -160,7 +161,7 @@ def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _graphed(module: nn.Module) -> GraphedForward | None:
-    # If the module has accelerate's hooks, they have moved its ``forward`` to ``_old_forward``.
+    # accelerate's hooks move the entry "forward" of a module's ``__dict__`` to ``_old_forward``.
     for name in (method_of(module), "_old_forward"):
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):
@@ -174,8 +175,9 @@ def _take_off(module: Any) -> None:
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         delattr(module, name)
     for graphed in GraphedForward.of(module):
-        graphed.mode = False  # if other code kept ``graphed``, its calls run the class's forward from now on
+        graphed.mode = False  # other code may still call ``graphed``; now it only calls the class's forward
         graphed.clear()
-        # A hook may have kept ``graphed``, and would put it back later.
+        # A hook of another library may have stored ``graphed`` in order to restore it as the module's forward
+        # later. It shall restore the class's forward instead.
         replace_kept(module, graphed, class_forward(module, name))
     unguard(module)

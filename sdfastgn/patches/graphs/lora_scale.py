@@ -1,8 +1,9 @@
 """The scale for all LoRAs that a call may have as an argument (``cross_attention_kwargs={"scale": 0.5}``).
 
 diffusers multiplies the scales in all LoRA layers by this number when a forward begins, and divides them by
-this number when the forward ends. If all LoRA layers run with merged weights, the number is removed from the
-arguments and becomes part of the merged weights. So calls with different scales share one graph.
+this number when the forward ends. If all LoRA layers run with merged weights (``merged_adapters.py``), the
+number is removed from the arguments and becomes part of the merged weights. So calls with different scales
+share one graph.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _ITEM = "scale"
 
 
 class LoraScale:
-    """The scale of one call.
+    """The number in the arguments of one call by which the scales of all LoRAs are multiplied.
 
     Attributes:
-        kwargs: the call's keyword arguments, without the scale if it becomes part of the merged weights.
-        factor: the scale; 1.0 if there is none.
+        kwargs: the call's keyword arguments. The number is removed if it becomes part of the merged weights.
+        factor: the number; 1.0 if the arguments have none.
         in_forward: ``factor`` if it was removed from ``kwargs``, else 1.0. While the forward runs, the scales
-            of all merged layers must be multiplied by it.
+            of all layers with merged weights must be multiplied by it.
     """
 
     __slots__ = ("factor", "in_forward", "kwargs")
@@ -46,7 +47,11 @@ class LoraScale:
                 self.kwargs[name] = others
 
     def end(self, module: nn.Module) -> None:
-        """After a call with the scale 0, give all LoRAs their initial scale again, as diffusers does."""
+        """After a call with the scale 0, set the scales of all active LoRAs to their initial values.
+
+        diffusers does this at the end of such a forward. If the scale was removed from the arguments,
+        diffusers does not see it, so this method does it.
+        """
         if self.factor == 0 and self.in_forward == 0:
             from diffusers.utils.peft_utils import unscale_lora_layers
 

@@ -25,7 +25,7 @@ __all__ = [
     "takes_gigabytes",
 ]
 
-# For models that convert a timestep that is a float to an fp64 tensor.
+# For models whose forward converts a float timestep to an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
 # UNets for video: full name of the class -> its arguments that may be numbers. The graphs of these UNets and
 # of ``_DECODERS`` take gigabytes, so they are kept only if enough memory is left for other models
@@ -75,11 +75,13 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
         768 * 768, "_decode", _CACHES
     ),
-    # With tiling, larger images have graphs of their tiles.
+    # A larger image runs eagerly. With tiling, the decoder is called for each tile, and these calls are
+    # graphs.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
         512 * 1024, scale=32
     ),
-    # 25 frames, which are 4 frames of latents. With tiling, larger videos have graphs of their tiles.
+    # The limit is a video of 25 frames (4 frames of latents) with 512 x 704 pixels. With tiling, calls for
+    # the tiles of a larger video are graphs.
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
 }
 # All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
@@ -113,7 +115,8 @@ _TRAINED = {
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
     "diffusers.models.controlnets.controlnet.ControlNetModel",
 }
-# Arguments that are factors (``factors.py``).
+# Full name of the class -> its arguments that are factors: numbers that are inputs of graphs
+# (``factors.py``).
 _FACTORS: dict[str, dict[str, Number]] = {
     "diffusers.models.controlnets.controlnet.ControlNetModel": {
         "conditioning_scale": Number(4, is_factor=True)
@@ -122,7 +125,8 @@ _FACTORS: dict[str, dict[str, Number]] = {
         "conditioning_scale": Number(6, is_factor=True)
     },
 }
-# The model whose forward multiplies the scales of all LoRA layers by an argument.
+# Full name of the only class whose forward multiplies the scales of all LoRA layers by a number in its
+# arguments.
 _TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
 _HARMLESS = (channels_last.enter, channels_last.leave)
 
@@ -145,14 +149,20 @@ def is_graphable(module: nn.Module) -> bool:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
-    """The arguments of ``module`` that may be numbers, by name; None if its calls never become graphs."""
+    """Name -> ``Number``, for each argument of ``module`` that may be a Python number.
+
+    None if calls of ``module`` never become graphs.
+    """
     name = _class_name(module)
     numbers, factors = _GRAPHABLE.get(name), _FACTORS.get(name)
     return numbers if numbers is None or factors is None or not is_tested(module) else numbers | factors
 
 
 def takes_gigabytes(module: nn.Module) -> bool:
-    """True if graphs of ``module`` may take so much memory that too little is left for other models."""
+    """True if a graph of ``module`` may take gigabytes.
+
+    Such a graph is kept only if enough memory is left for other models.
+    """
     return _class_name(module) in (_VIDEO | _DECODERS)
 
 
@@ -169,7 +179,7 @@ def scratch_of(module: nn.Module) -> frozenset[str]:
 
 
 def reason_for(module: Any, call: Call) -> str | None:
-    """Why ``call`` must run eagerly: it is too large, or ``module`` decodes in tiles. None if it need not."""
+    """Why ``call`` must run eagerly: it is too large, or ``module`` decodes in tiles. Else None."""
     decoder = _DECODERS.get(_class_name(module))
     if decoder is None:
         return None
@@ -196,7 +206,7 @@ def lora_scale_of(module: nn.Module) -> str | None:
 
 
 def reason_now(module: nn.Module) -> str | None:
-    """Why this thread cannot run ``module`` as a graph now, for any arguments; None if it can."""
+    """Why this thread cannot now run any call of ``module`` as a graph; None if it can."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if module.training:
@@ -205,7 +215,7 @@ def reason_now(module: nn.Module) -> str | None:
 
 
 def reason_in_training(module: nn.Module) -> str | None:
-    """Why this thread cannot run a call of ``module`` with gradients as graphs now; None if it can."""
+    """Why this thread cannot now run any call of ``module`` with gradients as graphs; None if it can."""
     if _class_name(module) not in _TRAINED:
         return "gradients are enabled"
     if torch.is_anomaly_enabled():

@@ -1,4 +1,8 @@
-"""Decides whether a call is captured now. For a while, some kinds of calls or whole modules run eagerly."""
+"""Decides whether a call is captured now or runs eagerly.
+
+Calls of a kind that could not be captured run eagerly until the model changes. All calls of a module run
+eagerly for a while (a *pause*) if the module changes too often, or if memory was short.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ __all__ = ["NO_MEMORY", "Policy"]
 
 # The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
-# Maximum number of kinds of calls that are remembered. There are more only if calls never repeat.
+# Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
 # Number of replays after which a capture has saved more time than it took.
 _WORTHWHILE = 3
@@ -35,7 +39,7 @@ class Policy:
     def __init__(self) -> None:
         # Kind of call -> the thread that made its first call. Removed when a call of this kind is captured.
         self._threads: OrderedDict[Any, int] = OrderedDict()
-        self._refused: OrderedDict[Any, str] = OrderedDict()  # kind -> why it is not captured
+        self._refused: OrderedDict[Any, str] = OrderedDict()  # kind of call -> why it is not captured
         self._rehearsed: OrderedDict[Any, None] = OrderedDict()
         self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
         # How many times in a row the model changed before its captures saved any time.
@@ -68,7 +72,7 @@ class Policy:
     # ---- kinds of calls
 
     def forget_kinds(self) -> None:
-        """Forget all first calls and refusals. If the model has changed, they may no longer hold."""
+        """Forget which kinds of calls were made before, and which were refused: the model has changed."""
         self._threads.clear()
         self._refused.clear()
 
@@ -103,10 +107,10 @@ class Policy:
             raise Unsupported(self._refused[key])
 
     def is_rehearsed(self, key: Any) -> bool:
-        """True if the kind ``key`` was rehearsed before. After False the caller must rehearse it.
+        """True if the kernels of calls of the kind ``key`` were compiled before (``_rehearse``).
 
-        This method already marks the kind as rehearsed. A change of the model does not remove the mark,
-        because kernels stay compiled.
+        After False the caller must compile them: this method already remembers the kind as compiled. A change
+        of the model does not change that, because kernels stay compiled.
         """
         if key in self._rehearsed:
             return True

@@ -1,4 +1,8 @@
-"""Refuses graphs for models that draw random numbers. The user's random generators keep their states."""
+"""Finds out whether a forward draws random numbers: such a model gets no CUDA graph.
+
+The check restores the states of PyTorch's random generators. So the user's next random numbers are the same
+as without graphs.
+"""
 
 from __future__ import annotations
 

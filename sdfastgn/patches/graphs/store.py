@@ -36,7 +36,7 @@ class Store:
         self.watch: Watch | None = None
         self.survey: Survey | None = None
         self.captured = self.replays = self.dropped = 0
-        self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()  # the last one was used most recently
+        self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()  # least recently used graph first
         self._replays_before = 0
 
     def __len__(self) -> int:
@@ -47,11 +47,11 @@ class Store:
 
     @property
     def replays_of_state(self) -> int:
-        """Number of calls that were replayed since the last ``begin``."""
+        """Number of replays since ``begin`` was last called: since the state of the module last changed."""
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch, survey: Survey) -> None:
-        """Make the empty store ready for graphs of the state that ``watch`` has recorded."""
+        """Set the state (``watch``, ``survey``) of all graphs that will be added. The store must be empty."""
         self.watch, self.survey = watch, survey
         self._replays_before = self.replays
 
@@ -69,7 +69,8 @@ class Store:
     def replayed(self, key: Any, call: Call) -> None:
         """Count ``call``, whose result came from the graph for ``key``.
 
-        Also takes from the lists in its arguments what the forward would have taken.
+        A forward may pop items from the front of lists in its arguments, which a replay does not do. So this
+        method removes these items from the lists of ``call``.
         """
         self.replays += 1
         left = self._graphs[key].left
@@ -87,7 +88,10 @@ class Store:
         self.dropped += 1
 
     def clear(self) -> int:
-        """Drop all graphs and the watch. Returns the number of dropped graphs."""
+        """Drop all graphs, and the record ``watch`` of the module's state.
+
+        Returns the number of dropped graphs.
+        """
         count = len(self._graphs)
         if count:
             self._wait()

@@ -32,10 +32,11 @@ _requires_grad_of = attrgetter("requires_grad")
 
 
 class Flags(Survey):
-    """A ``Survey`` of a model ``root`` whose calls have gradients.
+    """Records which parameters of the model ``root`` require gradients, and notices when this changes.
 
-    With gradients no layer runs with merged weights. This survey checks instead that the same parameters
-    require gradients as when it was made, and that no module has backward hooks.
+    Graphs with gradients are invalid after such a change, and if a module has backward hooks. A base
+    ``Survey`` keeps merged weights of adapters up to date. With gradients there are none, so this class takes
+    its place.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -85,8 +86,8 @@ class TrainingGraph:
     """
 
     gradients: ClassVar[Any] = torch.enable_grad
-    # A call that runs eagerly also writes new values of factors into memory (``factors.py``). The backward of
-    # the last replay may not have read the old values yet.
+    # False, because a call writes new values of factors (``factors.py``) before it finds out that the
+    # backward of the last replay has not run yet. That backward would read the new values instead of its own.
     has_factors: ClassVar[bool] = False
     left: list[int]
 
@@ -101,7 +102,7 @@ class TrainingGraph:
         self._parameters = list(module.parameters())
         self._trained = _trained(module)
         self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
-        # Another graph in the same pool could overwrite what the forward has saved for the backward.
+        # In a shared pool another graph could overwrite what the forward has saved for the backward.
         pool = backend.new_pool()
         with _aliased(module, self._trained) as trained:
             self._forward = backend.capture(run, pool)
@@ -116,7 +117,8 @@ class TrainingGraph:
             self._backward = backend.capture(
                 lambda: torch.autograd.grad(ends, wanted, self._received, allow_unused=True), pool
             )
-        # The output keeps no nodes of autograd. A tensor that occurs in it twice stays one tensor.
+        # Detaches the output from autograd's nodes. A tensor that occurs twice in the output stays one
+        # tensor.
         plain = {id(tensor): tensor.detach() for tensor in outputs}
         self._forward.output = mapped(self._forward.output, lambda tensor: plain[id(tensor)])
         self._outputs = list(plain.values())
@@ -142,9 +144,8 @@ class TrainingGraph:
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the forward with the arguments of ``call``, and return a copy of its output.
 
-        Autograd knows the copy: when a gradient reaches it, the captured backward is replayed. The caller
-        holds the lock of ``backend``. Raises Unsupported while the backward of an earlier replay is
-        outstanding.
+        When autograd gets a gradient of the copy, it replays the captured backward. The caller must hold the
+        lock of ``backend``. Raises Unsupported if the backward of the last replay may still run.
         """
         last = None if self._turn is None else self._turn()
         if last is not None and not last.is_done:
@@ -200,9 +201,9 @@ class TrainingGraph:
     def _locked(self) -> Iterator[None]:
         """A context that holds the backend's lock. Raises RuntimeError if the lock is not free in time.
 
-        PyTorch runs all backwards of a GPU in one thread. A capture in another thread holds the lock, and
-        needs this thread for the backward that it captures. If this thread waited here without a limit,
-        the capture would never end.
+        PyTorch runs all backwards of a GPU in one thread of its own, so this method runs there too. A capture
+        in another thread holds the lock, and needs PyTorch's thread for the backward that it captures. If
+        PyTorch's thread waited here without a limit, the capture would never end.
         """
         if not self._backend.lock.acquire(timeout=_PATIENCE):
             raise RuntimeError(
@@ -222,7 +223,10 @@ class TrainingGraph:
 
 
 class _Replayed(torch.autograd.Function):
-    """A replay of a ``TrainingGraph``, as a function of the tensors whose gradients are wanted."""
+    """Makes the replay of a ``TrainingGraph`` an operation of autograd.
+
+    Its inputs are the tensors that get gradients: parameters and arguments.
+    """
 
     @staticmethod
     def forward(ctx: Any, graph: TrainingGraph, call: Call, *wanted: Tensor) -> tuple[Tensor, ...]:
@@ -243,10 +247,10 @@ class _Replayed(torch.autograd.Function):
 def _aliased(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """A context in which new parameters with the same memory replace ``parameters`` in ``module``.
 
-    Yields the new parameters. They are needed because autograd has one node for the gradient of each
-    parameter, and this node remembers the stream on which it was made. A result of an earlier call keeps the
-    node alive. If a gradient reached this node in a capture, autograd would synchronize with the earlier
-    stream, and the capture would fail. New parameters have new nodes.
+    Yields the new parameters. They are needed because autograd has one node for each parameter, which
+    accumulates its gradient. The node remembers the stream on which it was made, and a result of an earlier
+    call keeps it alive. If a gradient reached the old node in a capture, autograd would synchronize with the
+    earlier stream, and the capture would fail. New parameters have new nodes.
     """
     alias_of = {id(parameter): nn.Parameter(parameter.detach()) for parameter in parameters}
     entries = [

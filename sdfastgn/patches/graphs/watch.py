@@ -12,7 +12,8 @@ In-place writes into a weight on the GPU are not watched, because a replay reads
 writes into a tensor on the CPU are watched, because the capture may have used its old value as a Python
 number or as an argument of a kernel.
 
-The values of *factors* may change, because a graph reads them from memory (``factors.py``).
+*Factors*, numbers such as the scale of an IP-Adapter, may get new values, because a graph reads them from
+memory (``factors.py``).
 
 A model with code of an unknown package is not captured, because such code may keep its state anywhere.
 A function belongs to the package in which its code was written. Its ``__module__`` may name another package,
@@ -75,17 +76,18 @@ _TRUSTED = sys.stdlib_module_names | {
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Classes of leaves. A leaf is compared as a whole, because it refers to no other object that must be watched.
+# Classes of leaves: values that refer to no other object that must be watched.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
-# NumPy's float64 and complex128 are leaves too, because they are subclasses of float and complex. NumPy's
-# arrays are no leaves.
+# Packages whose numbers and other leaves may occur in a model. NumPy is one of them, because its float64 and
+# complex128 are subclasses of float and complex.
 _TRUSTED_LEAVES = _TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 # Attributes through which functions, methods and partials refer to other objects.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
-# Classes of objects whose content cannot be read (``lru_cache``) or differs between threads.
+# A model that refers to an object of these classes is not captured: the content of an ``lru_cache`` cannot be
+# read, and that of a ``threading.local`` differs between threads.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
 # A model with more objects than this is not captured, because checking them would take too long.
 _MAX_OBJECTS = 50_000
@@ -97,12 +99,14 @@ _OUR_ENTRY = "forward"
 # Name of a module's dict -> word for its items, for messages.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Attributes that may be replaced:
+# Attributes of modules that are not compared:
 # - the attributes of ``nn.Module()`` that no forward reads, such as the dicts of hooks for gradients;
-# - sdfastgn's own entries ``_apply`` and GUARDS, which run when a model is moved or copied;
-# - the dicts of forward hooks and buffers. ``_see_hooks`` and ``_see_module`` watch the content of these.
+# - sdfastgn's own entries ``_apply``, which runs when a module is moved, and those that GUARDS names, which
+#   run when a module is copied;
+# - the dicts of forward hooks and of buffers. ``_see_hooks`` and ``_see_module`` watch their content.
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
-# Attributes that diffusers' loader of LoRAs sets in the root of a model. No forward reads them.
+# Attributes that diffusers' loader of LoRAs sets in the root of a model. They may change, because no forward
+# reads them.
 _NOTES = frozenset(("peft_config", "_hf_peft_config_loaded", "lora_scale", "_safe_fusing"))
 
 
@@ -122,7 +126,8 @@ class Watch:
             change.
         survey: the layers of ``root`` that run with merged weights of adapters. The Watch only checks the
             addresses of the merged weights. ``survey`` itself notices all other changes of these layers.
-        has_factors: False if a new value of any attribute counts as a change.
+        has_factors: True if the numbers in attributes that ``factors.py`` lists may get new values, because
+            they are inputs of the graphs. False if a new value of such a number counts as a change.
         unwatched: attributes of ``root`` that a captured call does not read before it sets them.
 
     Attributes:
@@ -155,7 +160,9 @@ class Watch:
         self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
         self.factors = Factors()
-        # The quickest comparison comes first. ``_memory`` comes before the comparisons that read tensors.
+        # The quickest comparison comes first, because the first that finds a change is the last that runs.
+        # ``_memory`` comes before those that read tensors: if the memory of a tensor was freed, they must not
+        # run.
         self._comparisons: tuple[Comparison, ...] = (
             self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
             self._attributes, self.factors, self._plain,
@@ -167,7 +174,7 @@ class Watch:
         for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales, self._merged):
             only_for_the_walk.clear()
         self._root_values = _own_values(root, self._not_in_root)
-        if self.reason is not None:  # one of the tensors may have no address to read
+        if self.reason is not None:  # a tensor that gave the reason may have no address, so none is read
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
         for comparison in self._comparisons:
@@ -182,7 +189,10 @@ class Watch:
         return self._memory.is_in_place()
 
     def writes(self) -> list[int]:
-        """The number of writes into each tensor. Inference tensors, which have no count, are left out."""
+        """For each watched tensor, PyTorch's count of in-place writes into it (``_version``).
+
+        Inference tensors have no such count and are left out.
+        """
         return [tensor._version for tensor in self._memory.tensors if not tensor.is_inference()]
 
     def unchanged(self, root: nn.Module) -> bool:
@@ -212,7 +222,7 @@ class Watch:
             return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
 
         for difference in (*(comparison.difference for comparison in self._comparisons), own_attributes):
-            with contextlib.suppress(Exception):  # a comparison may raise, as in ``unchanged``
+            with contextlib.suppress(Exception):  # a comparison may raise, as described in ``unchanged``
                 found = difference()
                 if found is not None:
                     return found
@@ -268,8 +278,9 @@ class Watch:
             self.reason = f"{path} is a {type(tensor).__name__} on {tensor.device}"
             return
         self._memory.add(tensor, path)
-        # The value or the writes are watched only if a capture may have stored the value. A capture on a GPU
-        # may store any CPU tensor's value. On the CPU only 0-d tensors are passed to kernels by value.
+        # A capture may have stored the value of a CPU tensor, for instance as an argument of a kernel. Then
+        # its value, or the number of writes into it, is watched too. A capture on a GPU may store the value
+        # of any CPU tensor. One on the CPU stores only values of 0-d tensors.
         if tensor.device.type != "cpu" or (tensor.dim() and not self._is_elsewhere):
             return
         if tensor.numel() <= _FEW:
@@ -326,7 +337,7 @@ class Watch:
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
             if isinstance(value, dict):
-                self._plain.add(value, None)  # compares the keys
+                self._plain.add(value, None)  # compares the keys; the values are added below
             has_tensors = any(isinstance(item, Tensor) for _, item in pairs)
             if not pairs:
                 self._empty.add(value, place)
@@ -335,14 +346,15 @@ class Watch:
                     dict.values(value) if isinstance(value, dict) else value, place
                 )
         found = [(place.child(key), item) for key, item in pairs]
-        # Some dicts also have attributes, for instance diffusers' configs.
+        # Some dicts have attributes besides their items, for instance diffusers' configs. They are recorded
+        # too.
         return found + (
             self._see_container(path, vars(value), "attribute") if hasattr(value, "__dict__") else []
         )
 
 
 class Comparison(Protocol):
-    """The methods of the classes in ``comparisons.py`` that a Watch calls."""
+    """The methods that ``Watch`` calls of each class in ``comparisons.py`` and of ``Factors``."""
 
     def freeze(self) -> None: ...
 
