@@ -21,7 +21,7 @@ _loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def is_dynamic(patcher: Any) -> bool:
     """True if the model of ``patcher`` is dynamic: ComfyUI may move its weights between two calls."""
-    # In older releases of ComfyUI a ``ModelPatcher`` has no method ``is_dynamic``.
+    # Older releases of ComfyUI have no DynamicVRAM, and their ``ModelPatcher`` has no method ``is_dynamic``.
     return bool(getattr(patcher, "is_dynamic", bool)())
 
 
@@ -42,8 +42,8 @@ def reason_to_stay(patcher: Any) -> str | None:
 def clone(patcher: Any) -> Any:
     """A clone of ``patcher`` that is not dynamic: while it is loaded, its weights stay on the GPU.
 
-    If ``reason_to_stay`` gives a reason, the clone is dynamic like ``patcher``. For a dynamic model the first
-    call reads the model's file again; later calls use the same second model.
+    If ``reason_to_stay`` gives a reason, the clone is dynamic like ``patcher``. For a dynamic model, the
+    first call loads a second model from the same file. Later calls for this model use the second model again.
     """
     if not is_dynamic(patcher) or reason_to_stay(patcher) is not None:
         return patcher.clone()

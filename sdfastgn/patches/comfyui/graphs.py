@@ -32,8 +32,9 @@ from sdfastgn.patches.graphs.forward import GraphedForward
 
 __all__ = ["UNET", "FusedUNetModel", "begin_run", "calls_of_run", "graphs_of", "install"]
 
-# Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. Other
-# nodes may put code into ``patches`` and ``patches_replace``, where ``_other_nodes`` looks for it.
+# Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. A call
+# with any other entry runs eagerly. Other nodes may put code into the entries ``patches`` and
+# ``patches_replace``, so ``_other_nodes`` also looks into these two.
 _HARMLESS = frozenset(
     (
         "activations_shape", "block", "block_index", "callbacks", "cond_or_uncond", "original_shape",
@@ -82,7 +83,9 @@ def graphs_of(unet: nn.Module) -> GraphedForward | None:
 
 
 class FusedUNetModel(UNetModel):
-    """``UNetModel`` that runs outside of inference mode, and as a CUDA graph where possible.
+    """``UNetModel`` that runs as a CUDA graph where possible.
+
+    It leaves inference mode, unless other nodes run code inside of the UNet.
 
     x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
     """
@@ -126,7 +129,8 @@ class FusedUNetModel(UNetModel):
         if reason is not None:
             if graphed is not None:
                 graphed.eager[reason] += 1
-            # Other nodes' code may write into inference tensors, which is allowed in inference mode only.
+            # Other nodes' code may write into inference tensors. This is allowed in inference mode only, so
+            # it stays on.
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
         with outside_inference_mode():
             if graphed is None:

@@ -1,8 +1,8 @@
 """Fusions for ComfyUI's autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner.
 
 Before each convolution, one pass computes the norm and SiLU and repeats borders and frames, as in the fusions
-for diffusers (``fusions/hunyuan_video_15.py``). Resampling moves channels to positions (or positions to
-channels) twice: for the result of its convolution and for its shortcut. Here one pass reads both and writes
+for diffusers (``fusions/hunyuan_video_15.py``). Stock's resampling moves channels to positions (or positions
+to channels) twice: in the result of its convolution and in its shortcut. Here one pass reads both and writes
 their sum.
 
 ComfyUI computes a video in chunks. Each convolution appends the last two frames that it has read, with their
@@ -54,9 +54,10 @@ _ops: Any = comfy.ops
 _Conv3d: Any = _ops.disable_weight_init.Conv3d
 # Older releases of ComfyUI do not have this class, and their blocks have other code. There no block is fused.
 CarriedConv3d: Any = getattr(comfy_model, "CarriedConv3d", ())
-# Frames of an entry of ``conv_carry_out``.
+# Number of frames that each convolution appends to ``conv_carry_out``.
 _CARRIED = 2
-# What every block here relies on.
+# Code of ComfyUI on which all fusions of this file rely. A fusion is applied only if the installed version of
+# this code was tested.
 _SOURCES = (
     *([tested(CarriedConv3d, "__init__", "forward")] if CarriedConv3d else []),
     tested(comfy_model, "conv_carry_causal_3d"),
@@ -81,7 +82,11 @@ def _is_plain_wrapper(conv: Any, x: Tensor, C: int, size: int = 3) -> bool:
 
 
 def _fits(carried: Any, i: int, x: Tensor, C: int) -> bool:
-    """True if ``carried`` is None, or its entry i has frames of C channels like those of x, with borders."""
+    """True if the frames in ``carried[i]`` can be put before x, or if ``carried`` is None.
+
+    ``carried[i]`` must have C channels, and x's batch size, dtype and device. Its height and width must be
+    those of x plus a border of one pixel on each side. ``carried`` is a ``conv_carry_in``.
+    """
     if carried is None:
         return True
     N, _, _, H, W = x.shape
@@ -130,26 +135,26 @@ def _convolve(
 
 
 def reason_to_skip(block: Any) -> str | None:
-    """Why ``block``, a part of these autoencoders, must run stock's code; None if it can be fused."""
+    """Why ``block``, of an autoencoder of this file, must run stock's code; None if it can be fused."""
     own = (conv for conv in block.modules() if isinstance(conv, _Conv3d))
     return unknown_source(*_SOURCES) or next(filter(None, map(reason_to_cast, own)), None)
 
 
 # --- parts of ComfyUI's general blocks ----------------------------------------------------------------
 
-# ``vae.py`` has the fused classes of these blocks, which other autoencoders have too.
+# ComfyUI's classes ``ResnetBlock`` and ``AttnBlock`` are also parts of image autoencoders. So their fused
+# classes are in ``vae.py``, and call the functions below for a block of an autoencoder for videos.
 
 
 def is_video_block(block: Any) -> bool:
-    """True if the ``ResnetBlock`` ``block`` is a part of one of these autoencoders."""
+    """True if the ``ResnetBlock`` ``block`` is a part of HunyuanVideo 1.5's or HunyuanImage's autoencoder."""
     return isinstance(block.conv1, CarriedConv3d) and isinstance(block.norm1, vae_refiner.RMS_norm)
 
 
 def result_of(
     block: Any, x: Tensor, temb: Any = None, carry_in: Any = None, carry_out: Any = None
 ) -> Tensor | None:
-    """Runs a ``ResnetBlock``, for which ``is_video_block`` is true. Returns None if stock's forward has to
-    run.
+    """Runs a ``ResnetBlock`` for which ``is_video_block`` is true, or returns None if stock's must run.
 
     x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last.
     """
@@ -178,13 +183,12 @@ def result_of(
 
 
 def is_video_attention(block: Any) -> bool:
-    """True if the ``AttnBlock`` ``block`` is a part of one of these autoencoders."""
+    """True if the ``AttnBlock`` ``block`` is a part of HunyuanVideo 1.5's or HunyuanImage's autoencoder."""
     return isinstance(block.q, _Conv3d) and isinstance(block.norm, vae_refiner.RMS_norm)
 
 
 def attention_of(block: Any, x: Tensor) -> Tensor | None:
-    """Runs an ``AttnBlock``, for which ``is_video_attention`` is true. Returns None if stock's forward has to
-    run.
+    """Runs an ``AttnBlock`` for which ``is_video_attention`` is true, or returns None if stock's must run.
 
     x (N, C, T, H, W) -> the same, channels-last. Every position attends to all positions of all frames.
     """
@@ -196,7 +200,7 @@ def attention_of(block: Any, x: Tensor) -> Tensor | None:
         return None
     x = laid_out(x, channels_last=True)
     normed = channel_norm(x, *norm[:5])
-    # (N, 1, T H W, C)
+    # shape of each: (N, 1, T * H * W, C)
     q, k, v = (
         _pointwise(layer, normed, layer.bias).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3]
     )
@@ -250,7 +254,10 @@ class FusedDnSmpl(vae_refiner.DnSmpl):
 
 
 def _last_norm(half: Any, x: Tensor) -> Norm | None:
-    """The operands of the last norm, with SiLU. None if stock's forward has to run."""
+    """The operands of the last norm of an encoder or decoder ``half``, with SiLU as its activation.
+
+    None if stock's forward of ``half`` has to run.
+    """
     if not (is_plain_inference(x) and _is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return None
     if not _is_plain_wrapper(half.conv_out, x, half.conv_out.conv.in_channels):
@@ -272,7 +279,7 @@ class FusedEncoder(vae_refiner.Encoder):
             return super().forward(x)
         chunks, step = [x[:, :, :1]], self.ffactor_temporal
         if x.shape[2] > step:
-            # Frames that do not make a whole latent are left out.
+            # Like stock's, this leaves out the last frames if they are too few for a frame of latents.
             chunks += x[:, :, 1 : 1 + (x.shape[2] - 1) // step * step].split(2 * step, 2)
         found: list[Tensor] = []
         carry_in: Any = None

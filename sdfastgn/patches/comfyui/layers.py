@@ -1,10 +1,11 @@
-"""Lets fused blocks use ComfyUI's layers like PyTorch's, also layers that prepare their weights at each call.
+"""Lets fused blocks use ComfyUI's layers like PyTorch's, also layers that change their weights for each call.
 
 Fusions look for layers of exact classes such as ``nn.Conv2d``, because they know what these compute.
-ComfyUI's ``disable_weight_init.Conv2d`` computes the same. But some of its instances *cast*: they prepare
-their weights at each call. A layer casts if ``comfy_cast_weights`` is set (low VRAM, weights in another dtype
-such as fp8) or if there are functions on its weights (LoRA with low VRAM). ComfyUI changes these attributes
-only when it loads or unloads weights, and ``eject`` is called before that.
+ComfyUI's ``disable_weight_init.Conv2d`` computes the same. But some of its instances *cast*: at each call
+they prepare their weights, that is, convert, patch or move them. A layer casts if ``comfy_cast_weights`` is
+set (low VRAM, weights in another dtype such as fp8) or if there are functions on its weights (LoRA with low
+VRAM). ComfyUI changes these attributes only when it loads or unloads weights, and ``eject`` is called before
+that.
 
 - A layer that does not cast gets PyTorch's class.
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
@@ -32,8 +33,8 @@ from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 __all__ = ["LAYERS", "has_steady_weights", "prepared", "reason_to_cast"]
 
 _ops: Any = comfy.ops
-# Key in the ``__dict__`` of a layer that ``_Layer.apply`` has changed or marked. Its value is the layer's
-# ComfyUI class.
+# Key that ``_Layer.apply`` puts into the ``__dict__`` of each layer to which it is applied. Its value is the
+# class that the layer had before: ComfyUI's.
 _STOCK_CLASS = "_sdfastgn_stock_class"
 _MOVES = "ComfyUI moves its weights at each call"
 # Name of ComfyUI's class -> the class of the layer that ``prepared`` returns.
@@ -55,10 +56,10 @@ class _Layer:
     def __init__(self, plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
         self.stock: type[nn.Module] = getattr(_ops.disable_weight_init, plain.__name__)
-        # If the code of this ``forward`` is known, it computes the same as PyTorch's for weights that need no
-        # cast.
+        # ComfyUI's ``forward`` of the layer. If its code was tested, it computes the same as PyTorch's for
+        # weights that need no cast.
         self._when_plain = tested(self.stock, "forward")
-        # The code that prepares the weights for a call and releases them afterwards.
+        # ComfyUI's code that casts, patches or moves the weights for a call, and releases them afterwards.
         self._when_casting = (
             tested(self.stock, "forward_comfy_cast_weights"),
             tested(_ops, "cast_bias_weight", "uncast_bias_weight"),
@@ -99,14 +100,14 @@ def _casts(module: Any) -> bool:
 
 
 def reason_to_cast(module: Any) -> str | None:
-    """Why ComfyUI prepares the weights of ``module`` at each call; None if it does not."""
+    """Why ComfyUI casts, patches or moves the weights of ``module`` at each call; None if it does not."""
     if not _casts(module):
         return None
     return _MOVES if _has_low_vram(module) else "it casts its weights at each call"
 
 
 def _has_functions(module: Any) -> bool:
-    """True if there are functions on the weights of ``module``."""
+    """True if ComfyUI applies functions, such as a LoRA, to the weights of ``module`` at each call."""
     return bool(getattr(module, "weight_function", ()) or getattr(module, "bias_function", ()))
 
 
@@ -125,7 +126,7 @@ def has_steady_weights(module: Any) -> bool:
     if has_other_class or not hasattr(module, "comfy_cast_weights"):
         return True
     if type(getattr(module, "weight", None)) not in (type(None), Tensor, nn.Parameter):
-        return False  # the weight is quantized
+        return False  # the weight is quantized, so unknown code casts it
     if not _casts(module):
         return True
     if _has_low_vram(module) or _has_functions(module):
@@ -135,7 +136,9 @@ def has_steady_weights(module: Any) -> bool:
 
 
 def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
-    """Returns a layer of PyTorch's class, or a ``FusedGroupNorm``, with prepared weights for one call on x.
+    """Returns a layer of PyTorch's class, or a ``FusedGroupNorm``, with the weights for one call on x.
+
+    ComfyUI has cast and patched these weights, and moved them to the GPU.
 
     Returns ``layer`` itself if it does not cast. Also returns ``layer`` itself if ComfyUI's code must run it:
     because it has hooks, because sdfastgn does not know how it casts, or because ``others``, the further
@@ -150,7 +153,8 @@ def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     weight, bias, lent = _ops.cast_bias_weight(layer, x, offloadable=True)
     stream, *_ = lent
     if stream is not None:
-        # The weights are in a buffer that ComfyUI may use for another layer before the fused kernel runs.
+        # The weights are copied, because they are in a buffer that ComfyUI may use for another layer before
+        # the fused kernel runs.
         weight, bias = weight.clone(), None if bias is None else bias.clone()
     _ops.uncast_bias_weight(layer, weight, bias, lent)
     cls = _PREPARED[type(layer)]

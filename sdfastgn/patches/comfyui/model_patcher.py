@@ -59,9 +59,9 @@ def optimize_model(
             eject(root_of(patcher))
 
     def begin(patcher: Any) -> None:
-        # A clone of an injected patcher shares its model, and ``is_injected`` of the clone is True too. When
-        # the clone is deleted, it ejects the model. Then ``patcher.is_injected`` is still True, although the
-        # model is stock, so the model is fused again here.
+        # ``patcher.is_injected`` may be True although the model is stock: if ``patcher`` was cloned while its
+        # model was fused, both share the model, and the clone restored the model when it was deleted. Then
+        # the model is fused again here.
         if patcher.is_injected and not UNET.is_applied(root_of(patcher)):
             put_in(patcher)
         begin_run(root_of(patcher))
@@ -96,7 +96,8 @@ def optimize_vae(vae: Any) -> Any:
     optimized.patcher = optimize_model(vae.patcher, False)
     optimized.first_stage_model = optimized.patcher.model
     if optimized.first_stage_model is not vae.first_stage_model:
-        # The second model of a dynamic VAE has the dtypes of its file, because dynamic layers cast at each
-        # call. Its layers are not dynamic any more, so the weights are cast here, once.
+        # ``vae`` is under DynamicVRAM, so ``optimized`` has a second model, whose weights were read from the
+        # file without a cast. A dynamic layer would cast them at each call. The layers of the second model
+        # are not dynamic, so the weights are cast here, once.
         optimized.first_stage_model.to(vae.vae_dtype)
     return optimized

@@ -82,8 +82,8 @@ def text_of(patcher: Any) -> str:
     return "\n".join([*lines, *_calls(root)])
 
 
-# The report's name for transformer blocks. While other nodes have patches inside of transformer blocks, these
-# run stock's code.
+# The report's word for transformer blocks. They run stock's code while other nodes have patches inside of
+# them.
 _PATCHED = _WORDS["comfyui_transformer_block"]
 
 

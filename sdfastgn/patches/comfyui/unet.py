@@ -77,8 +77,8 @@ def _is_image_resblock(block: Any) -> bool:
 class FusedSpatialTransformer(SpatialTransformer):
     """``SpatialTransformer`` whose output is channels-last. x (N, C, H, W) -> the same.
 
-    Stock's forward ends with ``.contiguous()``, so that its output and the outputs of all later layers are
-    channels-first.
+    Stock's forward ends with ``.contiguous()``, which makes its output channels-first. Then all later layers
+    would be channels-first too, and slower.
     """
 
     def forward(self, x: Tensor, context: Any = None, transformer_options: Any = None) -> Tensor:
@@ -108,7 +108,8 @@ class FusedSpatialTransformer(SpatialTransformer):
 class FusedBasicTransformerBlock(BasicTransformerBlock):
     """``BasicTransformerBlock`` with each LayerNorm fused with the sum before it.
 
-    x (N, tokens, C) -> the same. Stock's forward runs if other nodes have patches inside of such blocks.
+    x (N, tokens, C) -> the same. If other nodes run code inside of the block (``has_no_patches``), stock's
+    forward runs.
     """
 
     def forward(self, x: Tensor, context: Tensor | None = None, transformer_options: Any = None) -> Tensor:
@@ -125,7 +126,8 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         return add_feed_forward(self.ff, list(self.ff.net) if is_known else None, norm3, h, x)
 
 
-# Entries of ``transformer_options`` with which other nodes run code inside of this block.
+# Names of the entries of ``transformer_options["patches"]`` that hold code of other nodes for the inside of a
+# ``BasicTransformerBlock``.
 _INNER_PATCHES = {"attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"}
 
 
@@ -147,7 +149,7 @@ def _is_plain_block(block: Any) -> bool:
 
 
 class FusedGEGLU(GEGLU):
-    """``GEGLU``: a matrix product, then one kernel for the rest. x (..., dim_in) -> (..., dim_out)."""
+    """``GEGLU``: a matrix product, then one kernel for GELU and gate. x (..., dim_in) -> (..., dim_out)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_geglu(prepared(self.proj, x), x) if dispatch.has_kernels(x) else super().forward(x)

@@ -119,7 +119,10 @@ def _is_known_block(block: Any) -> bool:
 
 
 def _check(block: Any) -> str | None:
-    """Why ``block`` is skipped, if it is in an autoencoder for videos. None if it need not be skipped."""
+    """Why ``block``, of an autoencoder for videos, must run stock's code.
+
+    None if it can be fused, or if it is of an autoencoder for images.
+    """
     is_block = isinstance(block, ResnetBlock)
     is_of_videos = hunyuan_video_15.is_video_block if is_block else hunyuan_video_15.is_video_attention
     return hunyuan_video_15.reason_to_skip(block) if is_of_videos(block) else None

@@ -67,7 +67,8 @@ class FusedRMS(FusedRMSNorm, vae.RMS_norm):
 class FusedCausalConv3d(vae.CausalConv3d):
     """``CausalConv3d``. x (N, C, T, H, W). The convolution also reads frames before x: the cache, or zeros.
 
-    The result has the layout of x. The cache is ``cache_x``, or an entry of ``cache_list``, which is removed.
+    The result has the layout of x. The cache is ``cache_x``, or entry ``cache_idx`` of ``cache_list``. This
+    entry is set to None.
     """
 
     def forward(
@@ -85,7 +86,8 @@ class FusedCausalConv3d(vae.CausalConv3d):
     def _fits(self, x: Tensor, cache: Any) -> bool:
         front, _, _ = causal.padding_of(self)
         if front == 0:
-            # For one frame, newer releases use only a part of the weight. Then stock's code runs.
+            # For x of one frame, newer releases of ComfyUI use only a part of the weight. Then their code
+            # runs.
             return x.shape[2] > 1 or self.kernel_size[0] == 1
         return causal.fits(cache, x, x.shape[1]) and (cache is None or cache.shape[2] <= front)
 
@@ -169,7 +171,7 @@ class _Headed(_Chunked):
     def _head_norm(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Norm | None:
         """The operands of the norm of ``head``, with its activation. None if stock's code has to run.
 
-        The next entry of ``feat_cache`` must fit x.
+        Stock's code also runs if the shape of the next entry of ``feat_cache`` does not fit x.
         """
         if len(self.head) != 3 or not (is_plain_inference(x) and _is_plain_conv(self.head[2], x)):
             return None
@@ -222,10 +224,15 @@ class DecoderBase(_FusedHalf):
 
 
 class _DecoderOfPairs(_Headed):
-    """A decoder whose ``run_up`` calls itself for the layers after an upsampling, and ends with the head."""
+    """The decoder of releases in which ``_HAS_PAIRS`` is True.
+
+    Its method ``run_up`` runs one layer, and calls itself for the layers behind it. If the layer has doubled
+    the number of frames to more than two, ``run_up`` calls itself once for each pair of frames. After the
+    last layer it runs the head.
+    """
 
     def forward(self: Any, x: Tensor, *cached: Any, **options: Any) -> Any:
-        # All layers return the layout of their input.
+        # Each layer returns the layout of its input, so this makes all of them channels-last.
         x = laid_out(x, channels_last=True) if is_plain_inference(x) else x
         return super().forward(x, *cached, **options)
 

@@ -89,7 +89,7 @@ def _is(shortcut: Any, cls: type[nn.Module]) -> bool:
 
 
 def _owns_result(layers: nn.Sequential) -> bool:
-    """True if nothing else has seen the result of the last of ``layers``, so that it may be written to."""
+    """True if the result of ``layers`` may be overwritten: no hook of a layer could have kept it."""
     return len(layers) > 0 and all(map(is_unhooked, layers))
 
 
