@@ -1,9 +1,9 @@
 """Makes a model channels-last: its weights once, and in each call the input of its first convolution.
 
 The weights of 2-D and 3-D convolutions become channels-last in place: the Parameter objects and their values
-stay the same. Each convolution remembers the former shape and strides of its weight. A hook on a model's
-first convolution makes its input channels-last. A hook on the last convolution makes its output
-channels-first again, because callers of the stock model get a channels-first output.
+stay the same. Each convolution remembers the former shape and strides of its weight. If a model begins with a
+2-D convolution, a hook on this convolution makes the input channels-last. A hook on the model's last 2-D
+convolution makes the output channels-first again, because callers of the stock model get that layout.
 
 Channels-last is faster only where this project's kernels run. So a weight is converted if it is on a GPU and
 the kernels support its dtype. A weight that is not on a GPU yet is converted when the model is moved there.
@@ -121,9 +121,9 @@ _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary(
 
 
 class _Apply(InstanceEntry):
-    """Replaces the ``_apply`` of a model's root.
+    """Replaces the method ``_apply`` of a model's root, which ``.to()`` and similar methods call.
 
-    A call moves the model, and then converts its convolutions.
+    A call runs the original method, for instance to move the model, and then converts its convolutions.
     """
 
     __slots__ = ()
@@ -179,12 +179,12 @@ def _follow_moves(root: nn.Module) -> None:
 
 
 def is_applied(root: nn.Module) -> bool:
-    """True if ``apply(root)`` was called, not undone since, and has found a convolution to convert."""
+    """True if ``apply(root)`` was called, has found a convolution in ``root``, and was not undone since."""
     return isinstance(vars(root).get("_apply"), _Apply) or converted_weights(root) > 0
 
 
 def laid_out(root: nn.Module) -> set[nn.Module]:
-    """The modules in ``root``, and ``root`` itself, that ``apply`` has changed or given a hook."""
+    """Those of ``root`` and the modules in it that ``apply`` has changed or given a hook."""
     return {
         module
         for module in root.modules()
@@ -258,7 +258,7 @@ def _lay_out_as_stock(conv: nn.Module) -> None:
 
     The weights become channels-last again when the model is moved to a GPU.
     """
-    # Other threads may add entries meanwhile. ``valuerefs`` copies the table in one step.
+    # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
     entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
     roots = [root for entry in entries if (root := entry._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
@@ -269,7 +269,8 @@ def _unconvert(module: nn.Module) -> None:
     layout = vars(module).get(_STOCK_LAYOUT)
     if layout is None:
         return
-    # All parameters are searched, because parametrizations, pruning and weight_norm rename the weight.
+    # The weight is searched among all parameters, because parametrizations, pruning and weight_norm rename
+    # it.
     for weight in (*module.parameters(), _offloaded(module)):
         # If the shape differs, the converted weight was replaced by another one, for instance by one with
         # more input channels for inpainting. The old strides do not fit the shape of the new weight.

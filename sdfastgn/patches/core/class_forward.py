@@ -34,7 +34,10 @@ def class_forward(module: nn.Module, name: str = "forward") -> types.MethodType:
 
 
 def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:
-    """True if the ``__dict__`` of ``module`` has a ``name`` that is not the bound method of its class."""
+    """True if other code has replaced the method ``name`` of the instance ``module``.
+
+    That is, the ``__dict__`` of ``module`` has an entry ``name`` other than the bound method of its class.
+    """
     if name not in module.__dict__:
         return False
     forward = module.__dict__[name]
@@ -78,7 +81,7 @@ def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
         kept += value
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # raised for an empty cell
+            with contextlib.suppress(ValueError):  # an empty cell raises it
                 if _same(cell.cell_contents, old):
                     cell.cell_contents = new
                 kept.append(cell.cell_contents)

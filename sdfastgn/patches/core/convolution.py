@@ -2,8 +2,9 @@
 
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
 and applies ReLU before it writes the result (``conv_relu``). ``pointwise`` computes 1x1 convolutions as
-matrix products. All this needs a plain ``nn.Conv2d`` (the first function also takes ``nn.Conv3d``) and a call
-on a GPU without gradients. Every other convolution, for example one with hooks, is called as in stock.
+matrix products. All three need a call on a GPU without gradients, and a plain ``nn.Conv2d``;
+``conv_without_bias`` also takes a plain ``nn.Conv3d``. Every other convolution, for example one with hooks,
+is called as in stock.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = [
     "pointwise_tokens",
 ]
 
-# cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number. Eight
-# channels of 16 bits are 16 bytes.
+# cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number, so that
+# the channels of a pixel are a multiple of 16 bytes.
 _CUDNN_CHANNELS = 8
 
 
@@ -107,7 +108,8 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
     if product is None:
         return conv(x)
     N, C, H, W = x.shape
-    # ``as_strided`` instead of two views each: a view takes as much CPU time as half a launch.
+    # Without ``as_strided``, x and the result would each need two calls such as ``permute`` and ``view``. One
+    # such call takes half as much CPU time as a kernel launch.
     rows = linear(x.as_strided((N * H * W, C), (C, 1)), *product)
     C = rows.shape[1]
     return rows.as_strided((N, C, H, W), (H * W * C, 1, W * C, C))

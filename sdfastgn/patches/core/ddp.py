@@ -23,7 +23,7 @@ def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
     weights = {id(p) for root in roots for p in root.parameters()}
     if not _is_in_any(weights):
         return False
-    gc.collect()  # a dropped wrapper may still be alive in a reference cycle
+    gc.collect()  # frees a DDP wrapper that nobody uses any more, but that a reference cycle keeps alive
     return _is_in_any(weights)
 
 

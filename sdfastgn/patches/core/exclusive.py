@@ -31,7 +31,7 @@ __all__ = ["one_at_a_time", "undisturbed"]
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.
 _LOOK_EVERY = 0.002
-# The key under which a module's ``__dict__`` has its gate.
+# The key under which a module's ``__dict__`` has its ``_Gate`` during a change.
 # ``nn.Module.__call__`` calls the method of this name, and finds the gate before the class's method.
 # A hook cannot be the gate: fused code would take it for a hook of the user, and run the module as in stock.
 _GATE = "_call_impl"
@@ -51,11 +51,11 @@ class _Change:
         self.owner = threading.get_ident()
         self.modules = set(modules)
         self.done = threading.Event()
-        self.waiting: set[int] = set()  # ids of threads that wait at a gate
+        self.waiting: set[int] = set()  # ids of threads that wait in a ``_Gate``
 
 
 class _Gate:
-    """Replaces ``_call_impl`` of one module during a change."""
+    """Replaces ``_call_impl`` of one module during a change. New calls wait here until the change is done."""
 
     __slots__ = ("module",)
 
@@ -64,7 +64,8 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
-        # A call inside the call of another module goes on, because the change waits for the outer call.
+        # A call that was made inside a running call of another module of the change goes on: the change waits
+        # for the running call, which must be able to end.
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()

@@ -107,7 +107,7 @@ class ClassSwap:
             return False
         try:
             return self.is_applied(module) or self.covers(module)
-        except AttributeError:  # the __init__ of a user's subclass may not set what ``covers`` reads
+        except AttributeError:  # a user's subclass may lack an attribute that ``covers`` reads
             return False
 
     def is_applied(self, module: nn.Module) -> bool:
@@ -177,9 +177,10 @@ def _is_upstreams(cls: type) -> bool:
 
 
 def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
-    """Why ``module`` is skipped, if its class is a subclass of one of the classes ``stock``.
+    """Why ``module`` is skipped because of its class, a subclass of one of the classes ``stock``.
 
-    None if its class is one of the classes ``stock``, or a fused class.
+    None if its class is one of the classes ``stock``, or a fused class. A class that other code has derived
+    from a fused class is a reason too.
     """
     cls = type(module)
     if cls in stock or cls in _stock_of:
@@ -212,8 +213,8 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
 def is_unhooked(*modules: nn.Module) -> bool:
     """True if calling any of ``modules`` runs the forward of its class and nothing else.
 
-    That is, the modules have no hooks, and other code has put no ``forward`` into their ``__dict__``. Fused
-    code checks this at each call, because hooks may be added at any time.
+    That is, there are no hooks on the modules, no global module hooks, and other code has put no ``forward``
+    into a module's ``__dict__``. Fused code checks this at each call, because hooks may be added at any time.
     """
     for module in modules:
         if (
@@ -251,7 +252,8 @@ def parameters_of(layer: Any) -> tuple[Tensor, Tensor | None]:
     parameters = own["_parameters"]
     if "weight" in parameters and "bias" in parameters and "weight" not in own and "bias" not in own:
         return parameters["weight"], parameters["bias"]
-    return layer.weight, layer.bias  # FSDP, for example, turns parameters into plain attributes
+    # The weight may be no entry of ``_parameters``: FSDP, for example, turns it into a plain attribute.
+    return layer.weight, layer.bias
 
 
 _ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "identity"}

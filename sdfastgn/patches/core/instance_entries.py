@@ -18,7 +18,10 @@ __all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
 
 
 class InstanceEntry:
-    """Base class of the entries. An entry has only a weak reference to the module that owns it."""
+    """Base class of entries in a module's ``__dict__`` that belong to this one module.
+
+    An entry, such as a ``forward`` with CUDA graphs, only has a weak reference to its module.
+    """
 
     __slots__ = ("__weakref__", "_module")
 
@@ -41,15 +44,15 @@ class InstanceEntry:
 
 
 def _entries_of(module: nn.Module) -> set[str]:
-    """The names of the entries in the ``__dict__`` of ``module``."""
+    """The keys in the ``__dict__`` of ``module`` whose values are an ``InstanceEntry``."""
     return {name for name, value in vars(module).items() if isinstance(value, InstanceEntry)}
 
 
 class _State(dict[str, Any]):
-    """The result of a module's ``__getstate__``: the module's ``__dict__`` without the entries.
+    """The result of a module's ``__getstate__``: the module's ``__dict__`` without each ``InstanceEntry``.
 
-    A shallow copy uses this dict. Deepcopy and pickle use ``whole``, which is the ``__dict__`` with the
-    entries.
+    A shallow copy of the module gets the content of this dict. Deepcopy and pickle use ``whole``, the
+    complete ``__dict__``.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:
@@ -64,7 +67,7 @@ class _State(dict[str, Any]):
 
 
 class _GetState(InstanceEntry):
-    """Replaces the ``__getstate__`` of its module, so that shallow copies get no entries."""
+    """Replaces ``__getstate__`` of its module, so that shallow copies get no ``InstanceEntry``."""
 
     __slots__ = ()
 
@@ -75,7 +78,7 @@ class _GetState(InstanceEntry):
 
 
 class _Replicate(InstanceEntry):
-    """Replaces the ``_replicate_for_data_parallel`` of its module, so that replicas get no entries."""
+    """Replaces ``_replicate_for_data_parallel`` of its module, so that replicas get no ``InstanceEntry``."""
 
     __slots__ = ()
 
@@ -87,18 +90,18 @@ class _Replicate(InstanceEntry):
         return replica
 
 
-# Name of a method that copying calls -> class of the entry that replaces this method.
+# Name of a method that is called when a module is copied -> class of the entry that replaces this method.
 GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
 
 
 def guard(module: nn.Module) -> None:
-    """Put the ``GUARDS`` into ``module``, so that its shallow copies and replicas get no entries."""
+    """Put the ``GUARDS`` into ``module``: its shallow copies and replicas get no ``InstanceEntry``."""
     for name, kind in GUARDS.items():
         vars(module).setdefault(name, kind(module))
 
 
 def unguard(module: nn.Module) -> None:
-    """Undo ``guard``, unless ``module`` still has an entry that copies must not get."""
+    """Undo ``guard``, unless ``module`` still has another ``InstanceEntry``, which copies must not get."""
     entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:

@@ -1,9 +1,9 @@
 """Models that ``optimize`` leaves as they are, because they would be slower.
 
 Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo, Mochi) call ``F.pad`` in mode
-"replicate" before each convolution. In channels-last PyTorch does that slowly. Its result is
-channels-first, so each convolution also copies its input. Together this costs more than the fused norms
-save. "Real sizes" in docs/coverage.md has the times of all models.
+"replicate" before each convolution. For channels-last tensors this ``F.pad`` is slow, and its result is
+channels-first, so that the convolution has to copy it. Together this costs more than the fused norms save.
+"Real sizes" in docs/coverage.md has the times of all models.
 
 Some fusions repeat the border in a kernel, which is fast. These fusions are registered with
 ``pads_quickly``. If they can fuse all convolutions of a model that repeat the border, ``optimize`` changes

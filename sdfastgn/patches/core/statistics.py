@@ -57,10 +57,10 @@ def _forget(key: _Key) -> None:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...]:
-    """The state of ``x``. Statistics of ``x`` are valid while it is equal to the state when they were stored.
+    """The state of ``x``. If it has changed since statistics of ``x`` were stored, they are invalid.
 
-    The state changes when ``x`` is written to or moved, when another stream becomes the current one, and when
-    a capture begins or ends.
+    The state changes when ``x`` is written to or gets other memory, when another stream becomes the current
+    one, and when a capture begins or ends.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x), capturing
@@ -90,7 +90,10 @@ def take_statistics(x: Tensor) -> Tensor | None:
 
 
 def emits(C: int, HW: int) -> bool:
-    """True if code that writes a tensor of C channels and HW positions should store statistics of it."""
+    """True if code that writes a tensor of C channels and HW positions saves time by storing its statistics.
+
+    False in inference mode, in which tensors cannot have statistics.
+    """
     return statistics_pay(C, HW) and not torch.is_inference_mode_enabled()
 
 
@@ -150,8 +153,9 @@ def as_video(x: Tensor, frames: int) -> Tensor:
     video = x.unflatten(0, (-1, frames)).transpose(1, 2)
     if statistics is None:
         return video
-    # Statistics are kept by chunks of positions. A video's chunks must have equal sizes, so the chunks of x
-    # must divide each frame evenly.
+    # ``statistics`` has values for each chunk of the positions of an image. The chunks of a video must all
+    # have the same size. If the chunks of x do not divide each image evenly, no statistics are stored for the
+    # view.
     _, N, chunks, C = statistics.shape
     if math.prod(x.shape[2:]) % chunks:
         return video
@@ -210,7 +214,7 @@ def _join(a: Tensor, b: Tensor) -> bool:
 def _are_channels_last(
     a: tuple[int, ...], a_stride: tuple[int, ...], b: tuple[int, ...], b_stride: tuple[int, ...]
 ) -> bool:
-    """True if two tensors with these shapes and strides are both channels-last and not empty.
+    """True if two tensors with the given shapes and strides are both channels-last and not empty.
 
     The result is cached, because the check takes as long as a kernel launch.
 

@@ -85,7 +85,7 @@ def is_known(cls: Any, method: str) -> bool:
 # upstream may have its decorators, such as ``torch.no_grad``.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# Function -> its hash. The key is not (class, name), because other code may replace a method.
+# Function -> its hash. A key (class, name) would be wrong after other code has replaced the method.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
@@ -123,7 +123,10 @@ def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:
-    """The syntax tree of ``function``, which must not be a wrapper; None if its source cannot be read."""
+    """The syntax tree of ``function``; None if its source cannot be read.
+
+    A wrapper that a decorator has made must be removed before.
+    """
     try:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, ValueError, SyntaxError):
@@ -134,8 +137,8 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 def hash_of(definition: ast.FunctionDef) -> str:
     """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    Layout, comments, docstrings and annotations do not change the hash. All versions of Python compute the
-    same hash.
+    Layout, comments, docstrings and annotations of signatures do not change the hash. All versions of Python
+    compute the same hash.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
