@@ -15,8 +15,8 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["OF_CONV", "Source", "active_adapters", "source_of"]
 
-# Settings of a convolution. Its adapters, and the stand-in that runs with merged weights, must have the same
-# settings.
+# Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
+# weights, must have the same settings.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 

@@ -70,7 +70,7 @@ class Survey:
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, LookupError, RuntimeError) as error:
-            # Another thread is adding or deleting an adapter, so peft's dicts change or do not match.
+            # Another thread is adding or deleting an adapter, so peft's dicts change or do not fit together.
             self._factor = None
             self.reason = f"its adapters were changed during a call: {one_line(error)}"
             return False
@@ -86,7 +86,7 @@ class Survey:
             read_on(device)
         try:
             return factor == self._factor and self._settings_now() == self._settings
-        except (AttributeError, LookupError, RuntimeError):  # another thread is changing the adapters
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
 
     def has_same_tensors(self) -> bool:
@@ -95,7 +95,7 @@ class Survey:
             return True
         try:
             return self._has_same_objects()
-        except (AttributeError, LookupError, RuntimeError):  # another thread is changing the adapters
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
 
     def _has_same_objects(self) -> bool:
@@ -127,7 +127,7 @@ class Survey:
                 self.reason = "a layer with an adapter has other memory or settings"
                 return False
             if record.is_of(scaled):
-                record.wait()  # an eager call may have written the weights in another stream
+                record.wait()  # an eager call may have written the weights in another stream: wait for it
             else:
                 found.append((layer, scaled))
         if found:
@@ -194,16 +194,20 @@ class Survey:
         self._parameters = [module._parameters for module in (*bases, *adapters)]
         self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
         self._tensors = [t for part in self._parameters for t in part.values() if t is not None]
-        # While these are kept, no other object can have their ids.
+        # Keeps the objects alive, so that no other object gets their ids.
         self._kept = [child for children in self._children for child in children.values()]
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
         self._storage_ids = list(map(expiring, self._storages))
         self._settings, self._objects = self._settings_now(), self._objects_now()
 
-    # Python builds and compares the lists of the next two methods in C.
+    # The next two methods run at each call. To be quick, they return lists that ``map`` and ``==`` handle in
+    # C.
 
     def _settings_now(self) -> list[Any]:
-        """What ``set_adapters``, ``fuse_lora`` and similar functions change. The last item has all scales."""
+        """All settings that ``set_adapters``, ``fuse_lora`` and similar functions change.
+
+        The last item has all scales.
+        """
         owns = self._owns
         scales = list(map(_scales_of, owns))
         return [

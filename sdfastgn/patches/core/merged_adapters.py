@@ -41,20 +41,21 @@ from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import restore_class
 from sdfastgn.patches.core.merged_weights import Record, changing, forget, records, write
 
-# The module of peft's wrappers.
+# The Python module in which peft defines its wrappers for LoRA.
 PEFT = "peft.tuners.lora.layer"
 _NO_MEMORY = "there was no memory for merged weights"
 
-# Wrapper -> all wrappers of the same model. If several of them have outdated weights, one launch computes
-# all.
+# Wrapper -> all wrappers of the same model. If the merged weights of several wrappers are outdated, one
+# launch computes all of them.
 _siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-# Modules of models for which ``allow`` forbade merged weights.
+# All modules of the models for which ``allow`` has forbidden merged weights.
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Wrappers that have no merged weights because memory was short.
+# Wrappers that get no merged weights, because memory was too short. They run peft's code.
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# The classes of ``peft_layers.py``; empty until a model has a layer of peft.
+# The classes that wrappers with a stand-in have (``peft_layers.py``); empty until a model has a layer of
+# peft.
 _classes: tuple[type, ...] = ()
-# True in ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
+# True inside of ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
 # The factor by which the running call multiplies the scales of all adapters. It comes from the arguments of
 # the call.
@@ -63,7 +64,7 @@ _factor: ContextVar[float] = ContextVar("sdfastgn_adapter_factor", default=1.0)
 
 @dataclass(frozen=True)
 class Merged:
-    """Describes the layers of one model that run with merged weights.
+    """Describes the layers of one model that run with merged weights, for the report.
 
     Attributes:
         path: the model's path in the pipeline; the name of its class if it is on its own.
@@ -88,17 +89,20 @@ def know(classes: Iterable[type]) -> None:
 
 
 def is_merged(layer: Any) -> bool:
-    """True if ``layer`` is a wrapper that has merged weights."""
+    """True if ``layer`` is a wrapper with a stand-in: a plain layer with merged weights."""
     return type(layer) in _classes and layer in records
 
 
 def is_wrapper(layer: Any) -> bool:
-    """True if ``layer`` is peft's wrapper of a LoRA, or the subclass of it that ``adopt`` gives."""
+    """True if ``layer`` is peft's wrapper for LoRA around a linear layer or 2-D convolution.
+
+    Its class is peft's, or the subclass of peft's class to which ``adopt`` has changed it.
+    """
     return _kind_of(layer) is not None
 
 
 def wrapped_layer(layer: Any) -> Any:
-    """The layer inside the wrapper ``layer``; ``layer`` itself if it is none."""
+    """The layer inside of ``layer``, if ``layer`` is a wrapper; else ``layer`` itself."""
     return layer._modules["base_layer"] if is_wrapper(layer) else layer
 
 
@@ -118,9 +122,9 @@ def why_not(layer: Any) -> str | None:
 
 
 def merged_in(root: nn.Module, path: str = "") -> Merged:
-    """Describes the layers in ``root`` with merged weights.
+    """Describes the layers in the model ``root`` that have merged weights.
 
-    ``path``: the path of ``root`` in its pipeline; empty if it is on its own.
+    ``path``: dotted path of ``root`` in its pipeline, for the report; empty if ``root`` is in no pipeline.
     """
     layers = [module for module in root.modules() if is_merged(module)]
     sizes = [t.nbytes for layer in layers for t in records[layer].layer.parameters()]
@@ -129,7 +133,10 @@ def merged_in(root: nn.Module, path: str = "") -> Merged:
 
 
 def allow(root: nn.Module, merges: bool) -> None:
-    """If ``merges``, give the layers in ``root`` merged weights. Otherwise forbid and free merged weights."""
+    """If ``merges``, allow merged weights in the model ``root`` and call ``adopt``.
+
+    Otherwise forbid them, and free those that exist.
+    """
     if not merges:
         release(root)
     for module in root.modules():
@@ -145,9 +152,10 @@ def must_release(root: nn.Module, merges: bool) -> bool:
 
 
 def _kind_of(layer: Any) -> type | None:
-    """The class of ``layer`` if it is a wrapper that can be merged: peft's, or ours once it was adopted.
+    """The class of ``layer``, if it is peft's wrapper for LoRA around a linear layer or 2-D convolution.
 
-    None for all other layers.
+    This is peft's class, or the class of ``peft_layers.py`` to which ``adopt`` has changed it. None for all
+    other layers.
     """
     if type(layer) in _classes:
         return type(layer)
@@ -162,8 +170,8 @@ def _kind_of(layer: Any) -> type | None:
 def plain_layer(layer: Any) -> Any:
     """The layer that fused code runs in place of ``layer``.
 
-    It is the stand-in of ``layer``, with merged weights that are up to date. If there is none, it is
-    ``layer`` itself.
+    If ``layer`` is a wrapper with LoRA adapters that can run merged, this is its stand-in: a plain layer
+    whose merged weights are up to date. Otherwise it is ``layer`` itself.
     """
     if type(layer) not in _classes:
         return layer
@@ -172,7 +180,10 @@ def plain_layer(layer: Any) -> Any:
 
 
 def merged_layer(layer: nn.Module) -> Any:
-    """The stand-in of the wrapper ``layer``, brought up to date first. None if peft's code must run."""
+    """The stand-in of the wrapper ``layer``: a plain layer with merged weights, which are up to date.
+
+    If they were outdated, they are computed here. None if peft's code must run.
+    """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     record = records.get(layer)
@@ -192,7 +203,7 @@ def merged_layer(layer: nn.Module) -> Any:
     if is_frozen:
         raise RuntimeError("an adapter changed during the call")
     if source.weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # other code captures this call, and its graph would write the weights at each replay
+        return None  # other code captures this call; its graph would compute the weights at each replay
     try:
         record, *_ = write([(layer, source), *_outdated_siblings(layer, factor)])
     except torch.OutOfMemoryError:
@@ -280,7 +291,10 @@ def _source_to_adopt(module: nn.Module) -> Source | None:
 
 
 def stand_in_of(layer: Any) -> Any:
-    """The stand-in of ``layer``, whose weights may be outdated; ``layer`` itself if it has no stand-in."""
+    """The stand-in of ``layer``: a plain layer with merged weights, which may be outdated here.
+
+    ``layer`` itself if it has no stand-in.
+    """
     record = records.get(layer) if type(layer) in _classes else None
     return layer if record is None else record.layer
 
@@ -294,7 +308,10 @@ def release(root: nn.Module) -> None:
 
 
 def give_back(root: nn.Module) -> int:
-    """Free the merged weights in ``root`` because memory is short. Returns the number of freed layers."""
+    """Free the merged weights in ``root`` because memory is short, and return the number of their layers.
+
+    From now on these layers run peft's code.
+    """
     layers = [module for module in root.modules() if is_merged(module)]
     if layers:
         release(root)
@@ -303,7 +320,7 @@ def give_back(root: nn.Module) -> int:
 
 
 def leave(module: nn.Module) -> None:
-    """Remove ``module`` from all tables of this file, and free its merged weights."""
+    """Free the merged weights of ``module``. From now on it may get merged weights, like a new module."""
     forget(module)
     _off.discard(module)
     _short.discard(module)
@@ -311,7 +328,10 @@ def leave(module: nn.Module) -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """A context in which merged weights are not written: a call that must write them raises RuntimeError."""
+    """A context, for a capture, in which merged weights are not written.
+
+    A call whose merged weights are outdated raises RuntimeError.
+    """
     token = _is_frozen.set(True)
     try:
         yield
@@ -321,7 +341,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def scaled(factor: float) -> Iterator[None]:
-    """A context in which all scales of adapters are multiplied by ``factor``."""
+    """A context in which all scales from which merged weights are computed are multiplied by ``factor``."""
     token = _factor.set(factor)
     try:
         yield

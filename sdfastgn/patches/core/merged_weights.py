@@ -28,7 +28,8 @@ _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
 # Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
 # are neither copied nor pickled.
 records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-# True while peft's code reads weights through their wrappers, but is known to write into none.
+# True while code of peft runs that gets weights from wrappers but writes into none. Then ``may_change`` does
+# nothing, and merged weights stay valid.
 only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
 # Counts the events after which a ``Survey`` (``adapter_survey.py``) must check all layers again: merged
 # weights were written or freed, or other code may have written into a weight.
@@ -46,7 +47,11 @@ def touches() -> int:
 
 
 class Record:
-    """The stand-in of one wrapper, and the state from which its weight was computed."""
+    """The stand-in of one wrapper, and the state of the tensors from which its weights were computed.
+
+    ``layer``: the stand-in, a plain layer with merged weights. ``key``: that state (``Source.key``), or None
+    if the weights are outdated.
+    """
 
     def __init__(self, source: Source) -> None:
         self.layer = _stand_in(source)
@@ -58,9 +63,10 @@ class Record:
         self._written: tuple[int, Any] = (0, None)
 
     def fits(self, source: Source) -> bool:
-        """True if the stand-in can hold the merged weights of ``source``.
+        """True if the stand-in ``layer`` can hold the merged weights of ``source``.
 
-        Its weight must have the same dtype, device, shape and strides, and its settings must be equal.
+        It must have the settings of ``source.base``, and a weight with dtype, device, shape and strides of
+        ``source.weight``.
         """
         weight, bias, like = self.layer.weight, self.layer.bias, source.weight
         return (
@@ -92,7 +98,7 @@ class Record:
             yield Sum(out, own, tuple(Factors(b.new_ones(1, 1), b.view(-1, 1), s) for b, s in biases))
 
     def note(self, source: Source, written: tuple[int, Any]) -> None:
-        """Record that the stand-in was computed from ``source``.
+        """Record that the stand-in's weights were computed from ``source``, and are up to date.
 
         ``written``: (handle of the stream that writes the weights, event after this write).
         """
@@ -100,18 +106,24 @@ class Record:
         key = source.key(tensors)
         if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
             self._places = key[:2]
-            self._tensors = tensors  # while they are kept, no other tensor can have their ids
+            self._tensors = tensors  # keeps the tensors alive, so that no other tensor gets their ids
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._written = written
         self.key = key
 
     def note_scales(self, key: tuple[Any, ...], scales: tuple[float, ...], written: tuple[int, Any]) -> None:
-        """Record that the stand-in was computed again with other ``scales``. ``key``: the last key."""
+        """Record that the stand-in's weights were computed again with new ``scales`` and the same tensors.
+
+        ``key``: the former ``self.key``. ``written``: as in ``note``.
+        """
         self._written = written
         self.key = (*key[:3], scales)
 
     def wait(self) -> None:
-        """Make the current stream wait until the weight is written, and record the stream as a reader."""
+        """Make the current stream wait until the weights are written, and record that it reads them.
+
+        The next write then waits for this stream.
+        """
         stream, event = self._written
         weight = self.layer.weight
         read_on(weight.device)
@@ -119,7 +131,7 @@ class Record:
             torch.cuda.current_stream(weight.device).wait_event(event)
 
     def free(self) -> None:
-        """Free the memory of the stand-in's parameters.
+        """Free the memory of the stand-in's weight and bias.
 
         The parameters stay, but have no elements. So the ``Watch`` (``graphs/watch.py``) of a graph that
         reads them notices the change.
@@ -133,8 +145,8 @@ def _stand_in(source: Source) -> Any:
     """A plain layer with the settings of ``source.base`` and new, uninitialized weight and bias."""
     base, weight = source.base, source.weight
     layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
-    # Only the settings of a plain layer are copied. The base may also have hooks, and other code may have put
-    # entries into its ``__dict__``.
+    # Only attributes that a new layer has too, its settings, are copied from ``base``. ``base`` may also have
+    # hooks, and attributes of other code.
     for name, value in vars(layer).items():
         if not isinstance(value, (dict, set)):
             vars(layer)[name] = vars(base)[name]
@@ -164,7 +176,7 @@ def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
                 if record is not None:
                     record.free()
                 record = records[layer] = Record(source)
-            record.key = None  # invalid until ``note``
+            record.key = None  # the weights count as outdated until ``note`` is called
             made.append(record)
         pairs = list(zip(made, found, strict=True))
         add_low_rank([total for record, (_, source) in pairs for total in record.sums(source)])
@@ -194,7 +206,7 @@ def rescale(
             return False
         with _writing(devices):
             for record in those:
-                record.key = None  # invalid until ``note_scales``
+                record.key = None  # the weights count as outdated until ``note_scales`` is called
             sums.compute(flat)
             written = {device: _written_now(device) for device in devices}
             for record, key, own_scales in zip(those, keys, scales, strict=True):
@@ -226,7 +238,7 @@ def _wait_for_readers(device: torch.device) -> None:
 
 
 def read_on(device: torch.device) -> None:
-    """Record that the current stream of ``device`` reads merged weights."""
+    """Record that the current stream of ``device`` reads merged weights. The next write waits for it."""
     if device.type == "cuda":
         key = device.index, current_raw_stream(device.index)
         if key not in _readers:
@@ -243,7 +255,7 @@ def _written_now(device: torch.device) -> tuple[int, Any]:
 
 
 def forget(layer: nn.Module) -> None:
-    """Free the merged weights of ``layer``."""
+    """Free the merged weights of the wrapper ``layer``, and forget its stand-in."""
     global _touches
     record = records.pop(layer, None)
     if record is not None:

@@ -1,6 +1,7 @@
 """Subclasses of peft's LoRA layers for ``nn.Linear`` and ``nn.Conv2d`` that run with merged weights.
 
-In training the one for ``nn.Linear`` runs as ``trained_adapters.py`` says.
+With gradients nothing is merged: ``MergedLinear`` runs the code of ``trained_adapters.py`` if possible, and
+``MergedConv2d`` runs peft's code.
 
 This file imports peft. So it is only imported when a model has a layer of peft, or when one is unpickled.
 """
@@ -18,12 +19,16 @@ from sdfastgn.patches.core.trained_adapters import trained
 
 __all__ = ["MERGED", "MergedConv2d", "MergedLinear"]
 
-# Attributes through which other code reaches the weights, and may then write into them.
+# Attributes through which other code reaches the weights. It may write into them, so merged weights count as
+# outdated after one of these attributes was read.
 _DOORS = frozenset(("base_layer", "lora_A", "lora_B"))
 
 
 class _MergedLayer(nn.Module):
-    """The methods that both subclasses replace. ``merged_adapters.py`` explains merged weights."""
+    """The methods that ``MergedLinear`` and ``MergedConv2d`` share.
+
+    They run merged weights (``merged_adapters.py``), and notice when other code may change the weights.
+    """
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = None if args or kwargs else merged_adapters.merged_layer(self)
@@ -58,11 +63,12 @@ class _MergedLayer(nn.Module):
         own: Any = vars(self)
         if type(names) is not list or names != own["_active_adapter"]:
             return False
-        if getattr(self, "frozen_peft_weight_names", None):  # parameters that never require gradients
+        # The parameters that this list names never require gradients, so the comparison below would be wrong.
+        if getattr(self, "frozen_peft_weight_names", None):
             return False
         for kind in self.adapter_layer_names:
             part = own["_modules"].get(kind)
-            if part is None or part._parameters:  # an embedding's adapters are parameters
+            if part is None or part._parameters:  # adapters of embeddings are parameters; not checked here
                 return False
             for name, layer in part._modules.items():
                 is_active = name in names

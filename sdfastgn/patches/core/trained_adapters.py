@@ -49,9 +49,10 @@ def trained(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def trained_sources(layers: Sequence[Any], x: Tensor) -> list[Source] | None:
-    """The sources of ``layers``, which read the same x. None if the layers must be called one by one.
+    """The ``Source`` of each of ``layers``, which read the same x. None if they must be called one by one.
 
-    Some layers may be plain: their sources have no adapters. None also if all layers are plain.
+    A plain ``nn.Linear`` among them has a source without adapters. If no layer has an adapter, the result is
+    None too.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not dispatch.has_kernels(x):
         return None
@@ -78,23 +79,24 @@ def _source(layer: Any) -> Source | None:
     if not is_wrapper(layer):
         return None
     source = source_of(layer)
-    # Without active adapters, peft's forward may first have to subtract adapters fused into the layer.
+    # A wrapper without active adapters runs peft's code, which may have to subtract adapters that were fused
+    # into the layer.
     is_trained = not isinstance(source, str) and type(source.base) is nn.Linear and source.pairs
     return source if is_trained else None  # type: ignore[return-value]
 
 
 def adapted(x: Tensor, weight: Tensor, bias: Tensor | None, sources: Sequence[Source]) -> Tensor:
-    """Computes the results of all layers with these ``sources``, concatenated: (..., columns of all layers).
+    """Computes several linear layers with adapters at once: (..., the columns of all layers side by side).
 
     Args:
-        x: (..., K).
+        x: (..., K), the input of all layers.
         weight, bias: the weights of all layers, concatenated, and their biases.
-        sources: the result of ``trained_sources``.
+        sources: the result of ``trained_sources``, which has each layer's adapters.
     """
     dtype = torch.get_autocast_dtype(x.device.type) if dispatch.is_autocast(x) else x.dtype
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     a, b, scale = _joined(sources)
-    # y has two dimensions and is no view: if it were a view, autograd would copy the gradient of ``addmm_``.
+    # ``rows`` is 2-D, so that y is no view. If y were a view, autograd would copy the gradient of ``addmm_``.
     y = F.linear(rows, weight.to(dtype), None if bias is None else bias.to(dtype))
     y.addmm_(F.linear(rows, a.to(dtype)), b.to(dtype).t(), alpha=scale)
     return y.view(*x.shape[:-1], y.shape[1])
