@@ -25,6 +25,8 @@ _FUSIONS = (
 _ASKED = (("fusions.sequential", "FOLD_BATCH_NORM"),)
 _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
+    ("fusions.resnet_block_cond_norm", "FUSION"),
+    ("fusions.kandinsky3_block", "NORM", "BLOCK"),
     ("fusions.temporal_resnet_block", "FUSION", "SPATIO_TEMPORAL"),
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),
@@ -35,6 +37,7 @@ _OF_DIFFUSERS = (
     ("fusions.video_up_block", "FUSIONS"),
     ("fusions.upsample_2d", "FUSION"),
     ("fusions.ada_group_norm", "FUSION"),
+    ("fusions.spatial_norm", "FUSION"),
     ("fusions.geglu", "FUSION"),
     ("fusions.conv_norm_out", "FUSION"),
     ("fusions.decoder_slices", "FUSION"),

@@ -9,7 +9,7 @@ import torch
 from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel, UNet2DModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import Attention, SpatialNorm
 from diffusers.models.autoencoders import autoencoder_kl_allegro as allegro
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
 from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
@@ -20,7 +20,12 @@ from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.normalization import AdaGroupNorm
-from diffusers.models.resnet import ResnetBlock2D, SpatioTemporalResBlock, TemporalResnetBlock
+from diffusers.models.resnet import (
+    ResnetBlock2D,
+    ResnetBlockCondNorm2D,
+    SpatioTemporalResBlock,
+    TemporalResnetBlock,
+)
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.transformers.transformer_temporal import (
     TransformerSpatioTemporalModel,
@@ -28,6 +33,7 @@ from diffusers.models.transformers.transformer_temporal import (
 )
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal, UpBlockSpatioTemporal
+from diffusers.models.unets.unet_kandinsky3 import Kandinsky3Block, Kandinsky3ConditionalGroupNorm
 from diffusers.models.unets.unet_motion_model import (
     AnimateDiffTransformer3D,
     CrossAttnUpBlockMotion,
@@ -581,6 +587,39 @@ SAMPLES = [
     (
         "ada_group_norm-numpy",
         lambda: AdaGroupNorm(16, 12, np.int64(3), eps=np.float32(0.5)),
+        lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
+    ("spatial_norm", lambda: SpatialNorm(32, 4), lambda m: m(image(2, 32, 8, 4), image(2, 4, 4, 2))),
+    (
+        "spatial_norm-same-size",
+        lambda: SpatialNorm(32, 4),
+        lambda m: m(image(2, 32, 5, 3), image(2, 4, 5, 3)),
+    ),
+    (
+        "resnet_block_cond_norm",
+        lambda: ResnetBlockCondNorm2D(
+            in_channels=32, out_channels=64, temb_channels=4, time_embedding_norm="spatial"
+        ),
+        lambda m: m(image(2, 32, 8, 4), image(2, 4, 4, 2)),
+    ),
+    (
+        "resnet_block_cond_norm-ada",
+        lambda: ResnetBlockCondNorm2D(in_channels=12, temb_channels=16, groups=3, output_scale_factor=1.5),
+        lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
+    (
+        "resnet_block_cond_norm-up",
+        lambda: ResnetBlockCondNorm2D(in_channels=12, temb_channels=16, groups=3, up=True),
+        lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
+    (
+        "kandinsky3_norm",
+        lambda: Kandinsky3ConditionalGroupNorm(3, 12, 16),
+        lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
+    (
+        "kandinsky3_block",
+        lambda: Kandinsky3Block(12, 16, 16, norm_groups=3, up_resolution=True),
         lambda m: m(image(2, 12, 5, 6), _TEMB),
     ),
     ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),

@@ -1,0 +1,112 @@
+"""Norms that read the latents or a time embedding, and the blocks around them: one pass for each norm."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import VQModel
+from diffusers.models.attention_processor import SpatialNorm
+from diffusers.models.resnet import ResnetBlockCondNorm2D
+from diffusers.models.unets.unet_kandinsky3 import Kandinsky3Block
+from torch import nn
+
+import sdfastgn
+from tests.patches import cases
+
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
+
+
+def image(*shape, seed=0):
+    return cases.noise(*shape, seed=seed).contiguous(memory_format=torch.channels_last)
+
+
+def spatial_block(**options):
+    sizes = {"in_channels": 32, "out_channels": 64, "temb_channels": 4, "groups": 32}
+    return ResnetBlockCondNorm2D(**sizes, time_embedding_norm="spatial", **options)
+
+
+@pytest.mark.parametrize("times", [(1, 1), (2, 4), (8, 2)], ids=str)
+def test_spatial_norm(times, launches):
+    models = cases.random_twins(SpatialNorm(32, 4))
+    latents = image(2, 4, 3, 2, seed=1)
+    for x in (y := image(2, 32, 3 * times[0], 2 * times[1])), y.contiguous():
+        ours, theirs = (model(x, latents) for model in models)
+        cases.agree(ours, theirs)
+        assert ours.stride() == theirs.stride()
+    assert cases.passes(launches)["frames"] == 2
+    assert cases.passes(launches)["small"] + cases.passes(launches)["apply"] == 0
+
+
+@pytest.mark.parametrize("size", [(9, 4), (5, 4), (6, 3)], ids=str)
+def test_other_sizes_of_latents_are_stocks(size, launches):
+    models = cases.random_twins(SpatialNorm(32, 4))
+    x, latents = image(1, 32, *size), image(1, 4, 3, 2, seed=1)
+    cases.agree(*(model(x, latents) for model in models))
+    assert cases.passes(launches)["frames"] == 0
+
+
+def test_a_block_has_one_pass_for_each_norm(launches):
+    models = cases.random_twins(spatial_block())
+    x, latents = image(2, 32, 4, 8), image(2, 4, 2, 4, seed=1)
+    cases.agree(*(model(x, latents) for model in models))
+    assert cases.passes(launches)["frames"] == 2
+    assert cases.passes(launches)["small"] + cases.passes(launches)["apply"] == 0
+
+
+@pytest.mark.parametrize("layer", ["norm1", "norm1.norm_layer", "norm2.conv_b", "nonlinearity", "conv1"])
+def test_a_hook_sees_what_it_saw(layer):
+    models = cases.random_twins(spatial_block())
+    x, latents = image(1, 32, 4, 4), image(1, 4, 2, 2, seed=1)
+    seen = [], []
+    for model, found in zip(models, seen, strict=True):
+        module = model.get_submodule(layer)
+        module.register_forward_hook(lambda m, args, y, found=found: found.append(y.clone()))
+    cases.agree(*(model(x, latents) for model in models))
+    assert len(seen[0]) == len(seen[1]) > 0
+    for ours, theirs in zip(*seen, strict=True):
+        cases.agree(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_no_less_exact_than_stock(dtype):
+    fused, stock = cases.random_twins(spatial_block(), dtype)
+    x, latents = image(1, 32, 8, 4).to(dtype) + 3, image(1, 4, 4, 2, seed=1).to(dtype)
+    exact = copy.deepcopy(stock).double()(x.double(), latents.double())
+    errors = [float((model(x, latents).double() - exact).norm() / exact.norm()) for model in (fused, stock)]
+    assert errors[0] <= 1.1 * errors[1] + 1e-7
+
+
+def test_movq(launches):
+    sizes = {"block_out_channels": (32, 32), "latent_channels": 4, "vq_embed_dim": 4, "norm_type": "spatial"}
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    models = fused, stock = cases.random_twins(
+        VQModel(**sizes, **blocks, layers_per_block=1, num_vq_embeddings=16)
+    )
+    assert not sdfastgn.report(fused).skipped
+    latents = image(1, 4, 4, 4)
+    cases.agree(*(model.decode(latents, force_not_quantize=True).sample for model in models), 1e-4)
+    spatial = [m for m in stock.decoder.modules() if isinstance(m, SpatialNorm)]
+    assert cases.passes(launches)["frames"] == len(spatial)
+    expected = stock.decode(latents, force_not_quantize=True).sample
+    sdfastgn.restore(fused)
+    assert torch.equal(fused.decode(latents, force_not_quantize=True).sample, expected)
+
+
+ADA = [
+    (lambda: ResnetBlockCondNorm2D(in_channels=12, temb_channels=16, groups=3), 2),
+    (lambda: Kandinsky3Block(12, 16, 16, norm_groups=3), 1),
+]
+
+
+@pytest.mark.parametrize(("build", "norms"), ADA, ids=["resnet_block", "kandinsky3"])
+def test_an_activation_after_scale_and_shift_has_no_pass(build, norms, launches, monkeypatch):
+    models = cases.random_twins(build())
+    x, temb = image(2, 12, 5, 6), cases.noise(2, 16)
+    expected = models[1](x, temb)
+    activations = []
+    # The time embedding of Kandinsky 3 has a SiLU of its own.
+    forward = nn.SiLU.forward
+    monkeypatch.setattr(nn.SiLU, "forward", lambda self, y: activations.append(y.dim()) or forward(self, y))
+    cases.agree(models[0](x, temb), expected)
+    assert 4 not in activations
+    assert cases.passes(launches)["small"] + cases.passes(launches)["apply"] == norms
