@@ -67,7 +67,7 @@ def _vae_cells(row: dict[str, Any]) -> dict[str, str]:
     what = f"{row.get('model', 'all')}, {row['comfyui']}{_dynamic(row)}"
     if row["status"] != OK:
         row, what = {}, f"{what}: {row['reason']}"
-    exact = {True: "yes", False: "**no**"}.get(row.get("is_exact_after_ejection"), NOTHING)
+    is_exact = row.get("is_exact_after_ejection")
     return {
         "autoencoder, ComfyUI": what,
         "stock ms": number(row.get("stock_ms")),
@@ -76,7 +76,7 @@ def _vae_cells(row: dict[str, Any]) -> dict[str, str]:
         "peak MiB, stock": number(row.get("stock_mib")),
         "peak MiB": number(row.get("optimized_mib")),
         "pixels' difference": error_text(row.get("difference")),
-        "same bits after ejection": exact,
+        "same bits after ejection": NOTHING if is_exact is None else "yes" if is_exact else "**no**",
     }
 
 
