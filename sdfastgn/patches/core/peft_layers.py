@@ -63,7 +63,7 @@ class _MergedLayer(nn.Module):
         own: Any = vars(self)
         if type(names) is not list or names != own["_active_adapter"]:
             return False
-        # The parameters that this list names never require gradients, so the comparison below would be wrong.
+        # The parameters that this dict names never require gradients, so the comparison below would be wrong.
         if getattr(self, "frozen_peft_weight_names", None):
             return False
         for kind in self.adapter_layer_names:
