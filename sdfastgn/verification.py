@@ -151,7 +151,7 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
 
 
 class _FusedError(Exception):
-    """Raised if a fused part raises an exception, which becomes the ``__cause__`` of this one."""
+    """Raised if a fused part fails. The ``__cause__`` is the exception that says why."""
 
 
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
@@ -159,8 +159,8 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
 
     Returns (error, error of stock's code, maximum error) of the worst output: the one whose error exceeds its
     maximum by most. Outputs that only stock's code returns are not compared: stock's caches may have entries
-    that nothing reads. Raises ``_FusedError`` if the fused part raises an exception. Exceptions of stock's
-    code are not caught.
+    that nothing reads. Raises ``_FusedError`` if the fused part raises an exception or lacks stock's first
+    output. Exceptions of stock's code are not caught.
     """
     try:
         fused = _outputs(module, _copied(inputs, channels_last=True))
@@ -169,6 +169,8 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     with dispatch.stock_code():
         stock = _outputs(module, _copied(inputs))
         first = next(iter(stock))
+        if first not in fused:
+            raise _FusedError from ValueError("its result has no tensor where stock's has one")
         wide = torch.float64 if stock[first].dtype is torch.float32 else torch.float32
         with tf32(convolutions=False, products=False):
             truth = _outputs(copy.deepcopy(module).to(wide), _copied(inputs, dtype=wide))
