@@ -1,4 +1,9 @@
-"""The command line: the entry point of ``sdfastgn`` and of the scripts."""
+"""The command line: the entry point of ``sdfastgn`` and of the scripts.
+
+A new command needs a file ``sdfastgn/cli/<command>.py``, its name in ``COMMANDS``, a place in import-linter's
+layers (``pyproject.toml``), and a line in ``docs/command-line.md``. Its file imports torch inside of the
+function, so that ``--help`` answers at once.
+"""
 
 from __future__ import annotations
 
