@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,31 @@ class Sum(NamedTuple):
     out: Tensor
     weight: Tensor
     pairs: tuple[Factors, ...]
+
+
+class Matrix(NamedTuple):
+    """What the kernel needs to know of one weight (``matrix_of``).
+
+    Attributes:
+        row: the first five numbers of its row in the table of matrices.
+        device, dtype: those of the weight.
+        is_last: True if input channels are the inner index of a column, as in channels-last weights.
+    """
+
+    row: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+    is_last: bool
+
+
+class Pair(NamedTuple):
+    """What the kernel needs to know of one pair of factors (``pair_of``).
+
+    ``row``: its row in the table of factors. ``dtypes``: those of a and b.
+    """
+
+    row: tuple[int, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
 
 
 class _Kind(NamedTuple):
@@ -107,30 +132,31 @@ class LowRankSums:
 
     The constructor reads addresses, shapes and strides of all tensors. ``compute`` uses them again, which
     saves CPU time. So the tensors must not move in memory, but their values may change.
+
+    ``prepared``: for each sum ``matrix_of`` its weight, and ``pair_of`` each of its pairs, if the caller
+    has them already.
     """
 
-    def __init__(self, sums: Sequence[Sum]) -> None:
+    def __init__(
+        self,
+        sums: Sequence[Sum],
+        prepared: Iterable[tuple[Matrix | None, Sequence[Pair | None]]] | None = None,
+    ) -> None:
         self._sums = sums
         # For each index into ``sums``: the index of the sum's first scale in the list of all scales.
         self._first = list(itertools.accumulate((len(total.pairs) for total in sums), initial=0))
         kinds: dict[_Kind, list[tuple[int, tuple[int, ...], list[tuple[int, ...]]]]] = {}
         self._by_reference: list[int] = []
-        for index, total in enumerate(sums):
-            numbers = _numbers(total)
-            if numbers is None:
+        for index, (matrix, pairs) in enumerate(map(_prepared, sums) if prepared is None else prepared):
+            rows = [pair.row for pair in pairs if pair is not None]
+            if matrix is None or len(rows) < len(pairs) or len({pair.dtypes for pair in pairs}) > 1:  # type: ignore[union-attr]
                 self._by_reference.append(index)
                 continue
-            pair = total.pairs[0] if total.pairs else None
-            (out, weight, _, columns, _), _ = numbers
-            dtype = total.weight.dtype
-            kind = _Kind(
-                total.weight.device,
-                dtype,
-                dtype if pair is None else pair.a.dtype,
-                dtype if pair is None else pair.b.dtype,
-                is_aligned=(out | weight) % 16 == columns % 8 == 0,
-            )
-            kinds.setdefault(kind, []).append((index, *numbers))
+            a, b = pairs[0].dtypes if pairs else (matrix.dtype, matrix.dtype)  # type: ignore[union-attr]
+            out, weight, _, columns, _ = matrix.row
+            is_aligned = (out | weight) % 16 == columns % 8 == 0
+            kind = _Kind(matrix.device, matrix.dtype, a, b, is_aligned)
+            kinds.setdefault(kind, []).append((index, matrix.row, rows))
         self._launches = [
             (
                 kind.device,
@@ -225,38 +251,41 @@ def _triton_dtype(dtype: torch.dtype) -> object:
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
-def _numbers(total: Sum) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None:
-    """Computes a layer's entries in the tables of ``low_rank/kernels.py``.
+def _prepared(total: Sum) -> tuple[Matrix | None, list[Pair | None]]:
+    matrix = matrix_of(total.out, total.weight)
+    return matrix, [] if matrix is None else [pair_of(a, b, matrix) for a, b, _ in total.pairs]
 
-    Returns (the first five numbers of the layer's row in ``matrices``, its rows in ``factors``). None if the
-    kernel does not support the layer.
-    """
-    out, weight, pairs = total
+
+def matrix_of(out: Tensor, weight: Tensor) -> Matrix | None:
+    """Describes a weight for the kernel. None if the kernel does not support it."""
     if not dispatch.runs_in_triton(weight) or (out.dtype, out.stride()) != (weight.dtype, weight.stride()):
         return None
     rows, channels = len(weight), weight.shape[1] if weight.dim() > 1 else 1
     window = weight[0, 0].numel() if weight.dim() > 2 else 1
-    columns = channels * window
-    if max(weight.numel(), *(t.numel() for pair in pairs for t in pair[:2]), 0) > _MOST_ELEMENTS:
+    if weight.numel() > _MOST_ELEMENTS:
         return None
     is_last = window > 1 and not weight.is_contiguous()
     if is_last and not weight.is_contiguous(memory_format=torch.channels_last):
         return None
     if not (is_last or weight.is_contiguous()):
         return None
-    found: list[tuple[int, ...]] = []
-    for a, b, _ in pairs:
-        strides = _strides(a)
-        is_same = (a.dtype, b.dtype) == (pairs[0].a.dtype, pairs[0].b.dtype)
-        if strides is None or not is_same or not {a.dtype, b.dtype} <= set(dispatch.KERNEL_DTYPES):
-            return None
-        if b.flatten(1).stride(1) != 1 and b.shape[1] > 1:
-            return None
-        rank, channel, place = strides
-        inside, outside = (channel, place) if is_last else (place, channel)
-        found.append((a.data_ptr(), b.data_ptr(), len(a), rank, inside, outside, b.stride(0)))
     inner = channels if is_last else window
-    return (out.data_ptr(), weight.data_ptr(), rows, columns, inner), found
+    row = out.data_ptr(), weight.data_ptr(), rows, channels * window, inner
+    return Matrix(row, weight.device, weight.dtype, is_last)
+
+
+def pair_of(a: Tensor, b: Tensor, matrix: Matrix) -> Pair | None:
+    """Describes factors of a sum with the weight ``matrix``. None if the kernel does not support them."""
+    strides, dtypes = _strides(a), (a.dtype, b.dtype)
+    if strides is None or max(a.numel(), b.numel()) > _MOST_ELEMENTS:
+        return None
+    if not (a.dtype in dispatch.KERNEL_DTYPES and b.dtype in dispatch.KERNEL_DTYPES):
+        return None
+    if b.shape[1] > 1 and b.flatten(1).stride(1) != 1:
+        return None
+    rank, channel, place = strides
+    inside, outside = (channel, place) if matrix.is_last else (place, channel)
+    return Pair((a.data_ptr(), b.data_ptr(), len(a), rank, inside, outside, b.stride(0)), dtypes)
 
 
 def _strides(a: Tensor) -> tuple[int, int, int] | None:

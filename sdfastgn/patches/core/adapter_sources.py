@@ -13,7 +13,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["OF_CONV", "Source", "active_adapters", "source_of"]
+__all__ = ["OF_CONV", "Source", "active_adapters", "adapter_of", "is_plain_adapter", "source_of"]
 
 # Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
 # weights, must have the same settings.
@@ -36,7 +36,9 @@ class Source(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        found = [self.weight, self.bias, *(t for pair in self.pairs for t in pair[:3])]
+        found = [self.weight, self.bias]
+        for pair in self.pairs:
+            found += pair[:3]
         return [tensor for tensor in found if tensor is not None]
 
     @property
@@ -55,7 +57,7 @@ class Source(NamedTuple):
             tuple(map(id, tensors)),
             tuple(map(Tensor.data_ptr, tensors)),
             tuple(map(version_of, tensors)),
-            tuple(pair[3] for pair in self.pairs),
+            tuple([pair[3] for pair in self.pairs]),
         )
 
 
@@ -94,14 +96,36 @@ def source_of(layer: nn.Module) -> Source | str:
             return pair
         pairs.append(pair)
     source = Source(base, weight, bias, tuple(pairs))
-    for tensor in source.tensors:
+    return _refusal_of(source.tensors, weight.device) or source
+
+
+def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
+    """Why ``tensors`` cannot be merged into a weight on ``device``; None if they can."""
+    for tensor in tensors:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dispatch.KERNEL_DTYPES:
             return "a weight is not a plain tensor of fp16, bf16 or fp32"
         if tensor.is_inference():
             return "a weight was made in inference mode, so that writes into it are not counted"
-        if tensor.device != weight.device or tensor.device.type == "meta":
+        if tensor.device != device or tensor.device.type == "meta":
             return "its weights are on several devices"
-    return source
+    return None
+
+
+def adapter_of(layer: nn.Module, source: Source, name: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Returns (A, B, bias of B or None) of the adapter ``name``. None if it cannot be merged.
+
+    ``source``: a source of the wrapper ``layer``, perhaps with other adapters.
+    """
+    pair = _pair(layer, type(source.base), name)
+    if isinstance(pair, str) or _refusal_of([t for t in pair[:3] if t is not None], source.weight.device):
+        return None
+    return pair[:3]
+
+
+def is_plain_adapter(own: dict[str, Any], name: str) -> bool:
+    """True if an adapter has no dropout and is no variant of LoRA. ``own``: the wrapper's ``__dict__``."""
+    is_variant = name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name)
+    return not is_variant and type(own["_modules"]["lora_dropout"]._modules.get(name)) is nn.Identity
 
 
 def _pair(layer: nn.Module, kind: Any, name: str) -> Any:

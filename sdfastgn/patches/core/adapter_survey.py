@@ -16,8 +16,11 @@ from sdfastgn.kernels.common.private import expiring, is_expired, version_of
 from sdfastgn.kernels.low_rank.op import LowRankSums
 from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of
 from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
-from sdfastgn.patches.core.merged_weights import read_on, records, rescale, touches, write
+from sdfastgn.patches.core.merged_weights import read_on, records, touches, write_prepared
+from sdfastgn.patches.core.prepared_adapters import PreparedLayer
 
+# Index of the tensors' addresses in the list that ``_objects_now`` returns.
+_ADDRESSES = 3
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -46,27 +49,34 @@ class Survey:
         )
         self.reason = ""
         self._records = [records[layer] for layer in self.layers]
+        self._prepared = list(map(PreparedLayer, self.layers, self._records))
         self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
         self._factor: float | None = None
         self._settings: list[Any] = []
         self._objects: list[Any] = []
+        self._names: list[list[str]] | None = None
         self._sums: LowRankSums | None = None
+        self._places: list[int] = []
 
     @property
     def parameters(self) -> list[Tensor]:
         """The merged weights and biases."""
         return [p for record in self._records for p in record.layer.parameters()]
 
-    def refresh(self, factor: float = 1.0) -> bool:
+    def refresh(self, factor: float = 1.0, compares_later: bool = False) -> bool:
         """Bring all merged weights up to date, in the current stream.
 
         Returns False if the adapters of a layer cannot be merged any more, or if the plain layer that holds
         its merged weights (its stand-in) has another shape, dtype or setting than they need.
 
-        ``factor``: number by which all scales are multiplied.
+        Args:
+            factor: number by which all scales are multiplied.
+            compares_later: True if the caller calls ``has_same_tensors`` before it uses a result that was
+                computed with the merged weights. Then, after a change of settings alone, tensors are not
+                compared here.
         """
         try:
-            return not self.layers or self._refresh(factor)
+            return not self.layers or self._refresh(factor, compares_later)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, LookupError, RuntimeError) as error:
@@ -105,64 +115,88 @@ class Survey:
             and self._objects_now() == self._objects
         )
 
-    def _refresh(self, factor: float) -> bool:
+    def _is_in_place(self) -> bool:
+        """True if no memory of the tensors that merged weights are computed from was freed or replaced."""
+        return (
+            self._factor is not None
+            and not any(map(is_expired, self._storage_ids))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._objects[_ADDRESSES]
+        )
+
+    def _refresh(self, factor: float, compares_later: bool) -> bool:
         for device in self._devices:
             read_on(device)
-        if self._has_same_objects():
+        if self._is_in_place() if compares_later else self._has_same_objects():
             settings = self._settings_now()
             if settings == self._settings and factor == self._factor:
                 return True
-            if self._differ_in_scales(settings):
+            if self._differ_in_adapters(settings):
                 self._factor = None
-                if self._rescale(factor):
-                    self._settings, self._factor = [touches(), *settings[1:]], factor
+                after = self._write(factor, settings)
+                if after is not None:
+                    self._settings, self._factor = [after, *settings[1:]], factor
                     return True
-        self._factor = self._sums = None
+        self._factor = self._names = self._sums = None
         if not self._find():
             return False
-        found = []
-        for layer, record, source in zip(self.layers, self._records, self._sources, strict=True):
-            scaled = source.scaled(factor)
-            if not (records.get(layer) is record and record.fits(scaled)):
-                self.reason = "a layer with an adapter has other memory or settings"
-                return False
-            if record.is_of(scaled):
-                record.wait()  # an eager call may have written the weights in another stream: wait for it
-            else:
-                found.append((layer, scaled))
-        if found:
-            write(found)
-            self._settings[0] = touches()
+        after = self._write(factor)
+        if after is None:
+            self.reason = "another thread has changed its adapters"
+            return False
+        if after == self._settings[0] + 1:  # otherwise other code has changed a weight meanwhile
+            self._settings[0] = after
         self._factor = factor
         return True
 
-    def _differ_in_scales(self, settings: list[Any]) -> bool:
-        """True if nothing but scales differs from the last settings, and all scales are plain numbers."""
-        *others, scales = settings
-        return others == self._settings[:-1] and set(map(type, scales)) <= {float, int}
+    def _differ_in_adapters(self, settings: list[Any]) -> bool:
+        """True if only active adapters and scales differ from the last settings.
 
-    def _rescale(self, factor: float) -> bool:
-        """Writes all merged weights again, with the present scales times ``factor``.
-
-        Nothing but scales may have changed since the last refresh. Returns False, and writes nothing, if
-        another thread has changed a layer meanwhile.
+        False if adapters are fused, or if a scale is not a plain number.
         """
-        if self._sums is None:
-            pairs = zip(self._records, self._sources, strict=True)
-            self._sums = LowRankSums([total for record, source in pairs for total in record.sums(source)])
-            self._names = [active_adapters(own) for own in self._owns]
-            self._have_bias = [
-                [name for name, pair in zip(names, source.pairs, strict=True) if pair[2] is not None]
-                for names, source in zip(self._names, self._sources, strict=True)
-            ]
+        (touched, _, fused, _, kinds, scales), old = settings, self._settings
+        is_same = (touched, fused, kinds) == (old[0], old[2], old[4])
+        return is_same and not any(fused) and set(map(type, scales)) <= {float, int}
+
+    def _write(self, factor: float, settings: list[Any] | None = None) -> int | None:
+        """Writes all merged weights that are outdated, from prepared parts.
+
+        Returns ``touches`` after the write, or its last value if nothing is outdated. Returns None if the
+        parts cannot be combined, or if another thread has changed a layer meanwhile; then nothing was
+        written.
+
+        ``settings``: the present settings, if nothing else has changed since the last refresh.
+        """
+        names = self._names
+        if names is None or settings is None or settings[1:4] != self._settings[1:4]:
+            names = list(map(active_adapters, self._owns))
+        changed = [pair for pair in zip(self._prepared, names, strict=True) if pair[0].names != pair[1]]
+        if changed:
+            self._names = self._sums = None
+            if not all(layer.combine(its_names) for layer, its_names in changed):
+                return None
+        outdated, places = [], []
         flat: list[float] = []
-        scales = []
-        for own, names, have_bias in zip(self._owns, self._names, self._have_bias, strict=True):
-            now = own["scaling"]
-            scales.append(tuple([now[name] * factor for name in names]))
-            flat += scales[-1]
-            flat += [now[name] * factor for name in have_bias]
-        return rescale(self._records, self._sums, scales, flat)
+        for place, (layer, own, its_names) in enumerate(zip(self._prepared, self._owns, names, strict=True)):
+            now, record = own["scaling"], layer.record
+            scales = tuple([now[name] * factor for name in its_names])
+            key = (*layer.key, scales)
+            if record.has_key(key):
+                record.wait()  # an eager call may have written the weights in another stream
+                continue
+            outdated.append((record, key, layer.kept))
+            places.append(place)
+            flat += scales
+            if layer.with_bias:
+                flat += [now[name] * factor for name in layer.with_bias]
+        self._names = names
+        if not outdated:
+            return self._settings[0]
+        if self._sums is None or places != self._places:
+            layers = [self._prepared[place] for place in places]
+            sums = [total for layer in layers for total in layer.sums]
+            self._sums = LowRankSums(sums, [each for layer in layers for each in layer.prepared])
+            self._places = places
+        return write_prepared(outdated, self._sums, flat, None if settings is None else settings[0])
 
     def _find(self) -> bool:
         """Find the sources of all merged weights. Returns False if a layer cannot be merged any more."""
@@ -177,6 +211,18 @@ class Survey:
                 self.reason = f"an adapter cannot be merged any more: {why}"
                 return False
             self._sources.append(source)
+        return self._prepare()
+
+    def _prepare(self) -> bool:
+        """Prepare the parts of all layers. Returns False if a stand-in has other memory or settings."""
+        storages = dict(zip(map(id, self._tensors), self._storages, strict=True))
+        for layer, own, record, source, prepared in zip(
+            self.layers, self._owns, self._records, self._sources, self._prepared, strict=True
+        ):
+            if not (records.get(layer) is record and record.fits(source)):
+                self.reason = "a layer with an adapter has other memory or settings"
+                return False
+            prepared.update(source, active_adapters(own), storages)
         return True
 
     def _look(self) -> None:
@@ -190,7 +236,7 @@ class Survey:
         self._children = [own["_modules"] for own in owns] + parts
         self._running = running
         self._dicts = list(map(vars, running))
-        self._hooks = [vars(module)[name] for module in running for name in _HOOKS]
+        self._hooks = list(chain.from_iterable(map(_hooks_of, self._dicts)))
         self._parameters = [module._parameters for module in (*bases, *adapters)]
         self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
         self._tensors = [t for part in self._parameters for t in part.values() if t is not None]
@@ -233,6 +279,7 @@ class Survey:
         ]
 
 
+_hooks_of = itemgetter(*_HOOKS)
 _disabled_of = itemgetter("_disable_adapters")
 _fused_of = itemgetter("merged_adapters")
 _active_of = itemgetter("_active_adapter")

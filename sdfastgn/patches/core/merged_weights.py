@@ -57,8 +57,8 @@ class Record:
         self.layer = _stand_in(source)
         self.device = source.weight.device
         self.key: tuple[Any, ...] | None = None
-        self._tensors: list[Tensor] = []
-        self._storages: list[StorageWeakRef] = []
+        self._tensors: Sequence[Tensor] = ()
+        self._storages: Sequence[StorageWeakRef] = ()
         self._places: tuple[Any, ...] = ()
         self._written: tuple[int, Any] = (0, None)
 
@@ -81,11 +81,7 @@ class Record:
 
     def is_of(self, source: Source) -> bool:
         """True if the merged weight was computed from the present values of ``source``."""
-        return (
-            self.key is not None
-            and self.key == source.key(source.tensors)
-            and not any(map(is_expired, map(expiring, self._storages)))
-        )
+        return self.key is not None and self.has_key(source.key(source.tensors))
 
     def sums(self, source: Source) -> Iterator[Sum]:
         """Yields the sums that ``add_low_rank`` must compute for the merged weight and bias."""
@@ -111,13 +107,18 @@ class Record:
         self._written = written
         self.key = key
 
-    def note_scales(self, key: tuple[Any, ...], scales: tuple[float, ...], written: tuple[int, Any]) -> None:
-        """Record that the stand-in's weights were computed again with new ``scales`` and the same tensors.
+    def note_prepared(self, key: tuple[Any, ...], kept: Any, written: tuple[int, Any]) -> None:
+        """Record that the stand-in was computed from prepared tensors (``prepared_adapters.py``).
 
-        ``key``: the former ``self.key``. ``written``: as in ``note``.
+        ``key``: ``Source.key``. ``kept``: (tensors, their storages), in the order of ``key``.
         """
-        self._written = written
-        self.key = (*key[:3], scales)
+        self._places, self._written = key[:2], written
+        self._tensors, self._storages = kept
+        self.key = key
+
+    def has_key(self, key: tuple[Any, ...]) -> bool:
+        """True if the merged weight was computed from ``key``, and no memory of then was freed since."""
+        return self.key == key and not any(map(is_expired, map(expiring, self._storages)))
 
     def wait(self) -> None:
         """Make the current stream wait until the weights are written, and record that it reads them.
@@ -186,32 +187,35 @@ def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
     return made
 
 
-def rescale(
-    those: Sequence[Record], sums: LowRankSums, scales: Sequence[tuple[float, ...]], flat: Sequence[float]
-) -> bool:
-    """Writes merged weights again, in the current stream, after only the scales of adapters have changed.
-
-    Returns False, and writes nothing, if another thread has marked one of the records as outdated.
+def write_prepared(
+    those: Sequence[tuple[Record, tuple[Any, ...], Any]],
+    sums: LowRankSums,
+    scales: Sequence[float],
+    expected: int | None = None,
+) -> int | None:
+    """Compute merged weights from prepared parts (``prepared_adapters.py``), in the current stream.
 
     Args:
-        those: the records of all layers of a ``Survey``.
-        sums: the sums that ``Record.sums`` yields for these records, in the same order.
-        scales: the new scales of each record's source.
-        flat: the new scales of all factors in ``sums``, in their order.
+        those: the records, each with the arguments ``key`` and ``kept`` of ``Record.note_prepared``.
+        sums: the sums for all merged weights and biases of these records.
+        scales: the scales of all factors in ``sums``, in their order.
+        expected: the result of ``touches`` when the parts were found to be valid; None to write anyway.
+
+    Returns ``touches`` after this write; None, if nothing was written because ``touches`` is not as expected.
     """
-    devices = dict.fromkeys([record.device for record in those])
+    devices = dict.fromkeys([record.device for record, _, _ in those])
     with changing:
-        keys = [record.key for record in those if record.key is not None]
-        if len(keys) < len(those):
-            return False
+        if expected not in (None, _touches):
+            return None
         with _writing(devices):
-            for record in those:
-                record.key = None  # the weights count as outdated until ``note_scales`` is called
-            sums.compute(flat)
+            after = _touches
+            for record, _, _ in those:
+                record.key = None  # invalid until ``note_prepared``
+            sums.compute(scales)
             written = {device: _written_now(device) for device in devices}
-            for record, key, own_scales in zip(those, keys, scales, strict=True):
-                record.note_scales(key, own_scales, written[record.device])
-    return True
+            for record, key, kept in those:
+                record.note_prepared(key, kept, written[record.device])
+    return after
 
 
 @contextmanager

@@ -93,14 +93,17 @@ class _Current(NamedTuple):
     survey: Survey
     scale: LoraScale
 
-    def refresh(self, watch: Watch | None = None) -> bool:
+    def refresh(self, watch: Watch | None = None, *, compares_later: bool = False) -> bool:
         """Write new merged weights, and new values of ``watch.factors``, into the memory that graphs read.
 
         Returns False if the graphs cannot be used any more (``Survey.refresh`` and ``Factors.refresh`` say
         when).
+
+        ``compares_later``: as in ``Survey.refresh``.
         """
         with self.backend.ordered():
-            return self.survey.refresh(self.scale.factor) and (watch is None or watch.factors.refresh())
+            is_merged = self.survey.refresh(self.scale.factor, compares_later)
+            return is_merged and (watch is None or watch.factors.refresh())
 
 
 class GraphedForward(InstanceEntry):
@@ -353,7 +356,7 @@ class GraphedForward(InstanceEntry):
         if graph is None or watch is None or not watch.is_in_place():
             return None
         is_current = survey.has_same_settings(current.scale.factor) and watch.factors.are_written()
-        if not (is_current or current.refresh(watch)):
+        if not (is_current or current.refresh(watch, compares_later=True)):
             return None
         output = graph.run(current.call, current.backend)
         return output if survey.has_same_tensors() and watch.unchanged(current.module) else None

@@ -52,7 +52,7 @@ class Flags(Survey):
     def has_same_tensors(self) -> bool:
         return list(map(_requires_grad_of, self._parameters)) == self._flags and not any(self._hooks)
 
-    def refresh(self, factor: float = 1.0) -> bool:
+    def refresh(self, factor: float = 1.0, compares_later: bool = False) -> bool:
         if any(self._hooks):
             self.reason = "a module has backward hooks"
         elif not self.has_same_tensors():

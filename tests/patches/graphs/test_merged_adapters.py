@@ -127,7 +127,7 @@ def test_a_switch_keeps_the_graph(name, device, monkeypatch):
     SWITCHES[name](unet), SWITCHES[name](stock)
     expected = run(stock, inputs)
     with monkeypatch.context() as unrefreshed:  # so that this test can fail
-        unrefreshed.setattr(adapter_survey.Survey, "refresh", lambda self, factor: True)
+        unrefreshed.setattr(adapter_survey.Survey, "refresh", lambda self, *args: True)
         assert (run(unet, inputs) - expected).abs().max() > 2e-3
     for _ in range(2):
         agree(run(unet, inputs), expected)
@@ -190,6 +190,64 @@ def test_new_scales_alone_look_at_no_layer_again(monkeypatch):
         through_data(model)
     same_results(unet, stock, inputs, 2)
     assert looked
+
+
+def test_known_adapters_are_switched_before_any_layer_is_looked_at(monkeypatch):
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    for names in (["a"], ["b"], ["a", "b"]):
+        for model in (unet, stock):
+            weights(names, [0.5] * len(names))(model)
+        same_results(unet, stock, inputs, 2)
+    order = []
+    for owner, name in ((Graph, "run"), (adapter_survey.Survey, "_objects_now")):
+        method = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, name=name, method=method: order.append(name) or method(*args)
+        )
+    for names, factor in ((["b"], 1.0), (["a"], 1.0), (["b", "a"], 0.5), (["b", "a"], -0.25), (["a"], 2.0)):
+        for model in (unet, stock):
+            weights(names, [0.7, -0.3][: len(names)])(model)
+        values = {**inputs, "cross_attention_kwargs": {"scale": factor}}
+        agree(run(unet, values), run(stock, values))
+        assert order == ["run", "_objects_now"]
+        order.clear()
+
+
+@pytest.mark.parametrize("name", ["written", "other-memory", "same-address", "replaced", "third", "deleted"])
+def test_a_switch_together_with_another_change(name):
+    """New adapters are merged before tensors are compared, and again if these have changed too."""
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    for model in (unet, stock):
+        SWITCHES[name](model)
+        weights(["b"], [0.5])(model)
+    same_results(unet, stock, inputs, 2)
+    for model in (unet, stock):
+        weights(["b"] if name == "deleted" else ["a", "b"], [0.5, 0.7][: 1 + (name != "deleted")])(model)
+    same_results(unet, stock, inputs, 2)
+    assert (state(unet).captured, state(unet).last_change) == (1, "")
+
+
+def drop_out(unet):
+    for wrapper in wrappers(unet):
+        if "b" in wrapper.lora_A:
+            wrapper.lora_dropout["b"] = torch.nn.Dropout(0.5)
+
+
+def test_an_inactive_adapter_that_cannot_be_merged_any_more():
+    unet, _, inputs = make()
+    two(unet)
+    weights(["b"], [0.5])(unet)
+    run(unet, inputs), run(unet, inputs)
+    weights(["a"], [0.5])(unet)
+    run(unet, inputs)
+    layers = sdfastgn.report(unet).merged[0].layers
+    drop_out(unet)
+    weights(["b"], [0.5])(unet)
+    run(unet, inputs), run(unet, inputs)
+    assert not sdfastgn.report(unet).merged or sdfastgn.report(unet).merged[0].layers < layers
 
 
 def test_tensors_are_compared_while_the_graph_runs(monkeypatch):
