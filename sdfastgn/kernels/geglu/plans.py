@@ -27,12 +27,13 @@ class GegluPlan:
     It has one program for each tile of y.
     """
 
-    __slots__ = ("launch", "shape")
+    __slots__ = ("launch", "shape", "strides")
 
     def __init__(self, call: GegluCall) -> None:
         x = call.x
         D = x.shape[-1] // 2
         self.shape = (*x.shape[:-1], D)
+        self.strides = torch.empty(self.shape, device="meta").stride()
         rows = x.numel() // (2 * D)
         x_stride = row_stride(x) or 2 * D
         config = forward_config(rows, D, vector_width(x.itemsize, D, x_stride), x_stride)
@@ -45,7 +46,7 @@ class GegluPlan:
     def run(self, call: GegluCall) -> Tensor:
         """Launch the kernel, and return y (..., D)."""
         x, bias = call
-        y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+        y = x.new_empty_strided(self.shape, self.strides)  # in less CPU time than ``torch.empty``
         self.launch.run(x, bias, y)
         return y
 

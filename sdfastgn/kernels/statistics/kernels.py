@@ -308,11 +308,11 @@ class StatisticsLaunch:
         config: how x is divided into chunks. By default ``statistics_config`` chooses it.
 
     Attributes:
-        shape: the statistics' shape, (2, N, P, C).
+        shape, strides: those of the statistics, which are (2, N, P, C) and contiguous.
         chunks: P, the number of chunks.
     """
 
-    __slots__ = ("_launch", "chunks", "shape")
+    __slots__ = ("_launch", "chunks", "shape", "strides")
 
     def __init__(
         self,
@@ -332,6 +332,7 @@ class StatisticsLaunch:
         )
         self.chunks = config.chunks
         self.shape = (2, N, config.chunks, C)
+        self.strides = (N * config.chunks * C, config.chunks * C, C, 1)
         pdl = gpu.has_programmatic_launch(x.device)
         loops = config.rows > config.tile_rows
         even = not tail and is_even(config, C, HW, channels_last)

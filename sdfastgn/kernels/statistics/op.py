@@ -87,7 +87,7 @@ def statistics_kernel(x: Tensor) -> Tensor:
     launch = _launches.get(key)
     if launch is None:
         launch = _launches[key] = _new_launch(x, is_channels_last(x))
-    statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device)
+    statistics = x.new_empty_strided(launch.shape, launch.strides, dtype=torch.float32)
     launch(x, statistics)
     return statistics
 
@@ -132,7 +132,7 @@ def add_kernel(
         launch = _new_launch(x, is_channels_last(x), producer=True, **options)
         _launches[key] = launch
     y = torch.empty_like(x) if out is None else out
-    statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None
+    statistics = x.new_empty_strided(launch.shape, launch.strides, dtype=torch.float32) if emits else None
     launch(x, statistics, residual=residual, bias=bias, factors=factors, y=y)
     return y, statistics
 
@@ -148,7 +148,7 @@ def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any
         launch = _launches[key] = _new_launch(a, True, tail=b.shape[1], producer=True)
     N, C, *spatial = a.shape
     y = empty_laid_out(a, (N, C + b.shape[1], *spatial), True)
-    statistics = torch.empty(launch.shape, dtype=torch.float32, device=a.device) if emits else None
+    statistics = a.new_empty_strided(launch.shape, launch.strides, dtype=torch.float32) if emits else None
     launch(a, statistics, tail=b, y=y)
     return y, statistics
 
