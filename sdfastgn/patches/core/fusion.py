@@ -217,12 +217,13 @@ def is_unhooked(*modules: nn.Module) -> bool:
     into a module's ``__dict__``. Fused code checks this at each call, because hooks may be added at any time.
     """
     for module in modules:
+        own = module.__dict__  # in two thirds of the CPU time of reading the attributes
         if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or ("forward" in module.__dict__ and has_foreign_forward(module))
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or ("forward" in own and has_foreign_forward(module))
         ):
             return False
     return not has_any_global_hook()

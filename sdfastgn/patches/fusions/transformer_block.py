@@ -69,12 +69,11 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 added_cond_kwargs,
             )
         attn1, is_autocast = layer_of(self, "attn1"), dispatch.is_autocast(hidden_states)
-
-        def readers(module: Any) -> Sequence[Any] | None:
-            return _readers_of(module) if is_autocast else None
-
+        norm1 = layer_of(self, "norm1")
         h = attn1(
-            rounded(norm, layer_of(self, "norm1"), hidden_states, readers=readers(attn1)),
+            rounded(norm, norm1, hidden_states, readers=_readers_of(attn1))
+            if is_autocast
+            else norm(norm1, hidden_states),
             encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
             attention_mask=attention_mask,
             **options,
@@ -86,14 +85,18 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, groups)
         if attn2 is not None:
             norm2 = layer_of(self, "norm2")
-            h, hidden_states = rounded(add_norm, norm2, h, hidden_states, readers=readers(attn2))
+            if is_autocast:
+                h, hidden_states = rounded(add_norm, norm2, h, hidden_states, readers=_readers_of(attn2))
+            else:
+                h, hidden_states = add_norm(norm2, h, hidden_states)
             h = attn2(
                 h,
                 encoder_hidden_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 **options,
             )
-        return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, readers=readers(ff))
+        readers = _readers_of(ff) if is_autocast else None
+        return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, readers=readers)
 
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """The vector that ``attn2`` adds to each token if the context is a single token, (N, dim).
