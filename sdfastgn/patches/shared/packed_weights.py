@@ -106,15 +106,21 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
 def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
     """One tensor that covers all ``parts``; None if they are not side by side in ``allocation``."""
     first = parts[0]
-    dtype, columns = first.dtype, first.shape[1:]
+    dtype, shape, size = first.dtype, first.shape, first.nbytes
+    columns = shape[1:]
     start = end = first.data_ptr()
     rows = 0
     for part in parts:
-        shape = part.shape
-        if part.data_ptr() != end or part.dtype != dtype or shape[1:] != columns or not part.is_contiguous():
+        if part.data_ptr() != end or part.dtype != dtype or not part.is_contiguous():
             return None
-        end += part.nbytes
-        rows += shape[0]
+        own = part.shape
+        if own == shape:  # mostly; slices of shapes take more CPU time
+            end += size
+        elif own[1:] == columns:
+            end += part.nbytes
+        else:
+            return None
+        rows += own[0]
     offset = start - allocation.data_ptr()
     if first.device != allocation.device or offset < 0 or offset + end - start > allocation.nbytes():
         return None
