@@ -203,6 +203,11 @@ def is_alone(tensor: Tensor) -> bool:
     return _use_count(storage._cdata) == _UNSHARED
 
 
+def refers_to(reference: StorageWeakRef, tensor: Tensor) -> bool:
+    """True if ``reference`` refers to the present storage of ``tensor``."""
+    return reference.cdata == tensor.untyped_storage()._cdata
+
+
 def revived(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage that ``reference`` refers to. None if it is freed, or if this PyTorch cannot find it."""
     return None if _new_with_weak_ptr is None else _new_with_weak_ptr(reference.cdata)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.kernels.common.private import expiring, is_expired, version_of
+from sdfastgn.kernels.common.private import expiring, is_expired, refers_to, version_of
 from sdfastgn.kernels.low_rank.op import LowRankSums
 from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of
 from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
@@ -51,6 +51,8 @@ class Survey:
         self._records = [records[layer] for layer in self.layers]
         self._prepared = list(map(PreparedLayer, self.layers, self._records))
         self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
+        self._tensors: list[Tensor] = []
+        self._storages: list[StorageWeakRef] = []
         self._factor: float | None = None
         self._settings: list[Any] = []
         self._objects: list[Any] = []
@@ -239,10 +241,13 @@ class Survey:
         self._hooks = list(chain.from_iterable(map(_hooks_of, self._dicts)))
         self._parameters = [module._parameters for module in (*bases, *adapters)]
         self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
-        self._tensors = [t for part in self._parameters for t in part.values() if t is not None]
+        # References that are still right are kept, because making and freeing one takes a microsecond.
+        known = dict(zip(map(id, self._tensors), self._storages, strict=True))
+        tensors = [t for part in self._parameters for t in part.values() if t is not None]
         # Keeps the objects alive, so that no other object gets their ids.
         self._kept = [child for children in self._children for child in children.values()]
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
+        storages = [_storage_of(tensor, known.get(id(tensor))) for tensor in tensors]
+        self._tensors, self._storages = tensors, storages
         self._storage_ids = list(map(expiring, self._storages))
         self._settings, self._objects = self._settings_now(), self._objects_now()
 
@@ -277,6 +282,12 @@ class Survey:
             list(map(len, self._dicts)),
             any(self._hooks),
         ]
+
+
+def _storage_of(tensor: Tensor, known: StorageWeakRef | None) -> StorageWeakRef:
+    """A weak reference to the storage of ``tensor``: ``known`` if that is one."""
+    is_right = known is not None and refers_to(known, tensor)
+    return known if is_right else StorageWeakRef(tensor.untyped_storage())  # type: ignore[return-value]
 
 
 _hooks_of = itemgetter(*_HOOKS)

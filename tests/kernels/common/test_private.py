@@ -102,6 +102,8 @@ def test_memory(names):
     reference = StorageWeakRef(tensor.untyped_storage())
     found = names.revived(reference)
     assert found is None if names is not private else found.data_ptr() == tensor.data_ptr()
+    assert names.refers_to(reference, view)
+    assert not names.refers_to(reference, view.clone())
     held = names.expiring(reference)
     assert not names.is_expired(held)
     del tensor, view, found

@@ -232,7 +232,7 @@ def test_a_switch_together_with_another_change(name):
 
 def drop_out(unet):
     for wrapper in wrappers(unet):
-        if "b" in wrapper.lora_A:
+        if "b" in wrapper.lora_dropout:  # a read of ``lora_A`` would make the next call look at all layers
             wrapper.lora_dropout["b"] = torch.nn.Dropout(0.5)
 
 
