@@ -417,8 +417,10 @@ class CudaBackend:
     def has_room(self) -> bool:
         # The cache of PyTorch's allocator does not count as free here. But it is nearly empty, because
         # ``capture`` has just emptied it.
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free >= self.memory()
+        free, total = torch.cuda.mem_get_info(self._device)
+        # ``torch.cuda.set_per_process_memory_fraction`` may limit what this process may take.
+        allowed = torch.cuda.get_per_process_memory_fraction(self._device) * total
+        return min(free, allowed - torch.cuda.memory_reserved(self._device)) >= self.memory()
 
 
 def pool_sizes() -> Counter[tuple[int, ...]]:

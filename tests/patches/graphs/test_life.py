@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sdfastgn
-from sdfastgn.patches.graphs.capture import pool_sizes
+from sdfastgn.patches.graphs.capture import CudaBackend, pool_sizes
 from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
 from tests.patches.samples import each_copy, pickled
@@ -173,3 +173,17 @@ def test_a_thread_that_has_not_run_the_call_runs_it_before_the_capture(same, for
         thread.start(), thread.join()
     assert len(calls) == forwards
     assert state(unet).captured == 1
+
+
+@pytest.mark.parametrize(("fraction", "room"), [(1.0, True), (0.5, False)])
+def test_room_for_a_graph_is_what_the_process_may_still_take(fraction, room, monkeypatch):
+    backend = object.__new__(CudaBackend)
+    backend._device = torch.device("cuda", 0)
+    monkeypatch.setattr(backend, "memory", lambda: 10)
+    for name, value in (
+        ("mem_get_info", (60, 100)),
+        ("get_per_process_memory_fraction", fraction),
+        ("memory_reserved", 45),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert backend.has_room() is room
