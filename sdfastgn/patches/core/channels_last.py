@@ -28,7 +28,7 @@ from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import remove_hooks
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, moved, unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
 
 __all__ = [
@@ -141,6 +141,7 @@ class _Apply(InstanceEntry):
                 # chosen another layout since, with ``.to(memory_format=...)``.
                 if _STOCK_LAYOUT not in vars(module):
                     _convert(module)
+            moved(root)
         return root
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
+__all__ = ["GUARDS", "InstanceEntry", "guard", "moved", "unguard"]
 
 
 class InstanceEntry:
@@ -35,6 +35,9 @@ class InstanceEntry:
         if module is None:
             raise ReferenceError(f"sdfastgn: the module of this {type(self).__name__} is gone")
         return module
+
+    def moved(self) -> None:
+        """Called after ``.to()`` or a similar method of the module, or of one that contains it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module,)
@@ -64,6 +67,14 @@ class _State(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(self.whole, memo)
+
+
+def moved(root: nn.Module) -> None:
+    """Call ``moved`` of all entries in ``root``."""
+    for module in root.modules():
+        for value in list(vars(module).values()):
+            if isinstance(value, InstanceEntry):
+                value.moved()
 
 
 class _GetState(InstanceEntry):

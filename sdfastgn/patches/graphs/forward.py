@@ -236,6 +236,7 @@ class GraphedForward(InstanceEntry):
         except torch.OutOfMemoryError:
             reason = NO_MEMORY
             self._give_memory_back()
+            self._policy.pause_without_memory()  # also if there were no graphs to drop
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
@@ -257,6 +258,20 @@ class GraphedForward(InstanceEntry):
         with backend.lock:
             self._policy.forget_kinds()
             return self._store.clear()
+
+    def moved(self) -> None:
+        """Drop the graphs if the weights are elsewhere now. So other models have the memory at once."""
+        if self.training is not None:
+            self.training.moved()
+        store = self._store
+        if store.backend is None:
+            return
+        with store.backend.lock:
+            watch = store.watch
+            if watch is not None and len(store) and not watch.is_in_place():
+                self._policy.model_changed(store.replays_of_state)
+                self._policy.last_change = watch.what_changed(self.module)
+                self.clear()
 
     @property
     def _unwatched(self) -> frozenset[str]:
@@ -370,6 +385,7 @@ class GraphedForward(InstanceEntry):
         module, forward, call, backend, key = current[:5]
         store, policy = self._store, self._policy
         self._check_model(current)
+        policy.follow(module)
         graph = store.find(key)
         if graph is not None:
             return graph.run(call, backend)

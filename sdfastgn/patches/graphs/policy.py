@@ -10,6 +10,9 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from sdfastgn.patches.graphs.arguments import Unsupported
 
 __all__ = ["NO_MEMORY", "Policy"]
@@ -20,7 +23,8 @@ NO_MEMORY = "memory was short"
 _MAX_REMEMBERED = 64
 # Number of replays after which a capture has saved more time than it took.
 _WORTHWHILE = 3
-# Length of the longest pause: number of calls that run eagerly.
+# Number of calls that run eagerly in the longest pause after changes of the model, and in the first pause
+# after memory was short.
 _MAX_PAUSE = 256
 
 
@@ -34,7 +38,10 @@ class Policy:
         last_change: the last change of the model that made its graphs invalid; empty if there was none.
     """
 
-    __slots__ = ("_pause", "_refused", "_rehearsed", "_short_lives", "_threads", "last_change")
+    __slots__ = (
+        "_pause", "_refused", "_rehearsed", "_short_lives", "_short_memory", "_storage", "_threads",
+        "last_change",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         # Kind of call -> the thread that made its first call. Removed when a call of this kind is captured.
@@ -44,6 +51,8 @@ class Policy:
         self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
         # How many times in a row the model changed before its captures saved any time.
         self._short_lives = 0
+        self._short_memory = 0  # how many times memory was short
+        self._storage: StorageWeakRef | None = None  # memory of the first weight
         self.last_change = ""
 
     # ---- pauses
@@ -59,8 +68,15 @@ class Policy:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 
     def pause_without_memory(self) -> None:
-        """Begin the longest pause, because memory is short and the graphs were dropped."""
-        self._pause = (_MAX_PAUSE, NO_MEMORY)
+        """Begin a pause of 256 calls, because memory is short. Does nothing within such a pause.
+
+        Each further such pause is twice as long. So a model whose graphs never fit is captured less and less
+        often.
+        """
+        if self._pause[0] and self._pause[1] == NO_MEMORY:
+            return
+        self._pause = (_MAX_PAUSE << self._short_memory, NO_MEMORY)
+        self._short_memory += 1
 
     def check_pause(self) -> None:
         """During a pause, count this call and raise Unsupported with the reason; else do nothing."""
@@ -75,6 +91,16 @@ class Policy:
         """Forget which kinds of calls were made before, and which were refused: the model has changed."""
         self._threads.clear()
         self._refused.clear()
+
+    def follow(self, module: nn.Module) -> None:
+        """Forget all kinds if the weights of ``module`` were moved since the last call of this method.
+
+        So weights that are moved before each call, as ``enable_model_cpu_offload`` does, are not captured.
+        """
+        if self._storage is not None and self._storage.expired():
+            self.forget_kinds()
+        weight = next((each for each in module.parameters() if type(each) is nn.Parameter), None)
+        self._storage = None if weight is None else StorageWeakRef(weight.untyped_storage())
 
     def is_new(self, key: Any) -> bool:
         return key not in self._threads

@@ -12,9 +12,14 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sdfastgn
+from sdfastgn.models.architectures import build_vae
+from sdfastgn.patches.graphs.arguments import Unsupported
 from sdfastgn.patches.graphs.capture import CudaBackend, pool_sizes
+from sdfastgn.patches.graphs.install import install
+from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
+from tests.patches.graphs.tape import TapeBackend
 from tests.patches.samples import each_copy, pickled
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -173,6 +178,87 @@ def test_a_thread_that_has_not_run_the_call_runs_it_before_the_capture(same, for
         thread.start(), thread.join()
     assert len(calls) == forwards
     assert state(unet).captured == 1
+
+
+# ---- little memory
+
+
+def moved(model):
+    """As a model that waits on the CPU between two images: other memory, the same values."""
+    model.to(torch.float64).to(torch.float32)
+
+
+def test_weights_that_are_moved_before_each_call_are_not_captured():
+    backend = TapeBackend()
+    unet, stock, inputs = make(backend=backend)
+    for _ in range(4):
+        agree(run(unet, inputs), run(stock, inputs))
+        moved(unet)
+    assert backend.captures == 0
+    run(unet, inputs, calls=2)
+    assert backend.captures == 1
+
+
+def test_weights_that_move_take_their_graphs_with_them():
+    """Other models need the memory at once, not only at the next call of this model."""
+    unet, stock, inputs = make()
+    run(unet, inputs, calls=3)
+    unet.to("cpu")
+    assert state(unet).alive == 1  # nothing has moved
+    moved(unet)
+    assert (state(unet).alive, state(unet).dropped) == (0, 1)
+    assert "has other memory" in state(unet).last_change
+    agree(run(unet, inputs), run(stock, inputs))
+
+
+def test_a_part_that_moves_with_its_whole_drops_its_graphs():
+    """In an autoencoder, only the decoder has graphs."""
+    vae = sdfastgn.optimize(build_vae("tiny", torch.float32, "cpu"))
+    install(vae.decoder, "auto", TapeBackend())
+    latents = torch.randn(1, 4, 4, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            vae.decode(latents)
+    graphs = vae.decoder.forward
+    assert graphs.alive == 1
+    moved(vae)
+    assert graphs.alive == 0
+
+
+def test_a_capture_that_runs_out_of_memory_is_not_tried_again_and_again(monkeypatch):
+    """Not even if there is no graph to drop, and the call before the capture runs out of memory too."""
+    unet, stock, inputs = make(backend=(backend := TapeBackend()))
+    forward, short = UNet2DConditionModel.forward, []
+
+    def capture(fn, pool=None):
+        backend.captures += 1
+        short.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def once_short(self, *args, **kwargs):
+        if short:
+            short.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(backend, "capture", capture)
+    expected = run(stock, inputs)
+    monkeypatch.setattr(UNet2DConditionModel, "forward", once_short)
+    for _ in range(4):
+        agree(run(unet, inputs), expected)
+    assert backend.captures == 1
+    assert state(unet).eager[NO_MEMORY] == 3
+
+
+def test_a_pause_without_memory_is_twice_as_long_each_time():
+    policy = Policy()
+    for length in (256, 512, 1024):
+        policy.pause_without_memory()
+        policy.pause_without_memory()  # as for a model whose graph was dropped with those of others
+        for _ in range(length):
+            with pytest.raises(Unsupported, match=NO_MEMORY):
+                policy.check_pause()
+        policy.check_pause()
 
 
 @pytest.mark.parametrize(("fraction", "room"), [(1.0, True), (0.5, False)])
