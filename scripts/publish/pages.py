@@ -25,9 +25,11 @@ from scripts.publish.tables.end_to_end import (
     stable_fast_markdown,
 )
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
+from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.pipelines import comfyui_markdown, comfyui_vaes_markdown, warm_up_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
+from scripts.publish.tables.serving import serving_load_markdown
 from scripts.publish.tables.tiled_decode import tiled_decode_markdown
 from sdfastgn.bench.documents import read_json
 from sdfastgn.bench.kernels.suite import INFERENCE
@@ -37,8 +39,8 @@ from sdfastgn.bench.tables.plots import plot_reason
 # The pages whose tables this script renews. The card on the Hub has tables too: scripts/build_hub_kernels.py
 # fills them.
 PAGES = (
-    "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md", "docs/stable-fast.md",
-    "docs/comfyui.md",
+    "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md", "docs/serving.md",
+    "docs/stable-fast.md", "docs/comfyui.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
@@ -55,6 +57,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "video": video_markdown,
     "adapters": adapters_markdown,
     "tiled_decode": tiled_decode_markdown,
+    "memory": memory_markdown,
+    "serving_load": serving_load_markdown,
     "kernels": inference_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},
 }

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from scripts.publish import serving_load
+from scripts.publish.pages import TABLES
 from sdfastgn.bench import documents
 from sdfastgn.bench.workload import BenchConfig
+from tests.bench.tables.cases import SOURCE, save
 from tests.command_line import exit_code_of
 
 CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
@@ -64,3 +66,20 @@ def test_a_server_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for row in content["rows"]:
         assert 0 < row["p50_s"] <= row["p99_s"]
         assert row["requests_s"] > 0
+
+
+def test_the_table_has_stock_beside_ours(tmp_path: Path) -> None:
+    rows = [
+        serving_load.LoadRow("eager", 1, 48, 1.25, 0.8, 0.9),
+        serving_load.LoadRow("eager", 4, 48, 4.0, 1.0, 1.5),
+        serving_load.LoadRow("sdfastgn", 1, 48, 5.0, 0.2, 0.25),
+        serving_load.LoadRow("sdfastgn", 4, 48, status=documents.WRONG, reason="PSNR"),
+    ]
+    part = {"model": "sd15", "size": 512, "steps": 30, "dtype": "fp16"}
+    save(tmp_path, "a.json", "serving", rows, config={"parts": [part], "requests": 48})
+    lines = TABLES["serving_load"](tmp_path).splitlines()
+    assert lines[2:4] == [
+        "| 1 | 1.25 | 0.8 | 0.9 | 5 | 0.2 | 0.25 | 4.00x |",
+        f"| 4 | 4 | 1 | 1.5 | {documents.WRONG} | - | - | - |",
+    ]
+    assert lines[-1] == f"SD1.5 512², 30 steps, fp16; 48 requests for each number of clients. {SOURCE}"

@@ -1,0 +1,246 @@
+"""Measure the peak memory of whole pipelines, and draw images with little memory, stock and optimized.
+
+python -m scripts.publish.memory --json benchmarks/by_hand/memory.json
+
+The pipelines have random weights. There are two measurements:
+
+- Peak memory without a limit. Each pipeline runs in a fresh process. Several of these processes run at the
+  same time, so these rows' times are not comparable.
+- Times under limits of the memory that PyTorch may reserve (``torch.cuda.set_per_process_memory_fraction``),
+  in one process. Under the smallest limit, and where stock cannot draw, images are also drawn after
+  ``enable_model_cpu_offload``.
+
+Weights are loaded before the limit is set. If they alone exceed it, the first image fails.
+``cudnn.benchmark`` is off, as PyTorch's default is, so cuDNN does not try several algorithms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sdfastgn
+from scripts.publish.runs import in_a_process, release_memory
+from scripts.publish.tables.memory import KIND, MemoryRow
+from sdfastgn.bench import documents, gate, timing
+from sdfastgn.bench import workload as workloads
+from sdfastgn.bench.environment import environment
+from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.cli.session import exit_code
+from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.models.configurations import VAES
+
+LIMITS_GIB = (6.0, 8.0, 12.0, 16.0)
+BATCHES = (1, 4)
+STEPS = 4
+# Number of calls of a pipeline. The first one makes no graph of the autoencoder, the second captures it.
+IMAGES = 3
+# Number of processes that measure peak memory at the same time. Those with large batches must fit together.
+AT_ONCE = {1: 4, 4: 2}
+# (pipeline, True if its autoencoder is converted to fp32 for each decode).
+PIPELINES = (("sdxl", True), ("sd15", False), ("sdxl", False))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the measurement. The fields are those of ``MemoryRow``."""
+
+    model: str
+    upcasts: bool
+    batch: int
+    is_optimized: bool
+
+
+def config_of(case: Case, device: str) -> BenchConfig:
+    dtype = "fp16" if torch.device(device).type == "cuda" else "fp32"
+    size = VAES[case.model]["sample_size"]
+    return BenchConfig(case.model, "pipeline", size, case.batch, dtype, device, repeats=1, steps=STEPS)
+
+
+def row_of(case: Case) -> MemoryRow:
+    size = VAES[case.model]["sample_size"]
+    return MemoryRow(case.model, case.upcasts, size, case.batch, case.is_optimized)
+
+
+def drawn(row: MemoryRow, pipe: Any, call: Callable[[], Any], device: torch.device) -> tuple[MemoryRow, Any]:
+    """Calls a pipeline ``IMAGES`` times. Returns (``row`` with the times and the memory, the last images).
+
+    If a call fails, the row has the reason, and the images are None.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, images = [], None
+    try:
+        for _ in range(IMAGES):
+            took, images = timing.time_once(call, device)
+            seconds.append(took)
+    except Exception as error:  # cuDNN and cuBLAS raise errors of other classes if they get no memory
+        row, images = replace(row, status=documents.FAILED, reason=one_line(error)), None
+    else:
+        most = (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
+        mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
+        row = replace(row, image_s=seconds, reserved_mib=mib[0], allocated_mib=mib[1])
+    graphs = sdfastgn.report(pipe).graphs
+    counts = [sum(getattr(each, name) for each in graphs) for name in ("captured", "dropped")]
+    return replace(row, captured=counts[0], dropped=counts[1]), images
+
+
+# ---- peak memory without a limit
+
+
+def peak(case: Case, device: str) -> MemoryRow:
+    """Measures the peak memory of one pipeline in this process, which must be a new one."""
+    workload = workloads.build_pipeline(config_of(case, device))
+    pipe = workload.target
+    pipe.vae.register_to_config(force_upcast=case.upcasts)
+    if case.is_optimized:
+        sdfastgn.optimize(pipe)
+    release_memory()
+    return drawn(row_of(case), pipe, workload.call, torch.device(device))[0]
+
+
+def peaks(
+    pipelines: Sequence[tuple[str, bool]], device: str, is_late: Callable[[], bool]
+) -> Iterator[MemoryRow]:
+    """Yields the row of each pipeline, batch, stock and optimized, as soon as it is measured."""
+
+    def measured(case: Case) -> MemoryRow | None:
+        if is_late():
+            return None
+        try:
+            return in_a_process(peak, case, device)
+        except Exception as error:  # the process has died; the others are still measured
+            return replace(row_of(case), status=documents.FAILED, reason=one_line(error))
+
+    for batch in BATCHES:
+        cases = [Case(*each, batch, is_optimized) for is_optimized in (False, True) for each in pipelines]
+        with ThreadPoolExecutor(AT_ONCE[batch]) as pool:
+            for done in as_completed([pool.submit(measured, case) for case in cases]):
+                if (row := done.result()) is not None:
+                    yield row
+
+
+# ---- times under a limit
+
+
+def set_limit(gib: float | None, device: torch.device) -> None:
+    """Limits the memory that PyTorch may reserve to ``gib``. None removes the limit."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / total))
+
+
+class Limited:
+    """A pipeline that draws the same images under several limits, first stock, then optimized.
+
+    ``rows`` yields a row for each setting, and stops when ``is_late`` returns True.
+    """
+
+    def __init__(self, model: str, device: str, is_late: Callable[[], bool]) -> None:
+        self.config = config_of(Case(model, False, 1, False), device)
+        self.device = torch.device(device)
+        self.workload = workloads.build_pipeline(self.config)
+        self.pipe = self.workload.target
+        self.is_late = is_late
+
+    def rows(self, upcasts: bool) -> Iterator[MemoryRow]:
+        self.pipe.vae.register_to_config(force_upcast=upcasts)
+        reference = None
+        offloaded = {min(LIMITS_GIB)}
+        for is_optimized in (False, True):
+            for offloads in (False, True):
+                # The largest limit comes first, because its image is the one that the others are compared to.
+                for limit in sorted(LIMITS_GIB, reverse=True):
+                    if offloads and limit not in offloaded:
+                        continue
+                    if self.is_late():
+                        return
+                    case = Case(self.config.model, upcasts, 1, is_optimized)
+                    row = replace(row_of(case), limit_gib=limit, offloads=offloads)
+                    row, images = self.one(row)
+                    if images is None:
+                        offloaded |= set() if is_optimized else {limit}
+                    else:
+                        reference = reference or gate.Reference(images)
+                        if reason := gate.judge(self.config, images, reference).reason:
+                            row = replace(row, status=documents.WRONG, reason=reason, image_s=[])
+                    yield row
+
+    def one(self, row: MemoryRow) -> tuple[MemoryRow, Any]:
+        pipe = self.pipe
+        if row.is_optimized:
+            sdfastgn.optimize(pipe)
+        if row.offloads:
+            pipe.enable_model_cpu_offload(device=self.device)
+        release_memory()
+        set_limit(row.limit_gib, self.device)
+        try:
+            return drawn(row, pipe, self.workload.call, self.device)
+        finally:
+            set_limit(None, self.device)
+            release_memory()
+            if row.offloads:
+                pipe.remove_all_hooks()
+            # A failed decode may have left it in fp32. diffusers' own ``to`` would print a warning.
+            torch.nn.Module.to(pipe.vae, self.config.torch_dtype)
+            pipe.to(self.device)
+            sdfastgn.restore(pipe)
+            release_memory()
+
+
+def limited(
+    pipelines: Sequence[tuple[str, bool]], device: str, is_late: Callable[[], bool]
+) -> Iterator[MemoryRow]:
+    """Yields a row for each pipeline, limit and way, as soon as it is measured."""
+    for model in sorted({model for model, _ in pipelines}):
+        held = Limited(model, device, is_late)
+        for name, upcasts in sorted(pipelines):
+            if name == model:
+                yield from held.rows(upcasts)
+        del held
+        release_memory()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit code: 1 if an image was wrong or every row failed, else 0."""
+    parser = argparse.ArgumentParser(
+        "python -m scripts.publish.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    parser.add_argument("--tiny", action="store_true", help="measure small pipelines")
+    parser.add_argument("--device", default="cuda", help="device of the pipelines")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no further row starts after this time"
+    )
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+    pipelines = (("tiny_xl", True), ("tiny", False)) if options.tiny else PIPELINES
+    device = torch.device(options.device)
+    rows: list[MemoryRow] = []
+    with timing.global_switches(cudnn_benchmark=False) as switches:
+        where = environment(device, switches)
+        config = {"dtype": config_of(Case(pipelines[0][0], False, 1, False), options.device).dtype}
+        for measure in (peaks, limited):
+            for row in measure(pipelines, options.device, lambda: time.monotonic() - start > options.seconds):
+                rows.append(row)
+                print(f"{time.monotonic() - start:5.0f} s  {row}", flush=True)
+                # The file is written after each row, so that an interrupted run keeps its results.
+                content = documents.document(KIND, where, {**config, "steps": STEPS}, rows)
+                documents.write_json(options.json, content)
+    return exit_code(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
