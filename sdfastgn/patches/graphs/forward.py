@@ -385,10 +385,10 @@ class GraphedForward(InstanceEntry):
         module, forward, call, backend, key = current[:5]
         store, policy = self._store, self._policy
         self._check_model(current)
-        policy.follow(module)
         graph = store.find(key)
         if graph is not None:
             return graph.run(call, backend)
+        policy.follow(module)
         policy.check_refused(key)
         if policy.is_new(key):
             if self.mode is not True:
