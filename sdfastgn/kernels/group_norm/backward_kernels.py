@@ -20,7 +20,7 @@ them. In the other two ways, and if dx is not wanted, a further launch computes 
 
 Pointers, in addition to the ones in ``group_norm/kernels.py``:
 
-- ``dy``: the gradient of y, in the layout of x or in the other layout;
+- ``dy``: the gradient of y, channels-last or channels-first. Its layout may differ from that of x;
 - ``dx``: the gradient of x, in the layout of x, or None if it is not wanted;
 - ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: the gradients in the shapes of their
   operands, or None;
@@ -148,7 +148,8 @@ def small_grad_kernel(
         CHANNELS_LAST: True if x is channels-last.
         DY_LAST: True if dy is channels-last.
         EACH_CHANNEL: True if each channel is a group and x is channels-last.
-        IMAGE: as in ``channels_kernel``. If it is not None, CHANNELS_LAST and DY_LAST must be True.
+        IMAGE: as in ``channels_kernel``. If it is not None, x and dy are channels-first, although
+            CHANNELS_LAST and DY_LAST must be True.
         EPS: added to BatchNorm's variance. None for other norms.
         IN_EVAL: True if BatchNorm normalized x with its running averages, which do not depend on x.
     """

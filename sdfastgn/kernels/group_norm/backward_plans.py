@@ -81,7 +81,7 @@ class Sizes(NamedTuple):
 
 
 class GroupNormGradPlan:
-    """The launches for one kind of call. Calls of one kind want the same gradients.
+    """The launches for calls with equal shapes, strides, dtypes and options, and the same wanted gradients.
 
     dx and the totals (``backward_kernels.py`` explains both) come from one launch or from three:
 
@@ -100,7 +100,7 @@ class GroupNormGradPlan:
             of ``ALIGNED``.
         part_plane: number of values of a plane of (parts, C) sums, rounded up in the same way. Each gradient
             has one such plane.
-        rows: for each operand but x, True if it has one row for each sample.
+        rows: for weight, bias, shift, ada_scale and ada_shift, True if it has one row for each sample.
         wanted: names of the operands whose gradients are wanted.
     """
 
@@ -207,9 +207,10 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_apply(self, call: Any, sizes: Sizes, blocks: ApplyConfig, parameters: dict[str, Any]) -> Launch:
-        """Plan ``apply``. Its last programs each compute dx of one tile.
+        """Plan ``apply``.
 
-        The programs before compute the gradients of the operands other than x.
+        Its first programs compute the gradients of the operands other than x. Each other program computes dx
+        of one tile.
         """
         N, C, HW = sizes.N, sizes.C, sizes.HW
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)

@@ -38,7 +38,8 @@ _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
 _SMALL_OTHER_PER_WARP = 1024
 # Maximum number of elements for each warp of the small way. With more, registers spill.
 _SMALL_MAX_PER_WARP = 2048
-# Minimum number of channels of a second tile (``SmallConfig.tail``). In 16 bits they are one 16-byte load.
+# Minimum number of channels of a second tile (``SmallConfig.tail``). Eight channels of 16 bits
+# are one 16-byte load.
 _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
@@ -217,8 +218,8 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # The elements of a warp must fit into its registers. In channels-first a warp has whole channels, which
-    # may be too long for that.
+    # The elements of a warp must fit into its registers. In channels-first a warp holds all positions of its
+    # channels, which may be too many for that.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP

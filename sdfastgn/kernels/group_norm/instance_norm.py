@@ -2,7 +2,7 @@
 
 ``group_norm/op.py`` has the formula, ``group_norm/kernels.py`` the layouts and numerics. In channels-last a
 program normalizes several neighboring channels (``each_channel`` in ``group_norm/config.py``). With one
-channel, a program would use only two bytes of every 32 that memory delivers.
+16-bit channel, a program would use only two bytes of every 32 that memory delivers.
 
 Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization: The Missing Ingredient for Fast
 Stylization", 2016.

@@ -11,7 +11,8 @@ Otherwise ``launch_config`` chooses a way from the sizes:
   of each group, and stores a scale and an offset for each channel. ``apply_kernel`` reads x again and
   writes y. If the caller gives the statistics, the first launch is left out.
 
-Pointers have the same meaning in all kernels. All but x, y, statistics and table may be None:
+Pointers have the same meaning in all kernels. x, y and statistics are never None. ``table`` is None only in
+BatchNorm's launches. Every other pointer may be None:
 
 - ``x``, ``y``: (N, HW, C) or (N, C, HW) without gaps, fp16, bf16 or fp32. y has the layout of x, or is
   (N, HW, C) tokens; the dtype of y is the dtype of x, or fp32;
@@ -19,7 +20,7 @@ Pointers have the same meaning in all kernels. All but x, y, statistics and tabl
 - ``weight``, ``bias``: (C,);
 - ``shift``, ``ada_scale``, ``ada_shift``: (N, C), ``*_stride`` elements from row to row, or (C,) with a
   stride of 0;
-- ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel and chunk;
+- ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel in each of a sample's P chunks;
 - ``table``: fp32 scratch memory. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a
   value for each sample and channel: the scale, the offset and, without ``FOLD``, the mean.
 
@@ -71,7 +72,7 @@ _FAR = tl.constexpr(64.0)
 
 @triton.jit
 def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
-    """Stores mean and 1 / deviation (BatchNorm: variance) of ``groups``, unless the pointers are None."""
+    """Stores mean and 1 / deviation (BatchNorm: mean and variance) of ``groups``, if pointers are given."""
     if mean_ptr is not None:
         tl.store(mean_ptr + groups, mean, mask=mask)
         tl.store(rstd_ptr + groups, rstd, mask=mask)
@@ -162,7 +163,8 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # Explicit fma for d - mean: else ptxas would give y other bits in calls that store the mean.
+    # d - mean is an explicit fma. Otherwise ptxas could choose an fma in calls that store the mean and two
+    # operations in other calls, and y would have other bits.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
@@ -295,10 +297,10 @@ def _differences(
     base, plane, chunks, rows, HW, c, in_range, to_pivot, C,
     EACH_CHANNEL: tl.constexpr, LOOP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Loads the statistics of the first ``BLOCK_P`` chunks, and sums over all chunks.
+    """Sums d * count over all chunks of a group, where d is a chunk's mean + shift - pivot.
 
-    ``to_pivot`` is shift - pivot. So d = mean + ``to_pivot`` is the difference of a chunk's shifted mean from
-    the pivot. Returns (d, M2, count) of the first chunks, and the group's sum of d * count over all chunks.
+    ``to_pivot`` is shift - pivot. Returns (d, M2, count) of the first ``BLOCK_P`` chunks, which the caller
+    needs again, and the sum.
     """
     d, m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
     total = d * weight
@@ -333,7 +335,8 @@ def merge_kernel(
     Numbers:
         shifted: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
         CHANNELS, parts: channels of a program, and programs of a sample.
-        complete: 1 if x is complete when this kernel starts, else 0. Decides when the next kernel may start.
+        complete: 1 if the statistics kernel runs before this kernel, else 0. With 1, x is complete when this
+            kernel starts, so the next kernel may start at once. With 0, it may start after ``gdc_wait``.
         rows, chunks: positions of a chunk, and chunks of a sample.
         plane: elements of each half of ``statistics``.
 

@@ -41,7 +41,7 @@ from sdfastgn.kernels.group_norm.plain import plain_group_norm
 
 
 def _rows(operand: Tensor, call: Any) -> Tensor:
-    """Returns ``operand`` (C,) or (N, C), or a copy if its channels are not contiguous."""
+    """Returns ``operand``, (C,) or (N, C), with contiguous channels. It is a copy if needed."""
     return operand if operand.stride(-1) == 1 else operand.contiguous()
 
 
@@ -155,7 +155,7 @@ def _fake(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check(name: str, call: GroupNormCall) -> None:
-    """Check the number of groups and the statistics."""
+    """Raise an error if the number of groups or the statistics do not fit x."""
     x, num_groups = call.x, call.num_groups
     if num_groups == 0:
         raise ZeroDivisionError(f"{name}: num_groups must be positive, got 0")

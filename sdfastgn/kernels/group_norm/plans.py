@@ -78,7 +78,9 @@ class TablePlan:
 
 
 class GroupNormPlan:
-    """The launches of one kind of call: ``small``, or ``table`` and ``apply``.
+    """The launches for calls with equal shapes, strides, dtypes and options.
+
+    They are ``small``, or ``table`` and ``apply``.
 
     Attributes:
         of_batches: one None for each pointer of ``small`` that only BatchNorm uses.
@@ -119,7 +121,7 @@ class GroupNormPlan:
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
         elif out_dtype is None:
-            y = torch.empty_like(x)  # without options it takes two thirds of the CPU time
+            y = torch.empty_like(x)  # two thirds of the CPU time of the line below
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
@@ -205,7 +207,10 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
 
 
 def pairs_of(call: Any, block: int) -> bool:
-    """The constant ``PAIRS`` of a tile with ``block`` contiguous elements (``common/activations.py``)."""
+    """True if two neighboring elements of a tile share a reciprocal in the activation: constant ``PAIRS``.
+
+    ``block``: contiguous elements of the tile (``PAIRED`` in ``common/activations.py``).
+    """
     return bool(call.x.dtype != torch.float32 and block >= PAIRED)
 
 
