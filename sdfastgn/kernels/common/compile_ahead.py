@@ -20,7 +20,7 @@ _MAX_THREADS = 16
 
 
 class _Rehearsal:
-    """Collects the kernels of a running call, and compiles each once in a pool of threads."""
+    """Compiles the kernels that a running call would launch, each once, in a pool of threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -38,7 +38,7 @@ _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dt
 
 
 class KernelError(Exception):
-    """Raised if Triton cannot compile or load a kernel. Before, ``turn_off`` has turned all kernels off.
+    """Raised if Triton cannot compile or load a kernel. All kernels are then already off (``turn_off``).
 
     An op that catches this error repeats the call, which then runs in plain PyTorch.
     """
@@ -134,7 +134,10 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def needs_op(x: Tensor) -> bool:
-    """For a call that is not plain: True if the registered op runs it, False if PyTorch's own ops do."""
+    """Decides how a call runs that does not launch kernels directly, for example under torch.compile.
+
+    Returns True if the registered op runs it, through the dispatcher, and False if PyTorch's own ops do.
+    """
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
 
 
@@ -158,7 +161,7 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
     """
     return (
         # ``is_dynamo_compiling`` is faster than ``is_compiling``, but does not find exports without
-        # torch.compile. In these x is a subclass of Tensor, which the next line excludes.
+        # torch.compile. In such exports x is a subclass of Tensor, which the next line excludes.
         not torch.compiler.is_dynamo_compiling()
         and type(x) is Tensor
         and is_supported(x)

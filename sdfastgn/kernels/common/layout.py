@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.private import in_transform
 
-# Maximum stride between rows, in elements. With it, all offsets inside a tile fit into int32.
+# Maximum stride between rows, in elements. With this limit, all offsets inside a tile fit into int32.
 _MAX_STRIDE = 1 << 20
 
 

@@ -49,7 +49,7 @@ class Op:
         backward: function ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}``.
             ``needs`` is an instance of ``arguments``: a field is True if its gradient is wanted. If
             ``backward`` is None, the op has no gradients.
-        hidden: number of the last results that only the backward uses.
+        hidden: number of trailing results that only the backward uses. Callers do not get them.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
 
-# Maximum number of entries of a cache. Without a limit, the cache of a server that gets ever new shapes would
-# grow forever.
+# Maximum number of entries of a cache. Without a limit, the cache of a server would grow forever if requests
+# keep bringing new shapes.
 _MAX_PLANS = 4096
 # Types of the arguments that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))
@@ -45,9 +45,10 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 
 
 class Plan(Protocol):
-    """The launches for one kind of call.
+    """The launches for calls with equal shapes, strides, dtypes, devices and other arguments.
 
-    The arguments must be valid. Their tensors must not be empty, and must have layouts that kernels read.
+    The calls that it gets must have valid arguments. Their tensors must not be empty, and must have layouts
+    that kernels can read.
     """
 
     def run(self, call: Any) -> Any:
