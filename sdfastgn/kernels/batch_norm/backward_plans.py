@@ -22,7 +22,9 @@ from sdfastgn.kernels.statistics.config import statistics_config
 
 
 class BatchNormGradPlan:
-    """The launches for one kind of call: ``small`` alone, or any of ``sums``, ``merge`` and ``apply``.
+    """The launches for calls with equal shapes, strides, dtypes and options.
+
+    They are ``small`` alone, or any of ``sums``, ``merge`` and ``apply``.
 
     dz is the gradient of the activation's argument. It is also the gradient of the residual.
 
@@ -31,7 +33,7 @@ class BatchNormGradPlan:
         sums: the launch that stores dz if it is wanted, and sums of chunks. None if neither is needed.
         merge: the launch that adds up the sums of chunks. None if these sums are not needed.
         apply: the launch that computes dx. None if dx is not wanted.
-        partials: number of chunks of each channel.
+        partials: number of partial sums of each kind that ``sums`` stores for each channel.
         reads_dz: True if ``apply`` reads dz instead of dy and the residual.
     """
 

@@ -30,7 +30,7 @@ _SMALL_MAX_ELEMENTS = 16384
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
 # Maximum number of elements of x in a program of the backward. It is smaller than in the forward, because
-# registers hold both x and dy. It does not hold for small channels-first images (``small_config``).
+# registers hold both x and dy. This limit does not apply to small channels-first images (``small_config``).
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
 # Channels of a channels-last program of the small way. In 16 bits they are a whole 32-byte sector of memory.
 # A channels-first program has one channel, whose positions are contiguous.
@@ -58,7 +58,8 @@ class Rows(NamedTuple):
     """How the kernels see x: ``samples`` samples of ``rows`` rows of ``width`` columns.
 
     Channels-last: the positions of all samples are contiguous, so they are one sample. If the channels of a
-    position are not a whole number of 16-byte loads, a row has ``width // C`` neighboring positions.
+    position are not a whole number of 16-byte loads, a row has ``width // C`` neighboring positions, so that
+    longer loads fit.
 
     Channels-first: a row is a position, and a column is a channel.
     """
@@ -84,8 +85,9 @@ def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
     if not channels_last and HW > 1:
         return Rows(N, HW, C, False)
     positions, together = N * HW, 1
-    # If rows have several positions, all chunks must have the same size (``moments_config``). Then the only
-    # chunk may be all of x. Offsets in a chunk are int32, so x must not be larger than ``MAX_OFFSET``.
+    # If rows have several positions, all chunks must have the same size (``moments_config``). In the worst
+    # case there is a single chunk, all of x. Offsets in a chunk are int32, so x must not be larger than
+    # ``MAX_OFFSET``.
     while (
         together * C % _LOADED
         and 2 * together * C <= _SIDE_BY_SIDE

@@ -6,7 +6,8 @@ Op: ``batch_norm/op.py``. Launches: ``plans.py`` and ``backward_plans.py``. Form
 Layout: x without gaps is (samples, rows, width) if channels-last, else (samples, width, rows). The class
 ``Rows`` in ``batch_norm/config.py`` explains these sizes. Column ``j`` belongs to channel ``j % C``.
 
-Pointers have the same meaning in all kernels. All but x, y, mean and var may be None:
+Pointers have the same meaning in all kernels. ``residual``, ``weight``, ``bias``, ``running_mean`` and
+``running_var`` may be None:
 
 - ``x``, ``residual``, ``y``: the input, the tensor that is added before the activation, and the output, all
   in the same layout;
@@ -17,9 +18,10 @@ Pointers have the same meaning in all kernels. All but x, y, mean and var may be
 - ``dy``, ``dx``: gradients of y and x, in the layout of x;
 - ``dz``: the gradient of the activation's argument, which is also the gradient of the residual, in the layout
   of x;
-- ``sums``: (2, P, C) fp32, for each of P chunks the sum of dz, and the sum of dz * xhat;
-- ``dbias``, ``dweight``: (C,) fp32, these sums over all chunks. ``batch_apply_grad_kernel`` gets None if mean
-  and var are running averages, because dx then does not depend on the sums.
+- ``sums``: (2, P, C) fp32, the sums of dz and of dz * xhat in each of the P chunks of a channel;
+- ``dbias``, ``dweight``: (C,) fp32, the sums of dz and of dz * xhat over all chunks.
+  ``batch_apply_grad_kernel`` gets None for both if mean and var are running averages, because dx then does
+  not depend on the sums.
 
 There are two ways to launch the kernels. ``small_config`` chooses one. In both, the batch is one sample of
 GroupNorm, and each channel is a group:

@@ -171,7 +171,8 @@ def batch_norm_call(
 def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
     """Returns y of ``call``, and updates the running averages.
 
-    If ``fused`` is True, the kernels update them where possible. Otherwise PyTorch updates them.
+    If ``fused`` is True, the kernels update the running averages where possible. Otherwise PyTorch's own ops
+    do.
     """
     running = call.running_mean, call.running_var
     if call.running_mean is None:

@@ -80,7 +80,9 @@ def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class BatchNormPlan:
-    """The launches of one kind of call: ``small``, or ``moments`` and ``apply``, or ``apply`` alone.
+    """The launches for calls with equal shapes, strides, dtypes and options.
+
+    They are ``small``, or ``moments`` and ``apply``, or ``apply`` alone if the call gives mean and var.
 
     The last launch of a call updates the running averages. If a kernel cannot be compiled, the averages are
     unchanged, and the call can run again in plain PyTorch.
