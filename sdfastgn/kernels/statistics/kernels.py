@@ -220,11 +220,11 @@ def _statistics_kernel(
         biased: 1 if ``bias`` is a bias, 0 if the pointer is a placeholder that is not read.
         HW, rows, chunks: positions of a sample, positions of a chunk, chunks of a sample.
         plane: elements of each half of ``statistics``.
-        scale: factor of a sum.
+        scale: factor of a sum, unless ``factors`` are given.
 
     Constants:
-        KNOWN_C, KNOWN_HEAD: C and HEAD as constants, or 0 if they are not constants. The compiled kernel then
-            serves all C and HEAD.
+        KNOWN_C, KNOWN_HEAD: C and HEAD as constants. If 0, the numbers C and HEAD are used instead, and one
+            compiled kernel serves all C and HEAD.
         EXACT: True for fp32 x. Mean and M2 are then corrected for the rounding of the first mean
             (``_corrected``), even if a chunk has only one tile.
         EVEN: True if no element of a tile is masked.

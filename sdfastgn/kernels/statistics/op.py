@@ -1,4 +1,6 @@
-"""Ops that compute channel statistics of a GroupNorm's input, two of them together with the input itself.
+"""Ops that compute channel statistics of a GroupNorm's input x.
+
+One op reads x. Two ops compute x too, as a sum or a concatenation, and take the statistics in the same pass.
 
 The *producer* of x is the kernel that writes x. It has the values of x in registers, and computes the
 statistics from them. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of
@@ -107,7 +109,7 @@ def add_kernel(
     Args:
         residual: may be None, unlike in ``add_with_statistics``: only a bias is then added.
         bias: (C,) or None, or (N, C) for a bias of each sample.
-        emits: compute the statistics. If False, None is returned in their place.
+        emits: True to compute the statistics. If False, None is returned in their place.
         out: memory for the sum, instead of new memory: a dense tensor with the strides of x, or x itself.
         factors: contiguous fp32 (2, N) or None. With them the sum is
             ``factors[0] * residual + factors[1] * (x + bias)``, and ``scale`` has no effect.
@@ -377,7 +379,8 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         (concatenation, statistics). The concatenation is (N, Ca + Cb, *spatial), channels-last if a is, else
         channels-first. The statistics are (2, N, P, Ca + Cb) fp32, as in ``channel_statistics``.
 
-    Layout: any. It is one pass if both are channels-last, else torch.cat and a pass for the statistics.
+    Layout: any. If a and b are channels-last and not empty, one kernel computes both results. Else torch.cat
+        runs first, and then the statistics are computed.
     Grad: a and b have gradients. Nothing is differentiated through the statistics.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or the dtypes differ.
