@@ -34,8 +34,8 @@ _AsX = Operand(whole=like_x)
 class BatchNormGradCall(NamedTuple):
     """The arguments of the op ``sdfastgn::batch_norm_backward``, in its schema's order.
 
-    mean and var are of the batch if ``training``, else the running averages. The residual is None if there is
-    no activation, because the residual's gradient is then dy.
+    mean and var are of the batch if ``training``, else the running averages. Without an activation
+    the residual is None: its gradient is then dy, and no other gradient depends on it.
     """
 
     # dy and x: (N, C, *spatial)
@@ -72,9 +72,11 @@ class Shared(NamedTuple):
 def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> Gradients:
     """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
-    The gradient of x has the strides of x if x has no gaps. mean and var of ``call`` are used if ``shared``
-    is given, because x is then only a part of the batch, or if they are running averages. Otherwise mean and
-    var are computed from x again, so that second derivatives are right.
+    The gradient of x has the strides of x if x has no gaps.
+
+    Usually mean and var are computed from x again, so that second derivatives are right. There are two
+    exceptions, in which mean and var of ``call`` are used: they are running averages, or ``shared`` is given,
+    because x is then only a part of the batch.
     """
     x, weight, residual = call.x, call.weight, call.residual
     dims = [0, *range(2, x.dim())]

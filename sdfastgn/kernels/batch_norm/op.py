@@ -29,7 +29,7 @@ from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
-# A tensor that is updated in place, and so is never copied.
+# Annotation of a tensor that is updated in place. It is never copied, because a copy's update would be lost.
 _Running = Annotated[Tensor | None, Operand("(C,)", whole=None)]
 
 

@@ -65,9 +65,9 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
     """Returns (sigmoid(z), 1 - sigmoid(z)).
 
     Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply the
-    difference by powers of z, which enlarges its error. So without
-    ``PAIRS`` the second value is computed as exp(-z) * sigmoid(z). With ``PAIRS``, as in ``_sigmoid``, it is
-    computed by the subtraction.
+    difference by powers of z, which enlarges its error. So without ``PAIRS`` the second value is computed as
+    exp(-z) * sigmoid(z). With ``PAIRS`` (see ``_sigmoid``) the subtraction is used: its error does not matter
+    for 16-bit results.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)

@@ -120,7 +120,7 @@ def add_named(device: torch.device) -> None:
 
 
 def _manifest(device: torch.device) -> dict[str, Any]:
-    """The properties that must be equal on the machine that makes an archive and on the one that uses it."""
+    """The properties that must be equal on the machine that makes an archive and the machine that uses it."""
     major, minor = torch.cuda.get_device_capability(device)
     return {
         "format": _FORMAT,

@@ -34,8 +34,8 @@ class _Rehearsal:
         if key in self.jobs:
             return
         with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
-            # Reading this entry creates the kernel's cache for the device. Two threads could create two
-            # caches, so it is created here.
+            # Reading this entry creates the kernel's cache for the device. It is created here, before the
+            # threads run, because two threads could create two caches.
             launch.kernel.device_caches[self._device.index]
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 

@@ -100,7 +100,10 @@ class Operand:
 
 
 class Value(NamedTuple):
-    """Annotation of an argument that is not a tensor. ``check(public name, value)`` raises if it is wrong."""
+    """Annotation of an argument that is not a tensor.
+
+    ``check(public name, value)`` raises an error if the value is wrong.
+    """
 
     check: Callable[[str, Any], None]
 

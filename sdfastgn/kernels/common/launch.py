@@ -4,8 +4,8 @@
 small kernels of a UNet run on the GPU. A ``Launch`` does this work only at its first call. Later calls go
 directly to the compiled kernel's launcher.
 
-Triton compiles a kernel again if a dtype is different, if other tensors are None, or if a pointer is not a
-multiple of 16. Therefore
+Triton compiles a kernel again if a dtype is different, if a tensor is None that was not None before (or the
+other way round), or if a pointer is not a multiple of 16. Therefore
 
 - the caller makes one ``Launch`` for each combination of dtypes, device, and tensors that are None;
 - each call checks that all pointers are multiples of 16. If one is not, the call uses ``kernel[grid](...)``.

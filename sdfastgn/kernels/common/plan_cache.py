@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 class PlanCache(dict[tuple[Any, ...], Value]):
-    """A dictionary with at most ``_MAX_PLANS`` entries. A full one is emptied before an entry is added."""
+    """A dictionary with at most ``_MAX_PLANS`` entries. If full, it is emptied before an entry is added."""
 
     def __setitem__(self, key: tuple[Any, ...], plan: Value) -> None:
         if len(self) >= _MAX_PLANS:
@@ -47,8 +47,8 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 class Plan(Protocol):
     """The launches for calls with equal shapes, strides, dtypes, devices and other arguments.
 
-    The calls that it gets must have valid arguments. Their tensors must not be empty, and must have layouts
-    that kernels can read.
+    A call that is passed to ``run`` must have valid arguments. Its tensors must not be empty, and must have
+    layouts that kernels can read.
     """
 
     def run(self, call: Any) -> Any:

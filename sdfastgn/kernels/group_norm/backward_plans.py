@@ -292,7 +292,8 @@ def sums_launch(
 ) -> Launch:
     """The launch of ``sums_kernel``.
 
-    It has one warp for each chunk of a block of channels or, in channels-first, of one channel.
+    Channels-last: one warp for each chunk and block of channels. Channels-first: one warp for each chunk and
+    channel.
 
     Args:
         chunks: number of sums of each kind that are stored for each channel of a sample. If ``config`` has

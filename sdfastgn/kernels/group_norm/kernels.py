@@ -22,7 +22,7 @@ BatchNorm's launches. Every other pointer may be None:
   stride of 0;
 - ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel in each of a sample's P chunks;
 - ``table``: fp32 scratch memory. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a
-  value for each sample and channel: the scale, the offset and, without ``FOLD``, the mean.
+  value for each sample and channel: the scale, the offset and, without ``FOLD``, the mean to subtract from x.
 
 BatchNorm launches ``channels_kernel`` and ``merge_kernel`` too (``batch_norm/plans.py``). The batch is then
 one sample, each channel is a group, and ``rstd`` gets the variance. Only BatchNorm has these pointers:
@@ -31,9 +31,9 @@ one sample, each channel is a group, and ``rstd`` gets the variance. Only BatchN
 - ``running_mean``, ``running_var``: (C,), its running averages, updated in place.
 
 Programmatic dependent launch (``PDL``, from sm_90 on): a kernel starts while the kernel before it still
-runs, and calls ``gdc_wait`` before it reads what that kernel writes. ``apply_kernel`` reads x before its
-wait, and its loads bypass the L1 cache. This is safe: the two kernels that run earlier in the call let the
-next kernel start only when x is complete and in L2 (ADR 7).
+runs, and calls ``gdc_wait`` before it reads what that kernel writes. With ``AHEAD``,
+``apply_kernel`` reads x before its wait, and its loads bypass the L1 cache. Reading early is safe: the
+kernels that run earlier in the call let the next kernel start only when x is complete and in L2 (ADR 7).
 
 Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves. Chan's
 formula merges the sums of squared deviations in a fixed order without atomics, so every run gives the same

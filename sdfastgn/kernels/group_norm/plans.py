@@ -70,8 +70,8 @@ class TablePlan:
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
-        # Without a shift, weight is a placeholder that is not read (``shifted`` is 0). So norms with and
-        # without a shift share one compiled kernel.
+        # Without a shift, the kernel gets weight in place of shift, and does not read it (``shifted`` is 0).
+        # So norms with and without a shift share one compiled kernel, if they have a weight.
         shift = weight if shift is None else shift
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         return scratch
