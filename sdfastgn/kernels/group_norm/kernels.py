@@ -163,8 +163,8 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # d - mean is an explicit fma. Otherwise ptxas could choose an fma in calls that store the mean and two
-    # operations in other calls, and y would have other bits.
+    # d - mean is an explicit fma. Otherwise ptxas would compile it differently in calls that store the mean,
+    # and y would have other bits than in calls that do not.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
@@ -336,7 +336,8 @@ def merge_kernel(
         shifted: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
         CHANNELS, parts: channels of a program, and programs of a sample.
         complete: 1 if the statistics kernel runs before this kernel, else 0. With 1, x is complete when this
-            kernel starts, so the next kernel may start at once. With 0, it may start after ``gdc_wait``.
+            kernel starts, so the next kernel may start at once. With 0, it may start only
+            after this kernel's ``gdc_wait``.
         rows, chunks: positions of a chunk, and chunks of a sample.
         plane: elements of each half of ``statistics``.
 

@@ -1,6 +1,7 @@
 """Ops that compute channel statistics of a GroupNorm's input x.
 
-One op reads x. Two ops compute x too, as a sum or a concatenation, and take the statistics in the same pass.
+One op reads x. Two ops also compute x itself, as a sum or a concatenation. Their kernel computes x and the
+statistics in one pass.
 
 The *producer* of x is the kernel that writes x. It has the values of x in registers, and computes the
 statistics from them. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of
