@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +49,19 @@ AT_ONCE = {1: 4, 4: 2}
 PIPELINES = (("sdxl", True), ("sd15", False), ("sdxl", False))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row of the measurement. The fields are those of ``MemoryRow``."""
-
-    model: str
-    upcasts: bool
-    batch: int
-    is_optimized: bool
+def empty_row(model: str, upcasts: bool, batch: int, is_optimized: bool) -> MemoryRow:
+    """Returns the row of a pipeline at its own image size, before it is measured."""
+    return MemoryRow(model, upcasts, VAES[model]["sample_size"], batch, is_optimized)
 
 
-def config_of(case: Case, device: str) -> BenchConfig:
-    dtype = "fp16" if torch.device(device).type == "cuda" else "fp32"
-    size = VAES[case.model]["sample_size"]
-    return BenchConfig(case.model, "pipeline", size, case.batch, dtype, device, repeats=1, steps=STEPS)
+def dtype_on(device: str) -> str:
+    return "fp16" if torch.device(device).type == "cuda" else "fp32"
 
 
-def row_of(case: Case) -> MemoryRow:
-    size = VAES[case.model]["sample_size"]
-    return MemoryRow(case.model, case.upcasts, size, case.batch, case.is_optimized)
+def config_of(row: MemoryRow, device: str) -> BenchConfig:
+    return BenchConfig(
+        row.model, "pipeline", row.size, row.batch, dtype_on(device), device, repeats=1, steps=STEPS
+    )
 
 
 def drawn(row: MemoryRow, pipe: Any, call: Callable[[], Any], device: torch.device) -> tuple[MemoryRow, Any]:
@@ -98,15 +92,15 @@ def drawn(row: MemoryRow, pipe: Any, call: Callable[[], Any], device: torch.devi
 # ---- peak memory without a limit
 
 
-def peak(case: Case, device: str) -> MemoryRow:
-    """Measures the peak memory of one pipeline in this process, which must be a new one."""
-    workload = workloads.build_pipeline(config_of(case, device))
+def peak(row: MemoryRow, device: str) -> MemoryRow:
+    """Measures the pipeline of ``row`` in this process, which must be a new one. Returns the whole row."""
+    workload = workloads.build_pipeline(config_of(row, device))
     pipe = workload.target
-    pipe.vae.register_to_config(force_upcast=case.upcasts)
-    if case.is_optimized:
+    pipe.vae.register_to_config(force_upcast=row.upcasts)
+    if row.is_optimized:
         sdfastgn.optimize(pipe)
     release_memory()
-    return drawn(row_of(case), pipe, workload.call, torch.device(device))[0]
+    return drawn(row, pipe, workload.call, torch.device(device))[0]
 
 
 def peaks(
@@ -114,18 +108,18 @@ def peaks(
 ) -> Iterator[MemoryRow]:
     """Yields the row of each pipeline, batch, stock and optimized, as soon as it is measured."""
 
-    def measured(case: Case) -> MemoryRow | None:
+    def measured(row: MemoryRow) -> MemoryRow | None:
         if is_late():
             return None
         try:
-            return in_a_process(peak, case, device)
+            return in_a_process(peak, row, device)
         except Exception as error:  # the process has died; the others are still measured
-            return replace(row_of(case), status=documents.FAILED, reason=one_line(error))
+            return replace(row, status=documents.FAILED, reason=one_line(error))
 
     for batch in BATCHES:
-        cases = [Case(*each, batch, is_optimized) for is_optimized in (False, True) for each in pipelines]
+        rows = [empty_row(*each, batch, is_optimized) for is_optimized in (False, True) for each in pipelines]
         with ThreadPoolExecutor(AT_ONCE[batch]) as pool:
-            for done in as_completed([pool.submit(measured, case) for case in cases]):
+            for done in as_completed([pool.submit(measured, row) for row in rows]):
                 if (row := done.result()) is not None:
                     yield row
 
@@ -147,7 +141,7 @@ class Limited:
     """
 
     def __init__(self, model: str, device: str, is_late: Callable[[], bool]) -> None:
-        self.config = config_of(Case(model, False, 1, False), device)
+        self.config = config_of(empty_row(model, False, 1, False), device)
         self.device = torch.device(device)
         self.workload = workloads.build_pipeline(self.config)
         self.pipe = self.workload.target
@@ -165,9 +159,8 @@ class Limited:
                         continue
                     if self.is_late():
                         return
-                    case = Case(self.config.model, upcasts, 1, is_optimized)
-                    row = replace(row_of(case), limit_gib=limit, offloads=offloads)
-                    row, images = self.one(row)
+                    row = empty_row(self.config.model, upcasts, 1, is_optimized)
+                    row, images = self.one(replace(row, limit_gib=limit, offloads=offloads))
                     if images is None:
                         offloaded |= set() if is_optimized else {limit}
                     else:
@@ -177,6 +170,7 @@ class Limited:
                     yield row
 
     def one(self, row: MemoryRow) -> tuple[MemoryRow, Any]:
+        """Draws as ``row`` says. Returns the whole row and the images, or None if they could not be drawn."""
         pipe = self.pipe
         if row.is_optimized:
             sdfastgn.optimize(pipe)
@@ -188,7 +182,6 @@ class Limited:
             return drawn(row, pipe, self.workload.call, self.device)
         finally:
             set_limit(None, self.device)
-            release_memory()
             if row.offloads:
                 pipe.remove_all_hooks()
             # A failed decode may have left it in fp32. diffusers' own ``to`` would print a warning.
@@ -231,14 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[MemoryRow] = []
     with timing.global_switches(cudnn_benchmark=False) as switches:
         where = environment(device, switches)
-        config = {"dtype": config_of(Case(pipelines[0][0], False, 1, False), options.device).dtype}
+        config = {"dtype": dtype_on(options.device), "steps": STEPS}
         for measure in (peaks, limited):
             for row in measure(pipelines, options.device, lambda: time.monotonic() - start > options.seconds):
                 rows.append(row)
                 print(f"{time.monotonic() - start:5.0f} s  {row}", flush=True)
                 # The file is written after each row, so that an interrupted run keeps its results.
-                content = documents.document(KIND, where, {**config, "steps": STEPS}, rows)
-                documents.write_json(options.json, content)
+                documents.write_json(options.json, documents.document(KIND, where, config, rows))
     return exit_code(rows)
 
 

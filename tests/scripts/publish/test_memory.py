@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scripts.publish import memory
-from scripts.publish.memory import Case, Limited
+from scripts.publish.memory import Limited, empty_row
 from scripts.publish.pages import TABLES
 from scripts.publish.tables.memory import MemoryRow
 from sdfastgn.bench.documents import FAILED, OK, WRONG
@@ -38,7 +38,7 @@ def held(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Limited:
 
 
 def test_a_pipeline_draws_three_times() -> None:
-    row = memory.peak(Case("tiny_xl", True, 1, False), "cpu")
+    row = memory.peak(empty_row("tiny_xl", True, 1, False), "cpu")
     assert (row.status, row.upcasts, row.size, len(row.image_s)) == (OK, True, 64, 3)
     assert (row.reserved_mib, row.captured, row.dropped) == (None, 0, 0)
 
@@ -105,11 +105,11 @@ def test_no_row_starts_late_and_the_file_has_those_before(tmp_path, monkeypatch:
 
 
 def test_each_peak_has_its_process_and_a_dead_one_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_a_process(fn: Any, case: Case, device: str) -> MemoryRow:
+    def in_a_process(fn: Any, row: MemoryRow, device: str) -> MemoryRow:
         assert (fn, device) == (memory.peak, "cpu")
-        if case.is_optimized:
+        if row.is_optimized:
             raise OSError("it died")
-        return memory.row_of(case)
+        return row
 
     monkeypatch.setattr(memory, "in_a_process", in_a_process)
     rows = list(memory.peaks([("tiny", False)], "cpu", never))
