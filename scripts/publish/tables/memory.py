@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, speed_up
-from sdfastgn.bench.documents import OK
+from sdfastgn.bench.documents import OK, UNAVAILABLE
 from sdfastgn.bench.tables.cells import NOTHING, number, source_line
 from sdfastgn.bench.tables.profile import MODEL_LABELS
 
@@ -78,9 +78,13 @@ def memory_markdown(results: Path) -> str:
 
 
 def _pairs(rows: Sequence[MemoryRow]) -> list[tuple[MemoryRow, MemoryRow]]:
-    """Returns (stock, optimized) for each setting that was measured in both ways, sorted by setting."""
-    ways = [{_setting(row): row for row in rows if row.is_optimized is way} for way in (False, True)]
-    return [(ways[0][each], ways[1][each]) for each in sorted(ways[0].keys() & ways[1].keys())]
+    """Returns (stock, optimized) for each setting of stock, sorted by setting.
+
+    If a setting was measured only with stock, the second row is ``UNAVAILABLE``.
+    """
+    stock, ours = ({_setting(row): row for row in rows if row.is_optimized is way} for way in (False, True))
+    missing = {each: replace(row, status=UNAVAILABLE) for each, row in stock.items()}
+    return [(stock[each], (missing | ours)[each]) for each in sorted(stock)]
 
 
 def _setting(row: MemoryRow) -> tuple[Any, ...]:
@@ -95,7 +99,7 @@ def _name(row: MemoryRow) -> str:
 
 def _peak_cells(stock: MemoryRow, ours: MemoryRow) -> list[str]:
     share = NOTHING
-    if stock.reserved_mib and ours.reserved_mib:
+    if stock.reserved_mib and ours.reserved_mib and ours.status == OK:
         share = f"{ours.reserved_mib / stock.reserved_mib:.0%}"
     memory = [[_gib(row, row.reserved_mib), _gib(row, row.allocated_mib)] for row in (stock, ours)]
     return [_name(stock), *memory[0], *memory[1], share]
@@ -122,4 +126,6 @@ def _times(row: MemoryRow) -> list[str]:
 
 
 def _status(row: MemoryRow) -> str:
+    if row.status == UNAVAILABLE:
+        return "not measured"
     return "no memory" if row.reason.startswith(NO_MEMORY) else row.status

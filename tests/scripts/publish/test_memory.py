@@ -135,8 +135,11 @@ def test_the_tables_pair_stock_with_ours(tmp_path) -> None:
     ]
     save(tmp_path, "a.json", "memory", rows, config={"dtype": "fp16", "steps": 4})
     lines = TABLES["memory"](tmp_path).splitlines()
-    assert lines[2:3] == ["| SDXL 1024², batch 1 | 12 | 9 | 9 | 8 | 75% |"]
-    assert lines[6:10] == [
+    assert lines[2:4] == [
+        "| SD1.5 512², batch 1 | 12 | 9 | not measured | not measured | - |",
+        "| SDXL 1024², batch 1 | 12 | 9 | 9 | 8 | 75% |",
+    ]
+    assert lines[7:11] == [
         f"| SDXL 1024², batch 1 | 6 GiB | no memory | - | {WRONG} | - | - | - | - |",
         "| SDXL 1024², batch 1 | 8 GiB | no memory | - | 0.3 | 0.2 | - | 4 | 1 |",
         "| SDXL 1024², VAE in fp32, batch 1, offloaded | 8 GiB | 0.5 | 0.4 | 0.6 | 0.8 | 0.50x† | 0 | 0 |",
