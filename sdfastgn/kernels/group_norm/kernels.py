@@ -163,8 +163,7 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # d - mean is an explicit fma. Otherwise ptxas would compile it differently in calls that store the mean,
-    # and y would have other bits than in calls that do not.
+    # d - mean is an explicit fma: else ptxas may give y other bits in calls that also store the mean.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)

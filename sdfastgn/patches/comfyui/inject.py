@@ -16,6 +16,7 @@ from sdfastgn.patches.comfyui import graphs, hunyuan_video_15, unet, vae, wan, w
 from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
+from sdfastgn.patches.core.left_alone import reason_of_cudnn
 from sdfastgn.patches.fusions import group_norm, sequential
 
 __all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded", "root_of"]
@@ -60,7 +61,7 @@ def _about(cls: Any, stage: int) -> tuple[Any, ...]:
 
 def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
     """Fuse what can be fused in ``root``. If anything raises, ``root`` is restored first. Idempotent."""
-    if not has_blocks(root):
+    if not has_blocks(root) or reason_of_cudnn(root) is not None:
         return
     try:
         for stage in range(len(_STAGES)):

@@ -69,11 +69,8 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 added_cond_kwargs,
             )
         attn1, is_autocast = layer_of(self, "attn1"), dispatch.is_autocast(hidden_states)
-        norm1 = layer_of(self, "norm1")
         h = attn1(
-            rounded(norm, norm1, hidden_states, readers=_readers_of(attn1))
-            if is_autocast
-            else norm(norm1, hidden_states),
+            _normed(norm, attn1 if is_autocast else None, layer_of(self, "norm1"), hidden_states),
             encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
             attention_mask=attention_mask,
             **options,
@@ -84,11 +81,8 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             groups = Groups(h.shape[1], added=vector)
             return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, groups)
         if attn2 is not None:
-            norm2 = layer_of(self, "norm2")
-            if is_autocast:
-                h, hidden_states = rounded(add_norm, norm2, h, hidden_states, readers=_readers_of(attn2))
-            else:
-                h, hidden_states = add_norm(norm2, h, hidden_states)
+            norm2, reader = layer_of(self, "norm2"), attn2 if is_autocast else None
+            h, hidden_states = _normed(add_norm, reader, norm2, h, hidden_states)
             h = attn2(
                 h,
                 encoder_hidden_states=encoder_hidden_states,
@@ -136,6 +130,11 @@ def _register_for_hooks() -> None:
 def _has_layer_norms(block: Any) -> bool:
     """True if the block's norms are LayerNorms without adaptive parameters or positional embeddings."""
     return block.norm_type == "layer_norm" and block.pos_embed is None
+
+
+def _normed(call: Any, reader: Any, *operands: Any) -> Any:
+    """Runs a norm, or a sum and its norm. ``reader``: the layer that reads the result, under autocast only."""
+    return call(*operands) if reader is None else rounded(call, *operands, readers=_readers_of(reader))
 
 
 def _readers_of(module: Any) -> Sequence[Any] | None:

@@ -263,6 +263,14 @@ def test_the_fault_of_cudnn_is_avoided(build, monkeypatch):
     assert called
 
 
+def test_a_cudnn_that_is_wrong_leaves_stocks_code(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    model = with_random_parameters(wan()).bfloat16()
+    before = snapshot(model)
+    inject(model)
+    assert snapshot(model) == before
+
+
 # --- what runs stock's code -------------------------------------------------------------
 
 

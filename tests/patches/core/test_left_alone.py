@@ -39,3 +39,20 @@ def test_a_video_autoencoder_that_repeats_borders(monkeypatch):
 def test_others_are_fused(name):
     model, _ = row(name)
     assert sdfastgn.report(sdfastgn.optimize(model)).fused
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "is_left"),
+    [(91002, torch.bfloat16, True), (91500, torch.bfloat16, False), (None, torch.bfloat16, False),
+     (91002, torch.float16, False)],
+)  # fmt: skip
+def test_a_cudnn_with_wrong_convolutions_of_videos(version, dtype, is_left, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    model, _ = row("CogVideoX")
+    before = snapshot(model.to(dtype))
+    report = sdfastgn.report(sdfastgn.optimize(model, missing_ok=True))
+    assert bool(report.fused) is not is_left
+    if is_left:
+        assert snapshot(model) == before
+        (reason,) = {entry.reason for entry in report.skipped}
+        assert reason.endswith("this is cuDNN 9.10.2; install cuDNN 9.15 or later")
