@@ -16,7 +16,7 @@ from sdfastgn.patches.core.fusion import is_unhooked
 __all__ = ["OF_CONV", "Source", "active_adapters", "adapter_of", "is_plain_adapter", "source_of"]
 
 # Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
-# weights, must have the same settings.
+# weights, must have the same settings as the wrapped convolution.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 

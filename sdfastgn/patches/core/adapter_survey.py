@@ -35,7 +35,7 @@ class Survey:
     The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merged_adapters.py``).
 
     Attributes:
-        layers: the wrappers in ``root`` that run with merged weights.
+        layers: the wrappers (peft's layers) in ``root`` that run with merged weights.
         takes_scale: True if all layers with adapters in ``root`` are merged. Then a scale that is an argument
             of the model's call can become part of the merged weights.
         reason: why the last ``refresh`` returned False.
@@ -160,11 +160,11 @@ class Survey:
         return is_same and not any(fused) and set(map(type, scales)) <= {float, int}
 
     def _write(self, factor: float, settings: list[Any] | None = None) -> int | None:
-        """Writes all merged weights that are outdated, from prepared parts.
+        """Writes all merged weights that are outdated, from prepared parts (``PreparedLayer``).
 
-        Returns ``touches`` after the write, or its last value if nothing is outdated. Returns None if the
-        parts cannot be combined, or if another thread has changed a layer meanwhile; then nothing was
-        written.
+        Returns the count ``touches()`` of ``merged_weights.py`` after the write, or its last value if nothing
+        is outdated. Returns None if the parts cannot be combined, or if another thread has changed a layer
+        meanwhile; then nothing was written.
 
         ``settings``: the present settings, if nothing else has changed since the last refresh.
         """
@@ -216,7 +216,10 @@ class Survey:
         return self._prepare()
 
     def _prepare(self) -> bool:
-        """Prepare the parts of all layers. Returns False if a stand-in has other memory or settings."""
+        """Call ``PreparedLayer.update`` for all layers.
+
+        Returns False if the stand-in of a layer was replaced, or does not fit the layer any more.
+        """
         storages = dict(zip(map(id, self._tensors), self._storages, strict=True))
         for layer, own, record, source, prepared in zip(
             self.layers, self._owns, self._records, self._sources, self._prepared, strict=True
@@ -285,7 +288,7 @@ class Survey:
 
 
 def _storage_of(tensor: Tensor, known: StorageWeakRef | None) -> StorageWeakRef:
-    """A weak reference to the storage of ``tensor``: ``known`` if that is one."""
+    """A weak reference to the storage of ``tensor``: ``known`` if it refers to it, else a new one."""
     is_right = known is not None and refers_to(known, tensor)
     return known if is_right else StorageWeakRef(tensor.untyped_storage())  # type: ignore[return-value]
 

@@ -77,7 +77,7 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def leave(conv: Any, args: Any, output: Any) -> Any:
-    """Forward hook of a model's last convolution: makes its output channels-first."""
+    """Forward hook of a model's last convolution: makes its output channels-first, if kernels run there."""
     return output.contiguous() if isinstance(output, Tensor) and dispatch.has_kernels(output) else output
 
 
@@ -123,7 +123,8 @@ _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary(
 class _Apply(InstanceEntry):
     """Replaces the method ``_apply`` of a model's root, which ``.to()`` and similar methods call.
 
-    A call runs the original method, for instance to move the model, and then converts its convolutions.
+    A call runs the original method, for instance to move the model. Then it makes convolutions channels-last
+    that are on a GPU now and were not converted before.
     """
 
     __slots__ = ()

@@ -130,7 +130,9 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
                     return thread, module
         return None
     finally:
-        del frame  # the last one may be this call's own, which would keep the modules in a cycle
+        # The last frame may be this function's own. Then its variable ``frame`` would refer to the frame
+        # itself, and this reference cycle would keep the modules alive.
+        del frame
         if was_enabled:
             gc.enable()
 

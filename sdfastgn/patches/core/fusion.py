@@ -217,7 +217,7 @@ def is_unhooked(*modules: nn.Module) -> bool:
     into a module's ``__dict__``. Fused code checks this at each call, because hooks may be added at any time.
     """
     for module in modules:
-        own = module.__dict__  # in two thirds of the CPU time of reading the attributes
+        own = module.__dict__  # reading from it takes two thirds of the CPU time of ``module._forward_hooks``
         if (
             own["_forward_hooks"]
             or own["_forward_pre_hooks"]

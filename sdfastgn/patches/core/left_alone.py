@@ -71,7 +71,10 @@ def _repeats_borders(module: nn.Module) -> bool:
 
 
 def _has_kernel(module: nn.Module) -> bool:
-    """True if ``module`` is fused, or can be, by a fusion that was registered with ``pads_quickly``."""
+    """True if ``module`` repeats borders in a kernel, or will once it is fused.
+
+    That is, a fusion that was registered with ``pads_quickly`` has changed it, or can change it.
+    """
     return any(
         fusion.claims(module) and (fusion.is_applied(module) or fusion.reason_to_skip(module) is None)
         for fusion in _quick

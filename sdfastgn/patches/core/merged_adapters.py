@@ -182,7 +182,8 @@ def plain_layer(layer: Any) -> Any:
 def merged_layer(layer: nn.Module) -> Any:
     """The stand-in of the wrapper ``layer``: a plain layer with merged weights, which are up to date.
 
-    If they were outdated, they are computed here. None if peft's code must run.
+    If they were outdated, they are computed here. Inside of ``frozen``, RuntimeError is raised instead.
+    None if peft's code must run.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None

@@ -117,7 +117,10 @@ class Record:
         self.key = key
 
     def has_key(self, key: tuple[Any, ...]) -> bool:
-        """True if the merged weight was computed from ``key``, and no memory of then was freed since."""
+        """True if the merged weight was computed from tensors with this key (``Source.key``).
+
+        False if the memory of one of these tensors was freed since.
+        """
         return self.key == key and not any(map(is_expired, map(expiring, self._storages)))
 
     def wait(self) -> None:

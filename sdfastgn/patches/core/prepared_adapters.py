@@ -20,9 +20,14 @@ __all__ = ["PreparedLayer"]
 
 
 class _Adapter(NamedTuple):
-    """An adapter of a layer: its tensors, its factors of the weight and of the bias, and ``pair_of`` both.
+    """An adapter of one layer, with everything that can be computed before its scale is known.
 
-    ``layout``: ``_layout_of`` the tensors.
+    Attributes:
+        layout: what ``_layout_of`` returns for the tensors.
+        tensors: A, B and the bias of B, or None for no bias.
+        weight, bias: the ``Factors`` that the adapter adds to the layer's weight and bias, with the scale 1.
+        weight_pair, bias_pair: what ``pair_of`` returns for ``weight`` and ``bias``. None if the kernel
+            cannot compute their sums.
     """
 
     layout: tuple[Any, ...]
@@ -34,14 +39,15 @@ class _Adapter(NamedTuple):
 
 
 class PreparedLayer:
-    """A wrapper's prepared parts, and their combination for the adapters that are active.
+    """The prepared parts of a wrapper (peft's layer), and their combination for the active adapters.
 
     Attributes:
-        record: the record of the wrapper's merged weight.
-        names: the adapters of the combination.
-        with_bias: those of them that have a bias.
-        sums: the sums for the merged weight and bias. Their scales do not count.
-        prepared: ``matrix_of`` and ``pair_of`` for each of ``sums``.
+        record: the record of the wrapper's merged weight (``merged_weights.py``).
+        names: the adapters that were combined last.
+        with_bias: those of ``names`` that have a bias.
+        sums: the sums for the merged weight and bias. Their scales are 1: the real scales are arguments of
+            ``LowRankSums.compute``.
+        prepared: what ``matrix_of`` and ``pair_of`` return for each of ``sums``.
         key: the key of the combination (``Source.key``), without the scales.
         kept: the combined tensors and their storages, in the order of ``key``.
     """
@@ -57,7 +63,7 @@ class PreparedLayer:
         self._adapters: dict[str, _Adapter] = {}
 
     def update(self, source: Source, names: list[str], storages: dict[int, StorageWeakRef]) -> None:
-        """Takes over the present tensors. Parts of unchanged tensors are kept.
+        """Prepares the present tensors. Parts that were prepared from the same tensors before are kept.
 
         Args:
             source: the wrapper's source.
