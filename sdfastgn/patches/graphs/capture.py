@@ -114,10 +114,10 @@ class Backend(Protocol):
         """Block until the GPU work of all ``ordered`` contexts is done. Then graphs may be dropped."""
 
     def memory(self) -> int:
-        """Size in bytes of the memory pools of all graphs; 0 if PyTorch does not report it."""
+        """Size in bytes of the memory pools of the device's graphs; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
-        """True if the device's free memory is at least as large as the memory of all graphs.
+        """True if this process may still take as much memory of the device as the device's graphs have.
 
         Then enough memory is left for models without graphs.
         """
@@ -418,7 +418,7 @@ class CudaBackend:
         # The cache of PyTorch's allocator does not count as free here. But it is nearly empty, because
         # ``capture`` has just emptied it.
         free, total = torch.cuda.mem_get_info(self._device)
-        # ``torch.cuda.set_per_process_memory_fraction`` may limit what this process may take.
+        # The user may have set a limit with ``torch.cuda.set_per_process_memory_fraction``.
         allowed = torch.cuda.get_per_process_memory_fraction(self._device) * total
         return min(free, allowed - torch.cuda.memory_reserved(self._device)) >= self.memory()
 

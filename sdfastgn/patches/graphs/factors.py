@@ -147,9 +147,9 @@ def _reader_of(module: nn.Module) -> Reader | None:
 
 
 def is_tested(module: nn.Module) -> bool:
-    """True if the installed code of the class of ``module`` that multiplies by factors was tested.
+    """True if the class of ``module`` multiplies by factors, and its installed code for this was tested.
 
-    Only then may numbers be inputs of graphs of ``module``.
+    Only then may factors among the arguments of ``module`` be inputs of its graphs.
     """
     return _reader_of(module) is not None
 

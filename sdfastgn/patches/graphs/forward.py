@@ -260,7 +260,7 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def moved(self) -> None:
-        """Drop the graphs if the weights are elsewhere now. So other models have the memory at once."""
+        """Drop the graphs if the weights have other addresses now, so that other models get the memory."""
         if self.training is not None:
             self.training.moved()
         store = self._store

@@ -77,7 +77,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     """Give every graphable module in ``root`` a ``GraphedForward``, or remove it if ``mode`` is False.
 
     If a graphable module contains others, only the outermost one gets a ``GraphedForward``: its graphs
-    include the calls of the inner ones.
+    include the calls of the inner ones. A module whose forward other code has replaced gets none.
     """
     for _, module in list(_outermost(root)):
         for inner in module.modules():

@@ -125,8 +125,8 @@ _FACTORS: dict[str, dict[str, Number]] = {
         "conditioning_scale": Number(6, is_factor=True)
     },
 }
-# Full name of the only class whose forward multiplies the scales of all LoRA layers by a number in its
-# arguments.
+# Full name of the only class whose argument for the scale of all LoRAs can become part of merged weights
+# (``lora_scale.py``). diffusers has other classes with such an argument.
 _TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
 _HARMLESS = (channels_last.enter, channels_last.leave)
 
@@ -197,9 +197,10 @@ def _class_name(module: nn.Module) -> str:
 
 
 def lora_scale_of(module: nn.Module) -> str | None:
-    """The name of the argument in which ``module`` takes a scale of LoRAs; None if it takes none.
+    """The name of the argument whose scale for all LoRAs can become part of merged weights, or None.
 
-    The argument is a dict, and the scale is its item "scale".
+    The argument is a dict, and the scale is its item "scale". None if the class of ``module`` is not
+    ``_TAKES_SCALE``.
     """
     is_unet = f"{stock_class(module).__module__}.{stock_class(module).__qualname__}" == _TAKES_SCALE
     return "cross_attention_kwargs" if is_unet else None

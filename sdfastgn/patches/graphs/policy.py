@@ -49,10 +49,11 @@ class Policy:
         self._refused: OrderedDict[Any, str] = OrderedDict()  # kind of call -> why it is not captured
         self._rehearsed: OrderedDict[Any, None] = OrderedDict()
         self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
-        # How many times in a row the model changed before its captures saved any time.
+        # How many times in a row the model changed before its graphs had saved the time of their captures.
         self._short_lives = 0
         self._short_memory = 0  # how many times memory was short
-        self._storage: StorageWeakRef | None = None  # memory of the first weight
+        # Memory of the module's first weight at the last call of ``follow``.
+        self._storage: StorageWeakRef | None = None
         self.last_change = ""
 
     # ---- pauses
@@ -95,7 +96,8 @@ class Policy:
     def follow(self, module: nn.Module) -> None:
         """Forget all kinds if the weights of ``module`` were moved since the last call of this method.
 
-        So weights that are moved before each call, as ``enable_model_cpu_offload`` does, are not captured.
+        If weights are moved before each call, as ``enable_model_cpu_offload`` does, each call then counts as
+        the first of its kind. In the modes "auto" and "training" first calls are not captured.
         """
         if self._storage is not None and self._storage.expired():
             self.forget_kinds()

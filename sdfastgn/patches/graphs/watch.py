@@ -332,7 +332,10 @@ class Watch:
                 self.reason = f"there is a forward hook on {path}"
 
     def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
-        """Record a container, and return (name, item) for its items. ``kind``: as in ``Place``."""
+        """Record a container, and return (dotted path, item) for each of its items.
+
+        ``path``: the container's dotted path. ``kind``: as in ``Place``.
+        """
         place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
@@ -354,7 +357,7 @@ class Watch:
 
 
 class Comparison(Protocol):
-    """The methods that ``Watch`` calls of each class in ``comparisons.py`` and of ``Factors``."""
+    """The type of ``Factors`` and of the classes in ``comparisons.py``: the methods that ``Watch`` calls."""
 
     def freeze(self) -> None: ...
 
