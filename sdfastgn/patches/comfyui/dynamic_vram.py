@@ -40,10 +40,10 @@ def reason_to_stay(patcher: Any) -> str | None:
 
 
 def clone(patcher: Any) -> Any:
-    """A clone of ``patcher`` that is not dynamic: while it is loaded, its weights stay on the GPU.
+    """A clone of ``patcher`` whose model is not dynamic, that is, not under DynamicVRAM.
 
-    If ``reason_to_stay`` gives a reason, the clone is dynamic like ``patcher``. For a dynamic model, the
-    first call loads a second model from the same file. Later calls for this model use the second model again.
+    If ``patcher`` is dynamic, the first call loads a second model from the same file. Later calls for this
+    model use the second model again. If ``reason_to_stay`` gives a reason, the clone stays dynamic.
     """
     if not is_dynamic(patcher) or reason_to_stay(patcher) is not None:
         return patcher.clone()

@@ -85,7 +85,8 @@ def graphs_of(unet: nn.Module) -> GraphedForward | None:
 class FusedUNetModel(UNetModel):
     """``UNetModel`` that runs as a CUDA graph where possible.
 
-    It leaves inference mode, unless other nodes run code inside of the UNet.
+    Unless other nodes run code inside of the UNet, it runs outside of inference mode, so that norms can use
+    stored statistics (``inference_mode.py``).
 
     x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
     """

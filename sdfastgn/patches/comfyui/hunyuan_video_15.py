@@ -69,7 +69,10 @@ _SOURCES = (
 
 
 def _is_plain(conv: Any, x: Tensor, C: int, size: int) -> bool:
-    """True if a call of ``conv`` on C channels is ComfyUI's convolution of ``size``^3 without padding."""
+    """True if a call of ``conv`` for ``x`` runs ComfyUI's 3-D convolution and nothing else.
+
+    The convolution must have C input channels, a kernel of ``size``^3, stride 1 and no padding.
+    """
     return (
         is_plain_conv3d(conv, x, C, _Conv3d)
         and (conv.kernel_size, conv.stride, conv.padding) == ((size,) * 3, (1, 1, 1), (0, 0, 0))
@@ -114,13 +117,13 @@ def _convolve(
     norm: Norm | None = None,
     has_bias: bool = True,
 ) -> Tensor:
-    """Runs the convolution of norm(x + shift), after the frames of ``carry_in``. The result is channels-last.
+    """Puts the frames of ``carry_in`` before norm(x + shift), and convolves. The result is channels-last.
 
     Args:
         wrapper: a ``CarriedConv3d``, for which ``_is_plain_wrapper`` is true.
         x: (N, C, T, H, W).
         carry_in: a list, whose first entry has the frames before x and is removed; or None.
-        carry_out: a list that gets the last frames; or None.
+        carry_out: a list to which the last two frames of the convolution's input are appended; or None.
         shift, norm: as in ``pad_frames``.
         has_bias: False if the next kernel adds the bias.
     """
@@ -216,7 +219,11 @@ class FusedRMS(FusedRMSNorm, vae_refiner.RMS_norm):
 
 
 class FusedUpSmpl(vae_refiner.UpSmpl):
-    """``UpSmpl``. x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last."""
+    """``UpSmpl``, which upsamples. x (N, C, T, H, W) -> (N, C_out, T', 2 H, 2 W), channels-last.
+
+    T' is T, or with ``tus`` 2 T. In the first chunk (no ``conv_carry_in``) ``tus`` does not double the first
+    frame.
+    """
 
     def forward(self, x: Tensor, conv_carry_in: Any = None, conv_carry_out: Any = None) -> Tensor:
         times = 2 if self.tus else 1
@@ -235,7 +242,11 @@ class FusedUpSmpl(vae_refiner.UpSmpl):
 
 
 class FusedDnSmpl(vae_refiner.DnSmpl):
-    """``DnSmpl``. x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last."""
+    """``DnSmpl``, which downsamples. x (N, C, T, H, W) -> (N, C_out, T', H / 2, W / 2), channels-last.
+
+    T' is T, or with ``tds`` T / 2. In the first chunk (no ``conv_carry_in``) ``tds`` keeps the first frame as
+    it is, and halves the number of the other frames.
+    """
 
     def forward(self, x: Tensor, conv_carry_in: Any = None, conv_carry_out: Any = None) -> Tensor:
         times, alone = 2 if self.tds else 1, int(self.tds and conv_carry_in is None)
@@ -254,9 +265,9 @@ class FusedDnSmpl(vae_refiner.DnSmpl):
 
 
 def _last_norm(half: Any, x: Tensor) -> Norm | None:
-    """The operands of the last norm of an encoder or decoder ``half``, with SiLU as its activation.
+    """The operands with which ``pad_frames`` computes the last norm of ``half``, and SiLU after it.
 
-    None if stock's forward of ``half`` has to run.
+    ``half`` is an encoder or decoder. None if stock's forward of ``half`` has to run for its input ``x``.
     """
     if not (is_plain_inference(x) and _is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return None

@@ -42,7 +42,10 @@ def root_of(patcher: Any) -> nn.Module:
 
 
 def has_blocks(root: nn.Module) -> bool:
-    """True if ``root`` contains a block that can be fused. A model without such a block is left as it is."""
+    """True if ``root`` contains a block of a kind that can be fused.
+
+    A model without such a block is left as it is.
+    """
     known = tuple(fusion.stock for fusion in _BLOCKS)
     return any(
         isinstance(module, known) and any(fusion.claims(module) for fusion in _BLOCKS)
@@ -54,7 +57,7 @@ def has_blocks(root: nn.Module) -> bool:
 def _about(cls: Any, stage: int) -> tuple[Any, ...]:
     """The fusions of a stage that may claim modules of the class ``cls``.
 
-    The result is cached for each class, because a UNet has 2000 modules.
+    ``stage``: index into ``_STAGES``. The result is cached for each class, because a UNet has 2000 modules.
     """
     return tuple(fusion for fusion in _STAGES[stage] if issubclass(cls, fusion.stock))
 
@@ -103,5 +106,8 @@ def drop_graphs(root: nn.Module) -> None:
 
 
 def is_loaded(root: nn.Module) -> bool:
-    """True if all weights in ``root`` stay in the GPU's memory, unpatched, while the model is loaded."""
+    """True if all weights in ``root`` stay at one address while the model is loaded.
+
+    False if ComfyUI moves or patches some of them at each call (``has_steady_weights``).
+    """
     return all(has_steady_weights(module) for module in root.modules())

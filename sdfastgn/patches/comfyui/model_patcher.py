@@ -39,7 +39,7 @@ def optimize_model(
         after_run: called with the text of the report whenever the sampler has run the model.
 
     Raises:
-        TypeError: ``model`` is no ``ModelPatcher`` with injections.
+        TypeError: ``model`` is no ``ModelPatcher``, or ComfyUI is too old to have injections.
         ValueError: ``cuda_graphs`` is none of the three.
     """
     if not hasattr(model, "set_injections"):

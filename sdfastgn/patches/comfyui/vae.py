@@ -1,8 +1,8 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
-The fused classes of the encoder and the decoder only leave inference mode (``inference_mode.py``). The
-activation after the last norm stays a separate pass: stock's ``forward`` calls a function for it, so there is
-no module that could be replaced.
+The fused classes of the encoder and the decoder only turn inference mode off, so that norms can use stored
+statistics (``inference_mode.py``). The activation after the last norm stays a separate pass: stock's
+``forward`` calls a function for it, so there is no module that could be replaced.
 
 ComfyUI uses the classes ``ResnetBlock`` and ``AttnBlock`` in some autoencoders for videos, too. Such a block
 runs the code of ``hunyuan_video_15.py``.
@@ -99,7 +99,10 @@ class FusedUpsample(Upsample):
 
 
 class FusedEncoder(Encoder):
-    """``Encoder`` that leaves inference mode. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8)."""
+    """``Encoder`` that runs outside of inference mode, so that norms can use stored statistics.
+
+    ``inference_mode.py`` says why. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         with outside_inference_mode():
@@ -107,7 +110,10 @@ class FusedEncoder(Encoder):
 
 
 class FusedDecoder(Decoder):
-    """``Decoder`` that leaves inference mode. z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W)."""
+    """``Decoder`` that runs outside of inference mode, so that norms can use stored statistics.
+
+    ``inference_mode.py`` says why. z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W).
+    """
 
     def forward(self, z: Tensor, **kwargs: Any) -> Tensor:
         with outside_inference_mode():

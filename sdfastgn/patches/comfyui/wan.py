@@ -67,8 +67,8 @@ class FusedRMS(FusedRMSNorm, vae.RMS_norm):
 class FusedCausalConv3d(vae.CausalConv3d):
     """``CausalConv3d``. x (N, C, T, H, W). The convolution also reads frames before x: the cache, or zeros.
 
-    The result has the layout of x. The cache is ``cache_x``, or entry ``cache_idx`` of ``cache_list``. This
-    entry is set to None.
+    The result has the layout of x. The cache is ``cache_x``, or entry ``cache_idx`` of ``cache_list``. After
+    the entry was used, it is set to None.
     """
 
     def forward(
@@ -156,7 +156,8 @@ class ResampleBase(_Chunked):
     def _twice_the_frames(self: Any, x: Tensor, feat_cache: Any, i: int) -> Tensor:
         """Runs ``time_conv``, and splits its 2 C channels into two frames for each frame of x.
 
-        x (N, C, T, H, W) -> (N, C, 2 T, H, W), channels-last. Renews entry ``i`` of ``feat_cache``.
+        x (N, C, T, H, W) -> (N, C, 2 T, H, W), channels-last. Entry ``i`` of ``feat_cache`` gets the
+        frames that the next chunk reads before its own.
         """
         cache = None if isinstance(feat_cache[i], str) else feat_cache[i]
         keep = causal.CACHE_T if self._keeps_earlier else 0
@@ -187,7 +188,8 @@ class _Headed(_Chunked):
 class _FusedHalf(_Headed):
     """An encoder or decoder, whose first convolution and head run fused.
 
-    x (N, C, T, H, W) -> (N, C', T', H', W'), or None if stock's forward would return None.
+    x (N, C, T, H, W) -> (N, C', T', H', W'). As in stock, the result is None if a layer has too few frames
+    yet and waits for the next chunk.
     """
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Any:
@@ -200,7 +202,10 @@ class _FusedHalf(_Headed):
 
 
 def _run(layers: Any, x: Tensor, feat_cache: Any, feat_idx: Any, options: dict[str, Any]) -> Any:
-    """Runs ``layers`` one after the other. Returns None if one of them waits for the next chunk."""
+    """Runs ``layers`` one after the other.
+
+    Returns None if one of them has too few frames yet, and waits for the next chunk.
+    """
     for layer in layers:
         if feat_cache is None or isinstance(layer, vae.AttentionBlock):
             x = layer(x)
@@ -224,15 +229,15 @@ class DecoderBase(_FusedHalf):
 
 
 class _DecoderOfPairs(_Headed):
-    """The decoder of releases in which ``_HAS_PAIRS`` is True.
+    """The decoder of releases in which ``_HAS_PAIRS`` is True. Here its head runs fused.
 
-    Its method ``run_up`` runs one layer, and calls itself for the layers behind it. If the layer has doubled
-    the number of frames to more than two, ``run_up`` calls itself once for each pair of frames. After the
-    last layer it runs the head.
+    Stock's ``run_up`` runs one layer, and calls itself for the layers behind it. If the layer has doubled the
+    number of frames to more than two, ``run_up`` calls itself once for each pair of frames. After the last
+    layer it runs the head; only this step is replaced here.
     """
 
     def forward(self: Any, x: Tensor, *cached: Any, **options: Any) -> Any:
-        # Each layer returns the layout of its input, so this makes all of them channels-last.
+        # Each layer returns the layout of its input. So after this line all layers run channels-last.
         x = laid_out(x, channels_last=True) if is_plain_inference(x) else x
         return super().forward(x, *cached, **options)
 
