@@ -46,7 +46,10 @@ def rows_config(rows: int, C: int, itemsize: int, vector: int, num_sms: int) -> 
 
 
 def grad_config(rows: int, C: int, vector: int, num_sms: int, *, column_sums: bool) -> RowsConfig:
-    """The configuration of the backward for x (rows, C), with ``fits_with_sums(C)`` True."""
+    """The configuration of the backward for x (rows, C), with ``fits_with_sums(C)`` True.
+
+    ``column_sums``: True if the gradient of weight or bias is wanted. It is a sum over rows.
+    """
     config = backward_config(rows, C, vector, num_sms, column_sums=column_sums)
     assert isinstance(config, RowsConfig)
     return config

@@ -4,9 +4,9 @@ A program computes one tile of one matrix: it loads the tile of the weight, adds
 pair of factors, and stores the sum. One launch serves many matrices, so it reads addresses and sizes from
 tables:
 
-- ``tiles``: int32 (programs, 2), for each program the number of its matrix and of the tile in this matrix;
+- ``tiles``: int32 (programs, 2), for each program the index of its matrix and the index of the tile in it;
 - ``matrices``: int64 (matrices, 7), for each matrix: addresses of out and weight, rows, columns, ``inner``,
-  number of the first pair, number of pairs;
+  index of the first pair in ``factors``, number of pairs;
 - ``factors``: int64 (pairs, 7), for each pair: addresses of a and b, rank, strides of a along rank and along
   the inner and outer index of a column, row stride of b. The pairs of a matrix are consecutive;
 - ``scales``: fp32 (pairs,).

@@ -67,7 +67,7 @@ class Matrix(NamedTuple):
     """What the kernel needs to know of one weight (``matrix_of``).
 
     Attributes:
-        row: the first five numbers of its row in the table of matrices.
+        row: the first five numbers of its row in the table ``matrices`` (see ``low_rank/kernels.py``).
         device, dtype: those of the weight.
         is_last: True if input channels are the inner index of a column, as in channels-last weights.
     """
@@ -81,7 +81,7 @@ class Matrix(NamedTuple):
 class Pair(NamedTuple):
     """What the kernel needs to know of one pair of factors (``pair_of``).
 
-    ``row``: its row in the table of factors. ``dtypes``: those of a and b.
+    ``row``: its row in the table ``factors`` (see ``low_rank/kernels.py``). ``dtypes``: those of a and b.
     """
 
     row: tuple[int, ...]

@@ -85,9 +85,9 @@ class GroupNorm(NamedTuple):
             shift, as for ``group_norm``. If None, kernels compute the statistics.
         modulation: (N, 2 C, t, h, w), in the dtype and on the device of x, or None. The first C channels
             multiply the norm's result. The last C channels are then added, before the activation. The
-            modulation is upsampled to the size of x: H must be a multiple of h, W of w and T of t. If T is
-            odd, the first frame of the modulation is used for the first frame of x only, and T - 1 must be a
-            multiple of t - 1. There may be no upsampling of x.
+            modulation is upsampled to the size of x: H must be a multiple of h and W of w. If T is even, T
+            must be a multiple of t. If T is odd, the first frame of the modulation is used for the first
+            frame of x only, and T - 1 must be a multiple of t - 1. There may be no upsampling of x.
         framewise: True if each frame has its own mean and variance. There may be no upsampling.
         pads_first: True if the ``front`` and ``back`` frames count in the mean and the variance, as if they
             were added before the norm. A kernel only runs if ``statistics`` are given. They must be those of
