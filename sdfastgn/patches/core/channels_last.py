@@ -77,7 +77,10 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def leave(conv: Any, args: Any, output: Any) -> Any:
-    """Forward hook of a model's last convolution: makes its output channels-first, if kernels run there."""
+    """Forward hook of a model's last convolution: makes its output channels-first.
+
+    On a device without kernels it does nothing.
+    """
     return output.contiguous() if isinstance(output, Tensor) and dispatch.has_kernels(output) else output
 
 

@@ -204,7 +204,8 @@ def merged_layer(layer: nn.Module) -> Any:
     if is_frozen:
         raise RuntimeError("an adapter changed during the call")
     if source.weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # other code captures this call; its graph would compute the weights at each replay
+        # Other code captures this call. Its graph would compute the merged weights again at each replay.
+        return None
     try:
         record, *_ = write([(layer, source), *_outdated_siblings(layer, factor)])
     except torch.OutOfMemoryError:

@@ -68,7 +68,7 @@ class _MergedLayer(nn.Module):
             return False
         for kind in self.adapter_layer_names:
             part = own["_modules"].get(kind)
-            if part is None or part._parameters:  # adapters of embeddings are parameters; not checked here
+            if part is None or part._parameters:  # true for adapters of embeddings, which are not checked
                 return False
             for name, layer in part._modules.items():
                 is_active = name in names

@@ -95,9 +95,10 @@ class PreparedLayer:
                 self._adapters[name] = adapter
 
     def combine(self, names: list[str]) -> bool:
-        """Combines the adapters ``names``. Returns False if one of them cannot be merged.
+        """Combines the prepared parts of the adapters ``names``. Returns False if one cannot be merged.
 
-        Also returns False if the stand-in has no bias, but needs one for them, or the reverse.
+        Also returns False if the sum of the layer and these adapters has a bias, and the stand-in (the plain
+        layer for the merged weights) has none, or the reverse.
         """
         found = []
         for name in names:
@@ -128,12 +129,12 @@ class PreparedLayer:
         return True
 
     def _prepare(self, name: str) -> _Adapter | None:
-        """Prepares the adapter ``name``. Returns None if it cannot be merged."""
+        """Makes the ``_Adapter`` for the adapter ``name`` from its tensors. None if it cannot be merged."""
         found = adapter_of(self._layer, self._source, name)
         return None if found is None else self._add(name, *found)
 
     def _add(self, name: str, a: Tensor, b: Tensor, bias: Tensor | None) -> _Adapter:
-        """Prepares the adapter ``name``. a, b, bias: its tensors, which can be merged."""
+        """Makes and stores the ``_Adapter`` for the adapter ``name``. a, b, bias: its tensors."""
         of_bias = None if bias is None else Factors(bias.new_ones(1, 1), bias.view(-1, 1), 1.0)
         matrix, bias_matrix = self._matrix, self._bias_matrix
         adapter = self._adapters[name] = _Adapter(
