@@ -236,7 +236,7 @@ class GraphedForward(InstanceEntry):
         except torch.OutOfMemoryError:
             reason = NO_MEMORY
             self._give_memory_back()
-            self._policy.pause_without_memory()  # also if there were no graphs to drop
+            self._policy.pause_without_memory()  # this pause also begins if there were no graphs to drop
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
@@ -355,7 +355,7 @@ class GraphedForward(InstanceEntry):
         return call.key, global_state(call.device)  # type: ignore[arg-type]
 
     def _make_room(self) -> None:
-        """Make room in the store for one more graph."""
+        """Make room in the store for one more graph. May raise Unsupported to have no more graphs."""
         self._store.make_room()
 
     # ---- steps of a call

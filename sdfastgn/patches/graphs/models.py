@@ -25,7 +25,7 @@ __all__ = [
     "takes_gigabytes",
 ]
 
-# For models whose forward converts a float timestep to an fp64 tensor.
+# The argument ``timestep`` of models whose forward converts a float timestep to an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
 # UNets for video: full name of the class -> its arguments that may be numbers. The graphs of these UNets and
 # of ``_DECODERS`` take gigabytes, so they are kept only if enough memory is left for other models
@@ -75,8 +75,8 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
         768 * 768, "_decode", _CACHES
     ),
-    # A larger image runs eagerly. With tiling, the decoder is called for each tile, and these calls are
-    # graphs.
+    # An image with more pixels runs eagerly. With tiling, the decoder is called for each tile, and these
+    # calls become graphs.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
         512 * 1024, scale=32
     ),

@@ -125,7 +125,8 @@ class Watch:
         device: the device of the capture. If it is not the CPU, a write into a tensor on the CPU counts as a
             change.
         survey: the layers of ``root`` that run with merged weights of adapters. The Watch only checks the
-            addresses of the merged weights. ``survey`` itself notices all other changes of these layers.
+            classes of these layers, and the addresses of the merged weights. ``survey`` itself notices all
+            other changes of these layers.
         has_factors: True if the numbers in attributes that ``factors.py`` lists may get new values, because
             they are inputs of the graphs. False if a new value of such a number counts as a change.
         unwatched: attributes of ``root`` that a captured call does not read before it sets them.
