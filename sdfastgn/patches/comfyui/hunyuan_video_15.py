@@ -52,7 +52,8 @@ __all__ = [
 
 _ops: Any = comfy.ops
 _Conv3d: Any = _ops.disable_weight_init.Conv3d
-# Older releases of ComfyUI do not have this class, and their blocks have other code. There no block is fused.
+# Older releases of ComfyUI have no ``CarriedConv3d``, and their blocks have other code. With such a release
+# no block is fused.
 CarriedConv3d: Any = getattr(comfy_model, "CarriedConv3d", ())
 # Number of frames that each convolution appends to ``conv_carry_out``.
 _CARRIED = 2

@@ -124,7 +124,10 @@ class ResidualBlockBase(_Chunked):
         return add_into(y, residual, conv2.bias)
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
-        """The operands of the two norms, with their activations. None if stock's forward has to run."""
+        """The operands with which ``pad_frames`` computes the two norms, and the activation after each.
+
+        None if stock's forward has to run.
+        """
         if not is_plain_inference(x) or len(self.residual) != 7:
             return None
         norm1, act1, conv1, norm2, act2, dropout, conv2 = self.residual
@@ -170,9 +173,10 @@ class _Headed(_Chunked):
     """A module whose ``head`` has a norm, SiLU and a convolution."""
 
     def _head_norm(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Norm | None:
-        """The operands of the norm of ``head``, with its activation. None if stock's code has to run.
+        """The operands with which ``pad_frames`` computes the norm of ``head``, and SiLU after it.
 
-        Stock's code also runs if the shape of the next entry of ``feat_cache`` does not fit x.
+        None if stock's code has to run, for example because the shape of the next entry of ``feat_cache``
+        does not fit x.
         """
         if len(self.head) != 3 or not (is_plain_inference(x) and _is_plain_conv(self.head[2], x)):
             return None
