@@ -275,7 +275,10 @@ def matrix_of(out: Tensor, weight: Tensor) -> Matrix | None:
 
 
 def pair_of(a: Tensor, b: Tensor, matrix: Matrix) -> Pair | None:
-    """Describes factors of a sum with the weight ``matrix``. None if the kernel does not support them."""
+    """Describes for the kernel the factors a and b, whose product is added to the weight ``matrix``.
+
+    None if the kernel does not support them.
+    """
     strides, dtypes = _strides(a), (a.dtype, b.dtype)
     if strides is None or max(a.numel(), b.numel()) > _MOST_ELEMENTS:
         return None
