@@ -4,8 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-# `make comfyui-node` builds a copy of this folder that contains the package sdfastgn in this place. So users
-# of the copy need not install sdfastgn.
+# The folder of the package sdfastgn in the copy of this node that `make comfyui-node` builds. Users of such a
+# copy need not install sdfastgn. Other copies do not have this folder.
 _SHIPPED = Path(__file__).parent / "package"
 
 if importlib.util.find_spec("sdfastgn") is None:

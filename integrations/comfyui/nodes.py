@@ -56,7 +56,8 @@ _GRAPHS_INPUT = Input(
 _TEXT = Output("text", "STRING", "Whether it is faster, what stays as in stock and why, and memory.")
 
 
-# The functions import sdfastgn only when a node runs: it imports Triton, and ComfyUI's start should not wait.
+# The functions below import parts of sdfastgn only when a node runs. These parts import Triton, and the start
+# of ComfyUI should not wait for that.
 
 
 def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, ...]:
