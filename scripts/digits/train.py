@@ -41,7 +41,7 @@ from sdfastgn.models.pipelines import build_tokenizer, write_tokenizer
 from sdfastgn.program import OptionError
 
 LEARNING_RATE = 1e-3
-# Number of steps over which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
+# Number of steps in which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
 WARM_UP = 100
 # Weight of the KL divergence in the autoencoder's loss, as for Stable Diffusion.
 # The other term of the loss, the mean error of a pixel, has the weight 1.
@@ -130,7 +130,7 @@ class Digits:
 
 
 def fit(name: str, models: Iterable[nn.Module], steps: int, loss_of: Callable[[], Tensor]) -> None:
-    """Trains ``models`` in place to minimize ``loss_of()``. Prints the mean loss ten times."""
+    """Trains ``models`` in place to minimize ``loss_of()``. Prints the mean loss about ten times."""
     parameters = [parameter for model in models for parameter in model.parameters()]
     device = parameters[0].device.type
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
@@ -257,7 +257,10 @@ def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder:
 
 
 def count_read(output: Path, device: str) -> int:
-    """Draws IMAGES images with the saved pipeline. Returns how many show the digit of their prompt."""
+    """Draws IMAGES images with the saved pipeline.
+
+    Returns the number of images in which the classifier reads the digit of the prompt.
+    """
     pipe = DiffusionPipeline.from_pretrained(output).to(device)
     pipe.set_progress_bar_config(disable=True)
     asked = [number % len(NUMERALS) for number in range(IMAGES)]

@@ -41,7 +41,8 @@ from sdfastgn.models.configurations import VAES
 LIMITS_GIB = (6.0, 8.0, 12.0, 16.0)
 BATCHES = (1, 4)
 STEPS = 4
-# Number of calls of a pipeline. The first one makes no graph of the autoencoder, the second captures it.
+# Number of calls of a pipeline. An optimized pipeline's first call runs the autoencoder without a CUDA graph,
+# the second captures the graph, and the third replays it.
 IMAGES = 3
 # Number of processes that measure peak memory at the same time. Those with large batches must fit together.
 AT_ONCE = {1: 4, 4: 2}
@@ -106,14 +107,14 @@ def peak(row: MemoryRow, device: str) -> MemoryRow:
 def peaks(
     pipelines: Sequence[tuple[str, bool]], device: str, is_late: Callable[[], bool]
 ) -> Iterator[MemoryRow]:
-    """Yields the row of each pipeline, batch, stock and optimized, as soon as it is measured."""
+    """Yields a row for each batch size and pipeline, stock and optimized, as soon as it is measured."""
 
     def measured(row: MemoryRow) -> MemoryRow | None:
         if is_late():
             return None
         try:
             return in_a_process(peak, row, device)
-        except Exception as error:  # the process has died; the others are still measured
+        except Exception as error:  # the process failed; the other rows are still measured
             return replace(row, status=documents.FAILED, reason=one_line(error))
 
     for batch in BATCHES:
@@ -184,7 +185,8 @@ class Limited:
             set_limit(None, self.device)
             if row.offloads:
                 pipe.remove_all_hooks()
-            # A failed decode may have left it in fp32. diffusers' own ``to`` would print a warning.
+            # A failed decode may have left the autoencoder in fp32. ``nn.Module.to`` is called, because
+            # diffusers' own ``to`` would print a warning.
             torch.nn.Module.to(pipe.vae, self.config.torch_dtype)
             pipe.to(self.device)
             sdfastgn.restore(pipe)
@@ -194,7 +196,7 @@ class Limited:
 def limited(
     pipelines: Sequence[tuple[str, bool]], device: str, is_late: Callable[[], bool]
 ) -> Iterator[MemoryRow]:
-    """Yields a row for each pipeline, limit and way, as soon as it is measured."""
+    """Yields a row for each pipeline and limit, stock and optimized, as soon as it is measured."""
     for model in sorted({model for model, _ in pipelines}):
         held = Limited(model, device, is_late)
         for name, upcasts in sorted(pipelines):

@@ -43,7 +43,7 @@ def headline(results: Path, picture: Path) -> None:
 
 
 def kernels(results: Path, picture: Path) -> None:
-    """Draws the GB/s of kernels over their bytes, from the committed run of the suite ``inference``."""
+    """Draws the GB/s of kernels against the bytes that they move, from the committed run of ``inference``."""
     (content,) = documents(results, "kernels")
     roofline(with_peers(results, content), picture, f"{content['config']['dtype']}, {source_line(content)}")
 

@@ -1,11 +1,12 @@
-"""Repeats all measurements that the published pages show, at one commit on one GPU.
+"""Repeats most measurements that the published pages show, at one commit on one GPU.
 
 python -m scripts.publish.renew --out build/renewal
 
-The measurements are the ``STEPS`` of ``scripts.publish.steps``. With ``--resume``, steps that an earlier call
-finished at this commit do not run again, so several short calls do the same as one long call. ``--archive``
-also packs the results into one file. ``--unpack`` extracts such a file into ``benchmarks/renewal`` and
-``docs/images``. Afterwards ``python -m scripts.publish.pages`` writes the pages.
+The measurements are the ``STEPS`` of ``scripts.publish.steps``. Other commands make the results in
+``benchmarks/by_hand``. With ``--resume``, steps that an earlier call finished at this commit do not run
+again, so several short calls do the same as one long call. ``--archive`` also packs the results into one
+file. ``--unpack`` extracts such a file into ``benchmarks/renewal`` and ``docs/images``. Afterwards
+``python -m scripts.publish.pages`` writes the pages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The measurements from which the published pages are made. Each is called a step: an entry of ``STEPS``.
+"""The measurements that can be repeated by one command. Each is called a step: an entry of ``STEPS``.
 
 ``scripts.publish.renew`` runs the steps. All together take at most ``MOST_SECONDS`` on one GPU. A new table
-needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
+needs a step here (or results in ``benchmarks/by_hand``), a function in ``scripts.publish.pages.TABLES`` and a
+place on a page.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _MODEL = "--model tiny --size 64 --device cpu"
 _BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
 _KERNELS = "--device cpu --repeats 1"
 
-# All steps, in the order in which they run. No step before ``sd15`` and ``sdxl`` runs torch.compile: its
-# cache on disk would shorten the time until torch.compile's first call is done, which these steps measure.
+# All steps, in the order in which they run. ``sd15`` and ``sdxl`` measure how long torch.compile's first call
+# takes. No other step runs torch.compile before them, because its cache on disk would shorten this time.
 STEPS = (
     # ---- adapters, training, large images
     *(

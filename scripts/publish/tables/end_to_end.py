@@ -180,7 +180,10 @@ def headline_markdown(results: Path) -> str:
 
 
 def compared_markdown(results: Path) -> str:
-    """Returns a table that compares eager, torch.compile and sdfastgn: all of ``COMPARED`` but the time."""
+    """Returns a table that compares eager, torch.compile and sdfastgn.
+
+    It has all columns of ``COMPARED`` except milliseconds, which another table shows.
+    """
     return _peer_table(_lines(results), ("compile", "compile_graphs"), [*COMPARED][1:])
 
 

@@ -36,12 +36,16 @@ from sdfastgn.bench.tables.kernels import (
     times_table,
 )
 
-# Kind of the results of separate runs of the suite ``inference``, with peers that must be built by hand.
+# Kind of the results of separate runs of the suite ``inference``, which time competitors ("peers") that users
+# must build by hand.
 PEERS = "kernel_peers"
 
 
 def with_peers(results: Path, content: dict[str, Any]) -> list[KernelRow]:
-    """Returns the rows of ``content``, a run of the suite ``inference``, and the rows of hand-built peers."""
+    """Returns the rows of ``content`` and the rows of all runs of the kind ``PEERS``.
+
+    ``content``: the JSON of a run of the suite ``inference``.
+    """
     suite = SUITES[INFERENCE]
     rows = [row for each in documents(results, PEERS) for row in rows_of(suite, each)]
     return [*rows_of(suite, content), *rows]
@@ -71,9 +75,9 @@ def inference_markdown(results: Path) -> str:
 def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
     """Returns (header, body) of ``table`` with fewer columns and lines.
 
-    Left out are the column of tasks, the columns of ratios to the copy and the baseline, and the means over
-    the baseline. ``table``: a result of ``times_table``, for a suite with one task and one provider of
-    sdfastgn.
+    Left out are the column of tasks, the columns of ratios to the copy and to the baseline, and the rows with
+    the mean ratios to the baseline. ``table``: a result of ``times_table``, for a suite with one task and one
+    provider of sdfastgn.
     """
     axes, *names = table.header
     rows = [

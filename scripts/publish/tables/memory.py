@@ -13,7 +13,7 @@ from sdfastgn.bench.tables.cells import NOTHING, number, source_line
 from sdfastgn.bench.tables.profile import MODEL_LABELS
 
 KIND = "memory"
-# Start of the reason of a row whose image needed more memory than there was.
+# If an image needed more memory than there was, the row's ``reason`` begins with this text.
 NO_MEMORY = "OutOfMemoryError"
 _PEAKS = (
     "pipeline", "stock: reserved GiB", "allocated", "sdfastgn: reserved GiB", "allocated",
@@ -38,7 +38,7 @@ class MemoryRow:
         limit_gib: limit of the memory that PyTorch may reserve, in GiB; None without a limit.
         offloads: True after ``enable_model_cpu_offload``.
         reserved_mib, allocated_mib: peak memory that PyTorch has reserved on the GPU, and peak memory of
-            tensors, in MiB. They include the weights. None on the CPU, and unless the row is ``OK``.
+            tensors, in MiB. They include the weights. None on the CPU, and if the row is ``FAILED``.
         image_s: seconds of each call. Empty unless the row is ``OK``.
         captured, dropped: number of CUDA graphs that were captured and dropped in these calls.
         status: ``OK``, ``FAILED``, or ``WRONG`` if an optimized image differs too much from stock's.

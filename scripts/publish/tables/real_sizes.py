@@ -23,7 +23,7 @@ class SizeRow:
     Attributes:
         stock_ms, optimized_ms: median milliseconds of a call, until the GPU has finished its work.
         stock_mib, optimized_mib: peak memory of tensors in MiB, including weights; None on the CPU.
-        has_graph: True if the optimized calls were replays of a CUDA graph.
+        has_graph: True if optimized calls replayed a CUDA graph.
         error: relative error of the optimized output against stock's; None if it is not finite.
         stock_error, optimized_error: relative error of an output against stock's output in fp32 with the
             same weights. It is measured for models in bf16 and models of video, except for long videos. None
