@@ -17,8 +17,8 @@ CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # "pointwise" includes reductions and concatenations, "layout copies" includes changes of dtype.
 NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
-# Categories that no fusion removes: the others would take no time if norms, pointwise kernels and copies were
-# all fused into kernels of these categories.
+# Categories that no fusion removes. If all norms, pointwise kernels and copies were fused into kernels of
+# these categories, a call would take only the time of these categories: its floor.
 FLOOR = (CONVOLUTION, GEMM, ATTENTION)
 CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 

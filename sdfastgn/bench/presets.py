@@ -15,7 +15,7 @@ class Case:
     """One measurement of a preset.
 
     Attributes:
-        settings: fields of BenchConfig.
+        settings: name of a field of BenchConfig -> its value.
         published: software and machine, such as "TensorRT 9.0, A100 80GB" -> the published number.
     """
 

@@ -1,6 +1,6 @@
 """Breaks down the time of one call into categories of kernels, and the gaps between kernels.
 
-A breakdown takes two recordings with PyTorch's profiler.
+On a GPU a breakdown takes two kinds of recordings with PyTorch's profiler.
 
 1. The plain call, with operators and kernels. It shows which operator launches the kernels of each name.
 2. Only kernels: of the CUDA graph's replay if the call could be captured, else of the plain call. The times
@@ -14,8 +14,9 @@ Categories and launch gaps add up to the time from the start of the first kernel
 kernel. If two kernels run at once (on two streams, or by programmatic dependent launch), their common time
 counts for the kernel that started first.
 
-On the CPU the breakdown has operators instead of kernels. The time of an operator does not include the
-operators that it calls. The gaps are the time outside of operators, in which Python runs.
+On the CPU there is only one kind of recording, and it has operators instead of kernels. The time of
+an operator does not include the operators that it calls. The gaps are the time outside of operators, in which
+Python runs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Breakdown:
     """How the time of one call is divided among the categories of kernels, in milliseconds.
 
     Attributes:
-        source: ``REPLAY``, ``CALL`` or ``CPU``.
+        source: what was recorded: ``REPLAY`` (of a CUDA graph), ``CALL`` or ``CPU`` (the call's operators).
         categories: name of a category -> its time. The names are ``CATEGORIES`` and ``"launch gaps"``. The
             times add up to ``total_ms``.
         total_ms: time from the start of the first kernel to the end of the last kernel, in the recording.

@@ -97,7 +97,8 @@ def _sdfastgn(target: Any, part: str, undo: contextlib.ExitStack, *, has_graphs:
 
     graphs: Literal["auto", "training"] = "training" if part == "train" else "auto"
     sdfastgn.optimize(target, cuda_graphs=has_graphs and graphs)
-    # An ExitStack calls its functions in reverse order: first ``restore``, then ``_check_kernels_ran``.
+    # An ExitStack calls its functions in reverse order. So the model is restored before
+    # ``_check_kernels_ran`` is called, which may raise an error.
     undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
 

@@ -273,8 +273,8 @@ def build_training(config: BenchConfig) -> Workload:
     ``call`` returns the gradients. Weights are in the config's dtype. There is no gradient checkpointing. A
     step does not include an optimizer, whose time and memory would be the same for every variant.
 
-    If ``config.lora_rank`` is set, the UNet is frozen and only a LoRA in fp32 is trained. If the UNet is not
-    in fp32, its forward runs under autocast.
+    If ``config.lora_rank`` is set, the UNet is frozen and only a LoRA in fp32 is trained. The forward then
+    runs under autocast, unless the UNet is in fp32 too.
     """
     unet, scale = component(config, "unet")
     unet.train()

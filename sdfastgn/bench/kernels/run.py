@@ -40,7 +40,8 @@ Tensors = tuple[Tensor, ...]
 
 # Shapes with more elements are not timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
-# Number of bytes that the calls of a round should move at most, so that rounds of large shapes are short.
+# A time is measured over a round, which is a number of equal calls. All calls of a round together should move
+# at most this number of bytes, so that rounds of large shapes are short.
 ROUND_BYTES = 2**31
 # On a CPU, the number of calls in a round is ``CPU_CALLS``, and the maximum number of rounds is
 # ``CPU_REPEATS``. Both are small, because times on a CPU only show that the code runs.
@@ -49,11 +50,11 @@ CPU_CALLS = CPU_REPEATS = 3
 
 @dataclass
 class _Inputs:
-    """The inputs of one call.
+    """The inputs of one call of an operation, which runs its forward, its backward, or one after the other.
 
     Attributes:
         operands: the arguments of the forward.
-        grads: the gradients of the outputs, if the pass has a backward.
+        grads: the gradients of the outputs, if the backward runs.
         recorded: CUDA stream -> (leaves, outputs) of a forward on this stream, from which all timed backwards
             start. Empty unless the backward is timed without its forward.
     """
@@ -82,7 +83,10 @@ def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
-    """Run one pass. Returns the outputs of a forward, or the operands' gradients if there is a backward."""
+    """Run a forward, a backward, or a forward and its backward, as ``pass_name`` says.
+
+    Returns the outputs of a forward, or the gradients of the operands if the backward runs.
+    """
     if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
     # Autograd runs a backward on the stream of its forward. To capture the backward alone in a CUDA graph,

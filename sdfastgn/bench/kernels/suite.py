@@ -311,7 +311,8 @@ class KernelRow:
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
     """The rows of ``content``, the JSON of a run of ``suite``.
 
-    Rows in files of an older sdfastgn have no task. They get the task of the provider with their name.
+    Rows in files of an older sdfastgn have no task. Such a row gets the task of its provider, or of the
+    suite's first operation if the suite does not have the provider any more.
     """
     tasks = {provider.name: op.label(op.passes[0]) for op in suite.every for provider in op.providers}
     competing = suite.operations[0].label(suite.operations[0].passes[0])

@@ -40,7 +40,7 @@ from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 
 GROUPS = 32
 EPS = 1e-5
-# The number that selects SiLU in the arguments of gnNHWC.
+# The number that selects SiLU in the arguments of the package gnnhwc, a competitor's GroupNorm.
 _GNNHWC_SILU = 2
 # For images of at most this number of pixels, apex's layer uses its one-pass kernel (on sm_80 and later).
 _APEX_ONE_PASS = 1024
@@ -49,7 +49,7 @@ _APEX_ONE_PASS = 1024
 def _with_statistics(
     task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
 ) -> Operation:
-    """An operation with two providers: ``plain``, and ``ours``, which also returns statistics of its result.
+    """An operation with two providers: ``plain``, and ``ours``, which also computes statistics of its result.
 
     ``task``: the operation's task, and the name of the provider ``plain``.
     """

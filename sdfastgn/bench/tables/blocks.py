@@ -11,7 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-# Width in characters of a table's frame: so many for each column, and so many once for the table.
+# Number of characters that lines and spaces between the cells take: ``COLUMN_FRAME`` for each column, and
+# ``TABLE_FRAME`` once for a table.
 COLUMN_FRAME, TABLE_FRAME = 3, 1
 
 

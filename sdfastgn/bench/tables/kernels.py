@@ -75,10 +75,11 @@ def best_peers(line: Line) -> Overs:
 
 
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Geometric means over shapes of a provider's times divided by the times of the provider ``over``.
+    """For each provider, the geometric mean of its time divided by the time of the provider ``over``.
 
-    Returns name of a shape set -> task -> provider -> means: the keys "hot" and "cold" (L2) have the means,
-    and "shapes" the number of shapes.
+    The mean is taken over all shapes of a set of shapes (``Suite.shape_sets``). Returns name of a set
+    -> task -> provider -> means: the keys "hot" and "cold" (L2) have the means, and "shapes" the number of
+    shapes.
     """
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -97,7 +98,7 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """The results of ``means`` over the copy and over the suite's baseline, as a dict for JSON."""
+    """The mean ratios of each provider's time to the copy's and to the baseline's, as a dict for JSON."""
     rows = list(rows)
     return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
 
@@ -158,7 +159,9 @@ def _pair(pair: Pair) -> str:
 def times_table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Blocks:
     """A table of microseconds as ``hot (cold)``: a column for each provider, a row for each shape and task.
 
-    Further columns show ratios of sdfastgn's times to other times. Further rows show geometric means.
+    Further columns have the ratios of sdfastgn's time to the copy's, the baseline's and the fastest
+    competitor's. Further rows have the geometric means of each provider's ratios to the copy and to the
+    baseline.
     ``bold``: True if the fastest competitor is set in bold Markdown.
     """
     names = timed_names(rows)

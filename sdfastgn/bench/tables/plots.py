@@ -36,7 +36,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Write a PNG of each provider's GB/s (vertical) over the bytes that a call must move (horizontal).
+    """Write a PNG of each provider's GB/s (vertical axis) against the MB that a call must move (horizontal).
 
     There are two diagrams, for a hot and a cold L2. The line of the copy, which reads x once and writes y
     once, is the roof: the highest GB/s to expect.

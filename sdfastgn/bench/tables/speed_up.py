@@ -20,7 +20,7 @@ class SpeedUp:
 
     Attributes:
         value: eager's median divided by the variant's. Eager's is the mean of its medians before and after
-            the variant.
+            the variant, if both were measured.
         least, most: the lowest and the highest ratio that are possible if each of the two times is between
             its 10th and its 90th percentile.
         drift: eager's larger median divided by the smaller one, of those before and after the variant.
