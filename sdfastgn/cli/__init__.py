@@ -61,7 +61,7 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         sys.exit(_run(doc, command, defaults))
     except BaseException as end:
         # If Ctrl-C is pressed during an import, the imported module may raise another exception instead of
-        # KeyboardInterrupt. So ``asked`` is looked at too.
+        # KeyboardInterrupt. So ``asked`` is looked at too: it is not empty after Ctrl-C.
         if not asked and not isinstance(end, KeyboardInterrupt):
             raise
         print(f"{program()}: interrupted", file=sys.stderr)

@@ -125,8 +125,8 @@ def stand_ins() -> Iterator[None]:
     """A context in which empty modules replace the packages of ``_NOT_NEEDED`` that are not installed."""
     import transformers.utils
 
-    # transformers checks once whether torchvision is installed, and remembers the result. It must check now,
-    # because it would take the empty module for torchvision.
+    # transformers checks once whether torchvision is installed, and remembers the result. It must check now:
+    # later it would take the empty module for torchvision.
     transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
     finder = _StandIns(missing)

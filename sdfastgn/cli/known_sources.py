@@ -47,7 +47,10 @@ class _Method(NamedTuple):
 
     @property
     def versions(self) -> list[dict[str, str]]:
-        """The tested versions of the method, the oldest first. Each has a ``hash``, most a ``first_seen``."""
+        """The tested versions of the method's code, the oldest first.
+
+        Each has the code's ``hash``. Most have ``first_seen``, the release in which the code was first seen.
+        """
         return tested_versions().get(upstream_name(self.cls), {}).get(self.name, [])
 
 
@@ -56,8 +59,9 @@ def print_sources(
 ) -> int:
     """List the methods whose code is unknown: its hash is not one of the method's in ``tested_sources.json``.
 
-    Only methods of diffusers and ComfyUI that fusions replace or rely on are looked at. Returns 0 if no
-    method is unknown or all were accepted, and if no fusion is left out (``MISSING``). Otherwise returns 1.
+    Only methods of diffusers and ComfyUI that fusions replace or rely on are looked at, and those that CUDA
+    graphs rely on (``factors.readers``). Returns 0 if no method is unknown or all were accepted, and if no
+    fusion is left out (``MISSING``). Otherwise returns 1.
 
     Args:
         out: where to print.
@@ -137,7 +141,10 @@ def _print(out: Console, line: str) -> None:
 
 
 def _difference(files: Any, method: _Method) -> Iterator[str]:
-    """Yields the lines of a diff of a method's code: from the release in ``files`` to the installed code."""
+    """Yields the lines of a diff of a method's code: from the release in ``files`` to the installed code.
+
+    If the release's code is missing or not known either, yields only one line, which says so.
+    """
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function
     new: Any = upstream_definition(function)
@@ -171,8 +178,9 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # ``first_seen`` is the release in which a method's last known version was first seen. The latest of these
-    # releases contains the last known versions of all unknown methods.
+    # The installed code of an unknown method is not in ``tested_sources.json``, but earlier code of most
+    # methods is. ``seen``: for each method, the release in which the last tested version of its code was
+    # first seen. The latest of these releases has the last tested code of all these methods.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"

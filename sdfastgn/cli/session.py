@@ -81,7 +81,7 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        return "processes"  # several GPUs share a host, so times differ from those of a single GPU
+        return "processes"  # not "end_to_end": processes share a host, so times differ
     if configs[0].preset:
         return "preset"
     if any(config.profile for config in configs):
