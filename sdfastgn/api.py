@@ -282,7 +282,8 @@ class _Before:
     """The state of one component before ``optimize``, from which ``_put_back`` restores it.
 
     ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module whose calls run as
-    CUDA graphs -> its option ``cuda_graphs``. ``findings``, ``laid_out``: as in ``patcher.take_back``.
+    CUDA graphs -> its option ``cuda_graphs``. ``findings``: what ``patcher.inspect`` found in the component.
+    ``laid_out``: the modules whose layout sdfastgn had changed.
     """
 
     name: str
@@ -393,7 +394,7 @@ def _optimize(
 
 
 def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
-    # The type is checked because 0 and numpy's False would pass as ``in MODES``: they are equal to False.
+    # ``in MODES`` alone would accept 0 and numpy's False, which are equal to False. So the type is checked.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         modes = '"auto", "training", True or False'
         raise ValueError(f"sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be {modes}")

@@ -1,4 +1,8 @@
-"""What the command line and the benchmarks share: an error for bad options, texts, and launched processes."""
+"""What the command line and the benchmarks share.
+
+That is the error for bad options, parts of messages (the program's name, numbers with nouns), and whether a
+launcher such as torchrun started this process.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 __all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program"]
 
 # Value of click's ``Context.obj`` if the process runs nothing but one command. Such a command may change how
-# Python imports modules. Otherwise, as in tests, it must not change the process.
+# Python imports modules (``cli/light_imports.py``). In other processes, as in tests, it must not.
 OWN_PROCESS = "own process"
 
 

@@ -22,8 +22,8 @@ _SHOWN_PATHS = 3
 # Classes of models that gain most of their speed from CUDA graphs: without graphs, launching their kernels
 # from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# The report warns of a UNet that runs without CUDA graphs. It does not warn if the only reasons are that each
-# call was a first call, in training or with a compiler. These are the ends of the texts of such reasons.
+# The report warns of a UNet that runs without CUDA graphs, unless the text of each reason ends like one of
+# these. They say that the call was a first call, in training, or compiled or traced.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",
@@ -140,7 +140,7 @@ class Report:
     def _graphable(self) -> list[str]:
         """Paths of modules whose calls would run as CUDA graphs after ``optimize``.
 
-        Empty if any module is fused, because ``optimize`` was called then.
+        Empty if any module is fused: then ``optimize`` has been called already.
         """
         stock = () if self.fused else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]

@@ -62,8 +62,8 @@ class Verdict:
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
     """Compare the fused parts of ``root`` with stock's code, inner parts first. Returns a Verdict for each.
 
-    Parts whose output is wrong get stock's code again (``_FACTOR`` says what is wrong). The caller must have
-    removed all CUDA graphs of ``root``. ``prefix``: the path of ``root`` in the pipeline.
+    Parts whose error is larger than ``_FACTOR`` and ``_UNITS`` allow get stock's code again. The caller must
+    have removed all CUDA graphs of ``root``. ``prefix``: the path of ``root`` in the pipeline.
     """
     fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
     for finding in patcher.inspect(root, prefix):
