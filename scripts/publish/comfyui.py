@@ -163,7 +163,10 @@ def _measured(
 
 
 def prepare(case: Case) -> str | None:
-    """Import ComfyUI in this process with the settings of ``case``. Returns None, or why it is impossible."""
+    """Import ComfyUI in this process with the settings of ``case``.
+
+    Returns None, or the reason why this machine cannot run these settings.
+    """
     arguments = [*VARIANTS[case.variant]]
     if not case.dynamic_vram and comfyui_checkout.has_dynamic_vram(case.folder):
         arguments.append("--disable-dynamic-vram")

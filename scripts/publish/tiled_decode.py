@@ -96,7 +96,10 @@ def timed(vae: Any, z: Tensor, tile: int | None) -> tuple[Tensor, float, float |
 
 
 def measured(model: str, size: int, dtype: torch.dtype, device: torch.device) -> Iterator[DecodeRow]:
-    """Decodes the same latents in all ``WAYS``. Yields the row of each way as soon as it is measured."""
+    """Decodes the same latents stock and optimized, in tiles and without, as ``WAYS`` says.
+
+    Yields the row of each decode as soon as it is measured.
+    """
     stock = build_vae(model, dtype, device)
     ours = sdfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False)
     z = latents(model, size, device).to(dtype)

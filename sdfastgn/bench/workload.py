@@ -211,7 +211,7 @@ def build_pipeline(config: BenchConfig) -> Workload:
     if config.batch * config.size**2 > MOST_DECODED_PIXELS:
         pipe.vae.enable_slicing()
     # A UNet with ``time_cond_proj_dim``, such as LCM's, was distilled to take guidance as an embedding. The
-    # benchmark's guidance does not fit it, so its pipeline's default is used.
+    # benchmark's guidance does not fit such a UNet, so the default of its pipeline is used.
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 

@@ -144,8 +144,9 @@ def _write(result: Result, json: Path | None, html: Path | None) -> None:
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
     """Print the results in JSON files, and write an HTML page if ``html`` is given.
 
-    Results that have timed the same calls or kernels are printed as one comparison. All other results are
-    printed with all their tables.
+    If two of the results have timed the same call or kernel, one table compares the times of all results.
+    Results that have no times for this table are printed with their own tables, and so are all results if
+    nothing can be compared.
     """
     out = console()
     same_names = len({path.name for path in paths}) < len(paths)

@@ -64,7 +64,7 @@ def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tupl
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))
-    except Exception:  # there is no VAE, or the network failed; then loading the pipeline reports the error
+    except Exception:  # there is no VAE; or the network failed, which a later load reports
         scale = without_vae
     latents = unet.get("sample_size") or UNETS["sd15"]["sample_size"]
     return (latents if isinstance(latents, int) else max(latents)) * scale, scale

@@ -195,7 +195,8 @@ def times_of(result: Result) -> dict[tuple[str, str], float]:
 def comparison(results: Sequence[Result]) -> Blocks:
     """A table of the times of all runs side by side, and of their ratios to the times of the first run.
 
-    The table has no rows if no two runs have timed the same thing.
+    It has no rows if no call or kernel was timed in more than one run. Otherwise it also shows what only one
+    run has timed.
     """
     first, *others = results
     times = [times_of(result) for result in results]
