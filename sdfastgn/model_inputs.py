@@ -96,7 +96,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
     if kind in _VIDEO_AUTOENCODERS:
         video_model: Any = model
         # CogVideoX's autoencoder has no ``spatial_compression_ratio``. Each of its levels except the last
-        # halves the size.
+        # halves height and width.
         ratio = getattr(video_model, "spatial_compression_ratio", None)
         side = _VIDEO_LATENTS * (ratio or 2 ** (len(config["block_out_channels"]) - 1))
         frames = _VIDEO_AUTOENCODERS[kind]

@@ -196,10 +196,10 @@ def times_of(case: Case) -> dict[str, Any]:
     strength of the LoRA to the image. ``first_compiled``: number of entries that the first image has added to
     Triton's cache.
 
-    For sdfastgn, the row also has the text on the node and, if stock was measured before, the differences
-    from stock's latents and image. ``exact_after_ejection``: name of an output -> True if the output has
-    stock's bits after sdfastgn was removed. ``stock_repeats_itself``: name of an output -> True if two runs
-    of stock give the same bits.
+    For sdfastgn, the row also has the text on the node. If stock was measured before, it also has the
+    differences from stock's latents and images, and two dicts. ``exact_after_ejection``: name of an output ->
+    True if the output has stock's bits after sdfastgn was removed. ``stock_repeats_itself``: name of an
+    output -> True if two runs of stock give the same bits.
     """
     device = torch.device("cuda")
     images = Images(case.model, case.size, case.steps, case.files, case.variant == "sdfastgn")

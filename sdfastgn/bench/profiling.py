@@ -137,7 +137,7 @@ def _operator(event: Any) -> str:
 
 
 def shares_by_name(events: Iterable[Any]) -> Shares:
-    """Compute the ``Shares`` from a recording with operators."""
+    """Compute how each kernel's time is divided among categories, from a recording with operators."""
     sums: Shares = defaultdict(lambda: defaultdict(float))
     for event in events:
         for kernel in event.kernels:

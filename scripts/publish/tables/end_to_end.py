@@ -39,7 +39,7 @@ HEADLINE = (
 STABLE_FAST = "stable_fast"
 # Title of the first column in tables of times.
 TIMES = "milliseconds (speed-up over eager)"
-# Parts and dtype that the front page shows.
+# Parts of a model, and dtype, of the measurements that the front page (README.md) shows.
 HEADLINE_PARTS = ("unet", "vae", "pipeline")
 HEADLINE_DTYPE = "fp16"
 # Columns of the tables that compare eager, one competitor and sdfastgn: title -> function that makes the text

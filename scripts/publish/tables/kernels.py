@@ -42,7 +42,7 @@ PEERS = "kernel_peers"
 
 
 def with_peers(results: Path, content: dict[str, Any]) -> list[KernelRow]:
-    """Returns the rows of ``content`` and the rows of all runs of the kind ``PEERS``.
+    """Returns the rows of ``content``, and the rows of competitors from other runs (kind ``PEERS``).
 
     ``content``: the JSON of a run of the suite ``inference``.
     """

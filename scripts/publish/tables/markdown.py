@@ -41,7 +41,8 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
 def run_apart(what: str, content: dict[str, Any]) -> str:
     """Returns a text to put below a table if ``what``, a part of the table, was measured in another run.
 
-    The text names the GPU and the date of this run. It names no commit, because ``what`` is other software.
+    The text names the GPU and the date of this run. It names no commit of sdfastgn: ``what`` is other
+    software.
     """
     where = content["environment"]
     return f"{what}: built by hand and measured in another run, {where['gpu']}, {str(where['date'])[:10]}"
