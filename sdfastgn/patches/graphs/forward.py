@@ -354,6 +354,10 @@ class GraphedForward(InstanceEntry):
         """Returns the key of ``call``. Calls with equal keys are of one kind, and can share a graph."""
         return call.key, global_state(call.device)  # type: ignore[arg-type]
 
+    def _is_warm(self, key: Any) -> bool:
+        """True if this thread has run all that a capture of a call of the kind ``key`` runs."""
+        return self._policy.is_warm(key)
+
     def _make_room(self) -> None:
         """Make room in the store for one more graph. May raise Unsupported to have no more graphs."""
         self._store.make_room()
@@ -395,7 +399,7 @@ class GraphedForward(InstanceEntry):
                 policy.first_call(key)
                 return None
             self._rehearse(current)
-        is_warm = policy.is_warm(key)
+        is_warm = self._is_warm(key)
         self._make_room()
         try:
             # The first replay also runs inside of ``undrawn``, which checks that no random numbers are drawn:
@@ -510,6 +514,11 @@ class _TrainingForward(GraphedForward):
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         wanted = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors)
         return super()._key_of(module, call), wanted
+
+    def _is_warm(self, key: Any) -> bool:
+        # An eager backward runs in autograd's thread, a captured one in this thread. cuDNN's choices of
+        # algorithms are a thread's own.
+        return False
 
     def _make_room(self) -> None:
         # A training graph holds all that its forward saves for the backward, so few of them fit into memory.

@@ -26,8 +26,6 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["Flags", "TrainingGraph"]
 
-# Maximum number of seconds that a backward waits for another thread's capture.
-_PATIENCE = 120
 _requires_grad_of = attrgetter("requires_grad")
 
 
@@ -114,9 +112,7 @@ class TrainingGraph:
             with torch.no_grad(), backend.allocating():
                 self._received = list(map(torch.zeros_like, ends))
             wanted = [*trained, *(buffers[place] for place in self._places)]
-            self._backward = backend.capture(
-                lambda: torch.autograd.grad(ends, wanted, self._received, allow_unused=True), pool
-            )
+            self._backward = backend.capture(lambda: _gradients(ends, wanted, self._received), pool)
         # Detaches the output from autograd's nodes. A tensor that occurs twice in the output stays one
         # tensor.
         plain = {id(tensor): tensor.detach() for tensor in outputs}
@@ -135,7 +131,7 @@ class TrainingGraph:
                 ends = [tensor for tensor in tensors_in(run()) if tensor.requires_grad]
                 wanted = [*trained, *(buffer for buffer in buffers if buffer.requires_grad)]
                 if ends:
-                    torch.autograd.grad(ends, wanted, list(map(torch.zeros_like, ends)), allow_unused=True)
+                    _gradients(ends, wanted, list(map(torch.zeros_like, ends)))
         except (Unsupported, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -172,10 +168,10 @@ class TrainingGraph:
             versions: the versions of all parameters after this replay: how often each was written in place.
             received: the gradient of each output; None for zeros.
 
-        Raises RuntimeError if the forward was replayed again after ``turn``, if a parameter was written in
-        place or got other memory after ``turn``, or if another thread keeps the backend's lock too long.
+        Raises RuntimeError if the forward was replayed again after ``turn``, or if a parameter was written in
+        place or got other memory after ``turn``.
         """
-        with self._locked(), self._backend.ordered():
+        with self._backend.lock, self._backend.ordered():
             if self._turn is None or self._turn() is not turn:
                 raise RuntimeError(
                     "sdfastgn: this backward was run before, and the model was called since then; "
@@ -196,24 +192,6 @@ class TrainingGraph:
             copy_each(copies, made)
         of_each = iter(copies)
         return [None if grad is None else next(of_each) for grad in self._backward.output]
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """A context that holds the backend's lock. Raises RuntimeError if the lock is not free in time.
-
-        PyTorch runs all backwards of a GPU in one thread of its own, so this method runs there too. A capture
-        in another thread holds the lock, and needs PyTorch's thread for the backward that it captures. If
-        PyTorch's thread waited here without a limit, the capture would never end.
-        """
-        if not self._backend.lock.acquire(timeout=_PATIENCE):
-            raise RuntimeError(
-                f"sdfastgn: this backward has waited {_PATIENCE} s for a capture in another thread; "
-                'train with cuda_graphs="training" in one thread only'
-            )
-        try:
-            yield
-        finally:
-            self._backend.lock.release()
 
     def versions(self) -> list[int]:
         return list(map(version_of, self._parameters))
@@ -270,3 +248,13 @@ def _aliased(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _gradients(ends: list[Tensor], wanted: list[Tensor], received: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of ``wanted``. ``received``: the gradients of ``ends``.
+
+    PyTorch runs all backwards of a GPU in one thread of its own. Here it runs this backward in the caller's
+    thread, because its own thread may be waiting for the lock that the caller holds.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(ends, wanted, received, allow_unused=True)

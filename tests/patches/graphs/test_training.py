@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -174,31 +175,29 @@ def test_a_backward_that_is_run_twice():
         loss.backward()
 
 
-def test_a_backward_does_not_wait_forever_for_another_thread(monkeypatch):
-    unet, _, batch = pair()
-    sdfastgn.restore(unet)
-    backend = TapeBackend()
-    optimized(unet, "training", backend)
-    warm(unet, batch=batch)
-    monkeypatch.setattr(training, "_PATIENCE", 0.05)
+@pytest.mark.gpu
+def test_a_backward_while_another_thread_captures(monkeypatch):
+    """The backward waits in the thread that runs all backwards of the GPU. The capture must not need it."""
+    (unet, other, batch), (captured, expected, _) = pair("cuda"), pair("cuda")
+    warm(unet, other, batch=batch)
+    warm(captured, expected, batch=batch, calls=1)
     loss = loss_of(unet, batch(7))
-    held, end = threading.Event(), threading.Event()
+    torch.cuda.synchronize()
+    holds_lock, run, found = threading.Event(), training._gradients, []
 
-    def capture():
-        with backend.lock:
-            held.set()
-            end.wait(60)
+    def late(*arguments):
+        holds_lock.set()
+        time.sleep(0.3)  # until the backward of the other thread waits for the lock
+        return run(*arguments)
 
-    thread = threading.Thread(target=capture)
+    monkeypatch.setattr(training, "_gradients", late)
+    thread = threading.Thread(target=lambda: found.append(gradients(captured, loss_of(captured, batch(8)))))
     thread.start()
-    held.wait(60)
-    try:
-        with pytest.raises(RuntimeError, match="a capture in another thread"):
-            loss.backward(retain_graph=True)
-    finally:
-        end.set()
-        thread.join()
-    loss.backward()
+    holds_lock.wait(60)
+    same(gradients(unet, loss), gradients(other, loss_of(other, batch(7))))
+    thread.join(60)
+    same(*found, gradients(expected, loss_of(expected, batch(8))))
+    assert trained_state(captured).replays == 1
 
 
 def test_no_second_derivative():
@@ -321,22 +320,29 @@ def hooked(unet):
     unet.mid_block.register_full_backward_hook(lambda *_: None)
 
 
-REASONS = {
-    "gradient checkpointing": lambda unet: unet.enable_gradient_checkpointing(),
-    "random numbers": dropout,
-    "backward hooks": hooked,
-}
+def own_checkpointing(unet):
+    unet.enable_gradient_checkpointing()
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_some_models_run_eagerly_for_a_reason(reason):
-    unet, other, batch = pair()
+REASONS = [
+    (dropout, "random numbers"),
+    (own_checkpointing, "gradient checkpointing"),
+    (hooked, "backward hooks"),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("change", "reason"), REASONS)
+def test_some_models_run_eagerly_for_a_reason(change, reason, device):
+    unet, other, batch = pair(device)
     for model in (unet, other):
-        REASONS[reason](model)
+        change(model)
     for number in range(3):
+        found = []
         for model in (unet, other):
             torch.manual_seed(number)
-            gradients(model, loss_of(model, batch(number)))
+            found.append(gradients(model, loss_of(model, batch(number))))
+        same(*found)
     assert any(reason in text for text in trained_state(unet).eager)
     assert trained_state(unet).replays == 0
 
@@ -367,9 +373,10 @@ def test_a_capture_does_not_reach_the_gradients_of_the_parameters(fails, monkeyp
     """On a GPU a result of an earlier call, which is still alive here, would make the capture fail."""
     unet, _, batch = pair()
     before = dict(unet.named_parameters())
-    reached, grad = [], torch.autograd.grad
+    reached, in_other_threads, grad = [], [], torch.autograd.grad
 
     def noted(ends, wanted, *rest, **options):
+        in_other_threads.append(torch._C._is_multithreading_enabled())
         reached.extend(map(id, wanted))
         if fails:
             raise RuntimeError("no backward")
@@ -381,6 +388,7 @@ def test_a_capture_does_not_reach_the_gradients_of_the_parameters(fails, monkeyp
         loss = loss_of(unet, batch(number))
         loss.backward()
     assert reached
+    assert not any(in_other_threads)
     assert not set(map(id, before.values())) & set(reached)
     after = dict(unet.named_parameters())
     assert list(after) == list(before)
