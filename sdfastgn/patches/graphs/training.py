@@ -10,12 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import copy_each, version_of
@@ -79,8 +81,8 @@ class TrainingGraph:
         backend: captures and replays.
         watch: the state of ``module`` at the capture.
 
-    Raises Unsupported if no output depends on a tensor that requires gradients, and for gradient
-    checkpointing, which runs the forward again in the backward.
+    Raises Unsupported if no output depends on a tensor that requires gradients, or if gradient checkpointing
+    cannot be captured.
     """
 
     gradients: ClassVar[Any] = torch.enable_grad
@@ -92,8 +94,6 @@ class TrainingGraph:
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
     ) -> None:
-        if any(vars(each).get("gradient_checkpointing") for each in module.modules()):
-            raise Unsupported("it uses gradient checkpointing")
         self.buffers = buffers
         self._backend = backend
         self._watch = watch
@@ -102,7 +102,7 @@ class TrainingGraph:
         self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
         # In a shared pool another graph could overwrite what the forward has saved for the backward.
         pool = backend.new_pool()
-        with _aliased(module, self._trained) as trained:
+        with _aliased(module, self._trained) as trained, _checkpointed(module):
             self._forward = backend.capture(run, pool)
             outputs = tensors_in(self._forward.output)
             self._is_differentiable = list(map(_requires_grad_of, outputs))
@@ -127,7 +127,7 @@ class TrainingGraph:
         Raises Unsupported if one of them fails.
         """
         try:
-            with _aliased(module, _trained(module)) as trained:
+            with _aliased(module, _trained(module)) as trained, _checkpointed(module):
                 ends = [tensor for tensor in tensors_in(run()) if tensor.requires_grad]
                 wanted = [*trained, *(buffer for buffer in buffers if buffer.requires_grad)]
                 if ends:
@@ -248,6 +248,53 @@ def _aliased(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def _checkpointed(module: nn.Module) -> Iterator[None]:
+    """A context in which gradient checkpointing in ``module`` leaves the random generators alone.
+
+    Checkpointing reads and sets their states, so that a block that runs again in the backward draws the same
+    numbers. A capture cannot do this, and need not: models that draw random numbers are not captured.
+    Raises Unsupported if ``module`` uses other functions for checkpointing than diffusers' or PyTorch's own.
+    """
+    before = [
+        (vars(each), vars(each)["_gradient_checkpointing_func"])
+        for each in module.modules()
+        if vars(each).get("gradient_checkpointing")
+    ]
+    try:
+        for attributes, function in before:
+            attributes["_gradient_checkpointing_func"] = partial(_run_checkpointed, _is_reentrant(function))
+        yield
+    finally:
+        for attributes, function in before:
+            attributes["_gradient_checkpointing_func"] = function
+
+
+def _is_reentrant(function: Any) -> bool:
+    """True if ``function`` uses PyTorch's reentrant checkpointing, False if it uses the other one."""
+    if getattr(function, "__module__", None) == "diffusers.models.modeling_utils":
+        return False
+    if isinstance(function, partial) and function.func is checkpoint and not function.args:
+        options = {**function.keywords}
+        is_reentrant = options.pop("use_reentrant", None)
+        if is_reentrant is not None and not options:
+            return is_reentrant
+    raise Unsupported("the function for its gradient checkpointing is unknown")
+
+
+def _run_checkpointed(is_reentrant: bool, block: Callable[..., Any], *args: Any) -> Any:
+    """Run ``block`` and save ``args`` only. The backward runs ``block`` again.
+
+    Reentrant checkpointing runs a whole backward in the backward, which ``torch.autograd.grad`` refuses. So
+    the other one replaces it. Both give the same gradients, but the reentrant one gives none at all if no
+    argument requires one.
+    """
+    if is_reentrant and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        with torch.no_grad():
+            return block(*args)
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _gradients(ends: list[Tensor], wanted: list[Tensor], received: list[Tensor]) -> tuple[Tensor | None, ...]:

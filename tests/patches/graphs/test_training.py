@@ -6,17 +6,20 @@ import copy
 import pickle
 import threading
 import time
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
+from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs import training
 from tests.controlnet import build_controlnet
-from tests.patches.graphs.cases import DEVICES, built, make, optimized
+from tests.patches.graphs.cases import DEVICES, built, make, optimized, settled
 from tests.patches.graphs.tape import TapeBackend
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -246,6 +249,7 @@ CHANGES = {
     "second-adapter": lambda unet: lora(unet, "b", 6),
     "attribute": lambda unet: setattr(unet.mid_block.resnets[0], "output_scale_factor", 2.0),
     "eval": lambda unet: unet.eval(),
+    "checkpointing": lambda unet: unet.enable_gradient_checkpointing(),
 }
 
 
@@ -320,12 +324,18 @@ def hooked(unet):
     unet.mid_block.register_full_backward_hook(lambda *_: None)
 
 
-def own_checkpointing(unet):
+def checkpointed_dropout(unet):
+    dropout(unet)
     unet.enable_gradient_checkpointing()
+
+
+def own_checkpointing(unet):
+    unet.enable_gradient_checkpointing(lambda block, *args: checkpoint(block, *args, use_reentrant=False))
 
 
 REASONS = [
     (dropout, "random numbers"),
+    (checkpointed_dropout, "random numbers"),
     (own_checkpointing, "gradient checkpointing"),
     (hooked, "backward hooks"),
 ]
@@ -345,6 +355,79 @@ def test_some_models_run_eagerly_for_a_reason(change, reason, device):
         same(*found)
     assert any(reason in text for text in trained_state(unet).eager)
     assert trained_state(unet).replays == 0
+
+
+reentrant = partial(checkpoint, use_reentrant=True)
+
+
+class Captures(TapeBackend):
+    """Like a CUDA graph, it refuses to read the state of a random generator. Notes the sizes of graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def capture(self, fn, pool=None):
+        with mock.patch.object(torch, "get_rng_state", side_effect=RuntimeError("in a capture")):
+            handle = super().capture(fn, pool)
+        self.sizes.append(len(handle.entries))
+        return handle
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", [None, reentrant], ids=["diffusers", "reentrant"])
+def test_gradient_checkpointing(function, device):
+    unet, other, batch = pair(device)
+    sdfastgn.restore(unet)
+    backend = Captures()
+    optimized(unet, "training", backend)
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            for model in (unet, other):
+                model.enable_gradient_checkpointing(function)
+        for number in range(3):
+            found = []
+            for model in (unet, other):
+                inputs = batch(number)
+                inputs["sample"].requires_grad_(True)
+                found.append(gradients(model, loss_of(model, inputs)) | {"sample": inputs["sample"].grad})
+            same(*found)
+    assert (trained_state(unet).captured, trained_state(unet).replays) == (2, 4)
+    if device == "cpu":
+        forward, backward, checkpointed, recomputed = backend.sizes
+        assert checkpointed <= forward
+        assert recomputed > backward + 0.5 * forward
+
+
+def test_reentrant_checkpointing_gives_no_gradient_where_no_argument_requires_one():
+    def prepare(unet):
+        unet.conv_in.requires_grad_(False)
+        unet.time_embedding.requires_grad_(False)
+        unet.enable_gradient_checkpointing(reentrant)
+
+    unet, other, batch = pair(prepare=prepare)
+    for number in range(3):
+        found, expected = (gradients(model, loss_of(model, batch(number))) for model in (unet, other))
+        same(found, expected)
+        assert expected["down_blocks.0.resnets.0.conv1.weight"] is None
+    assert trained_state(unet).replays == 2
+
+
+@pytest.mark.gpu
+def test_graphs_with_gradient_checkpointing_take_less_memory():
+    sizes = []
+    for is_checkpointed in (False, True):
+        unet, _, batch = pair("cuda")
+        if is_checkpointed:
+            unet.enable_gradient_checkpointing()
+        for number in range(2):
+            inputs = batch(number, sample=torch.ones(2, 4, 128, 128, device="cuda"))
+            gradients(unet, loss_of(unet, inputs))
+        assert trained_state(unet).replays == 1
+        sizes.append(unet.forward.training.pool_bytes().popitem()[1])
+        sdfastgn.restore(unet)
+        settled()
+    assert sizes[1] < 0.8 * sizes[0]
 
 
 def test_saved_tensors_hooks_and_anomaly_mode_run_eagerly():
