@@ -32,7 +32,7 @@ def test_spatial_norm(times, launches):
     for x in (y := image(2, 32, 3 * times[0], 2 * times[1])), y.contiguous():
         ours, theirs = (model(x, latents) for model in models)
         cases.agree(ours, theirs)
-        assert ours.stride() == theirs.stride()
+        assert ours.stride() == x.stride()  # stock's result is channels-first on a GPU
     assert cases.passes(launches)["frames"] == 2
     assert cases.passes(launches)["small"] + cases.passes(launches)["apply"] == 0
 
