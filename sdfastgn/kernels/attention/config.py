@@ -38,9 +38,10 @@ _LONG_ROW_BLOCK = 8192
 _MAX_WARPS = 16
 # Minimum number of scores for each warp of the softmax.
 _PER_WARP = 512
-# Maximum number of elements for each program of the kernel that divides products by sums.
+# Maximum number of elements of y for each program of ``_divide_kernel``. This kernel divides the products
+# weights x values by the sums of the weights.
 _DIVIDE_BLOCK = 1024
-# Number of elements for each warp of the kernel that divides products by sums.
+# Number of elements of y for each warp of ``_divide_kernel``.
 _DIVIDE_PER_WARP = 256
 # PyTorch has flash-attention kernels for heads of at most this number of channels.
 _MAX_FLASH_CHANNELS = 256
@@ -130,7 +131,9 @@ def softmax_config(keys: int) -> tuple[int, int, bool]:
 
 
 def divide_config(D: int) -> tuple[int, int]:
-    """Returns (elements of a block, warps) for the kernel that divides products by sums.
+    """Returns (elements of a block, warps) for ``_divide_kernel``.
+
+    This kernel divides the products weights x values by the sums of the weights.
 
     A program processes one block of a row. ``D``: elements of a row, which are the channels of a head.
     """

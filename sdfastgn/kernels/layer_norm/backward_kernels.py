@@ -123,7 +123,8 @@ def _chunk_sums_kernel(
 ):  # fmt: skip
     """Computes ``sums``. A program sums dy * weight and dy * weight * xhat over one chunk of one row.
 
-    Numbers as in ``_chunk_kernel`` of ``layer_norm/kernels.py``.
+    ``chunks``, ``blocks``, ``d_parts``, ``x_parts``: as in ``_chunk_kernel`` of ``layer_norm/kernels.py``.
+    ``plane``: number of sums of each of the two kinds.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK

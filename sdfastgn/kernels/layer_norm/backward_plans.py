@@ -84,7 +84,7 @@ class LayerNormGradPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """Make the launches ``chunk_sums`` and ``chunk_grad``.
+        """Make the launch ``chunk_grad`` and, if ``uses["ROW_SUMS"]``, the launch ``chunk_sums`` before it.
 
         ``groups``: (number of groups of rows, number of rows of a group). ``uses``: the constants of
         ``_chunk_grad_kernel`` that say which gradients are needed.

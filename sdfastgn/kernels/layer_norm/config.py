@@ -172,7 +172,7 @@ def _fitting_block(D: int, load: int, line: int) -> int:
 
     If the row is not longer than ``load``, the number of elements that a warp loads by one instruction, the
     block is the row, padded to a power of 2. Otherwise it is the largest power of 2 from ``line`` to ``load``
-    that leaves few lanes idle at the end of the row.
+    that leaves few lanes idle at the end of the row. ``line``: number of elements of a line of memory.
     """
     if load >= D:
         return next_power_of_2(D)

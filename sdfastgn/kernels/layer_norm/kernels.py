@@ -29,8 +29,8 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
   mean minus the row's first element; M2. If y is fp32, (3, rows, chunks): the chunk's mean, rounded; M2; the
   rounding error of this mean.
 
-Programmatic dependent launch (``PDL``, from sm_90 on; ADR 7): before ``gdc_wait`` a kernel reads only x, and
-only if no kernel of this call writes it.
+Programmatic dependent launch (``PDL``, from sm_90 on; ``docs/adr/0007-programmatic-dependent-launch.md``):
+before ``gdc_wait`` a kernel reads only x, and only if no kernel of this call writes it.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics. The
 first element of a row is subtracted from all its values before they are summed. Squares are squares of

@@ -87,6 +87,7 @@ def _centre_dtype(result: torch.dtype) -> torch.dtype:
 def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
     """Uninitialized (centre, rstd), the tensors that the forward saves for the backward.
 
+    centre gets each row's mean, or its difference from the row's first element. rstd gets 1 / deviation.
     Both are (...) for x (..., D). ``result``: the dtype of y, on which the dtype of centre depends.
     """
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -14,7 +14,7 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 _TILE_MAX = 2048
 # Minimum number of elements of a tile of an image in an elementwise kernel.
 _TILE_MIN = 512
-# Number of elements of such a tile for each warp: in fp16, two 16-byte loads of each lane.
+# Number of elements of a tile of an image for each warp: in fp16, two 16-byte loads of each lane.
 _PER_WARP = 512
 # Number of elements of a tile of convolution weights: in fp16, one 16-byte load of each lane of one warp. It
 # is small, because a program reads nine tiles (3 x 3 weights) and writes sixteen (2 x 2 weights of four

@@ -87,8 +87,8 @@ def convolve_phases(
 ) -> tuple[Tensor, Any]:
     """Computes ``upsample_conv2d`` at low resolution, even if upsampling first would be faster.
 
-    Returns (y, statistics of y); the statistics are None unless ``with_statistics``. x must not be empty, and
-    ``dense(x)`` must be channels-last.
+    Returns (y, statistics of y); the statistics are None unless ``with_statistics``. x must not be empty. x,
+    or the copy without gaps that ``dense`` makes of it, must be channels-last.
     """
     from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
 

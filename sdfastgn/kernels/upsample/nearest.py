@@ -51,7 +51,8 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
     """An uninitialized (N, C, H, W) tensor. N, dtype, device and layout come from ``like``.
 
-    The layout is that of ``dense(like)``: channels-last or channels-first.
+    The layout is channels-last if ``like``, or the copy without gaps that ``dense`` makes of it, is
+    channels-last. Otherwise it is channels-first.
     """
     return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
@@ -72,7 +73,11 @@ class _Grad(NamedTuple):
 
 
 def _runs_kernel(x: Tensor) -> bool:
-    """True if a kernel runs for ``x``: kernels support it, and ``x`` or its dense copy is channels-last."""
+    """True if a kernel runs for ``x``.
+
+    Kernels must support ``x``. And ``x``, or the copy without gaps that ``dense`` makes of it, must be
+    channels-last.
+    """
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
