@@ -248,7 +248,8 @@ def with_new_frames(block: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Te
     i = feat_idx[0]
     feat_idx[0] += 1
     if feat_cache[i] is None:
-        # As in upstream, the first chunk's frame is not doubled. "Rep" marks that this chunk has passed.
+        # As in upstream, the first chunk's frame is not doubled. The entry "Rep" tells the next call that the
+        # first chunk has passed.
         feat_cache[i] = "Rep"
         return x
     return block._twice_the_frames(x, feat_cache, i)

@@ -131,7 +131,7 @@ def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | N
     )
 
 
-# --- what runs --------------------------------------------------------------------------------------
+# --- helpers of the fused forwards ------------------------------------------------------------------
 
 
 def _norm(norm: Any, act: nn.Module, x: Tensor, zq: Tensor | None, *, is_shifted: bool = False) -> GroupNorm:

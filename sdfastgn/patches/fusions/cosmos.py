@@ -94,7 +94,7 @@ def _is_plain_norm(norm: Any, x: Tensor, C: int) -> bool:
     )
 
 
-# --- what runs --------------------------------------------------------------------------------------
+# --- helpers of the fused forwards ------------------------------------------------------------------
 
 
 def _norm(norm: Any, images: Tensor, activation: str, shift: Tensor | None = None) -> Tensor:

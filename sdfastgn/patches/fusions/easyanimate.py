@@ -91,7 +91,7 @@ def _fits(conv: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
     )
 
 
-# --- what runs --------------------------------------------------------------------------------------
+# --- helpers of the fused forwards ------------------------------------------------------------------
 
 
 def _norm(module: Any, norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = False) -> GroupNorm:

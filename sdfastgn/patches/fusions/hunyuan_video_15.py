@@ -182,9 +182,10 @@ class _FusedDownsample(nn.Module):
 
 
 class _FusedHalf(nn.Module):
-    """Base class of the fused encoders and decoders: when their first and last layers can run fused.
+    """Base class of the fused encoders and decoders.
 
-    These layers are the first convolution and, at the end, norm, SiLU and convolution.
+    Its method tells whether these layers can run fused: the first convolution, and the last norm, SiLU and
+    convolution.
     """
 
     def _norm(self: Any, x: Tensor) -> Norm | None:

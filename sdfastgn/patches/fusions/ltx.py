@@ -45,7 +45,7 @@ if not hasattr(ltx2, "LTX2VideoUpsampler3d"):  # diffusers 0.37 has LTX-2 with o
 
 __all__ = ["FUSIONS"]
 
-# Classes of both models' causal convolutions, stock and fused. ``_fusions`` fills the set.
+# Classes of the causal convolutions of LTX-Video and LTX-2, stock and fused. ``_fusions`` fills the set.
 _CONVS: set[type[nn.Module]] = set()
 # ``padding_mode`` of the inner ``nn.Conv3d`` -> mode of ``pad_frames``. ``pad_frames`` repeats frames before
 # and after the input in both modes. For "zeros" it adds no border around the frames, because the
@@ -105,7 +105,7 @@ def _modulation(temb: Tensor, table: Tensor) -> tuple[Tensor, ...]:
     return tuple(1 + row if i % 2 else row for i, row in enumerate(rows))
 
 
-# --- what runs --------------------------------------------------------------------------------------
+# --- helpers of the fused forwards ------------------------------------------------------------------
 
 
 def _convolve(

@@ -74,7 +74,7 @@ def conv_norm_act(
     weight, bias = parameters_of(conv) if can_move else (None, None)
     temb, has_bias = _project(embedding, h, bias)
     fits = temb is None or (
-        embedding.linear is not None  # without a projection the embedding may have any shape
+        embedding.linear is not None  # without it temb may have any shape; PyTorch adds it
         and temb.dtype == h.dtype
         and tuple(temb.shape) == (N, 2 * C if scales else C)
     )

@@ -63,7 +63,8 @@ class FusedResnetBlock2D(ResnetBlock2D):
                 f"time_embedding_norm={self.time_embedding_norm!r}"
             )
         act = layer_of(self, "nonlinearity")
-        embedding = NO_EMBEDDING  # with any other time_embedding_norm upstream ignores temb
+        # With a ``time_embedding_norm`` other than "default" and "scale_shift" upstream ignores temb.
+        embedding = NO_EMBEDDING
         if scales or self.time_embedding_norm == "default":
             linear_act = None if self.skip_time_act else act
             embedding = Embedding(temb, layer_of(self, "time_emb_proj"), linear_act, scales)

@@ -112,7 +112,7 @@ Layer: TypeAlias = Held | _Computed
 
 
 class Resnet(_Computed):
-    """diffusers' ``ResnetBlock2D`` without a time embedding."""
+    """A layer of the chain: diffusers' ``ResnetBlock2D`` without a time embedding."""
 
     def __init__(self, block: Any, source: Layer) -> None:
         _, H, W = source.shape
@@ -150,7 +150,7 @@ class Resnet(_Computed):
 
 
 class Upsample(_Computed):
-    """diffusers' ``Upsample2D``: nearest neighbor by two, then a 3 x 3 convolution."""
+    """A layer of the chain: diffusers' ``Upsample2D``, nearest neighbor by two and a 3 x 3 convolution."""
 
     def __init__(self, module: Any, source: Layer) -> None:
         _, H, W = source.shape
@@ -170,7 +170,7 @@ class Upsample(_Computed):
 
 
 class Out(_Computed):
-    """The end of a ``Decoder``: ``conv_norm_out``, ``conv_act`` and ``conv_out``."""
+    """The last layer of the chain: ``conv_norm_out``, ``conv_act`` and ``conv_out`` of a ``Decoder``."""
 
     def __init__(self, decoder: Any, source: Layer) -> None:
         _, H, W = source.shape
@@ -246,7 +246,7 @@ def _strips(layer: _Computed) -> Iterator[tuple[int, int]]:
         yield i * H // count, (i + 1) * H // count
 
 
-# --- statistics ---------------------------------------------------------------------------------------
+# --- statistics of a map ------------------------------------------------------------------------------
 
 
 def _of_strip(y: Tensor) -> tuple[int, Tensor]:
@@ -282,7 +282,7 @@ def _combined(means: Tensor, m2: Tensor, counts: Tensor) -> Tensor:
     return torch.stack((mean, (m2 + counts * (means - mean).square()).sum(0) / total))
 
 
-# --- rows ---------------------------------------------------------------------------------------------
+# --- rows of a map ------------------------------------------------------------------------------------
 
 
 def _rows(x: Tensor, top: int, bottom: int) -> Tensor:
@@ -338,15 +338,15 @@ def _norm_act(norm: Any, act: Any, x: Tensor, moments: Any, bias: Tensor | None 
     mean, variance = moments
     name = activation_of(act, stock_class(act)) or "identity"
     if dispatch.runs_in_triton(x):
-        # The kernel divides the sum of squared deviations by the number of positions in x, not in the whole
-        # map.
+        # The kernel takes a sum of squared deviations, and divides it by the number of positions in x. So
+        # this sum is ``variance`` times that number, and not the sum of the whole map.
         m2 = variance * (x.shape[2] * x.shape[3])
         statistics = torch.stack((mean, m2)).float().view(2, 1, 1, -1)
         options: dict[str, Any] = {"shift": bias, "statistics": statistics}
         y = group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, **options)
         if dispatch.runs_in_triton(x):
-            # Otherwise the kernel was turned off during the call, and PyTorch ran, which normalizes with the
-            # statistics of x alone. The code below computes y again.
+            # If this is False now, the kernel was turned off during the call of ``group_norm``. Then PyTorch
+            # has normalized with the statistics of x alone, and the code below computes y again.
             return y
     if bias is not None:
         mean = mean + bias

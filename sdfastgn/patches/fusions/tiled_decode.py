@@ -50,8 +50,8 @@ MOST_BYTES = 1792 * 1024**2
 # the memory of one is left for strips.
 MAPS_OF_A_TILE = 3
 MAPS_OF_ATTENTION = 7
-# A strip of the widest map may take the bytes of all maps in memory divided by this number. Two or three such
-# strips exist at a time.
+# A strip of the widest map takes about 1 / STRIPS of the bytes that all maps in memory may take together
+# (``_held_bytes``). Two or three such strips exist at a time.
 STRIPS = 14
 
 _ENTRY = "tiled_decode"
@@ -152,7 +152,8 @@ def _middle(vae: Any, latent: Tensor) -> Tensor:
     if vae.post_quant_conv is not None:
         latent = vae.post_quant_conv(latent)
     x = decoder.mid_block(decoder.conv_in(latent), None)
-    # Some releases of diffusers allow another dtype for the layers up to here. The up blocks need their own.
+    # In some releases of diffusers the layers up to here may have another dtype than the up blocks. The up
+    # blocks need an input of their own dtype.
     return x.to(_dtype(decoder))
 
 

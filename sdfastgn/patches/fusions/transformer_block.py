@@ -93,7 +93,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, readers=readers)
 
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """The vector that ``attn2`` adds to each token if the context is a single token, (N, dim).
+        """The vector (N, dim) that ``attn2`` adds to each token of a sample if the context is a single token.
 
         None if the context has several tokens, or if ``attn2`` must be called for another reason.
         """

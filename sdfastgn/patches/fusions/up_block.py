@@ -98,7 +98,7 @@ def runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bo
     return (
         dispatch.is_plain_inference(hidden_states, tuple(skips))
         and not (block.gradient_checkpointing and torch.is_grad_enabled())
-        and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))  # FreeU is on
+        and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))  # FreeU sets all
     )
 
 

@@ -51,8 +51,8 @@ except ImportError:  # a diffusers before Qwen-Image
 
 __all__ = ["FUSIONS"]
 
-# Classes of both models: causal convolutions, stock and fused, and stock's upsampling layers. ``_fusions``
-# fills these sets.
+# Classes of Wan's and Qwen-Image's autoencoders: ``_CONVS`` has the causal convolutions, stock and fused, and
+# ``_UPSAMPLES`` has stock's upsampling layers. ``_fusions`` fills both sets.
 _CONVS: set[type[nn.Module]] = set()
 _UPSAMPLES: set[type[nn.Module]] = set()
 
