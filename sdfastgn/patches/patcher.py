@@ -203,7 +203,7 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
         for finding in findings:
             if finding.fusion is not fusion or finding.status != "fusable":
                 continue
-            # A module that is in two components may already be fused.
+            # A module that is in two components is already fused when the second component is optimized.
             if not fusion.is_applied(finding.module):
                 fusion.apply(finding.module)
     if isinstance(component, nn.Module):

@@ -3,8 +3,9 @@
 A pipeline reads its property ``_execution_device`` at the start of each image. diffusers' property searches
 all ``modules()`` of each model for offload hooks. The nested Python generators of ``modules()`` are slow: in
 an SDXL pipeline they take half of the CPU time that is spent outside of the models. Here built-in functions
-search all modules of one depth at once. If no module has a hook and all models are on one device, this device
-is the result. In all other cases diffusers' code runs.
+search all modules of one depth at once. If no module has an offload hook and the first parameters of all
+models are on one device, this device is the result. Otherwise diffusers' code runs. It also runs if a model
+has no parameters, or if its class defines ``device`` in another way.
 """
 
 from __future__ import annotations

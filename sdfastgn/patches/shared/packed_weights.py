@@ -185,4 +185,5 @@ def unpack(owner: nn.Module) -> None:
             for parameter in owner.parameters():
                 if parameter.device == allocation.device and start <= parameter.data_ptr() < end:
                     parameter.data = parameter.data.clone()
-    _allocations.pop(owner, None)  # last, so that ``restore`` can be called again after an interrupt
+    # This comes last: if an interrupt stops the loop, another call still finds the allocation and goes on.
+    _allocations.pop(owner, None)
