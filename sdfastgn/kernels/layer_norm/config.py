@@ -41,8 +41,8 @@ _LINE_BYTES = 128
 _FEW_WARPS_PER_SM = 4
 # A warp gets several rows at once only if there are still at least this many warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16
-# Number of elements that all warps on a multiprocessor together keep in registers for each lane, in a
-# backward with column sums. The number of programs is computed from it, so that all programs run at once.
+# Maximum of (warps on a multiprocessor) x (elements that each thread keeps in registers), in a backward with
+# column sums. The number of programs is computed from it, so that all programs run at once.
 _BACKWARD_PER_SM = 256
 # In a backward with column sums, each program gets about this many tiles at least. Each program writes
 # partial sums to memory, so a few programs with many rows are better than many programs with few rows.
