@@ -79,7 +79,8 @@ class FusedGroupNormAct(_MadeLater):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fast_norm:
-            return super(FusedGroupNorm, self).forward(x)  # timm's forward: skips those of sdfastgn's classes
+            # This is timm's ``forward``. A plain ``super()`` would call the one of ``FusedGroupNorm``.
+            return super(FusedGroupNorm, self).forward(x)
         name = activation_of(self.act)
         drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
         if name is None or drops or not (is_unhooked(self.act) and dispatch.has_kernels(x)):

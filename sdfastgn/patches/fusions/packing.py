@@ -152,7 +152,11 @@ def _leading(factors: tuple[int, ...], count: int) -> tuple[int, ...] | None:
 
 
 def add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool:
-    """Adds ``shortcut(x, first_chunk)`` to y and returns True. If the sizes do not fit, returns False."""
+    """Adds ``shortcut(x, first_chunk)`` to y and returns True. ``shortcut``: a ``DupUp3D``.
+
+    Returns False and leaves y as it is if the shapes of x and y do not fit, or if the channels of x do not
+    fill cells evenly. Then stock's code must add the shortcut.
+    """
     N, C, T, H, W = x.shape
     factors = shortcut.factor_t, shortcut.factor_s, shortcut.factor_s
     skipped = factors[0] - 1 if first_chunk else 0
@@ -179,7 +183,11 @@ def add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool
 
 
 def add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
-    """Adds ``shortcut(x)`` to y and returns True. If the sizes do not fit, returns False."""
+    """Adds ``shortcut(x)`` to y and returns True. ``shortcut``: an ``AvgDown3D``.
+
+    Returns False and leaves y as it is if the shapes of x and y do not fit, or if means do not divide cells
+    evenly. Then stock's code must add the shortcut.
+    """
     N, C, T, H, W = x.shape
     factors = t, h, w = shortcut.factor_t, shortcut.factor_s, shortcut.factor_s
     size = (N, shortcut.out_channels, T // t, H // h, W // w)

@@ -44,7 +44,7 @@ class FusedResnetBlockCondNorm2D(ResnetBlockCondNorm2D):
         return add(h, input_tensor, bias, self.output_scale_factor)
 
     def _norm_act(self, name: str, x: Tensor, temb: Tensor, bias: Tensor | None) -> Tensor:
-        """The activation of the norm ``name`` of x + bias."""
+        """Computes ``act(norm(x + bias, temb))`` for the norm ``name``, in one kernel if possible."""
         norm, act = layer_of(self, name), layer_of(self, "nonlinearity")
         is_ada = isinstance(norm, AdaGroupNorm)
         fused = ada_group_norm.ada_norm_act if is_ada else spatial_norm.spatial_norm_act
