@@ -63,7 +63,7 @@ def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
         unit = processor._denormalize_conditionally(image, do_denormalize)
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
-    except torch.OutOfMemoryError:  # possible for an image so large that it was decoded in tiles
+    except torch.OutOfMemoryError:  # an image that was decoded in tiles may be too large
         return None
     return None if has_nan.item() else pixels.numpy()  # for NaN upstream's code must run: numpy warns
 

@@ -114,7 +114,7 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
         if part.data_ptr() != end or part.dtype != dtype or not part.is_contiguous():
             return None
         own = part.shape
-        if own == shape:  # mostly; slices of shapes take more CPU time
+        if own == shape:  # the usual case, without the slice ``own[1:]``, which takes CPU time
             end += size
         elif own[1:] == columns:
             end += part.nbytes
