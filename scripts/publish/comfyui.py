@@ -84,7 +84,11 @@ def main(
         Path | None, typer.Option("--json", help="Also write all results to this file.")
     ] = None,
 ) -> None:
-    """Time each row in a separate process, with random weights in fp16."""
+    """Time images of each release and model with stock's code, stock in channels-last, and sdfastgn.
+
+    A release with DynamicVRAM is timed with and without it. Each combination is a row of the results and runs
+    in a separate process. Weights are random, in fp16.
+    """
     start = time.perf_counter()
     models = models or list(SIZES)
     for model in models:

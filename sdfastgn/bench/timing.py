@@ -1,7 +1,7 @@
-"""Times one call, many calls, a captured CUDA graph, or a kernel with a hot or a cold L2.
+"""Times one call, many calls, a captured CUDA graph, a kernel with a hot or a cold L2, or a call's CPU time.
 
-Many calls on CUDA are timed with events. A single call, and calls on the CPU, are timed with
-``time.perf_counter``. Results for many calls are medians. Nothing in this file depends on a model or a
+Many calls on CUDA are timed with events. A single call, calls on the CPU, and a call's CPU time are timed
+with ``time.perf_counter``. Results for many calls are medians. Nothing in this file depends on a model or a
 variant.
 """
 

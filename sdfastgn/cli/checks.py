@@ -92,7 +92,7 @@ def _why(error: Exception) -> str:
 
 
 def file_path(option: str, value: Path | None) -> Path | None:
-    """Return ``value`` if it is None, or a path at which a file can be written.
+    """Return ``value`` if it is None, or a path at which a file can be written. Else raise OptionError.
 
     The folder of the file must exist. It is not made here, because a missing folder may be a typing error.
     """

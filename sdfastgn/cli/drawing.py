@@ -80,7 +80,10 @@ def _save(picture: Image.Image, path: Path, text: str) -> None:
 
 
 def run(job: Job, device: str | None = None) -> int:
-    """Draw the images of ``job`` that do not exist yet. Returns 0 if all lines could be drawn, else 1."""
+    """Draw the images of ``job`` that do not exist yet. Each line of the file of prompts asks for one image.
+
+    Returns 0 if every line has its image now, else 1.
+    """
     device = loading.device_name("--device", device)
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))

@@ -143,7 +143,7 @@ def _print(out: Console, line: str) -> None:
 def _difference(files: Any, method: _Method) -> Iterator[str]:
     """Yields the lines of a diff of a method's code: from the release in ``files`` to the installed code.
 
-    If the release's code is missing or not known either, yields only one line, which says so.
+    If the release lacks the method, or its code there was never tested, yields only one line, which says so.
     """
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function

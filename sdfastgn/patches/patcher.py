@@ -149,7 +149,9 @@ def inspect(
 def _finding(
     path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
 ) -> Finding:
-    """Returns the finding of ``fusion`` about ``module``, a module that the fusion claims.
+    """Returns what ``fusion`` does with ``module``: it is fused, can be fused or is skipped, and why.
+
+    ``fusion.claims(module)`` must be true.
 
     ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
     """

@@ -1,8 +1,10 @@
-"""PyTorch's GroupNorm, corrected where the mean is far above the deviation (``common/far_mean.py``).
+"""PyTorch's GroupNorm, for tensors for which no kernel of sdfastgn runs.
 
-The input is made channels-first, because PyTorch's channels-last kernel for CPUs has two faults (PyTorch
-2.13). It computes the variance as a difference of squares, which is less exact. And its backward crashes if x
-needs no gradient but a parameter does.
+PyTorch's channels-last kernel for CPUs has two faults (PyTorch 2.13). It computes the variance as a
+difference of squares, which is less exact. And its backward crashes if x needs no gradient but a parameter
+does. So ``plain_group_norm`` makes the input channels-first. It also corrects results where the mean is far
+above the deviation (``common/far_mean.py``). ``channels_last_group_norm`` runs the channels-last kernel, so
+that a module gives the bits of ``nn.GroupNorm``. It returns None where one of the faults would matter.
 """
 
 from __future__ import annotations

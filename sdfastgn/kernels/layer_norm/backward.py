@@ -60,8 +60,8 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
     """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
     Returns the wanted gradients in the dtypes that ``call`` gives. The gradient of x has the shape of x. The
-    gradients of weight, bias and add_bias ("added") are (D,). Every step can be differentiated, so second
-    derivatives are right.
+    gradients of weight, bias and add_bias are (D,); the key of the last one is "added". Every step can be
+    differentiated, so second derivatives are right.
     """
     x, weight, dtotal = call.x, call.weight, call.dtotal
     D = x.shape[-1]

@@ -133,7 +133,8 @@ def _counted(parts: Counter[str]) -> str:
 def _calls(root: nn.Module) -> list[str]:
     """Lines of the report about the calls of the last run and the memory of all graphs.
 
-    Empty before the first run.
+    Empty before the first run, and for models that never become graphs, such as a VAE. If weights do not stay
+    at one address, the only line says that there can be no graphs.
     """
     graphed = graphs.graphs_of(root)
     replayed, eager = graphs.calls_of_run(root)

@@ -101,7 +101,8 @@ def _frame_statistics(x: Tensor) -> Tensor:
     """
     T, statistics = x.shape[2], take_statistics(x)
     if statistics is not None:
-        # ``as_video`` has stored these statistics, so no chunk has positions of two frames.
+        # ``as_video`` has stored these statistics: each chunk has positions of one frame only, and all frames
+        # have the same number of chunks. So the chunks can be divided among the frames.
         return statistics.unflatten(2, (T, -1))
     return channel_statistics(images_of(x)).unflatten(1, (-1, T))
 

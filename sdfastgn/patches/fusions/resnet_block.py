@@ -55,7 +55,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
         return resample(input_tensor), resample(h)
 
     def _conv1_norm2_act(self, h: Tensor, temb: Tensor | None) -> Tensor:
-        """Returns conv2's input. h: conv1's input, (N, C, H, W). temb: the time embedding."""
+        """Returns conv2's input, before dropout. h: conv1's input, (N, C, H, W). temb: the time embedding."""
         scales = self.time_embedding_norm == "scale_shift"
         if scales and temb is None:
             raise ValueError(

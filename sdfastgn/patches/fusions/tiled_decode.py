@@ -152,8 +152,8 @@ def _middle(vae: Any, latent: Tensor) -> Tensor:
     if vae.post_quant_conv is not None:
         latent = vae.post_quant_conv(latent)
     x = decoder.mid_block(decoder.conv_in(latent), None)
-    # In some releases of diffusers the layers up to here may have another dtype than the up blocks. The up
-    # blocks need an input of their own dtype.
+    # In some releases of diffusers the layers up to here may have another dtype than the up blocks, so x is
+    # converted to the dtype of the up blocks.
     return x.to(_dtype(decoder))
 
 
