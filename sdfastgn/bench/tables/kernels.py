@@ -195,7 +195,7 @@ def suite_legend(suite: Suite) -> str:
 
 
 def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str) -> list[Blocks]:
-    """The table of the suite's operations, and the table of its extras if at least one was timed."""
+    """The table of the suite's operations, and one of ``suite.extras`` (operations without competitors)."""
     caption = f"microseconds, hot L2 (cold L2); {suite_legend(suite)}"
     notes = [*missing_cells(rows), f"gate: relative error against fp64 at most {suite.gate(dtype)}"]
     shown = times_table(suite, competing(suite, rows))

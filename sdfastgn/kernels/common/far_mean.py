@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 
-# If |mean| / deviation is larger than this number, the mean is subtracted first.
-# If it is smaller, the error of PyTorch's formula is a few units in the last place.
+# If |mean| / deviation is larger than this number, functions in plain PyTorch subtract the mean before they
+# multiply. If it is smaller, the error of x * a + b, PyTorch's formula, is a few units in the last place.
 _FAR = 16.0
 
 

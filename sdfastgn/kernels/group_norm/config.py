@@ -243,7 +243,9 @@ def walk_config(
     activation: str,
     shift_grad: bool = False,
 ) -> WalkConfig | None:
-    """The configuration of the walk way for the gradients of x (N, C, HW). None if the split way is faster.
+    """The configuration of the walk way (``WalkConfig``) for the gradients of x (N, C, HW).
+
+    None if the split way (``SplitConfig``) is faster, or if a sample has too many elements for int32 offsets.
 
     Args:
         l2_bytes: size of the GPU's L2.

@@ -207,9 +207,9 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
 
 
 def pairs_of(call: Any, block: int) -> bool:
-    """True if two neighboring elements of a tile share a reciprocal in the activation: constant ``PAIRS``.
+    """The kernels' constant ``PAIRS``: True if the sigmoids of two neighbors are computed with one division.
 
-    ``block``: contiguous elements of the tile (``PAIRED`` in ``common/activations.py``).
+    ``block``: number of contiguous elements in a tile. False if it is below ``PAIRED``, and for fp32 x.
     """
     return bool(call.x.dtype != torch.float32 and block >= PAIRED)
 

@@ -64,8 +64,8 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
-        # A call that was made inside a running call of another module of the change goes on: the change waits
-        # for the running call, which must be able to end.
+        # A call goes on if it was made inside a running call of a module in ``change.modules``. The change
+        # waits for that running call to end, so what it calls must not wait here.
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()

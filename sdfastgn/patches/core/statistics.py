@@ -100,7 +100,8 @@ def emits(C: int, HW: int) -> bool:
 def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float = 1.0) -> Tensor:
     """Returns (x + residual + bias) / divisor.
 
-    On a GPU, without gradients, one kernel computes the sum, and also its statistics if ``emits`` is True.
+    On a GPU, without gradients, one kernel computes the sum. If storing statistics saves time (``emits`` in
+    this file), it also computes the statistics, which are kept for the GroupNorm that reads the sum.
 
     Args:
         x, residual: (N, C, *spatial).
@@ -165,8 +166,8 @@ def as_video(x: Tensor, frames: int) -> Tensor:
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,), (N, C) or None.
 
-    The sum may be written over x. On a GPU, without gradients, one kernel computes the sum, and also its
-    statistics if ``emits`` is True.
+    The sum may be written over x. On a GPU, without gradients, one kernel computes the sum. If storing
+    statistics saves time (``emits`` in this file), it also computes the statistics of the sum.
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
@@ -193,8 +194,8 @@ def _is_alike(x: Tensor, y: Tensor) -> bool:
 def cat(a: Tensor, b: Tensor) -> Tensor:
     """Returns ``torch.cat((a, b), dim=1)`` for tensors (N, C, *spatial).
 
-    For channels-last tensors on a GPU, without gradients, one kernel copies a and b, and also computes the
-    statistics of the result if ``emits`` is True.
+    For channels-last tensors on a GPU, without gradients, one kernel copies a and b. If storing statistics
+    saves time (``emits`` in this file), it also computes the statistics of the result.
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)

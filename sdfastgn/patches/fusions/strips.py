@@ -213,8 +213,8 @@ def hold(layer: _Computed, *, is_normalized: bool) -> Held:
 def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None = None) -> None:
     """Writes the result of ``layer`` into ``out`` (1, C, H, W), which may be the map that the layer reads.
 
-    ``found``: a list to which mean and variance of each strip are appended (``_of_strip``); None if they are
-    not wanted.
+    ``found``: a list. For each strip, (number of positions, mean and variance of each channel) is appended,
+    as ``_of_strip`` returns it. None if they are not wanted.
     """
     last: tuple[int, int, Tensor] | None = None
     for top, bottom in _strips(layer):

@@ -117,7 +117,9 @@ def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Con
 
 
 def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None, *, emits: bool = True) -> Tensor:
-    """Returns ``conv(frames)``, channels-last. A 1x1x1 convolution runs as a matrix product.
+    """Returns ``conv(frames)``, channels-last.
+
+    A 1x1x1 convolution in fp16 or bf16, without padding, is a matrix product, which stores no statistics.
 
     Args:
         conv: a convolution, for which ``is_plain_conv3d`` is true.
