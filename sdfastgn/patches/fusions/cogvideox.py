@@ -45,7 +45,7 @@ from diffusers.models.upsampling import CogVideoXUpsample3D
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
-from sdfastgn.kernels.pad_frames.op import GroupNorm, modulation_times, pad_frames
+from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv
@@ -60,6 +60,7 @@ from sdfastgn.patches.fusions.video import (
     in_channels_last,
     is_plain_conv3d,
     is_plain_inference,
+    is_upsampled_exactly,
     norm_operands,
     video_of,
 )
@@ -115,12 +116,8 @@ def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int, zq: Tensor | N
         return False
     if (zq.dim(), zq.dtype, zq.device, len(zq)) != (5, x.dtype, x.device, len(x)):
         return False
-    found = modulation_times(x.shape, zq.shape)
-    # To find the nearest neighbor, PyTorch multiplies positions with a rounded factor. If sizes differ by a
-    # power of 2, this is exact. Otherwise PyTorch may find another neighbor than the kernel.
-    are_exact = found is not None and all(times & (times - 1) == 0 for times in found[0])
     return (
-        are_exact
+        is_upsampled_exactly(zq.shape, x.shape)
         and can_fuse(norm.norm_layer, act, x, C)
         and all(
             is_plain(conv, zq, zq.shape[1])

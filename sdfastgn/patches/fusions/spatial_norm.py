@@ -16,11 +16,17 @@ from diffusers.models.attention_processor import SpatialNorm
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.kernels.pad_frames.op import modulation_times, pad_frames
+from sdfastgn.kernels.pad_frames.op import pad_frames
 from sdfastgn.patches.core.convolution import is_plain_conv
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.video import can_fuse, in_channels_last, is_plain_inference, norm_operands
+from sdfastgn.patches.fusions.video import (
+    can_fuse,
+    in_channels_last,
+    is_plain_inference,
+    is_upsampled_exactly,
+    norm_operands,
+)
 
 __all__ = ["FUSION", "SOURCE", "spatial_norm_act"]
 
@@ -59,13 +65,9 @@ def _can_fuse(norm: Any, act: nn.Module, x: Tensor, latents: Any) -> bool:
         return False
     if (len(latents), latents.dtype, latents.device) != (len(x), x.dtype, x.device):
         return False
-    found = modulation_times(x[:, :, None].shape, latents[:, :, None].shape)
-    # To find the nearest neighbor, PyTorch multiplies positions with a rounded factor. If sizes differ by a
-    # power of 2, this is exact. Otherwise PyTorch may find another neighbor than the kernel.
-    are_exact = found is not None and all(times & (times - 1) == 0 for times in found[0])
     C = x.shape[1]
     return (
-        are_exact
+        is_upsampled_exactly(latents[:, :, None].shape, x[:, :, None].shape)
         and can_fuse(norm.norm_layer, act, x, C)
         and all(_is_plain(conv, latents, C) for conv in (norm.conv_y, norm.conv_b))
     )

@@ -5,6 +5,7 @@ It checks layers, and it computes norms, convolutions and sums.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
-from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm
+from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, modulation_times
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.patches.core.fusion import activation_of, is_unhooked
@@ -34,6 +35,7 @@ __all__ = [
     "is_plain_conv3d",
     "is_plain_inference",
     "is_product",
+    "is_upsampled_exactly",
     "norm_of",
     "norm_operands",
     "product_of",
@@ -179,6 +181,17 @@ def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = Fa
     statistics = None if is_shifted else take_statistics(x)
     activation = activation_of(act) or "identity"
     return GroupNorm(int(norm.num_groups), norm.weight, norm.bias, float(norm.eps), activation, statistics)
+
+
+def is_upsampled_exactly(modulation: Sequence[int], x: Sequence[int]) -> bool:
+    """True if ``pad_frames`` upsamples a modulation to the size of x as PyTorch does, bit by bit.
+
+    Both shapes are (N, C, T, H, W). To find the nearest neighbor, PyTorch multiplies positions with a rounded
+    factor. If sizes differ by a power of 2, this is exact. Otherwise PyTorch may find another neighbor than
+    the kernel.
+    """
+    found = modulation_times(x, modulation)
+    return found is not None and all(times & (times - 1) == 0 for times in found[0])
 
 
 def norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
