@@ -88,13 +88,12 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, reader: Any = None) -> Tensor
 
 def fused_norm(norm: Any, x: Tensor, activation: str, reader: Any, operands: dict[str, Any]) -> Tensor:
     """Computes ``norm._fused(x, activation, **operands)``. ``reader``: as in ``norm_act``."""
-    if reader is None or not dispatch.is_autocast(x):
-        return norm._fused(x, activation, **operands)
+    readers = None if reader is None else (reader,)
+    return rounded(_run_fused, norm, x, activation, operands, readers=readers)
 
-    def call(norm: Any, x: Tensor) -> Tensor:
-        return norm._fused(x, activation, **operands)
 
-    return rounded(call, norm, x, readers=(reader,))
+def _run_fused(norm: Any, x: Tensor, activation: str, operands: dict[str, Any]) -> Tensor:
+    return norm._fused(x, activation, **operands)
 
 
 # Full name of ``sdfastgn.GroupNorm``, which runs the kernel already and is not fused. The name stands for the

@@ -133,7 +133,11 @@ def _has_layer_norms(block: Any) -> bool:
 
 
 def _normed(call: Any, reader: Any, *operands: Any) -> Any:
-    """Runs a norm, or a sum and its norm. ``reader``: the layer that reads the result; None: no autocast."""
+    """Runs ``call``, a norm or a sum and its norm.
+
+    ``reader``: the attention or feed-forward network that reads the result under autocast. None without
+    autocast.
+    """
     return call(*operands) if reader is None else rounded(call, *operands, readers=_readers_of(reader))
 
 
