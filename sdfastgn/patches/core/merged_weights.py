@@ -89,9 +89,8 @@ class Record:
         yield Sum(self.layer.weight, source.weight, pairs)
         if self.layer.bias is not None:
             out = self.layer.bias
-            own = torch.zeros_like(out) if source.bias is None else source.bias
             biases = [(bias, scale) for _, _, bias, scale in source.pairs if bias is not None]
-            yield Sum(out, own, tuple(Factors(b.new_ones(1, 1), b.view(-1, 1), s) for b, s in biases))
+            yield Sum(out, bias_or_zeros(source.bias, out), tuple(bias_factors(*each) for each in biases))
 
     def note(self, source: Source, written: tuple[int, Any]) -> None:
         """Record that the stand-in's weights were computed from ``source``, and are up to date.
@@ -163,6 +162,16 @@ def _stand_in(source: Source) -> Any:
             "bias": None if bias is None else nn.Parameter(bias, requires_grad=False),
         }
     return layer
+
+
+def bias_or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
+    """The bias of a layer, to which the biases of its adapters are added. Zeros if it has none."""
+    return torch.zeros_like(like) if bias is None else bias
+
+
+def bias_factors(bias: Tensor, scale: float) -> Factors:
+    """The bias of an adapter (B's bias) as factors: ``scale * bias`` is the product of a column and a 1."""
+    return Factors(bias.new_ones(1, 1), bias.view(-1, 1), scale)
 
 
 def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:

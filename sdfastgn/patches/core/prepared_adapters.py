@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.low_rank.op import Factors, Matrix, Pair, Sum, matrix_of, pair_of
 from sdfastgn.patches.core.adapter_sources import Source, adapter_of, is_plain_adapter
-from sdfastgn.patches.core.merged_weights import Record
+from sdfastgn.patches.core.merged_weights import Record, bias_factors, bias_or_zeros
 
 __all__ = ["PreparedLayer"]
 
@@ -84,7 +83,7 @@ class PreparedLayer:
             self._bias: Tensor | None = None
             self._bias_matrix: Matrix | None = None
             if out_bias is not None:
-                self._bias = torch.zeros_like(out_bias) if bias is None else bias
+                self._bias = bias_or_zeros(bias, out_bias)
                 self._bias_matrix = matrix_of(out_bias, self._bias)
         self._adapters = {}
         for name, (a, b, bias, _) in zip(names, source.pairs, strict=True):
@@ -135,7 +134,7 @@ class PreparedLayer:
 
     def _add(self, name: str, a: Tensor, b: Tensor, bias: Tensor | None) -> _Adapter:
         """Makes and stores the ``_Adapter`` for the adapter ``name``. a, b, bias: its tensors."""
-        of_bias = None if bias is None else Factors(bias.new_ones(1, 1), bias.view(-1, 1), 1.0)
+        of_bias = None if bias is None else bias_factors(bias, 1.0)
         matrix, bias_matrix = self._matrix, self._bias_matrix
         adapter = self._adapters[name] = _Adapter(
             _layout_of(a, b, bias),
