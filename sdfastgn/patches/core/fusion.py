@@ -13,6 +13,7 @@ from sdfastgn.patches.core.class_forward import change_class, has_foreign_forwar
 from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
 
 __all__ = [
+    "IDENTITY",
     "ClassSwap",
     "Fusion",
     "activation_of",
@@ -258,6 +259,10 @@ def parameters_of(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 
 _ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "identity"}
+
+
+# Stands for no activation, in calls of functions that run a norm and the activation after it.
+IDENTITY = nn.Identity()
 
 
 def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> str | None:

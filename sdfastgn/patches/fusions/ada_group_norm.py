@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked
+from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_of, is_unhooked
 from sdfastgn.patches.core.statistics import take_statistics
 from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "SOURCE", "FusedAdaGroupNorm", "ada_norm_act"]
-
-_IDENTITY = nn.Identity()
 
 
 def ada_norm_act(
@@ -46,7 +44,7 @@ class FusedAdaGroupNorm(AdaGroupNorm):
     """``AdaGroupNorm`` on sdfastgn's kernel. x (N, C, H, W), emb (N, embedding_dim) -> (N, C, H, W)."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
-        y = ada_norm_act(self, _IDENTITY, x, emb)
+        y = ada_norm_act(self, IDENTITY, x, emb)
         return super().forward(x, emb) if y is None else y
 
 

@@ -49,7 +49,7 @@ from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.statistics import add, add_bias
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
@@ -70,9 +70,6 @@ __all__ = ["CONV", "FUSIONS", "convolve", "is_plain"]
 # Maximum size in GiB of a convolution's input, counted as 2 bytes per element. Upstream splits larger inputs
 # along time and convolves the parts one by one.
 _LARGEST_INPUT = 2
-
-_IDENTITY = nn.Identity()
-
 
 # --- what may run fused -----------------------------------------------------------------------------
 
@@ -198,10 +195,10 @@ class FusedCogVideoXSpatialNorm3D(CogVideoXSpatialNorm3D):
     """``CogVideoXSpatialNorm3D``. f (N, C, T, H, W) -> the same, channels-last."""
 
     def forward(self, f: Tensor, zq: Tensor, conv_cache: Any = None) -> tuple[Tensor, dict[str, Any]]:
-        if not (is_plain_inference(f) and _has_plain_norm(self, _IDENTITY, f, f.shape[1], zq)):
+        if not (is_plain_inference(f) and _has_plain_norm(self, IDENTITY, f, f.shape[1], zq)):
             return super().forward(f, zq, conv_cache)
         f = in_channels_last(f)
-        y, _ = pad_frames(f, norm=_norm(self, _IDENTITY, f, zq))
+        y, _ = pad_frames(f, norm=_norm(self, IDENTITY, f, zq))
         return y, {"conv_y": None, "conv_b": None}
 
 

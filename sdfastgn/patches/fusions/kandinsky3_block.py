@@ -9,13 +9,11 @@ from diffusers.models.unets.unet_kandinsky3 import Kandinsky3Block, Kandinsky3Co
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import fused_activation, fused_norm
 
 __all__ = ["BLOCK", "NORM"]
-
-_IDENTITY = nn.Identity()
 
 
 def _norm_act(norm: Any, act: nn.Module, x: Tensor, context: Tensor) -> Tensor | None:
@@ -40,7 +38,7 @@ class FusedKandinsky3ConditionalGroupNorm(Kandinsky3ConditionalGroupNorm):
     """``Kandinsky3ConditionalGroupNorm``. x (N, C, H, W), context (N, K) -> (N, C, H, W)."""
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        y = _norm_act(self, _IDENTITY, x, context)
+        y = _norm_act(self, IDENTITY, x, context)
         return super().forward(x, context) if y is None else y
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.left_alone import pads_quickly
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.cogvideox import CONV, convolve, is_plain
@@ -44,8 +44,6 @@ from sdfastgn.patches.fusions.video import (
 )
 
 __all__ = ["FUSIONS"]
-
-_IDENTITY = nn.Identity()
 
 
 def _has_plain_norm(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:
@@ -67,12 +65,10 @@ class FusedMochiChunkedGroupNorm3D(MochiChunkedGroupNorm3D):
 
     def forward(self, x: Any = None) -> Tensor:
         if not (
-            isinstance(x, Tensor)
-            and is_plain_inference(x)
-            and _has_plain_norm(self, _IDENTITY, x, x.shape[1])
+            isinstance(x, Tensor) and is_plain_inference(x) and _has_plain_norm(self, IDENTITY, x, x.shape[1])
         ):
             return super().forward(x)
-        return pad_frames(in_channels_last(x), norm=_norm(self, _IDENTITY, x))[0]
+        return pad_frames(in_channels_last(x), norm=_norm(self, IDENTITY, x))[0]
 
 
 class FusedMochiResnetBlock3D(MochiResnetBlock3D):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.pad_frames.op import pad_frames
 from sdfastgn.patches.core.convolution import is_plain_conv
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.video import (
     can_fuse,
@@ -29,8 +29,6 @@ from sdfastgn.patches.fusions.video import (
 )
 
 __all__ = ["FUSION", "SOURCE", "spatial_norm_act"]
-
-_IDENTITY = nn.Identity()
 
 
 def spatial_norm_act(
@@ -88,7 +86,7 @@ class FusedSpatialNorm(SpatialNorm):
     """``SpatialNorm``. f (N, C, H, W), zq (N, C_latents, h, w) -> (N, C, H, W), in the layout of f."""
 
     def forward(self, f: Tensor, zq: Tensor) -> Tensor:
-        y = spatial_norm_act(self, _IDENTITY, f, zq)
+        y = spatial_norm_act(self, IDENTITY, f, zq)
         if y is None:
             return super().forward(f, zq)
         return y if is_channels_last(f) else y.contiguous()
