@@ -16,6 +16,7 @@ from pathlib import Path
 from scripts.publish import plots
 from scripts.publish.steps import ROOT, SUMMARY, origin
 from scripts.publish.tables.adapters import adapters_markdown
+from scripts.publish.tables.comfyui import comfyui_markdown, comfyui_vaes_markdown
 from scripts.publish.tables.end_to_end import (
     batches_markdown,
     compared_markdown,
@@ -26,11 +27,11 @@ from scripts.publish.tables.end_to_end import (
 )
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
-from scripts.publish.tables.pipelines import comfyui_markdown, comfyui_vaes_markdown, warm_up_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
 from scripts.publish.tables.serving import serving_load_markdown
 from scripts.publish.tables.tiled_decode import tiled_decode_markdown
+from scripts.publish.tables.warm_up import warm_up_markdown
 from sdfastgn.bench.documents import read_json
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES

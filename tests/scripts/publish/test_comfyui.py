@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.publish.tables.pipelines import comfyui_markdown, comfyui_vaes_markdown
+from scripts.publish.tables.comfyui import comfyui_markdown, comfyui_vaes_markdown
 from sdfastgn.bench.documents import document, write_json
 
 SAME = {"sampler": True, "vae": True}

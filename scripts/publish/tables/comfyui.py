@@ -1,34 +1,17 @@
-"""Markdown tables of ``scripts.publish.warm_up`` (first images) and of the measurements of ComfyUI."""
+"""Markdown tables of ComfyUI: speed and accuracy of its sampler, and of its decodes of videos."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, speed_up
+from scripts.publish.tables.markdown import documents, markdown, speed_up
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
 from sdfastgn.bench.tables.profile import MODEL_LABELS
-from sdfastgn.bench.tables.warm_up import KIND, result_table
 from sdfastgn.program import counted
 
-_COMFYUI_LABELS = {"stock": "stock", "channels_last": "--force-channels-last", "sdfastgn": "**sdfastgn**"}
-
-
-def warm_up_markdown(results: Path) -> str:
-    """Returns a table for each committed result of ``scripts.publish.warm_up``.
-
-    A line below each table names the pipeline and the run.
-    """
-    blocks = []
-    for content in documents(results, KIND):
-        shown, config = result_table(content), content["config"]
-        (part,) = config["parts"]
-        model = MODEL_LABELS.get(part["model"], part["model"])
-        what = f"{model} pipeline {part['size']}², {counted(part['steps'], 'step')}, {part['dtype']}"
-        what += f"; new size {config['new_size']}²"
-        blocks.append(markdown(shown.header, shown.body, [f"{what}. {source_line(content)}"]))
-    return "\n\n".join(blocks) or NO_RESULTS
+_LABELS = {"stock": "stock", "channels_last": "--force-channels-last", "sdfastgn": "**sdfastgn**"}
 
 
 def comfyui_markdown(results: Path) -> str:
@@ -42,10 +25,8 @@ def comfyui_markdown(results: Path) -> str:
         # Rows of older files have no model, size and steps: these are in the config, because all rows share
         # them.
         rows = [{"status": OK, "dynamic_vram": False, **content["config"], **row} for row in content["rows"]]
-        stock = {
-            _comfyui_setting(row): row for row in rows if (row["variant"], row["status"]) == ("stock", OK)
-        }
-        lines += [_comfyui_cells(row, stock.get(_comfyui_setting(row))) for row in rows]
+        stock = {_setting(row): row for row in rows if (row["variant"], row["status"]) == ("stock", OK)}
+        lines += [_cells(row, stock.get(_setting(row))) for row in rows]
         releases = ", ".join(dict.fromkeys(row["comfyui"] for row in rows))
         sources.append(f"ComfyUI {releases}, {source_line(content)}")
     return markdown(*without_empty_columns(lines), sources)
@@ -84,14 +65,14 @@ def _dynamic(row: dict[str, Any]) -> str:
     return " with DynamicVRAM" if row.get("dynamic_vram") else ""
 
 
-def _comfyui_setting(row: dict[str, Any]) -> tuple[Any, ...]:
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
     """The settings of a row. A row is compared with the row of stock that has the same settings."""
     return tuple(row[name] for name in ("comfyui", "dynamic_vram", "model", "size", "steps"))
 
 
-def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any] | None) -> dict[str, str]:
+def _cells(row: dict[str, Any], stock: dict[str, Any] | None) -> dict[str, str]:
     model = f"{MODEL_LABELS[row['model']]} {row['size']}², {counted(row['steps'], 'step')}"
-    what = f"{model}, {row['comfyui']}{_dynamic(row)}, {_COMFYUI_LABELS[row['variant']]}"
+    what = f"{model}, {row['comfyui']}{_dynamic(row)}, {_LABELS[row['variant']]}"
     if row["status"] != OK:
         row = {**row, "it_per_s": None}
         what += f": {row['reason']}"
