@@ -94,9 +94,7 @@ def main(
     for model in models:
         if model not in SIZES:
             raise typer.BadParameter(f"{model!r} is none of {', '.join(SIZES)}", param_hint="--model")
-    for folder in folders:
-        if not (folder / "comfy").is_dir():
-            raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folders")
+    check_checkouts(folders)
     try:
         file_path("--json", json_path)
     except OptionError as error:
@@ -120,6 +118,13 @@ def main(
             print(f"{time.perf_counter() - start:.0f} s", line_of(row), flush=True)
             if json_path is not None:
                 write_json(json_path, content)
+
+
+def check_checkouts(folders: list[Path]) -> None:
+    """Raises typer.BadParameter if one of ``folders`` is no checkout of ComfyUI."""
+    for folder in folders:
+        if not (folder / "comfy").is_dir():
+            raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folders")
 
 
 def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:

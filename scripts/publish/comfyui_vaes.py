@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from scripts.publish import comfyui_models
+from scripts.publish.comfyui import check_checkouts
 from scripts.publish.runs import in_a_process, release_memory
 from sdfastgn.bench import timing
 from sdfastgn.bench.documents import FAILED, OK, document, write_json
@@ -85,9 +86,7 @@ def main(
     ] = None,
 ) -> None:
     """Time each release in a separate process."""
-    for folder in folders:
-        if not (folder / "comfy").is_dir():
-            raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folders")
+    check_checkouts(folders)
     content = document("comfyui_vaes", environment(torch.device("cuda")), {"rounds": rounds}, [])
     for folder in folders:
         try:

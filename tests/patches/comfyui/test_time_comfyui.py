@@ -91,6 +91,10 @@ def test_a_row_that_cannot_be_measured_says_why(tmp_path):
     assert comfyui.line_of({**case.told(), **rows[0]}).endswith("sd15, stock: unavailable, the time was over")
 
 
-@pytest.mark.parametrize("arguments", [("nowhere",), (".", "--model", "sd3")])
+BAD = [("comfyui", "nowhere"), ("comfyui", ".", "--model", "sd3"), ("comfyui_vaes", "nowhere")]
+
+
+@pytest.mark.parametrize("arguments", BAD)
 def test_bad_input(arguments, monkeypatch):
-    assert exit_code(monkeypatch, "publish/comfyui.py", *arguments) == 2
+    script, *rest = arguments
+    assert exit_code(monkeypatch, f"publish/{script}.py", *rest) == 2
