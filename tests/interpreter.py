@@ -43,6 +43,7 @@ def make_quick() -> None:
     _make_handles_quickly()
     _compare_quickly()
     _remember_broadcasts()
+    _remember_operands()
     _remember_operators()
     _convert_quickly()
     _insert_axes_quickly()
@@ -185,6 +186,37 @@ def _expanded(operand: tl.tensor, type: tl.dtype, sizes: list[int]) -> tl.tensor
     data = numpy.empty(sizes, operand.handle.data.dtype)
     data[...] = operand.handle.data
     return tl.tensor(interpreter.TensorHandle(data, operand.handle.dtype.scalar), type)
+
+
+def _remember_operands() -> None:
+    """Remembers which types of two operands need no conversion, and numbers that were made into tensors.
+
+    Whether operands are converted depends on their types alone.
+    """
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
+
+    def binary_op_type_checking_impl(self, lhs, rhs, *flags, **options):
+        if type(lhs) is not tl.tensor:
+            return check(self, lhs, rhs, *flags, **options)
+        if type(rhs) is tl.tensor:
+            kind = id(rhs.type)
+        elif type(rhs) is int or (type(rhs) is float and rhs):  # the key of 0.0 would also be that of -0.0
+            kind = (type(rhs), rhs)
+        else:
+            return check(self, lhs, rhs, *flags, **options)
+        known = vars(lhs.type).setdefault("operands", {})
+        key = (kind, flags, *options.items())
+        found = known.get(key)
+        if found is None:
+            left, right = check(self, lhs, rhs, *flags, **options)
+            if left is lhs and type(rhs) is not tl.tensor:
+                known[key] = right
+            elif left is lhs and right is rhs:
+                known[key] = rhs.type  # kept alive, so that its id stays its own
+            return left, right
+        return lhs, rhs if type(rhs) is tl.tensor else found
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
 
 
 def _remember_types_of_pointers() -> None:
