@@ -116,7 +116,7 @@ def act_linear(
         extra_bias: (C,) or None. It is added to every row too. For example, if the output is added to the
             result of a convolution next, this can be the bias of the convolution.
         is_plain: True if the caller knows that ``dispatch.is_plain_inference`` is True, and autocast is off.
-            Then both are not checked again.
+            Then neither is checked again.
 
     Shapes: the output is (N, C).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of the four

@@ -72,8 +72,8 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
     It runs in chunks of queries if all these conditions hold: the dtype is fp16 or bf16; the GPU is NVIDIA's;
     D is a multiple of 8 and larger than 256; there are at least 1024 queries and 1024 keys; autocast does not
-    change the dtype; no gradients are wanted; and no transform of torch.func and no forward-mode AD is
-    active. Otherwise PyTorch's attention runs.
+    change the dtype; no gradients are wanted; and nothing compiles, traces or transforms the call (as
+    torch.func and forward-mode AD do). Otherwise PyTorch's attention runs.
 
     Args:
         q: (N, heads, L, D), queries.
@@ -82,9 +82,11 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
         scale: positive and finite. By default 1 / sqrt(D).
 
     Shapes: the output is (N, heads, L, D).
-    Dtypes: fp16, bf16, fp32 or fp64, the same for all tensors and the output.
-    Layout: any. Tensors whose channels are not contiguous are copied first. The output is contiguous, except
-        under autocast and if gradients are wanted: then it has the layout that PyTorch's attention returns.
+    Dtypes: fp16, bf16, fp32 or fp64, the same for all tensors. The output has this dtype, unless autocast
+        chooses another one.
+    Layout: any. Tensors whose channels are not contiguous are copied first. The output is contiguous. In
+        three cases it has the layout that PyTorch's attention returns: autocast changes the dtype; gradients
+        are wanted; or the call is compiled, traced or transformed.
     Grad: q, k and v have gradients, which PyTorch's attention computes.
     Memory: besides the output and copies, 96 MiB for up to 131072 keys. With more keys the memory grows in
         proportion to them.

@@ -14,23 +14,25 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 # Number of 16-bit elements in a load of 16 bytes.
 _LOADED = 8
-# Maximum number of columns of a row that has several positions: the columns of a warp's tile in the
-# statistics kernel. Each column gives a partial result, so more columns would mean more results to merge.
+# Maximum number of columns of a row (``Rows``) that has several positions. It is the number of columns of a
+# warp's tile in the statistics kernel. Each column gives a partial result of its channel, so more columns
+# would mean more results to merge.
 _SIDE_BY_SIDE = 64
 
 # --- small: a program holds all positions of a few channels in registers
 
-# Maximum number of elements of a program of the small way, padded to powers of 2. With more, the split way is
-# faster.
+# Maximum number of elements, padded to powers of 2, of a program of the small way, which is a single launch.
+# With more, the several launches of the split way are faster.
 _SMALL_MAX_ELEMENTS = 16384
-# Maximum number of elements of a program, for a forward with few programs. There are few if there is at most
-# one for each multiprocessor, and at least one for every ``_SMALL_ALONE_PART`` multiprocessors. A program of
-# this size fills its multiprocessor. Each thread has only 64 registers and spills some of them, but this
-# costs less time than reading x a second time, as the split way does.
+# Maximum number of elements of a program of the small way, for a forward with few programs. There are few if
+# there is at most one for each multiprocessor, and at least one for every ``_SMALL_ALONE_PART``
+# multiprocessors. A program of this size fills its multiprocessor. Each thread has only 64 registers and
+# spills some of them, but this costs less time than reading x a second time, as the split way does.
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
-# Maximum number of elements of x in a program of the backward. It is smaller than in the forward, because
-# registers hold both x and dy. This limit does not apply to small channels-first images (``small_config``).
+# Maximum number of elements of x in a program of the small way in a backward. It is smaller than in the
+# forward, because registers hold both x and dy. It does not apply to small channels-first images
+# (``small_config``).
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
 # Channels of a channels-last program of the small way. In 16 bits they are a whole 32-byte sector of memory.
 # A channels-first program has one channel, whose positions are contiguous.
@@ -50,7 +52,9 @@ _MERGE_MIN_CHANNELS = 2
 _MERGE_TILE = 8192
 # Number of elements of a merge kernel's tile for each warp: 16 for each lane.
 _MERGE_PER_WARP = 512
-# Maximum number of partial results of a channel that a merge with ``_MERGE_CHANNELS`` reads as one tile.
+# Maximum number of partial results of a channel that one tile of a merge kernel holds, with
+# ``_MERGE_CHANNELS`` channels in the tile. If a channels-last backward has more, each program first adds up
+# the sums of its warps.
 MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
 
 
@@ -113,9 +117,10 @@ def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
 
 
 def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) -> SmallConfig | None:
-    """The configuration of the small way. None if the split way is faster.
+    """The configuration of the small way: one launch, in which a program has all positions of some channels.
 
-    A program has all positions of ``block`` channels.
+    The result's ``block`` is the number of these channels. None if the split way, with its several launches,
+    is faster, or if x is too large for int32 offsets.
     """
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1

@@ -73,8 +73,10 @@ def batch_apply_kernel(
 ):  # fmt: skip
     """A program computes y for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
 
-    The first ``AVERAGE_PROGRAMS`` programs instead update the running averages of ``BLOCK_C`` channels each.
-    A program that has a tile has no registers left for this.
+    Usually a row is a position, and a column is a channel (``Rows`` in ``batch_norm/config.py``).
+
+    The first ``AVERAGE_PROGRAMS`` programs compute no y. Each of them updates the running averages of
+    ``BLOCK_C`` channels. A program that computes y has no registers left for this.
 
     Numbers:
         HW: number of rows of a sample.
@@ -152,7 +154,7 @@ def batch_apply_grad_kernel(
     HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
+    """A program computes dx for ``BLOCK_C`` columns at ``BLOCK_HW`` rows, as in ``batch_apply_kernel``.
 
     dx is scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz if ``dweight`` is None,
     with scale = weight / sqrt(var + eps). Numbers and constants are as in ``batch_apply_kernel``.

@@ -185,7 +185,8 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         # torch.compile cannot trace ``_replace`` before PyTorch 2.9.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
-    # If a kernel failed, kernels are off now, and the call ran again in plain PyTorch, without an update.
+    # If a kernel failed, kernels are off now, and the call ran again in plain PyTorch, without an update of
+    # the running averages. So they are updated here.
     if not fused or dispatch.why_off is not None:
         _update_running(call, mean, var)
     return y
@@ -248,7 +249,7 @@ def batch_norm(
         torch.nn.functional.batch_norm.
     Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if the
         channels of x have stride 1.
-    Grad: x, weight, bias and residual have gradients. x, two fp32 values for each channel and, if there is an
+    Grad: x, weight, bias and residual have gradients. x, two values for each channel and, if there is an
         activation, the residual are kept for the backward. Second derivatives, the transforms of torch.func
         and forward-mode AD run in plain PyTorch.
     Raises:

@@ -22,7 +22,7 @@ from sdfastgn.kernels.group_norm.op import NO_MORE, GroupNormCall
 from sdfastgn.kernels.group_norm.plans import merge_launch, pairs_of, small_launch
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
 
-# GroupNorm's shift, ada_scale and ada_shift, which BatchNorm does not have.
+# What GroupNorm's kernels get for shift, ada_scale and ada_shift, operands that BatchNorm does not have.
 NO_OPERANDS = (None, None, None)
 
 

@@ -1,7 +1,8 @@
 """The activations of ``common/activations.py`` and their derivatives as Triton functions.
 
-All functions take and return fp32 blocks of any shape. Exponentials and reciprocals are computed by the GPU's
-special-function unit, whose error is at most 2 units in the last place.
+All functions take and return fp32 blocks. A block may have any shape, but with ``PAIRS`` two or four axes.
+Exponentials and reciprocals are computed by the GPU's special-function unit, whose error is at most 2 units
+in the last place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The activations that follow a normalization, in plain PyTorch.
+"""The activations that can be fused with a norm or with ``act_linear``, in plain PyTorch.
 
 To add an activation, add its function to ``ACTIVATIONS`` and its derivative to ``ACTIVATION_GRADS``, and
 in ``common/activation_kernels.py`` a branch to ``activate`` and one to ``activation_grad``. Checks, error
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Minimum number of contiguous elements of a tile for which kernels set ``PAIRS``: then two neighboring
-# elements share a reciprocal (``activation_kernels.py``). With fewer elements, two neighbors can be in
-# different threads, and these threads would have to exchange values.
+# Minimum number of contiguous elements of a tile for which plans set the kernels' constant ``PAIRS``: then
+# two neighboring elements share a reciprocal (``activation_kernels.py``). With fewer elements, two neighbors
+# can be in different threads, and these threads would have to exchange values.
 PAIRED = 8
 
 

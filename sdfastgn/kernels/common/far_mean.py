@@ -26,7 +26,7 @@ def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
         mean, rstd: mean and 1 / deviation of each group, of equal shape.
 
     Always False for tensors on a GPU, where reading a value would wait for the GPU, and for traced tensors,
-    which have no values. For them the rounding error of PyTorch's formula remains.
+    which have no values. For them the result of PyTorch's norm keeps its rounding error.
     """
     if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False

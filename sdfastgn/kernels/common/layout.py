@@ -24,8 +24,9 @@ _MAX_STRIDE = 1 << 20
 
 def is_channels_last(x: Tensor) -> bool:
     """True if ``x`` (N, C, *spatial) has the memory order (N, *spatial, C) without gaps. False for rank 2."""
-    # This test takes a twelfth of the CPU time of the last line, which alone would give the same result.
-    # torch.vmap does not support ``is_contiguous`` with a memory format.
+    # This test takes a twelfth of the CPU time of the last line, which alone would give the same result. The
+    # test is left out in transforms, because torch.vmap does not support ``is_contiguous`` with a memory
+    # format.
     if x.dim() == 4 and in_transform() is None and x.is_contiguous(memory_format=torch.channels_last):
         return True
     return x.dim() > 2 and x.movedim(1, -1).is_contiguous()

@@ -8,8 +8,8 @@ takes more CPU time than a small kernel runs on the GPU. So calls run in one of 
 - a plain call without gradients launches the kernels directly;
 - a plain call with gradients launches them inside an ``autograd.Function``, which takes a fifth of the CPU
   time that autograd through the dispatcher takes;
-- every other call goes through the dispatcher. But if no kernel can run, in torch.func transforms and in
-  forward-mode AD, the call runs in PyTorch's own ops instead.
+- every other call goes through the dispatcher. But if no kernel can run, in exports to ONNX, in torch.func
+  transforms and in forward-mode AD, the call runs in PyTorch's own ops instead (``dispatch.needs_op``).
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ class PlannedOp(Op):
         check: function ``(public name, call)`` that raises an error for what the declaration cannot
             check. It is called after the check of the first operand.
         plain: function ``call -> what the caller gets`` in PyTorch's own differentiable ops. It runs if no
-            kernel can run on the first operand, in torch.func transforms and in forward-mode AD. If it is
-            None, ``reference`` runs instead, and the results in ``saved`` are dropped.
+            kernel can run on the first operand, in exports to ONNX, in torch.func transforms and in
+            forward-mode AD. If it is None, ``reference`` runs instead, and the results in ``saved`` are
+            dropped.
     """
 
     def __init__(

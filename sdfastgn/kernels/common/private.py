@@ -120,7 +120,7 @@ def _has_a_global_hook() -> bool:
     return any(value for value in found if isinstance(value, dict))
 
 
-# Returns True if a hook is registered for all modules.
+# Returns True if there is a global hook, which runs in every module (``register_module_forward_hook``).
 has_any_global_hook: Callable[[], bool] = getattr(nn_module, "_has_any_global_hook", _has_a_global_hook)
 
 

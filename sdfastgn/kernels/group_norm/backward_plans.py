@@ -34,7 +34,8 @@ from sdfastgn.kernels.group_norm.plans import ALIGNED, pairs_of, strides_of
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
-# Planes of the table that ``merge_sums_kernel`` writes and ``apply_grad_kernel`` reads.
+# Number of planes of the table that ``merge_sums_kernel`` writes and ``apply_grad_kernel`` reads: scale,
+# offset, slope, level and centre.
 _TABLE_ROWS = 5
 # Names of the operands that have gradients, in the order of the kernels' pointers.
 _GRADIENTS = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
@@ -93,8 +94,8 @@ class GroupNormGradPlan:
 
     Attributes:
         of_batches: one None for each pointer of ``single`` that only BatchNorm uses.
-        scratch: number of fp32 values in the memory that the kernels share. This memory holds the sums of
-            chunks, the totals, and the table.
+        scratch: number of fp32 values in the memory that the kernels share. This memory holds the totals. In
+            the split way it also holds the sums of chunks and the table.
         totals: where the totals start in the scratch memory.
         plane: number of values of each plane of the totals and of the table: N * C, rounded up to a multiple
             of ``ALIGNED``.
@@ -271,7 +272,7 @@ def small_grad_launch(
     """The launch of ``small_grad_kernel``. A program has one group, or several groups of one channel.
 
     Args:
-        plane: number of elements of each plane of the totals.
+        plane: number of elements of each plane of ``totals`` (``backward_kernels.py``).
         image, eps, in_eval: BatchNorm's constants ``IMAGE``, ``EPS`` and ``IN_EVAL`` of the kernel.
     """
     return Launch(

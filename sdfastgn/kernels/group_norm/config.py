@@ -19,24 +19,25 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 # --- small: a program holds a group in registers
 
-# Largest group that the small way takes in a forward, in padded elements. For larger groups the split way is
-# faster.
+# Largest group, in padded elements, that a forward normalizes in one launch (``SmallConfig``). For larger
+# groups three launches (``SplitConfig``) are faster.
 _SMALL_MAX_ELEMENTS = 16384
-# Largest group, in padded elements, that the small way takes in a channels-last forward if the group's
-# channels at one position are a long row. Reading long rows is efficient, so the small way is faster up to
-# somewhat larger groups than with short rows.
+# Largest group, in padded elements, that a channels-last forward normalizes in one launch (``SmallConfig``)
+# if the group's channels at one position are a long row. Reading long rows is efficient, so one launch is
+# faster up to somewhat larger groups than with short rows.
 _SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
-# Minimum number of bytes of a long row: a whole line of memory.
+# Minimum number of bytes of a long row (``_SMALL_MAX_ELEMENTS_OF_LONG_ROWS``): a whole line of memory.
 _SMALL_LONG_ROW = 128
-# Largest group that the small way takes in a backward, in padded elements. It is smaller than in the forward,
-# because registers hold both x and dy.
+# Largest group, in padded elements, of which one launch of the backward computes dx (``SmallConfig``). It is
+# smaller than in the forward, because registers hold both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# (largest group in padded elements, number of elements for each warp) of the small way in a channels-last
-# forward. Small groups are faster with fewer elements for each warp.
+# (largest group in padded elements, number of elements for each warp) if a channels-last forward normalizes
+# groups in one launch (``SmallConfig``). Small groups are faster with fewer elements for each warp.
 _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
-# Number of elements for each warp of the small way in channels-first and in the backward.
+# Number of elements for each warp in all other launches with a ``SmallConfig``: channels-first, or a
+# backward.
 _SMALL_OTHER_PER_WARP = 1024
-# Maximum number of elements for each warp of the small way. With more, registers spill.
+# Maximum number of elements for each warp in a launch with a ``SmallConfig``. With more, registers spill.
 _SMALL_MAX_PER_WARP = 2048
 # Minimum number of channels of a second tile (``SmallConfig.tail``). Eight channels of 16 bits
 # are one 16-byte load.
@@ -44,7 +45,7 @@ _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
 
-# Number of elements of a tile of the apply kernels. A program has one tile.
+# Maximum number of elements of a tile of the apply kernels. A program has one tile.
 _APPLY_TILE = 2048
 # Warps of a program of the forward's apply kernel if tiles are many or x is channels-first. A thread then has
 # 32 elements, which hides the memory's latency best.
@@ -52,7 +53,8 @@ _APPLY_WARPS = 2
 # Warps of a program of the apply kernels in a channels-last forward with few tiles, and in every backward: 16
 # elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# Tiles are few (``ApplyConfig.few``) if there are at most this many for each multiprocessor.
+# A forward has few tiles if there are at most this many for each multiprocessor. If x is channels-last, its
+# programs then get ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 _APPLY_FEW_TILES = 12
 # Channels of a channels-last tile of the forward's apply kernel.
 _APPLY_CHANNELS = 128
@@ -68,7 +70,8 @@ _PARAMETER_TILE = (32, 32)
 # Maximum number of tiles of samples for which one program sums all samples of its channels. With more,
 # samples are divided into parts for several programs, and a second launch adds up the parts' sums.
 _PARAMETER_MOST_TILES = 16
-# Minimum number of tiles of samples in a part. With fewer, the second launch would have too much to add.
+# Minimum number of tiles of samples in a part. With fewer there would be more parts, and the second launch,
+# which adds up the parts' sums, would take too long.
 _PARAMETER_MIN_TILES = 8
 # Programs of ``parameter_grad_kernel`` for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2
@@ -92,17 +95,17 @@ _WALK_MIN_CACHES = 16 / 15
 # multiprocessor. Then most of x and dy is still in L2 at the second read. On an H200 this is 237 KiB
 # for each group.
 _WALK_MAX_PART = 0.51
-# Minimum number of contiguous bytes of a group at one position, channels-last. Shorter reads from memory are
-# inefficient.
+# Minimum number of contiguous bytes of a group at one position for the walk way (``WalkConfig``), if x is
+# channels-last. Shorter reads from memory are inefficient.
 _WALK_MIN_RUN = 64
-# Minimum number of groups for each multiprocessor. With fewer, multiprocessors that finish early wait too
-# long for the last ones.
+# Minimum number of groups for each multiprocessor for the walk way (``WalkConfig``), in which a program
+# computes a whole group. With fewer, multiprocessors that finish early wait too long for the last ones.
 _WALK_MIN_GROUPS = 8
 # Minimum number of elements of a group that the next constants call large. One program for such a group
 # fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
 # The next four constants are (elements of a tile, elements that stay in registers, warps) of a program of the
-# walk way. How many elements fit into registers depends on the derivative of the activation.
+# walk way (``WalkConfig``). How many elements fit into registers depends on the activation's derivative.
 # ``_WALK_CHEAP``: large groups whose activation is in ``_CHEAP``, if the gradient of the shift is not wanted.
 # ``_WALK_SILU_FIRST``: large channels-first groups with SiLU, if the gradient of the shift is not wanted.
 # ``_WALK_LARGE``: all other large groups. ``_WALK_OTHER``: groups that are not large.
@@ -110,7 +113,8 @@ _WALK_CHEAP = (16384, 16384, 16)
 _WALK_SILU_FIRST = (8192, 16384, 32)
 _WALK_LARGE = (8192, 8192, 32)
 _WALK_OTHER = (4096, 4096, 8)
-# Activations whose derivative takes few registers.
+# Activations whose derivative takes few registers. A program of the walk way (``WalkConfig``) can then keep
+# more elements of x and dy in registers (``_WALK_CHEAP``).
 _CHEAP = ("identity", "relu")
 
 
@@ -147,9 +151,11 @@ class ApplyConfig:
 
     @property
     def few(self) -> bool:
-        """True for a channels-last forward with few tiles, and for every backward.
+        """True if a program has the number of warps for few tiles.
 
-        If tiles are few, registers do not limit how many programs run at once.
+        That is so in a channels-last forward with few tiles, and in every backward. In a forward with few
+        tiles, registers do not limit how many programs run at once. So its kernel may have a branch that
+        takes more registers (``OPTIONAL`` of ``apply_kernel``).
         """
         return self.num_warps == _APPLY_WARPS_OF_FEW_TILES
 
@@ -285,7 +291,7 @@ def walk_config(
 def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
-    """The configuration of the small way. ``launch_config`` uses it if the group is small enough."""
+    """The ``SmallConfig`` for these sizes. ``launch_config`` uses it if the group is small enough."""
     # A second tile, and the sizes in ``_SMALL_PER_WARP``, were measured only for channels-last forwards.
     # Other launches do not use them.
     is_measured = channels_last and not backward

@@ -180,7 +180,7 @@ def small_kernel(
             tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
         mean = total * share
         variance = tl.fma(mean, -mean, square * share)
-        # If the pivot is far from the mean, this variance has lost too many digits, or is inf - inf.
+        # If the pivot is far from the mean, this variance is inexact, or inf - inf, and is computed again.
         again = (mean * mean > _FAR * variance) | (square == float("inf"))
         if EXACT:
             again = True

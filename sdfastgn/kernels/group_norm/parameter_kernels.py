@@ -55,7 +55,9 @@ def parameter_grads(
     C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of ``BLOCK_C`` channels, from the ``rows`` samples of part ``part``.
+    """Computes the gradients of ``BLOCK_C`` channels from ``rows`` samples, called a part of the samples.
+
+    The part begins at sample ``part`` * ``rows``.
 
     ``totals_ptr``: fp32 planes (N, C) of the sums of dz, of dz * xhat, and the shift's gradient.
 
@@ -114,7 +116,7 @@ def parameter_grad_kernel(
 ):  # fmt: skip
     """A program runs ``parameter_grads`` for ``BLOCK_C`` channels and one part of ``rows`` samples.
 
-    ``scratch``: fp32, with the totals at ``totals_offset``.
+    ``scratch``: fp32. At ``totals_offset`` it has what ``parameter_grads`` gets as ``totals_ptr``.
     """
     columns = tl.cdiv(C, BLOCK_C)
     if PDL:

@@ -121,7 +121,7 @@ class GroupNormPlan:
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
         elif out_dtype is None:
-            y = torch.empty_like(x)  # two thirds of the CPU time of the line below
+            y = torch.empty_like(x)  # without ``dtype`` it takes two thirds of the CPU time
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:

@@ -76,7 +76,10 @@ def walk_grad_kernel(
     PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx and the sums of one group, which has ``CG`` channels, of one sample.
+    """A program computes dx and the totals of one group, which has ``CG`` channels, of one sample.
+
+    ``totals``: None, or planes of ``plane`` values for the gradients of the operands other than x
+    (``backward_kernels.py``).
 
     Constants:
         SHIFT_GRAD: True if the gradient of the shift is wanted.

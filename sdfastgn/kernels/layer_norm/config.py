@@ -2,8 +2,9 @@
 
 A program loads whole rows into registers if a row, padded to a power of 2, has at most ``_MAX_IN_REGISTERS``
 elements. Its tile has the axes (lanes, warps, steps, block) of ``common/tiles.py``. A block is the part of a
-row that a warp loads by one instruction. If that needs only some lanes of the warp, because the row is short,
-the other lanes load other rows by the same instruction.
+row that a warp loads by one instruction. If a block needs only some lanes of the warp, the other lanes load
+blocks of other rows by the same instruction. For example, in 16 bits a row of 320 columns has five blocks of
+64 columns, and a load of a warp reads blocks of four rows.
 
 Longer rows are divided into chunks, so that even ten rows of ten million elements keep a whole GPU busy.
 """
@@ -27,19 +28,21 @@ _NARROW_WARPS = 4
 _NARROW_PER_THREAD = 64
 # Number of elements of each thread if several warps divide a row among them.
 _WIDE_PER_THREAD = 16
-# Maximum number of elements of each thread if a warp has several rows at once.
+# Maximum number of elements of each thread if a warp has more rows than one of its load instructions reads.
 _GATHERED_PER_THREAD = 32
 # Maximum number of elements of each thread in the backward if one warp has a whole row. It is smaller than in
 # the forward, because for each element two tensors and three column sums are in registers.
 _BACKWARD_PER_THREAD = 16
-# Maximum number of elements of each thread in the backward if a warp has several rows at once.
+# Maximum number of elements of each thread in the backward if a warp has more rows than one of its load
+# instructions reads.
 _BACKWARD_GATHERED = 8
 # Minimum number of bytes of a block, unless the row is shorter. It is the size of a line of memory.
 _LINE_BYTES = 128
 # If one warp for each row gives fewer warps per multiprocessor than this, several warps divide each row among
 # them. Otherwise a part of the GPU would be idle.
 _FEW_WARPS_PER_SM = 4
-# A warp gets several rows at once only if there are still at least this many warps for each multiprocessor.
+# A warp gets more rows than one of its load instructions reads only if there are still at least this many
+# warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16
 # Maximum of (warps on a multiprocessor) x (elements that each thread keeps in registers), in a backward with
 # column sums. The number of programs is computed from it, so that all programs run at once.

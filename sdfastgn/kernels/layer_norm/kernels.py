@@ -26,8 +26,8 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
   minus the row's first element, in fp32. If y is fp32, it is the mean, in fp64;
 - ``rstd``: (rows,) fp32, 1 / deviation of each row;
 - ``partials``: fp32, two or three values for each chunk. If y has 16 bits, (2, rows, chunks): the chunk's
-  mean minus the row's first element; M2. If y is fp32, (3, rows, chunks): the chunk's mean, rounded; M2; the
-  rounding error of this mean.
+  mean minus the row's first element; M2. If y is fp32, (3, rows, chunks): the rounded mean of the chunk's
+  first block; M2; the chunk's mean minus that rounded mean.
 
 Programmatic dependent launch (``PDL``, from sm_90 on; ``docs/adr/0007-programmatic-dependent-launch.md``):
 before ``gdc_wait`` a kernel reads only x, and only if no kernel of this call writes it.
@@ -235,8 +235,8 @@ def _chunk_kernel(
         blocks: number of blocks of a chunk.
         d_parts, x_parts, residual_parts: D, and the strides of x and residual, divided by ``VECTOR``. The
             kernel multiplies them by ``VECTOR``, so the compiler knows that the products are multiples of it.
-        plane: number of partials of each kind (means, M2, rounding errors). The kinds are stored one after
-            the other.
+        plane: number of partials of each kind (means, M2 and, with ``EXACT``, differences from these means).
+            The kinds are stored one after the other.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
@@ -252,7 +252,8 @@ def _chunk_kernel(
         gdc_wait()
         gdc_launch_dependents()
     # ``first`` is the first element of the row, or of the chunk if ``EXACT``. It is subtracted from all
-    # values before they are summed, because sums of small numbers have small rounding errors.
+    # values before they are summed, because sums of small numbers have small rounding errors. If ``EXACT``,
+    # the mean of the first block replaces it once this mean is known.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, None, x_row - to_pivot, residual_row - to_pivot, None,

@@ -69,7 +69,8 @@ class Matrix(NamedTuple):
     Attributes:
         row: the first five numbers of its row in the table ``matrices`` (see ``low_rank/kernels.py``).
         device, dtype: those of the weight.
-        is_last: True if input channels are the inner index of a column, as in channels-last weights.
+        is_last: True if the weight is a channels-last convolution. Then the input channel is the inner index
+            of a column, else the outer index (``low_rank/kernels.py`` explains both).
     """
 
     row: tuple[int, ...]

@@ -75,7 +75,8 @@ def _row_before(
 ):  # fmt: skip
     """Computes the row that upsampling copies to sample ``n``, frame ``t``, line ``h`` and column ``w``.
 
-    It is a row of x, or of the modulation if there is one, because that is upsampled then.
+    Without a modulation, the result is a row of x. With a modulation, x is not upsampled, but the modulation
+    is, and the result is a row of the modulation.
 
     Numbers:
         frames, height, width: sizes after upsampling.

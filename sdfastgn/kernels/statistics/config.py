@@ -21,16 +21,17 @@ from sdfastgn.kernels.common.sizes import (
 _STATISTICS_WARPS = 4
 # Kind of reduction -> (warps per multiprocessor, minimum and maximum number of steps of a tile). In each step
 # of a tile a thread has one load in flight. More warps and more steps keep the memory busier. But more warps
-# also mean more chunks, whose results must be merged. Kernels of kind "write" also write what they read.
-# Kernels of kind "backward" read two tensors. These two kinds have enough accesses in flight with fewer
-# steps, and are faster with more warps.
+# also mean more chunks, whose results must be merged. Kernels of kind "write" also write x. Kernels of kind
+# "backward" read two tensors. These two kinds have enough accesses in flight with fewer steps, and are faster
+# with more warps.
 _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
 # Number of groups that ``statistics_pay`` assumes, because it does not know the norm. Stable Diffusion's
 # norms have 32.
 _USUAL_GROUPS = 32
-# Minimum number of elements of a group for which statistics from the producer make the norm faster. Elements
-# are counted with channels and positions padded to powers of 2. Without given statistics, a smaller group is
-# normalized by one launch. This is faster than the two launches that given statistics need: merge and apply.
+# Minimum number of elements of a group for which GroupNorm is faster if the kernel that writes its input also
+# computes the statistics. Elements are counted with channels and positions padded to powers of 2. Without
+# given statistics, a smaller group is normalized by one launch. This is faster than the two launches that
+# given statistics need: merge and apply.
 _STATISTICS_MIN_ELEMENTS = 16384
 
 

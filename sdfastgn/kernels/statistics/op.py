@@ -212,7 +212,7 @@ def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
 
 
 def _cat_statistics(call: _Cat, y: Tensor) -> Tensor:
-    """Statistics of the concatenation ``y``, with the same number of chunks as in ``_fake_cat``."""
+    """Statistics of the concatenation ``y``. They have the shape that ``_fake_cat`` gives to compilers."""
     if _in_one_pass(call):
         return _reference_statistics(y, _chunks(y, producer=True))
     return _statistics_of(y)

@@ -154,9 +154,8 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
     Shapes: the output is (N, C, 2H, 2W).
     Dtypes: x is fp16, bf16, fp32 or fp64. The output has the dtype of x.
     Layout: the output is channels-last if x is, else channels-first. On a GPU a kernel runs for channels-last
-    x,
-        and PyTorch for channels-first x. If x has gaps in memory it is copied first: to channels-last if its
-        channels have stride 1, else to channels-first.
+        x, and PyTorch for channels-first x. If x has gaps in memory it is copied first: to channels-last if
+        its channels have stride 1, else to channels-first.
     Grad: x has gradients, of any order. The transforms of torch.func and forward-mode AD run in plain
         PyTorch.
     Raises:
