@@ -79,7 +79,8 @@ def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
         )
         try:
-            # Reading ``run`` builds the launcher (by a C compiler) and loads the kernel on the device.
+            # Reading ``run`` builds the launcher (by a C compiler) and loads the kernel on the device. So the
+            # first launch finds both.
             _ = compiled.run
         except Exception:
             forget(launch.kernel, device)

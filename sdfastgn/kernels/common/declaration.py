@@ -151,7 +151,7 @@ def fields_of(call_type: Any) -> tuple[Field, ...]:
 
 
 def arguments_of(call_type: Any) -> tuple[Field, ...]:
-    """The fields without a default, which are the arguments in the op's schema."""
+    """The fields of a declaration that have no default: the arguments in the op's schema."""
     return tuple(field for field in fields_of(call_type) if field.name not in call_type._field_defaults)
 
 

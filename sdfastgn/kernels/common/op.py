@@ -83,7 +83,10 @@ class Op:
         self._count = len(arguments_of(arguments))
 
     def through_dispatcher(self, call: Any) -> Any:
-        """Run ``call``, an instance of ``arguments``, through PyTorch's dispatcher. Returns all results."""
+        """Run ``call``, an instance of ``arguments``, through PyTorch's dispatcher.
+
+        Returns all results, including those that only the backward uses (``hidden``).
+        """
         # torch.compile of PyTorch 2.8 cannot slice a NamedTuple.
         return self._registered(*tuple(call)[: self._count])
 
