@@ -68,22 +68,25 @@ def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = No
     from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae
     from sdfastgn.patches.comfyui.report import text_of
 
-    def show(text: str) -> None:
-        _show(node_id, text if vae is None else f"{text}\n{text_of(vae.patcher)}")
+    texts: dict[str, str] = {}  # part -> the latest report on it
 
-    model = optimize_model(model, _GRAPHS[cuda_graphs], show)
-    text = text_of(model)
+    def renew(part: str, text: str) -> None:
+        texts[part] = text
+        _show(node_id, "\n".join(texts.values()))
+
+    model = optimize_model(model, _GRAPHS[cuda_graphs], lambda text: renew("model", text))
+    texts["model"] = text_of(model)
     if vae is not None:
-        vae = optimize_vae(vae)
-        text += "\n" + text_of(vae.patcher)
-    return model, vae, text
+        vae = optimize_vae(vae, lambda text: renew("vae", text))
+        texts["vae"] = text_of(vae.patcher)
+    return model, vae, "\n".join(texts.values())
 
 
 def _optimize_vae(node_id: Any, vae: Any) -> tuple[Any, ...]:
     from sdfastgn.patches.comfyui.model_patcher import optimize_vae
     from sdfastgn.patches.comfyui.report import text_of
 
-    vae = optimize_vae(vae)
+    vae = optimize_vae(vae, lambda text: _show(node_id, text))
     return vae, text_of(vae.patcher)
 
 
@@ -94,7 +97,7 @@ def _report(node_id: Any, model: Any, latent: Any) -> tuple[Any, ...]:
 
 
 def _show(node_id: Any, text: str) -> None:
-    """Shows a new ``text`` on a node that has already run, such as after the sampler has run the model."""
+    """Shows a new ``text`` on a node that has already run, when ComfyUI has used what the node returned."""
     server = sys.modules.get("server")  # None if a script calls the nodes without ComfyUI's server
     if hasattr(getattr(server, "PromptServer", None), "instance"):
         server.PromptServer.instance.send_sync("sdfastgn.text", {"node": node_id, "text": text})
@@ -117,7 +120,8 @@ NODES = (
     Node(
         "SdfastgnOptimizeVAE",
         "sdfastgn Optimize VAE",
-        "Makes a VAE faster: decoding and encoding on fused channels-last kernels.",
+        "Makes a VAE faster: decoding and encoding on fused channels-last kernels. The text on the node says "
+        "what became faster once the VAE has run.",
         (_VAE,),
         (Output("vae", "VAE", "A faster copy. The VAE that came in stays as it was."), _TEXT),
         _optimize_vae,

@@ -23,7 +23,7 @@ function show(node, text) {
 app.registerExtension({
   name: "sdfastgn.text",
   setup() {
-    // Sent after the sampler has run. `detail.node` is the id of the node that shows the new text.
+    // Sent when ComfyUI has run the model or loaded the VAE. `detail.node` is the id of the node that shows the new text.
     api.addEventListener("sdfastgn.text", ({ detail }) => {
       const node = app.graph.getNodeById(detail.node);
       if (node) show(node, detail.text);

@@ -85,15 +85,21 @@ def optimize_model(
     return clone
 
 
-def optimize_vae(vae: Any) -> Any:
+def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> Any:
     """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, its model is fused. ``vae`` stays stock.
 
-    Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
+    ``after_load`` is called with the text of the report before each decode and encode, when ComfyUI has
+    loaded the model. Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
     """
     if not hasattr(vae, "patcher"):
         raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
     optimized = copy.copy(vae)
     optimized.patcher = optimize_model(vae.patcher, False)
+    optimized.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, _KEY)
+    if after_load is not None:
+        optimized.patcher.add_callback_with_key(
+            CallbacksMP.ON_INJECT_MODEL, _KEY, lambda patcher: after_load(text_of(patcher))
+        )
     optimized.first_stage_model = optimized.patcher.model
     if optimized.first_stage_model is not vae.first_stage_model:
         # ``vae`` is under DynamicVRAM, so ``optimized`` has a second model, whose weights were read from the

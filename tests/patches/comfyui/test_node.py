@@ -102,20 +102,47 @@ def test_a_vae_alone(node):
     close(image_of(faster, latent), image_of(vae, latent))
 
 
-def test_the_sampler_renews_the_text_on_the_node(node, monkeypatch):
-    sent = []
+@pytest.fixture
+def shown(monkeypatch):
+    """The texts that the page has got for the node with id 7, the latest last."""
+    texts = []
 
     class Server:
-        instance = type("Instance", (), {"send_sync": lambda self, *a: sent.append(a)})()
+        @staticmethod
+        def send_sync(event, data):
+            assert (event, data["node"]) == ("sdfastgn.text", "7")
+            texts.append(data["text"])
 
     monkeypatch.setitem(sys.modules, "server", type(sys)("server"))
-    monkeypatch.setattr(sys.modules["server"], "PromptServer", Server, raising=False)
+    monkeypatch.setattr(
+        sys.modules["server"], "PromptServer", type("PromptServer", (), {"instance": Server}), raising=False
+    )
+    return texts
+
+
+def test_the_sampler_and_the_vae_renew_the_text_on_the_node(node, shown, gpu_at_hand):
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
-    (faster, *_), _ = node("SdfastgnOptimize", model=model, vae=vae, cuda_graphs="never")
-    latent_of(faster, "sd15")
-    ((event, data),) = sent
-    assert (event, data["node"]) == ("sdfastgn.text", "7")
-    assert re.match(r"UNetModel: .*\nAutoencoderKL: ", data["text"])
+    (faster, faster_vae, text), _ = node("SdfastgnOptimize", model=model, vae=vae, cuda_graphs="never")
+    assert text.count("will be faster once it is loaded") == 2
+    latent = latent_of(faster, "sd15")
+    assert re.match(r"UNetModel: faster(.|\n)*\nAutoencoderKL: will be faster", shown.pop())
+    for _ in range(2):  # a later prompt shows the first text again, and then has to renew it
+        image_of(faster_vae, latent)
+        assert re.match(r"UNetModel: faster(.|\n)*\nAutoencoderKL: faster\n", shown.pop())
+    assert not shown
+
+
+def test_a_vae_alone_renews_its_text(node, shown, gpu_at_hand):
+    vae, latent = comfy_models.load_vae(), torch.ones(1, 4, 8, 8)
+    (faster, text), _ = node("SdfastgnOptimizeVAE", vae=vae)
+    (again, _), _ = node("SdfastgnOptimizeVAE", vae=faster)
+    assert text.startswith("AutoencoderKL: will be faster once it is loaded\n")
+    for _ in range(2):
+        image_of(again, latent)
+        assert shown.pop().startswith("AutoencoderKL: faster\n")
+        assert not shown  # the copy of a copy sends one text
+    image_of(vae, latent)
+    assert not shown
 
 
 @pytest.mark.parametrize("schema", ["V1", "V3"])
