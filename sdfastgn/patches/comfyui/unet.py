@@ -51,8 +51,8 @@ class FusedResBlock(ResBlock):
         if not self.skip_t_emb:
             act, linear = self.emb_layers
             embedding = Embedding(emb, prepared(linear, emb), act, self.use_scale_shift_norm)
-        conv, second_norm = prepared(conv, h), prepared(second_norm, h)
-        h = conv_norm_act(h, conv, second_norm, second_act, self.out_channels, embedding)
+        norm = prepared(second_norm, h)
+        h = conv_norm_act(h, prepared(conv, h), norm, second_act, self.out_channels, embedding)
         h, bias = conv_without_bias(prepared(last, h), dropout(h))
         return add(h, pointwise(prepared(self.skip_connection, x), x), bias)
 
@@ -123,7 +123,8 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         is_known = type(self.ff) is FeedForward and type(self.ff.net) is nn.Sequential
         is_known = is_known and is_unhooked(self.ff) and is_unhooked(self.ff.net)
         norm3 = prepared(self.norm3, h, x)
-        return add_feed_forward(self.ff, list(self.ff.net) if is_known else None, norm3, h, x)
+        layers = [*self.ff.net[:-1], prepared(self.ff.net[-1], h, x)] if is_known else None
+        return add_feed_forward(self.ff, layers, norm3, h, x)
 
 
 # Names of the entries of ``transformer_options["patches"]`` that hold code of other nodes for the inside of a
