@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,14 @@ class Images:
             model, self.noise, self.steps, 4.0, "euler", "normal", *(prompts or self.prompts), self.empty,
             disable_pbar=True, seed=3,
         )  # fmt: skip
-        _end_of_node()
+        end_of_node()
         return found
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
         """The pixels of ``latents``, (1, size, size, 3) on the CPU, in [0, 1]."""
         found = self.vae.decode(latents)
-        _end_of_node()
+        end_of_node()
         return found
 
     @torch.inference_mode()
@@ -127,7 +129,20 @@ def _without(patcher: Any) -> Any:
     return plain
 
 
-def _end_of_node() -> None:
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """A context in which PyTorch's algorithms give the same bits each time, as with ``--deterministic``.
+
+    Otherwise cuDNN may choose convolutions that add up their sums in any order.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def end_of_node() -> None:
     """Resets buffers and memory limits, as ComfyUI's executor does after each node under DynamicVRAM.
 
     Without DynamicVRAM it does nothing.
