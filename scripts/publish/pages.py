@@ -16,7 +16,11 @@ from pathlib import Path
 from scripts.publish import plots
 from scripts.publish.steps import ROOT, SUMMARY, origin
 from scripts.publish.tables.adapters import adapters_markdown
-from scripts.publish.tables.comfyui import comfyui_markdown, comfyui_vaes_markdown
+from scripts.publish.tables.comfyui import (
+    comfyui_markdown,
+    comfyui_vaes_markdown,
+    comfyui_weights_markdown,
+)
 from scripts.publish.tables.end_to_end import (
     batches_markdown,
     compared_markdown,
@@ -53,6 +57,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "batches": batches_markdown,
     "latency": latency_markdown,
     "comfyui": comfyui_markdown,
+    "comfyui_weights": comfyui_weights_markdown,
     "comfyui_vaes": comfyui_vaes_markdown,
     "real_sizes": real_sizes_markdown,
     "video": video_markdown,

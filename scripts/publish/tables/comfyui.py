@@ -1,4 +1,4 @@
-"""Markdown tables of ComfyUI: speed and accuracy of its sampler, and of its decodes of videos."""
+"""Markdown tables of ComfyUI: its sampler, also with weights that are cast, and its decodes of videos."""
 
 from __future__ import annotations
 
@@ -44,11 +44,49 @@ def comfyui_vaes_markdown(results: Path) -> str:
     return markdown(*without_empty_columns(lines), sources)
 
 
+def comfyui_weights_markdown(results: Path) -> str:
+    """Returns a table of ComfyUI's sampler with SDXL, with a line for each release and kind of weights.
+
+    The difference of latents from stock's is relative to the norm of stock's latents.
+    """
+    lines, sources = [], []
+    for content in documents(results, "comfyui_weights"):
+        lines += [_weights_cells(row) for row in content["rows"]]
+        size, steps = content["config"]["size"], content["config"]["steps"]
+        sources.append(f"SDXL {size}², {counted(steps, 'step')}, {source_line(content)}")
+    return markdown(*without_empty_columns(lines), sources)
+
+
+def _weights_cells(row: dict[str, Any]) -> dict[str, str]:
+    what = f"{row['weights']}, {row['comfyui']}"
+    if row["status"] != OK:
+        row, what = {}, f"{what}: {row['reason']}"
+    return {
+        "weights, ComfyUI": what,
+        "MiB of weights on the GPU": number(row.get("gpu_mib")),
+        "stock it/s": number(row.get("stock_it_per_s")),
+        "sdfastgn it/s": number(row.get("it_per_s")),
+        "speed-up": speed_up(1 / row["stock_it_per_s"], 1 / row["it_per_s"]) if row else NOTHING,
+        "peak MiB, stock": number(row.get("stock_peak_mib")),
+        "peak MiB": number(row.get("peak_mib")),
+        "latents' difference": error_text(row.get("difference")),
+        "same bits after ejection": _same_bits(
+            row.get("is_exact_after_ejection"), row.get("stock_repeats_itself", True)
+        ),
+    }
+
+
+def _same_bits(is_exact: bool | None, stock_repeats: bool) -> str:
+    """The text of a cell. A difference is no error if two runs of stock also differ from each other."""
+    if is_exact is None:
+        return NOTHING
+    return "yes" if is_exact else "**no**" if stock_repeats else "stock's own differ"
+
+
 def _vae_cells(row: dict[str, Any]) -> dict[str, str]:
     what = f"{row.get('model', 'all')}, {row['comfyui']}{_dynamic(row)}"
     if row["status"] != OK:
         row, what = {}, f"{what}: {row['reason']}"
-    is_exact = row.get("is_exact_after_ejection")
     return {
         "autoencoder, ComfyUI": what,
         "stock ms": number(row.get("stock_ms")),
@@ -57,7 +95,7 @@ def _vae_cells(row: dict[str, Any]) -> dict[str, str]:
         "peak MiB, stock": number(row.get("stock_mib")),
         "peak MiB": number(row.get("optimized_mib")),
         "pixels' difference": error_text(row.get("difference")),
-        "same bits after ejection": NOTHING if is_exact is None else "yes" if is_exact else "**no**",
+        "same bits after ejection": _same_bits(row.get("is_exact_after_ejection"), True),
     }
 
 
@@ -102,8 +140,6 @@ def _rate(row: dict[str, Any], stock: dict[str, Any] | None, name: str) -> str:
 def _after_ejection(row: dict[str, Any]) -> str:
     if "exact_after_ejection" not in row:
         return NOTHING
-    # After ComfyUI has ejected (removed) sdfastgn, the outputs should have stock's bits again. A difference
-    # is no error if two runs of stock also differ from each other.
-    wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
-    told = any(row["stock_repeats_itself"][part] for part in wrong)
-    return "**no**" if told else "stock's own differ" if wrong else "yes"
+    # After ComfyUI has ejected (removed) sdfastgn, the outputs should have stock's bits again.
+    wrong = [part for part, is_exact in row["exact_after_ejection"].items() if not is_exact]
+    return _same_bits(not wrong, any(row["stock_repeats_itself"][part] for part in wrong))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from scripts.publish import comfyui, comfyui_models, comfyui_vaes
+from scripts.publish import comfyui, comfyui_models, comfyui_vaes, comfyui_weights
 from tests.command_line import exit_code
 from tests.patches.comfyui import comfy_checkout
 
@@ -64,10 +65,34 @@ def test_what_it_measures(on_the_cpu, files, gpu_at_hand):
     assert "Without a graph: 2 (there are no graphs on cpu)" in ours["control_report"]
 
 
-def test_decodes_of_videos(on_the_cpu, gpu_at_hand, tmp_path):
+def test_weights_in_fp8(on_the_cpu, files, gpu_at_hand, monkeypatch):
+    monkeypatch.setattr(comfyui_weights, "MODEL", "sd15")
+    (files / "fp8").mkdir()
+    comfyui_weights.write_fp8(files)
+    saved = load_file(files / "fp8" / "sd15_checkpoint.safetensors")
+    assert saved["model.diffusion_model.out.0.weight"].dtype == torch.float8_e4m3fn
+    assert saved["first_stage_model.decoder.conv_in.weight"].dtype == torch.float16
+    found = comfyui_weights.measured(files / "fp8", 32, 2, 2)
+    assert found["report"][0] == "UNetModel: faster"
+    assert found["gpu_mib"] > 0
+    assert 0 < found["difference"] < 1e-3
+    assert found["stock_repeats_itself"]
+    assert found["is_exact_after_ejection"]
+    assert all(found[f"{name}it_per_s"] > 0 for name in ("stock_", ""))
+
+
+def test_weights_in_main_memory():
+    labels = {setting.label: setting.options for setting in comfyui_weights.settings(80.0)}
+    assert labels["fp16, half in main memory"] == ("--reserve-vram", "76.5")
+
+
+def test_decodes_of_videos(on_the_cpu, gpu_at_hand, tmp_path, monkeypatch):
+    nodes = []
+    monkeypatch.setattr(comfyui_vaes, "end_of_node", lambda: nodes.append("VAE Decode"))
     build = functools.partial(WanVAE, dim=8, z_dim=16, temperal_downsample=[False, True, True])
     found = comfyui_vaes.times_of(comfyui_vaes.Decode("small Wan", build, (1, 16, 2, 1, 1)), 2, tmp_path)
     assert found["report"][0] == "WanVAE: faster"
+    assert len(nodes) == 2 * 4 + 1  # two decodes before the two that are timed, and one after ejection
     assert 0 < found["difference"] < 0.05
     assert found["is_exact_after_ejection"]
     assert all(found[f"{name}_{unit}"] > 0 for name in ("stock", "optimized") for unit in ("ms", "mib"))
@@ -91,7 +116,10 @@ def test_a_row_that_cannot_be_measured_says_why(tmp_path):
     assert comfyui.line_of({**case.told(), **rows[0]}).endswith("sd15, stock: unavailable, the time was over")
 
 
-BAD = [("comfyui", "nowhere"), ("comfyui", ".", "--model", "sd3"), ("comfyui_vaes", "nowhere")]
+BAD = [
+    ("comfyui", "nowhere"), ("comfyui", ".", "--model", "sd3"), ("comfyui_vaes", "nowhere"),
+    ("comfyui_weights", "nowhere"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", BAD)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from scripts.publish.tables.comfyui import comfyui_markdown, comfyui_vaes_markdown
+from scripts.publish.tables.comfyui import (
+    comfyui_markdown,
+    comfyui_vaes_markdown,
+    comfyui_weights_markdown,
+)
 from sdfastgn.bench.documents import document, write_json
 
 SAME = {"sampler": True, "vae": True}
@@ -70,3 +74,21 @@ def test_a_line_for_each_autoencoder_of_videos(tmp_path):
     assert inexact.endswith("| **no** |")
     assert failed == "| all, 1.0: no memory | - | - | - | - | - | - | - |"
     assert source.startswith("bfloat16, GPU")
+
+
+def test_a_line_for_each_kind_of_weights(tmp_path):
+    stock = {"stock_it_per_s": 8.0, "stock_peak_mib": 6000.0, "stock_repeats_itself": True}
+    ours = {"it_per_s": 12.0, "peak_mib": 5000.0, "gpu_mib": 2400.0, "difference": 1e-3}
+    row = {"comfyui": "2.0", "weights": "fp8", "status": "ok", **stock, **ours}
+    rows = [{**row, "is_exact_after_ejection": exact} for exact in (True, False)]
+    rows.append({**rows[1], "stock_repeats_itself": False})
+    rows.append({"comfyui": "1.0", "weights": "fp16", "status": "failed", "reason": "no memory"})
+    content = document("comfyui_weights", {"gpu": "GPU"}, {"size": 1024, "steps": 8}, [])
+    content["rows"] += rows
+    write_json(tmp_path / "a.json", content)
+    _, _, exact, inexact, unknown, failed, _, source = comfyui_weights_markdown(tmp_path).splitlines()
+    assert exact == "| fp8, 2.0 | 2400 | 8 | 12 | 1.50x | 6000 | 5000 | 1.0e-03 | yes |"
+    assert inexact.endswith("| **no** |")
+    assert unknown.endswith("| stock's own differ |")
+    assert failed.startswith("| fp16, 1.0: no memory | - | - |")
+    assert source.startswith("SDXL 1024², 8 steps, GPU")

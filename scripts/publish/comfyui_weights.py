@@ -1,0 +1,159 @@
+"""Time ComfyUI's sampler with SDXL weights that it casts or moves at each call, stock and with sdfastgn.
+
+python -m scripts.publish.comfyui_weights build/ComfyUI --json benchmarks/by_hand/comfyui_weights.json
+
+The weights are in fp8, or some of them are in main memory because ComfyUI is told to leave GPU memory free.
+DynamicVRAM is off.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+
+from scripts.publish import comfyui
+from scripts.publish.comfyui_images import Images, deterministic
+from scripts.publish.runs import in_a_process
+from sdfastgn.bench import timing
+from sdfastgn.bench.documents import FAILED, OK, document, write_json
+from sdfastgn.bench.environment import environment
+from sdfastgn.bench.images import relative_error
+from sdfastgn.cli import comfyui_checkout
+from sdfastgn.kernels.common.failures import one_line
+
+MODEL = "sdxl"
+# GiB of GPU memory that the setting "half" leaves for the weights, which take 4.8 GiB, and for a call.
+_HALF = 3.5
+
+
+class Setting(NamedTuple):
+    """Where weights are and in which dtype. ``options``: ComfyUI's options. ``is_fp8``: the UNet's dtype."""
+
+    label: str
+    options: tuple[str, ...] = ()
+    is_fp8: bool = False
+
+
+def settings(free: float) -> list[Setting]:
+    """Returns the settings that are timed. ``free``: GiB of free GPU memory."""
+    return [
+        Setting("fp16, all on the GPU"),
+        Setting("fp8, all on the GPU", is_fp8=True),
+        Setting("fp16, half in main memory", ("--reserve-vram", f"{max(free - _HALF, 0):.1f}")),
+        Setting("fp16, all in main memory", ("--novram",)),
+    ]
+
+
+def main(
+    folders: Annotated[list[Path], typer.Argument(help="Checkouts of ComfyUI, one for each release.")],
+    size: Annotated[int, typer.Option(help="Width and height in pixels.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Repetitions of each run of the sampler.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write all results to this file.")
+    ] = None,
+) -> None:
+    """Time each release and setting in a separate process."""
+    comfyui.check_checkouts(folders)
+    machine = environment(torch.device("cuda"))
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")  # as in comfyui.py
+    config = {"size": size, "steps": steps, "rounds": rounds}
+    content = document("comfyui_weights", machine, config, [])
+    free, _ = torch.cuda.mem_get_info()
+    with tempfile.TemporaryDirectory() as name:
+        files = Path(name)
+        in_a_process(comfyui.write_files, folders[0], MODEL, files)
+        (files / "fp8").mkdir()
+        in_a_process(write_fp8, files)
+        for folder in folders:
+            for setting in settings(free / 2**30):
+                row = {"comfyui": comfyui_checkout.release_of(folder), "weights": setting.label}
+                where = files / "fp8" if setting.is_fp8 else files
+                try:
+                    row |= in_a_process(times_of, folder, setting.options, where, size, steps, rounds)
+                except Exception as error:  # the row gets the error's text, and the next setting is timed
+                    row |= {"status": FAILED, "reason": one_line(error)}
+                print(row, flush=True)
+                content["rows"].append(row)
+                if json_path is not None:
+                    write_json(json_path, content)
+
+
+def write_fp8(files: Path) -> None:
+    """Write the checkpoint in ``files`` to the folder ``fp8`` in it, with the UNet's weights in fp8."""
+    name = f"{MODEL}_checkpoint.safetensors"
+    weights = {
+        key: weight.to(torch.float8_e4m3fn) if key.startswith("model.diffusion_model.") else weight
+        for key, weight in load_file(files / name).items()
+    }
+    save_file(weights, files / "fp8" / name)
+
+
+def times_of(
+    folder: Path, options: tuple[str, ...], files: Path, size: int, steps: int, rounds: int
+) -> dict[str, Any]:
+    """Returns iterations per second and peak memory in MiB, stock and with sdfastgn.
+
+    Call it in a fresh process. ``folder``: the checkout of ComfyUI. ``options``: ComfyUI's options.
+    ``files``: folder with the model's checkpoint.
+
+    The result also has ``stock_gpu_mib`` and ``gpu_mib`` (the weights that stay on the GPU), ``difference``
+    (of sdfastgn's latents from stock's, relative to the norm of stock's), ``stock_repeats_itself`` and
+    ``is_exact_after_ejection`` (True if a second run of stock gives the same bits, and if a run of stock
+    after sdfastgn's runs does, with deterministic algorithms), and ``report`` (the lines of the text on
+    sdfastgn's node).
+    """
+    static = ["--disable-dynamic-vram"] if comfyui_checkout.has_dynamic_vram(folder) else []
+    comfyui_checkout.import_comfyui(str(folder), *options, *static)
+    return measured(files, size, steps, rounds)
+
+
+def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
+    """``times_of`` after the import of ComfyUI."""
+    from sdfastgn.patches.comfyui.model_patcher import optimize_model
+    from sdfastgn.patches.comfyui.report import text_of
+
+    images = Images(MODEL, size, steps, files, is_optimized=False)
+    images.first()
+    stock = images.loaded
+    device = torch.device("cuda")
+
+    def run(model: Any, name: str) -> tuple[Any, dict[str, float]]:
+        latents = images.sample(model)
+        torch.cuda.reset_peak_memory_stats()
+        seconds = [timing.time_once(lambda: images.sample(model), device)[0] for _ in range(rounds)]
+        costs = {
+            "it_per_s": steps / statistics.median(seconds),
+            "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
+            "gpu_mib": model.loaded_size() / 2**20,
+        }
+        return latents, {name + key: value for key, value in costs.items()}
+
+    expected, stock_costs = run(stock, "stock_")
+    with deterministic():
+        exact, again = images.sample(stock), images.sample(stock)
+    ours = optimize_model(stock)
+    found, costs = run(ours, "")
+    report = text_of(ours).splitlines()
+    with deterministic():
+        after = images.sample(stock)
+    return {
+        "status": OK,
+        **stock_costs,
+        **costs,
+        "difference": relative_error(found, expected),
+        "stock_repeats_itself": torch.equal(again, exact),
+        "is_exact_after_ejection": torch.equal(after, exact),
+        "report": report,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
