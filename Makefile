@@ -79,7 +79,7 @@ test-comfyui: $(STAMP)  ## the ComfyUI node beside a checkout: make test-comfyui
 	    -m "$$($(BIN)/python -c '$(NO_GPU)')" $(PYTEST_ARGS)
 
 comfyui-node: $(STAMP)  ## the folder for ComfyUI's custom_nodes, with the package inside: build/comfyui/sdfastgn
-	rm -rf build/comfyui && mkdir -p build/comfyui
+	rm -rf build/comfyui build/lib build/bdist.* && mkdir -p build/comfyui
 	cp -r integrations/comfyui build/comfyui/sdfastgn
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/comfyui/sdfastgn/package .
 	find build/comfyui -name __pycache__ -o -name bin -path '*package*' | xargs rm -rf

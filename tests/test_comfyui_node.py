@@ -1,0 +1,91 @@
+"""The folder that ``make comfyui-node`` builds for ComfyUI, imported without an installed sdfastgn."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import ROOT
+
+pytestmark = pytest.mark.slow
+
+# Imports the folder in ``argv[1]`` as ComfyUI does, from a path without sdfastgn, and prints what it finds.
+# The entries of ``argv[2:]`` are the folders with PyTorch and the other packages.
+_IMPORT = """
+import importlib.util, json, sys
+sys.path += sys.argv[2:]
+assert importlib.util.find_spec("sdfastgn") is None
+spec = importlib.util.spec_from_file_location("node", sys.argv[1] + "/__init__.py")
+sys.modules["node"] = node = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(node)
+import sdfastgn.patches.registry
+print(json.dumps([sorted(node.NODE_CLASS_MAPPINGS), sdfastgn.__file__]))
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder, built from a copy of the checkout in which an earlier build has left a file."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("sdfastgn", "integrations"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "Makefile"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "build" / "lib" / "sdfastgn").mkdir(parents=True)
+    (copy / "build" / "lib" / "sdfastgn" / "removed_since.py").touch()
+    (copy / "venv" / "bin").mkdir(parents=True)
+    python = copy / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (copy / "venv" / ".installed").touch()
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    done = subprocess.run(
+        ["make", "comfyui-node", "VENV=venv"], cwd=copy, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return copy / "build" / "comfyui" / "sdfastgn"
+
+
+def run_import(folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    # -I and -S keep the tests' own path and editable installs out. -B writes no files into ``folder``.
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-B", "-c", _IMPORT, str(folder), *packages],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_it_runs_without_an_installed_package(node: Path, tmp_path: Path) -> None:
+    done = run_import(node, tmp_path)
+    assert done.returncode == 0, done.stderr
+    names, file = json.loads(done.stdout)
+    assert names == ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnReport"]
+    assert Path(file) == node / "package" / "sdfastgn" / "__init__.py"
+
+
+def test_without_the_package_it_says_what_to_install(node: Path, tmp_path: Path) -> None:
+    shutil.copytree(node, tmp_path / "node", ignore=shutil.ignore_patterns("package"))
+    done = run_import(tmp_path / "node", tmp_path)
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(
+        "ImportError: sdfastgn is not installed. With the Python that runs ComfyUI, run"
+    )
+
+
+def test_it_has_all_files_and_no_others(node: Path) -> None:
+    def files_in(folder: Path) -> set[str]:
+        found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        return {name for name in found if "__pycache__" not in name}
+
+    own = {name for name in files_in(node) if not name.startswith("package/")}
+    assert own == files_in(ROOT / "integrations" / "comfyui")
+    assert files_in(node / "package" / "sdfastgn") == files_in(ROOT / "sdfastgn")
