@@ -8,6 +8,7 @@ from tests.patches.comfyui import comfy_checkout
 comfy_checkout.import_for_cpu()
 
 from comfy import model_management  # noqa: E402
+from comfy_extras import nodes_freelunch, nodes_hypertile  # noqa: E402
 from torch import nn  # noqa: E402
 
 from sdfastgn.kernels.common import dispatch  # noqa: E402
@@ -122,6 +123,46 @@ def test_patches_of_other_nodes(model, gpu_at_hand, tape):
         "Last run: 0 of 2 calls as CUDA graphs, which hold 0 MiB",
         "Without a graph: 2 (other nodes take part: attn1_output_patch)",
     ]
+
+
+def with_hypertile(model):
+    return nodes_hypertile.HyperTile.execute(model, 32, 1, 1, False)[0]
+
+
+def with_freeu(model):
+    return nodes_freelunch.FreeU.execute(model, 1.3, 1.4, 0.9, 0.2)[0]
+
+
+def with_freeu_v2(model):
+    return nodes_freelunch.FreeU_V2.execute(model, 1.3, 1.4, 0.9, 0.2)[0]
+
+
+IN_BLOCKS = ["As stock: 7 transformer blocks. Reason: other nodes' patches run inside of them"]
+
+
+@pytest.mark.parametrize(
+    ("add", "verdict", "stock_parts", "names"),
+    [
+        (with_hypertile, "partly faster", IN_BLOCKS, "attn1_output_patch, attn1_patch"),
+        (with_freeu, "faster", [], "output_block_patch"),
+        (with_freeu_v2, "faster", [], "output_block_patch"),
+    ],
+)
+def test_hypertile_and_freeu(model, gpu_at_hand, tape, monkeypatch, add, verdict, stock_parts, names):
+    # FreeU changes blocks with two and four times as many channels. The tiny model has only one width.
+    monkeypatch.setitem(model.model.model_config.unet_config, "model_channels", 160)
+    expected = latent_of(add(model), KIND)
+    assert not torch.allclose(expected, latent_of(model, KIND))
+    optimized = add(optimize_model(model))
+    comfy_models.close(latent_of(optimized, KIND), expected)
+    first, _, *others = lines_of(optimized)
+    assert first == f"UNetModel: {verdict}"
+    assert others == [
+        *stock_parts,
+        "Last run: 0 of 2 calls as CUDA graphs, which hold 0 MiB",
+        f"Without a graph: 2 (other nodes take part: {names})",
+    ]
+    assert torch.equal(latent_of(add(model), KIND), expected)
 
 
 def test_graphs_that_the_user_has_turned_off(model, gpu_at_hand, tape):
