@@ -204,6 +204,8 @@ def test_low_vram(name, monkeypatch, launches):
     def uncast_bias_weight(layer, weight, bias, handed_out):
         assert lent.pop()[0] is layer
         assert handed_out[0] == "a stream"
+        # The image is channels-last, and PyTorch would copy a channels-first weight at each call.
+        assert weight.dim() != 4 or weight.is_contiguous(memory_format=torch.channels_last)
 
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", cast_bias_weight)
     monkeypatch.setattr(comfy.ops, "uncast_bias_weight", uncast_bias_weight)
