@@ -1,13 +1,13 @@
 """The networks that docs/coverage.md lists with times, and for each network the call that is timed.
 
 The networks have the architectures of published models. The call is one step of a UNet or transformer, or one
-decode of an autoencoder, at a usual image size. Most steps are with guidance, so their batch is 2.
+decode or encode of an autoencoder, at a usual image size. Most steps are with guidance, so their batch is 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,8 @@ class Case:
 
 
 CASES: list[Case] = []
+# Encodes by autoencoders that ``CASES`` decodes with. ``make bench`` has no time for them.
+ENCODES: list[Case] = []
 
 
 def case(
@@ -111,6 +113,26 @@ def decode_of(*latents: int, **options: Any) -> Prepare:
         return lambda: model.decode(z, **options, return_dict=False)
 
     return prepare
+
+
+def encode_of(*pixels: int) -> Prepare:
+    """Returns a ``Prepare`` for an encode of a random image or video. ``pixels``: its shape."""
+
+    def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
+        x = draw(*pixels)
+        return lambda: model.encode(x, return_dict=False)[0].mode()
+
+    return prepare
+
+
+def encode_case(name: str, *pixels: int, prepare: Prepare | None = None, is_long: bool = False) -> None:
+    """Adds the ``Case`` "MODEL encode, SIZE" to ``ENCODES``, for the model of the case "MODEL decode, ...".
+
+    ``pixels``: the shape of the image or video. ``prepare``: takes the place of ``encode_of(*pixels)``.
+    """
+    decodes = name.partition(" encode")[0] + " decode"
+    same = next(case for case in CASES if case.name.startswith(decodes))
+    ENCODES.append(replace(same, name=name, prepare=prepare or encode_of(*pixels), is_long=is_long))
 
 
 def video_case(name: str, model: str, part: str) -> None:
@@ -411,6 +433,7 @@ case(
     BF16,
     **{**VAES["sdxl"], "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
 )(decode_of(1, 16, 128, 128))
+case("Flux2 VAE decode, 1024²", "AutoencoderKLFlux2", BF16)(decode_of(1, 32, 128, 128))
 case(
     "HunyuanImage VAE decode, 1024²",
     "AutoencoderKLHunyuanImage",
@@ -553,3 +576,28 @@ def _(model, draw):
 )
 def _(model, draw):
     return partial(model, draw(64, 14, 128), 20, return_dict=False)
+
+
+# --- Encodes --------------------------------------------------------------------------------------
+
+encode_case("Wan 2.1 VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
+encode_case("Wan 2.1 VAE encode, 81 x 480 x 832", 1, 3, 81, 480, 832, is_long=True)
+encode_case("Wan 2.2 VAE encode, 17 x 704 x 1280", 1, 3, 17, 704, 1280)
+encode_case("Qwen-Image VAE encode, 1024²", 1, 3, 1, 1024, 1024)
+encode_case("HunyuanVideo VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
+encode_case("HunyuanVideo 1.5 VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
+encode_case("CogVideoX VAE encode, 9 x 480 x 720", 1, 3, 9, 480, 720)
+encode_case("LTX VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
+encode_case("LTX-2 VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
+encode_case("Cosmos VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
+encode_case("Mochi VAE encode, 13 x 480 x 848", 1, 3, 13, 480, 848)
+# Allegro encodes in tiles.
+encode_case(
+    "Allegro VAE encode, one tile of 24 x 320²",
+    prepare=lambda model, draw: partial(model.encoder, draw(1, 3, 24, 320, 320)),
+)
+encode_case("EasyAnimate VAE encode, 9 x 480 x 832", 1, 3, 9, 480, 832)
+encode_case("SVD VAE encode, 576 x 1024", 1, 3, 576, 1024)
+encode_case("HunyuanImage refiner, VAE encode, 1024²", 1, 3, 1, 1024, 1024)
+encode_case("Flux and SD3 VAE encode, 1024²", 1, 3, 1024, 1024)
+encode_case("Flux2 VAE encode, 1024²", 1, 3, 1024, 1024)

@@ -5,7 +5,7 @@ python -m scripts.publish.real_sizes --json real_sizes.json
 The networks have the architectures of published models and random weights (see
 ``scripts.publish.networks``). Each row has the times of one call of one model, such as a step of a UNet or a
 decode of an autoencoder. ``optimize`` is called with its default arguments, so it uses CUDA graphs for models
-that support them.
+that support them. With ``--encodes``, encodes of autoencoders are timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import sdfastgn
-from scripts.publish.networks import CASES, Case
+from scripts.publish.networks import CASES, ENCODES, Case
 from scripts.publish.runs import finite, release_memory
 from scripts.publish.tables.real_sizes import SizeRow
 from sdfastgn.bench import documents, timing
@@ -151,12 +151,12 @@ def measured(case: Case, device: torch.device) -> SizeRow:
     )
 
 
-def chosen(only: str, part: int | None) -> list[Case]:
-    """Returns the cases whose names match the regular expression ``only``.
+def chosen(only: str, part: int | None, cases: Sequence[Case] = CASES) -> list[Case]:
+    """Returns those of ``cases`` whose names match the regular expression ``only``.
 
     ``part``: a number from 1 to ``RUNS`` selects every ``RUNS``-th of these cases; None selects all.
     """
-    found = [case for case in CASES if re.search(only, case.name)]
+    found = [case for case in cases if re.search(only, case.name)]
     return found if part is None else found[part - 1 :: RUNS]
 
 
@@ -173,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--part", type=int, choices=range(1, RUNS + 1), help="time only this quarter of the cases"
     )
+    parser.add_argument("--encodes", action="store_true", help="time encodes, not steps and decodes")
     parser.add_argument("--device", default="cuda", help="device of the networks")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -183,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The file is written now and after each network, so that an interrupted run has written its results.
         write = functools.partial(_write, options.json, where)
         write(rows)
-        for each in chosen(options.only, options.part):
+        for each in chosen(options.only, options.part, ENCODES if options.encodes else CASES):
             start = time.perf_counter()
             try:
                 rows.append(measured(each, device))

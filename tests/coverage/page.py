@@ -35,7 +35,7 @@ each fusion does, and lists what is left alone on purpose.
 _TAIL = """## Real sizes
 
 The table has times of one call of a network at the sizes that people use: a step of a UNet with
-guidance, or a decode of an autoencoder. "Optimized" means the defaults of `optimize`.
+guidance, or a decode or an encode of an autoencoder. "Optimized" means the defaults of `optimize`.
 
 - A time is from the start of the call until the GPU has finished. If the CPU launches kernels more
   slowly than the GPU runs them, this is the time of the CPU.

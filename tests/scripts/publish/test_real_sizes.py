@@ -63,3 +63,11 @@ def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one(tmp_path):
     assert text.count("commit") == 2
     (tmp_path / "new.json").unlink()
     assert TABLES["real_sizes"](tmp_path).count("commit") == 1
+
+
+def test_encodes_are_timed_only_if_asked_for(tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(real_sizes, "measured", lambda case, device: timed.append(case.name) or ROW)
+    for options in ([], ["--encodes"]):
+        real_sizes.main(["--json", str(tmp_path / "a.json"), "--device", "cpu", "--only", "Flux2", *options])
+    assert timed == ["Flux2 VAE decode, 1024²", "Flux2 VAE encode, 1024²"]
