@@ -23,7 +23,7 @@ again.
 
 - **fused**: in all models of the row, every GroupNorm runs in one kernel with the activation after
   it. In the autoencoders of Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner, LTX-Video
-  and LTX-2 this holds for every RMSNorm, except for the last one in an encoder of LTX.
+  and LTX-2 this holds for every RMSNorm.
 - **partly**: the last column says which parts run stock's code, or an activation in a separate
   pass, and why.
 - **left alone**: nothing is fused. Stock's code runs.

@@ -468,13 +468,15 @@ def _of_cosmos():
 
 def _of_ltx(family, module, prefix, **options):
     """Samples of the blocks that the autoencoders of LTX-Video and LTX-2 share."""
-    names = ("CausalConv3d", "ResnetBlock3d", "Upsampler3d", "Decoder3d")
-    Conv, Block, Upsampler, Decoder = (getattr(module, prefix + name) for name in names)
+    names = ("CausalConv3d", "ResnetBlock3d", "Upsampler3d", "Encoder3d", "Decoder3d")
+    Conv, Block, Upsampler, Encoder, Decoder = (getattr(module, prefix + name) for name in names)
     sizes = {
         "block_out_channels": (8, 16),
         "spatio_temporal_scaling": (True,) * 2,
         "layers_per_block": (1,) * 3,
     }
+    kind = f"{prefix}DownBlock3D"
+    halves = {"down_block_types": (kind,) * 2, "downsample_type": ("spatial", "temporal")}
     more = {"inject_noise": (False,) * 3, "upsample_residual": (True,) * 2, "upsample_factor": (2,) * 2}
     x = video(2, 16, 3, 4, 2)
     found = [
@@ -487,6 +489,7 @@ def _of_ltx(family, module, prefix, **options):
             lambda: Upsampler(16, stride=(1, 2, 2), residual=True, upscale_factor=2),
             lambda m: m(x),
         ),
+        ("encoder", lambda: Encoder(3, 4, **halves, **sizes, **options), lambda m: m(video(1, 3, 3, 24, 24))),
         ("decoder", lambda: Decoder(4, 3, **sizes, **more, **options), lambda m: m(video(1, 4, 2, 2, 3))),
     ]
     return [(f"{family}_{name}", build, call) for name, build, call in found]

@@ -283,6 +283,34 @@ class _FusedUpsampler(nn.Module):
         return y
 
 
+class _FusedEncoder(nn.Module):
+    """The encoders of LTX-Video and LTX-2. Videos (N, 3, T', H', W') -> (N, 2 C, T, H, W), channels-first.
+
+    The first C channels of the result are means. The other C channels are copies of one logarithm of the
+    variance.
+    """
+
+    def forward(self: Any, hidden_states: Tensor, causal: Any = None) -> Tensor:
+        x = hidden_states
+        given = () if not hasattr(self, "is_causal") else (causal,)
+        C = self.conv_out.conv.in_channels
+        norm = _norm_of(self.norm_out, self.conv_act, C, None, None)
+        if norm is None or not (is_plain_inference(x) and _is_plain_conv(self.conv_out, x, C)):
+            return super().forward(x, *given)
+        options = {"causal": causal or self.is_causal} if given else {}
+        p, p_t = self.patch_size, self.patch_size_t
+        patches = x.unflatten(4, (-1, p)).unflatten(3, (-1, p)).unflatten(2, (-1, p_t))
+        # The channels of a patch are numbered by (channel, frame, column, row).
+        x = patches.permute(0, 2, 4, 6, 1, 3, 7, 5).flatten(4).movedim(-1, 1)
+        x = self.conv_in(x, **options)
+        for block in self.down_blocks:
+            x = block(x, **options)
+        x = self.mid_block(x, **options)
+        y = _convolve(self.conv_out, x, _is_causal(self.conv_out, **options), norm=norm).contiguous()
+        variance = y[:, -1:].expand(-1, y.shape[1] - 2, -1, -1, -1)
+        return torch.cat([y, variance], dim=1)
+
+
 class _FusedDecoder(nn.Module):
     """The decoders of LTX-Video and LTX-2. Latents (N, C, T, H, W) -> videos (N, 3, T', H', W')."""
 
@@ -334,6 +362,10 @@ class FusedLTXVideoUpsampler3d(_FusedUpsampler, ltx.LTXVideoUpsampler3d):
     pass
 
 
+class FusedLTXVideoEncoder3d(_FusedEncoder, ltx.LTXVideoEncoder3d):
+    pass
+
+
 class FusedLTXVideoDecoder3d(_FusedDecoder, ltx.LTXVideoDecoder3d):
     pass
 
@@ -347,6 +379,9 @@ if ltx2 is not None:
         pass
 
     class FusedLTX2VideoUpsampler3d(_FusedUpsampler, ltx2.LTX2VideoUpsampler3d):
+        pass
+
+    class FusedLTX2VideoEncoder3d(_FusedEncoder, ltx2.LTX2VideoEncoder3d):
         pass
 
     class FusedLTX2VideoDecoder3d(_FusedDecoder, ltx2.LTX2VideoDecoder3d):
@@ -369,8 +404,9 @@ def _fusions(family: str, norm: type[nn.Module], **classes: type[nn.Module]) -> 
     stock: dict[str, Any] = {name: fused.__bases__[-1] for name, fused in classes.items()}
     _CONVS.update((stock["conv"], classes["conv"]))
     parts = tested(norm, "__init__", "forward"), tested(stock["conv"], "__init__", "forward")
-    relied = {"resnet_block": parts, "decoder": parts, "upsampler": parts[1:]}
-    layers = {"resnet_block": ("conv1.conv", "conv2.conv"), "decoder": ("conv_out.conv",)}
+    relied = {"resnet_block": parts, "encoder": parts, "decoder": parts, "upsampler": parts[1:]}
+    head = ("conv_out.conv",)
+    layers = {"resnet_block": ("conv1.conv", "conv2.conv"), "encoder": head, "decoder": head}
     return tuple(
         ClassSwap(
             f"{family}_{name}",
@@ -390,6 +426,7 @@ FUSIONS: tuple[ClassSwap, ...] = _fusions(
     conv=FusedLTXVideoCausalConv3d,
     resnet_block=FusedLTXVideoResnetBlock3d,
     upsampler=FusedLTXVideoUpsampler3d,
+    encoder=FusedLTXVideoEncoder3d,
     decoder=FusedLTXVideoDecoder3d,
 )
 if ltx2 is not None:
@@ -399,5 +436,6 @@ if ltx2 is not None:
         conv=FusedLTX2VideoCausalConv3d,
         resnet_block=FusedLTX2VideoResnetBlock3d,
         upsampler=FusedLTX2VideoUpsampler3d,
+        encoder=FusedLTX2VideoEncoder3d,
         decoder=FusedLTX2VideoDecoder3d,
     )

@@ -116,6 +116,18 @@ def test_decode_and_encode(build, frames, convolutions, launches):
 
 
 @each_family
+def test_norms_of_an_encoder_run_in_kernels(build, monkeypatch):
+    fused, _ = twins(build)
+    kinds = {type(module) for module in fused.modules() if type(module).__name__.endswith("RMSNorm")}
+    called = []
+    for kind in kinds:
+        recorded(monkeypatch, kind, "forward", called)
+    encode_of(pixels(fused, 9))(fused)
+    assert kinds
+    assert not called
+
+
+@each_family
 def test_causal_decoders(build):
     if build is second:
         same(twins(build), decode_of(codes(2), causal=True))
@@ -187,6 +199,15 @@ def test_a_hook_within_a_decoder(build, layer):
     for model in models:
         model.decoder.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
     same(models, decode_of(codes(1, latents=(2, 2))))
+
+
+@each_family
+@pytest.mark.parametrize("layer", ["conv_in", "norm_out", "conv_act", "conv_out.conv"])
+def test_a_hook_within_an_encoder(build, layer):
+    models = twins(build)
+    for model in models:
+        model.encoder.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
+    same(models, encode_of(pixels(models[0], 1)))
 
 
 # --- blocks ---------------------------------------------------------------------------
