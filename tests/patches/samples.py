@@ -305,6 +305,11 @@ def _of_mochi():
         ("mochi_norm", lambda: Norm(32), lambda m: m(x)),
         ("mochi_resnet_block", lambda: Block(32), lambda m: m(x)[0]),
         ("mochi_up_block", lambda: mochi.MochiUpBlock3D(32, 5), lambda m: m(x)[0]),
+        (
+            "mochi_encoder",
+            lambda: mochi.MochiEncoder3D(15, 4, (32, 32), (1, 1, 1), (2,), (2,), (False,) * 3),
+            lambda m: m(video(1, 3, 3, 4, 6))[0],
+        ),
     ]
 
 

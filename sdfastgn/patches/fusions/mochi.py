@@ -23,6 +23,7 @@ from typing import Any
 
 from diffusers.models.autoencoders.autoencoder_kl_mochi import (
     MochiChunkedGroupNorm3D,
+    MochiEncoder3D,
     MochiResnetBlock3D,
     MochiUpBlock3D,
 )
@@ -128,6 +129,23 @@ class FusedMochiUpBlock3D(MochiUpBlock3D):
         )
 
 
+class FusedMochiEncoder3D(MochiEncoder3D):
+    """``MochiEncoder3D``. Videos (N, C, T', H', W') -> (N, 2 C_out, T, H, W), channels-last."""
+
+    def forward(self, hidden_states: Tensor, conv_cache: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        x, norm, act = hidden_states, self.norm_out, self.nonlinearity
+        C = self.proj_out.in_features
+        if not (is_plain_inference(x) and _has_plain_norm(norm, act, x, C)):
+            return super().forward(x, conv_cache)
+        cache, new = conv_cache or {}, {}
+        x = self.proj_in(self.fourier_features(x).movedim(1, -1)).movedim(-1, 1)
+        down = {f"down_block_{i}": block for i, block in enumerate(self.down_blocks)}
+        for name, block in {"block_in": self.block_in, **down, "block_out": self.block_out}.items():
+            x, new[name] = block(x, conv_cache=cache.get(name))
+        x, _ = pad_frames(in_channels_last(x), norm=_norm(norm, act, x))
+        return self.proj_out(x.movedim(1, -1)).movedim(-1, 1), new
+
+
 # --- fusions ----------------------------------------------------------------------------------------
 
 _NORM = tested(MochiChunkedGroupNorm3D, "__init__", "forward")
@@ -154,6 +172,14 @@ FUSIONS: tuple[ClassSwap, ...] = (
         FusedMochiUpBlock3D,
         sources=(tested(MochiUpBlock3D, "__init__", "forward"),),
         layers=("proj",),
+    ),
+    ClassSwap(
+        "mochi_encoder",
+        MochiEncoder3D,
+        FusedMochiEncoder3D,
+        sources=(tested(MochiEncoder3D, "__init__", "forward"), _NORM),
+        check=lambda module: activation_reason(module.nonlinearity),
+        layers=("norm_out",),
     ),
 )
 # Mochi's convolutions have the class of CogVideoX's, so the fusion of that class fuses them. It is registered
