@@ -1,5 +1,8 @@
 """What tests of autoencoders for videos share: inputs, calls, and checks that each family passes."""
 
+import copy
+
+import pytest
 import torch
 
 import sdfastgn
@@ -66,6 +69,22 @@ def is_restored_bit_by_bit(stock, *calls):
     with kernels():  # on a GPU stock's convolutions choose by the layout
         for call, want in zip(calls, expected, strict=True):
             assert torch.equal(call(stock), want)
+
+
+def is_no_less_exact(models, *calls):
+    """Assert that in each call the fused model's error against fp64 is not above stock's.
+
+    ``models``: (fused, stock), in the dtype to test. ``calls``: pairs of a function, such as ``decode_of``,
+    and the tensor that it gets.
+    """
+    if cases.WHERE["device"] == "cpu":
+        pytest.skip("about the GPU's convolutions")
+    exact = copy.deepcopy(models[1]).double()
+    for call, x in calls:
+        truth = call(x.double())(exact)
+        found = [call(x.to(model.dtype))(model).double() for model in models]
+        errors = [float((y - truth).norm() / truth.norm()) for y in found]
+        assert errors[0] <= 1.1 * errors[1] + 1e-6
 
 
 def hooks_see_the_same(models, layer, call):

@@ -17,6 +17,7 @@ from tests.patches.video_cases import (
     decode_of,
     encode_of,
     hooks_see_the_same,
+    is_no_less_exact,
     is_restored_bit_by_bit,
     pixels,
     recorded,
@@ -211,3 +212,16 @@ def test_autocast_and_a_compiler_run_stocks_code(convolutions):
     compiled = (torch.compile(model, backend="eager", fullgraph=True) for model in models)
     cases.agree(*(model(x, 2) for model in compiled))
     assert not convolutions
+
+
+# --- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_no_less_exact_than_stock(dtype):
+    models = [model.to(dtype) for model in cases.twins(autoencoder())]
+    # The halves, because the autoencoder cuts a video into small tiles.
+    halves = (lambda z: lambda m: m.decoder(z)), (lambda x: lambda m: m.encoder(x))
+    z, x = codes(3, latents=(17, 23)), pixels(2, 6, latents=(17, 23))
+    is_no_less_exact(models, *zip(halves, (z, x), strict=True))

@@ -1,6 +1,5 @@
 """The fused autoencoder of CogVideoX: whole ones, in tiles, slices and batches of frames, and its blocks."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -21,6 +20,7 @@ from tests.patches.video_cases import (
     drop_all,
     encode_of,
     hooks_see_the_same,
+    is_no_less_exact,
     is_restored_bit_by_bit,
     recorded,
     video,
@@ -425,14 +425,6 @@ def _first(y):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_no_less_exact_than_stock(dtype):
-    if cases.WHERE["device"] == "cpu":
-        pytest.skip("about the GPU's convolutions")
-    fused, stock = twins(dtype)
-    exact = copy.deepcopy(stock).double()
-    calls = (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(9, latents=(17, 23)))
-    for call, x in calls:
-        truth = call(x.double())(exact)
-        errors = [
-            float((call(x.to(dtype))(m).double() - truth).norm() / truth.norm()) for m in (fused, stock)
-        ]
-        assert errors[0] <= 1.1 * errors[1] + 1e-6
+    is_no_less_exact(
+        twins(dtype), (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(9, latents=(17, 23)))
+    )

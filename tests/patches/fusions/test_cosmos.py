@@ -12,7 +12,12 @@ from sdfastgn.patches.fusions import cosmos as fusion
 from tests.kernels.samples import kernels
 from tests.patches import cases, video_cases
 from tests.patches.samples import randomize, snapshot
-from tests.patches.video_cases import codes, decode_of, video
+from tests.patches.video_cases import (
+    codes,
+    decode_of,
+    is_no_less_exact,
+    video,
+)
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
@@ -215,12 +220,7 @@ def test_autocast_runs_stocks_code():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_no_less_exact_than_stock(dtype):
-    if cases.WHERE["device"] == "cpu":
-        pytest.skip("about the GPU's convolutions")
     models = [model.to(dtype) for model in twins()]
-    exact = autoencoder().to(cases.WHERE["device"], dtype).double()
-    calls = (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(17, latents=(17, 23)))
-    for call, x in calls:
-        truth = call(x.double())(exact)
-        errors = [float((call(x.to(dtype))(m).double() - truth).norm() / truth.norm()) for m in models]
-        assert errors[0] <= 1.1 * errors[1] + 1e-6
+    is_no_less_exact(
+        models, (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(17, latents=(17, 23)))
+    )

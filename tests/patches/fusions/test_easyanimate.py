@@ -16,6 +16,7 @@ from tests.patches.video_cases import (
     drop_all,
     encode_of,
     hooks_see_the_same,
+    is_no_less_exact,
     is_restored_bit_by_bit,
     pixels,
     recorded,
@@ -252,3 +253,15 @@ def test_autocast_and_a_compiler_run_stocks_code(convolutions):
     compiled = (torch.compile(model, backend="eager", fullgraph=True) for model in models)
     cases.agree(*(model(x) for model in compiled))
     assert not convolutions
+
+
+# --- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_no_less_exact_than_stock(dtype):
+    models = [model.to(dtype) for model in cases.twins(autoencoder())]
+    is_no_less_exact(
+        models, (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(2, 9, latents=(17, 23)))
+    )

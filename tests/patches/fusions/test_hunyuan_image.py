@@ -8,7 +8,7 @@ from sdfastgn.patches.fusions import hunyuan_image as fusion
 from tests.kernels.samples import kernels
 from tests.patches import cases
 from tests.patches.samples import randomize, snapshot
-from tests.patches.video_cases import decode_of, encode_of
+from tests.patches.video_cases import decode_of, encode_of, is_no_less_exact
 
 pytestmark = [
     pytest.mark.fused_on_cpu,
@@ -132,3 +132,13 @@ def test_autocast():
     models = twins()
     with torch.autocast(cases.WHERE["device"], torch.bfloat16):
         same(models, decode_of(codes(latents=(1, 2))), 6e-2)
+
+
+# --- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_no_less_exact_than_stock(dtype):
+    z, x = codes(latents=(17, 23)), pixels(latents=(17, 23))
+    is_no_less_exact(twins(dtype), (decode_of, z), (encode_of, x))

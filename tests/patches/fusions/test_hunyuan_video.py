@@ -1,6 +1,5 @@
 """The fused autoencoder of HunyuanVideo: whole ones, in tiles and slices, and its blocks one by one."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -20,6 +19,7 @@ from tests.patches.video_cases import (
     drop_all,
     encode_of,
     hooks_see_the_same,
+    is_no_less_exact,
     is_restored_bit_by_bit,
     recorded,
     same,
@@ -347,14 +347,6 @@ def test_under_a_compiler_convolutions_and_upsampling_are_diffusers_own(convolut
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_no_less_exact_than_stock(dtype):
-    if cases.WHERE["device"] == "cpu":
-        pytest.skip("about the GPU's convolutions")
-    fused, stock = twins(dtype)
-    exact = copy.deepcopy(stock).double()
-    calls = (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(9, latents=(17, 23)))
-    for call, x in calls:
-        truth = call(x.double())(exact)
-        errors = [
-            float((call(x.to(dtype))(m).double() - truth).norm() / truth.norm()) for m in (fused, stock)
-        ]
-        assert errors[0] <= 1.1 * errors[1] + 1e-6
+    is_no_less_exact(
+        twins(dtype), (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(9, latents=(17, 23)))
+    )

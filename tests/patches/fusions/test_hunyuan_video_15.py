@@ -1,6 +1,5 @@
 """The fused autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner: whole ones, and their blocks."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -13,7 +12,14 @@ from sdfastgn.patches.fusions import wrapped_conv
 from tests.kernels.samples import kernels
 from tests.patches import cases, video_cases
 from tests.patches.samples import randomize, snapshot
-from tests.patches.video_cases import codes, decode_of, encode_of, recorded, video
+from tests.patches.video_cases import (
+    codes,
+    decode_of,
+    encode_of,
+    is_no_less_exact,
+    recorded,
+    video,
+)
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
@@ -298,14 +304,7 @@ def test_under_a_compiler_the_graph_is_diffusers_own(family):
 @each_family
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_no_less_exact_than_stock(family, dtype):
-    if cases.WHERE["device"] == "cpu":
-        pytest.skip("about the GPU's convolutions")
-    fused, stock = twins(family, dtype)
-    exact = copy.deepcopy(stock).double()
-    calls = (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(9, latents=(17, 23)))
-    for call, x in calls:
-        truth = call(x.double())(exact)
-        errors = [
-            float((call(x.to(dtype))(m).double() - truth).norm() / truth.norm()) for m in (fused, stock)
-        ]
-        assert errors[0] <= 1.1 * errors[1] + 1e-6
+    models = twins(family, dtype)
+    is_no_less_exact(
+        models, (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(9, latents=(17, 23)))
+    )

@@ -1,7 +1,5 @@
 """The fused autoencoders of LTX-Video and LTX-2: whole ones, and their blocks."""
 
-import copy
-
 import pytest
 import torch
 from diffusers import AutoencoderKLLTXVideo
@@ -12,7 +10,14 @@ from sdfastgn.patches.fusions import ltx as fusion
 from tests.kernels.samples import kernels
 from tests.patches import cases
 from tests.patches.samples import randomize, snapshot
-from tests.patches.video_cases import codes, encode_of, recorded, same, video
+from tests.patches.video_cases import (
+    codes,
+    encode_of,
+    is_no_less_exact,
+    recorded,
+    same,
+    video,
+)
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
@@ -322,13 +327,6 @@ def test_under_a_compiler_the_graph_is_diffusers_own():
 @each_family
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_no_less_exact_than_stock(build, dtype):
-    if cases.WHERE["device"] == "cpu":
-        pytest.skip("about the GPU's convolutions")
-    fused, stock = twins(build, dtype)
-    exact = copy.deepcopy(stock).double()
-    z = codes(3, latents=(17, 23))
-    truth = decode_of(z.double())(exact)
-    errors = [
-        float((decode_of(z.to(dtype))(m).double() - truth).norm() / truth.norm()) for m in (fused, stock)
-    ]
-    assert errors[0] <= 1.1 * errors[1] + 1e-6
+    models = twins(build, dtype)
+    x = pixels(models[1], 17)
+    is_no_less_exact(models, (decode_of, codes(3, latents=(17, 23))), (encode_of, x))

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 from diffusers import AutoencoderKLMochi
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox, autoencoder_kl_mochi
 from torch import nn
@@ -16,6 +17,7 @@ from tests.patches.video_cases import (
     decode_of,
     encode_of,
     hooks_see_the_same,
+    is_no_less_exact,
     is_restored_bit_by_bit,
     recorded,
     same,
@@ -196,3 +198,15 @@ def test_gradients_are_stocks(convolutions):
     models = [First(model) for model in cases.twins(block())]
     cases.same_gradients(models, video(1, 32, 2, 3, 4).requires_grad_())
     assert not convolutions
+
+
+# --- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_no_less_exact_than_stock(dtype):
+    models = [model.to(dtype) for model in twins()]
+    is_no_less_exact(
+        models, (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(12, latents=(17, 23)))
+    )
