@@ -139,6 +139,15 @@ def _():
     return pipeline("QwenImageImg2ImgPipeline", parts, image=image(size=32), **states, height=32, width=32)
 
 
+# --- Flux2 ------------------------------------------------------------------------------------------
+
+
+# The decoder calls stock's forward for each slice of a batch.
+@family("Flux2, editing", "conv_norm_out", "resnet_block", stock=("Decoder",))
+def _():
+    return networks.flux2(image=picture(64))
+
+
 # --- HunyuanVideo, HunyuanImage ---------------------------------------------------------------------
 
 

@@ -42,6 +42,30 @@ def _():
     return pipeline("FluxPipeline", parts | without_text("", "_2"), **states, **SIZE)
 
 
+def flux2(**inputs):
+    network = model(
+        "Flux2Transformer2DModel",
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    sizes = {"block_out_channels": (12, 24), "layers_per_block": 1, "norm_num_groups": 4}
+    decoder = model("AutoencoderKLFlux2", **sizes, **TWO_LEVELS, latent_channels=4, sample_size=16)
+    decoder.bn.running_var.abs_()
+    parts = {"transformer": network, "vae": decoder, "scheduler": flow()} | without_text("")
+    return pipeline("Flux2Pipeline", parts, prompt=None, prompt_embeds=noise(1, 5, 32), **inputs, **SIZE)
+
+
+@transformers("Flux2")
+def _():
+    return flux2()
+
+
 @transformers("Stable Diffusion 3")
 def _():
     network = model(

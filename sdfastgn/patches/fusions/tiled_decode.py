@@ -1,4 +1,4 @@
-"""diffusers' ``AutoencoderKL``: decodes a large image in strips, and gets the same image as in one piece.
+"""The VAEs of Stable Diffusion and Flux: decode a large image in strips, as if it were in one piece.
 
 After ``enable_tiling`` stock decodes a large latent in overlapping tiles. Each norm takes the mean and
 variance of its tile, so neighboring tiles get different colors, which stock blends where tiles overlap. Here
@@ -38,8 +38,15 @@ from sdfastgn.patches.core.tested_sources import tested, unknown_source
 from sdfastgn.patches.fusions.conv_norm_out import arm, disarm
 from sdfastgn.patches.fusions.strips import Held, Layer, Out, Resnet, Upsample, hold, write
 
+try:
+    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+except ImportError:  # a diffusers before Flux2
+    AutoencoderKLFlux2 = AutoencoderKL
+
 __all__ = ["FUSION"]
 
+# Classes with the same ``_decode`` and ``tiled_decode``.
+_VAES: tuple[type[nn.Module], ...] = tuple(dict.fromkeys((AutoencoderKL, AutoencoderKLFlux2)))
 # Bytes that the feature maps in memory may take together. For an image of 2048^2 pixels in 16 bits this is
 # enough to keep a map of each resolution of Stable Diffusion's decoder, together with the map that it is
 # computed from.
@@ -59,7 +66,7 @@ _OWN_HOOKS = (enter, leave, arm, disarm)
 
 
 class _TiledDecode(InstanceEntry):
-    """Replaces the ``tiled_decode`` of one ``AutoencoderKL``."""
+    """Replaces the ``tiled_decode`` of one VAE."""
 
     __slots__ = ()
 
@@ -249,18 +256,21 @@ def _why_not_now(vae: Any) -> str | None:
     return None
 
 
+_METHODS = "_decode", "tiled_decode"
+_LAYERS = (
+    tested(Decoder, "forward"),
+    tested(UpDecoderBlock2D, "__init__", "forward"),
+    tested(ResnetBlock2D, "__init__", "forward"),
+    tested(Upsample2D, "__init__", "forward"),
+)
+
+
 class _TiledDecodeFusion:
     name = "tiled_decode"
-    sources = (
-        tested(AutoencoderKL, "_decode", "tiled_decode"),
-        tested(Decoder, "forward"),
-        tested(UpDecoderBlock2D, "__init__", "forward"),
-        tested(ResnetBlock2D, "__init__", "forward"),
-        tested(Upsample2D, "__init__", "forward"),
-    )
+    sources = (*(tested(vae, *_METHODS) for vae in _VAES), *_LAYERS)
 
     def claims(self, module: nn.Module) -> bool:
-        return is_about(module, AutoencoderKL)
+        return is_about(module, *_VAES)
 
     def is_applied(self, module: nn.Module) -> bool:
         return isinstance(vars(module).get(_ENTRY), _TiledDecode)
@@ -268,9 +278,9 @@ class _TiledDecodeFusion:
     def reason_to_skip(self, module: nn.Module) -> str | None:
         replaced = [name for name in ("decode", "_decode", _ENTRY) if name in vars(module)]
         return (
-            foreign_class(module, AutoencoderKL)
+            foreign_class(module, *_VAES)
             or (f"other code replaced this instance's {replaced[0]}" if replaced else None)
-            or unknown_source(*self.sources)
+            or unknown_source(tested(type(module), *_METHODS), *_LAYERS)
             or _why_not(module)
         )
 
