@@ -103,6 +103,13 @@ def _():
     return pipeline("WanPipeline", wan(wan_21()), **embeds(), **FRAMES)
 
 
+@family("Wan 2.1, video to video", "wan_", stock=("WanResample",))
+def _():
+    parts = wan(wan_21()) | {"scheduler": diffusers.UniPCMultistepScheduler(use_flow_sigmas=True)}
+    inputs = embeds(video=[picture()] * 5, strength=1.0, height=16, width=16)
+    return pipeline("WanVideoToVideoPipeline", parts, **inputs)
+
+
 @family("Wan 2.1, image to video", "wan_", stock=("WanResample",))
 def _():
     parts = wan(wan_21(), in_channels=4 + 2 + 4, image_dim=32)
@@ -359,6 +366,12 @@ def _():
     return pipeline("LTXPipeline", ltx(autoencoder("LTX-Video 0.9.5")), **inputs, **LTX)
 
 
+@family("LTX-Video 0.9.5, image to video", "ltx_")
+def _():
+    inputs = embeds(**MASKED, image=image(size=32), decode_timestep=0.05, decode_noise_scale=0.025)
+    return pipeline("LTXImageToVideoPipeline", ltx(autoencoder("LTX-Video 0.9.5")), **inputs, **LTX)
+
+
 def ltx2(name, **inputs):
     rope = {"rope_type": "split", "rope_double_precision": False}
     network = model(
@@ -471,6 +484,12 @@ def _():
     return pipeline("CogVideoXImageToVideoPipeline", cogvideox(8), **inputs, **FRAMES)
 
 
+@family("CogVideoX, video to video", "cogvideox_")
+def _():
+    inputs = embeds(video=[picture()] * 5, strength=1.0, height=16, width=16)
+    return pipeline("CogVideoXVideoToVideoPipeline", cogvideox(4), **inputs)
+
+
 @family("Mochi", "mochi_", "cogvideox_conv")
 def _():
     network = model(
@@ -512,13 +531,13 @@ def _():
     return pipeline("AllegroPipeline", parts | without_text(""), **inputs)
 
 
-@family("EasyAnimate", "easyanimate_")
-def _():
+def easyanimate(name, in_channels, options, **inputs):
+    """options: of the transformer."""
     network = model(
         "EasyAnimateTransformer3DModel",
         num_attention_heads=2,
         attention_head_dim=16,
-        in_channels=4,
+        in_channels=in_channels,
         out_channels=4,
         time_embed_dim=2,
         text_embed_dim=32,
@@ -526,11 +545,26 @@ def _():
         sample_width=8,
         sample_height=8,
         patch_size=2,
+        **options,
     )
-    parts = {"transformer": network, "vae": autoencoder("EasyAnimate"), "scheduler": flow()} | without_text(
-        ""
-    )
-    return pipeline("EasyAnimatePipeline", parts, **embeds(**MASKED), **FRAMES)
+    decoder = autoencoder("EasyAnimate")
+    decoder.temporal_compression_ratio = 2
+    parts = {"transformer": network, "vae": decoder, "scheduler": flow()}
+    return pipeline(name, parts | without_text(""), **embeds(**MASKED), **inputs, **FRAMES)
+
+
+@family("EasyAnimate, text to video", "easyanimate_")
+def _():
+    return easyanimate("EasyAnimatePipeline", 4, {})
+
+
+# diffusers 0.42.1 can neither resize the mask nor run EasyAnimateControlPipeline.
+@family("EasyAnimate, inpainting", "easyanimate_")
+def _():
+    frames = noise(1, 3, 5, 16, 16).sigmoid()
+    inputs = {"video": frames, "mask_video": 255.0 * (frames[:, :1] > 0.5)}
+    options = {"resize_inpaint_mask_directly": False, "add_noise_in_inpaint_model": False}
+    return easyanimate("EasyAnimateInpaintPipeline", 3 * 4, options, **inputs)
 
 
 # --- UNets for video --------------------------------------------------------------------------------
@@ -553,6 +587,13 @@ def _():
 @family("AnimateDiff", "motion_module", "up_block_motion", "cross_attn_up_block_motion")
 def _():
     return one_step("AnimateDiff", guidance_scale=1.0)
+
+
+@family("AnimateDiff, video to video", "motion_module", "up_block_motion", "cross_attn_up_block_motion")
+def _():
+    parts = built(relatives.video, "AnimateDiff").obj.components
+    inputs = {"video": [picture()] * 2, "height": 16, "width": 16, "strength": 1.0, "guidance_scale": 1.0}
+    return pipeline("AnimateDiffVideoToVideoPipeline", parts, **inputs, num_inference_steps=1)
 
 
 @family("text to video (ModelScope)", "sequential", "transformer_temporal", "resnet_block")
