@@ -156,9 +156,9 @@ class Attributes:
         self._holders: list[dict[str, Any]] = []
         self._dict_getters: list[Callable[[Any], Any]] = []
 
-    def add(self, place: Place, factors: Collection[str] = ()) -> None:
-        """Record the attributes of a module, except ``factors``: attributes that ``Factors`` compares."""
-        skipped = (*self._inert, *factors) if factors else self._inert
+    def add(self, place: Place, unwatched: Collection[str] = ()) -> None:
+        """Record the attributes of a module, except those that ``unwatched`` names."""
+        skipped = (*self._inert, *unwatched) if unwatched else self._inert
         attributes, keys = place.container, _watched(place, skipped)
         self._dicts.append(attributes)
         self._places.append(place)

@@ -94,12 +94,14 @@ class Reader(NamedTuple):
         attributes: names of the class's attributes that are factors, or lists of factors. Empty if the
             factors are arguments of the method.
         functions: functions, in the Python module of the class, to which the method passes factors.
+        parts: classes, in the same Python module, to whose ``forward`` the method passes factors.
     """
 
     name: str
     method: str
     attributes: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     @property
     def sources(self) -> tuple[TestedSource, ...]:
@@ -107,6 +109,7 @@ class Reader(NamedTuple):
         path, _, kind = self.name.rpartition(".")
         module = importlib.import_module(path)
         found = [tested(getattr(module, kind), self.method)]
+        found += [tested(getattr(module, part), "forward") for part in self.parts]
         if self.functions:
             torch_utils = importlib.import_module("diffusers.utils.torch_utils")
             found += [tested(module, *self.functions), tested(torch_utils, "fourier_filter")]
@@ -130,6 +133,11 @@ _READERS = {
         Reader("diffusers.models.attention_processor.IPAdapterAttnProcessor2_0", "__call__", ("scale",)),
         Reader("diffusers.models.controlnets.controlnet.ControlNetModel", "forward"),
         Reader("diffusers.models.controlnets.controlnet_union.ControlNetUnionModel", "forward"),
+        Reader(
+            "diffusers.models.controlnets.controlnet_xs.UNetControlNetXSModel",
+            "forward",
+            parts=tuple(f"ControlNetXSCrossAttn{block}2D" for block in ("DownBlock", "MidBlock", "UpBlock")),
+        ),
     )
 }
 

@@ -39,6 +39,7 @@ from sdfastgn.patches.graphs.models import (
     reason_for,
     reason_in_training,
     reason_now,
+    switched,
     takes_gigabytes,
 )
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
@@ -352,7 +353,7 @@ class GraphedForward(InstanceEntry):
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         """Returns the key of ``call``. Calls with equal keys are of one kind, and can share a graph."""
-        return call.key, global_state(call.device)  # type: ignore[arg-type]
+        return call.key, global_state(call.device), switched(module)  # type: ignore[arg-type]
 
     def _is_warm(self, key: Any) -> bool:
         """True if this thread has run all that a capture of a call of the kind ``key`` runs."""
@@ -417,6 +418,8 @@ class GraphedForward(InstanceEntry):
                     is_warm=is_warm,
                     scratch=self.scratch,
                 )
+                if self._key_of(module, call) != key:  # another thread has switched a part of the module
+                    raise _Outdated
                 store.add(key, graph)
                 if takes_gigabytes(module) and not backend.has_room():
                     raise Unsupported(NO_MEMORY)

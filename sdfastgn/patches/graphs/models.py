@@ -22,6 +22,8 @@ __all__ = [
     "reason_in_training",
     "reason_now",
     "scratch_of",
+    "switched",
+    "switches_of",
     "takes_gigabytes",
 ]
 
@@ -124,7 +126,15 @@ _FACTORS: dict[str, dict[str, Number]] = {
     "diffusers.models.controlnets.controlnet_union.ControlNetUnionModel": {
         "conditioning_scale": Number(6, is_factor=True)
     },
+    "diffusers.models.controlnets.controlnet_xs.UNetControlNetXSModel": {
+        "conditioning_scale": Number(4, is_factor=True)
+    },
 }
+# Full name of a class -> its attributes that pipelines switch during an image. There is a graph for each
+# combination of their values in a model.
+_SWITCHES = {"diffusers.models.attention.GatedSelfAttentionDense": ("enabled",)}
+# Name of the module that every model with a class in ``_SWITCHES`` has.
+_WITH_SWITCHES = "position_net"
 # Full name of the only class whose argument for the scale of all LoRAs can become part of merged weights
 # (``lora_scale.py``). diffusers has other classes with such an argument.
 _TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
@@ -156,6 +166,21 @@ def numbers_of(module: nn.Module) -> dict[str, Number] | None:
     name = _class_name(module)
     numbers, factors = _GRAPHABLE.get(name), _FACTORS.get(name)
     return numbers if numbers is None or factors is None or not is_tested(module) else numbers | factors
+
+
+def switches_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the attributes of ``module`` that pipelines switch during an image."""
+    return _SWITCHES.get(_class_name(module), ())
+
+
+def switched(root: nn.Module) -> tuple[Any, ...]:
+    """The present values of the attributes of all modules in ``root`` that ``switches_of`` names.
+
+    GLIGEN's pipelines turn off the attention to objects after the first steps of each image.
+    """
+    if _WITH_SWITCHES not in root._modules:
+        return ()
+    return tuple(getattr(part, name, None) for part in root.modules() for name in switches_of(part))
 
 
 def takes_gigabytes(module: nn.Module) -> bool:

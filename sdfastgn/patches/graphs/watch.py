@@ -13,7 +13,8 @@ writes into a tensor on the CPU are watched, because the capture may have used i
 number or as an argument of a kernel.
 
 *Factors*, numbers such as the scale of an IP-Adapter, may get new values, because a graph reads them from
-memory (``factors.py``).
+memory (``factors.py``). Attributes that pipelines switch during an image (``switches_of`` in ``models.py``)
+may change too, because there is a graph for each combination of their values.
 
 A model with code of an unknown package is not captured, because such code may keep its state anywhere.
 A function belongs to the package in which its code was written. Its ``__module__`` may name another package,
@@ -59,6 +60,7 @@ from sdfastgn.patches.graphs.comparisons import (
     Writes,
 )
 from sdfastgn.patches.graphs.factors import Factors
+from sdfastgn.patches.graphs.models import switched, switches_of
 
 __all__ = ["Watch"]
 
@@ -151,6 +153,7 @@ class Watch:
         self._merged = set() if survey is None else set(survey.layers)
         self._is_harmless = is_harmless
         self._has_factors = has_factors
+        self._has_switches = bool(switched(root))
         self._not_in_root = _NOTES | unwatched
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
@@ -296,13 +299,14 @@ class Watch:
         if module in self._merged:
             self._types.add(module, path)
             return []
-        factors: tuple[str, ...] = ()
+        unwatched: tuple[str, ...] = ()
         if not is_root:
             # The state is recorded before ``_reason_of`` is called, so that ``unchanged`` notices when a
             # reason no longer holds.
             self._types.add(module, path)
-            factors = self.factors.add(path, module) if self._has_factors else ()
-            self._see_attributes(path, attributes, factors)
+            unwatched = self.factors.add(path, module) if self._has_factors else ()
+            unwatched += switches_of(module) if self._has_switches else ()
+            self._see_attributes(path, attributes, unwatched)
             self._see_hooks(path, module)
         self.reason = self.reason or _reason_of(path or "it", module, is_root=is_root)
         if self.reason is not None or not self._is_trusted(path, module):
@@ -315,12 +319,12 @@ class Watch:
             place = self._place(path, kind, entries)
             (self._held if entries else self._empty).add(entries.values() if entries else entries, place)
             found += ((joined(path, key), value) for key, value in entries.items())
-        inert = {*_INERT, *_ENTRIES, *factors, _OUR_ENTRY, *(self._not_in_root if is_root else ())}
+        inert = {*_INERT, *_ENTRIES, *unwatched, _OUR_ENTRY, *(self._not_in_root if is_root else ())}
         return found + [(joined(path, key), value) for key, value in attributes.items() if key not in inert]
 
-    def _see_attributes(self, path: str, attributes: dict[str, Any], factors: tuple[str, ...]) -> None:
+    def _see_attributes(self, path: str, attributes: dict[str, Any], unwatched: tuple[str, ...]) -> None:
         place = self._place(path, "attribute", attributes)
-        self._attributes.add(place, factors)
+        self._attributes.add(place, unwatched)
         if any(isinstance(value, Tensor) for value in attributes.values()):
             self._held.add(attributes.values(), place)
 

@@ -1,16 +1,20 @@
 """Factors: products with them have stock's bits, and code that was not tested gets plain numbers."""
 
+import copy
 import threading
 
 import pytest
 import torch
+from diffusers import ControlNetXSAdapter, UNet2DConditionModel, UNetControlNetXSModel
 from diffusers.models.unets import unet_2d_blocks
 from diffusers.utils.torch_utils import apply_freeu
 
+from sdfastgn.models.architectures import randomize
+from sdfastgn.models.configurations import UNETS
 from sdfastgn.patches.graphs.arguments import Call, Number
 from sdfastgn.patches.graphs.factors import Factor, Factors
 from tests.controlnet import build_controlnet
-from tests.patches.graphs.cases import agree, make, optimized, same_results, state
+from tests.patches.graphs.cases import agree, make, optimized, run, same_results, state
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -135,4 +139,24 @@ def test_a_controlnets_scale(guess_mode):
             agree(a, b)
         outputs.append(found[1])
     assert (state(controlnet).captured, state(controlnet).replays) == (1, 3)
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def controlnet_xs():
+    """(optimized ControlNet-XS around a tiny UNet, a stock one with the same weights)"""
+    unet = UNet2DConditionModel(**{**UNETS["tiny"], "use_linear_projection": True, "layers_per_block": 2})
+    sizes = {"conditioning_embedding_out_channels": (8, 8, 16, 16), "learn_time_embedding": True}
+    adapter = ControlNetXSAdapter.from_unet(unet, size_ratio=1, **sizes)
+    stock = randomize(UNetControlNetXSModel.from_unet(unet, adapter), 0).eval()
+    return optimized(copy.deepcopy(stock)), stock
+
+
+def test_a_scale_of_a_controlnet_xs():
+    model, stock = controlnet_xs()
+    inputs = {**make()[2], "controlnet_cond": torch.ones(1, 3, 64, 64)}
+    outputs = []
+    for scale in (0.9, 0.5, 0, 1):
+        outputs.append(run(model, {**inputs, "conditioning_scale": scale}))
+        agree(outputs[-1], run(stock, {**inputs, "conditioning_scale": scale}))
+    assert (state(model).captured, state(model).replays) == (1, 3)
     assert not torch.equal(outputs[0], outputs[1])
