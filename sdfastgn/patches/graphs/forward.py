@@ -309,6 +309,9 @@ class GraphedForward(InstanceEntry):
         reason = "they are turned off" if self.mode is False else self._reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
+        if not len(self._store):
+            # Before anything else: in a pause, a call must cost no more than one of a model without graphs.
+            self._policy.check_pause()
         survey = self._store.survey or self._survey_of(module)
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})

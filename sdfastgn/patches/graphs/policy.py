@@ -32,7 +32,7 @@ class Policy:
     """Decides from the past calls of one module whether its next call is captured or runs eagerly.
 
     Calls with the same key in the store are of one kind. The caller of a method must hold the backend's lock,
-    except for ``is_rehearsed`` and ``pause_without_memory``.
+    except for ``is_rehearsed``, ``pause_without_memory`` and ``check_pause``.
 
     Attributes:
         last_change: the last change of the model that made its graphs invalid; empty if there was none.
@@ -80,7 +80,10 @@ class Policy:
         self._short_memory += 1
 
     def check_pause(self) -> None:
-        """During a pause, count this call and raise Unsupported with the reason; else do nothing."""
+        """During a pause, count this call and raise Unsupported with the reason; else do nothing.
+
+        If two threads call this method at once, they may be counted as one call.
+        """
         calls, reason = self._pause
         if calls:
             self._pause = (calls - 1, reason)

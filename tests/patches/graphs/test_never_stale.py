@@ -12,6 +12,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.models.architectures import build_vae
+from sdfastgn.patches.graphs import forward
 from sdfastgn.patches.graphs import watch as graph_state
 from sdfastgn.patches.graphs.factors import Factors
 from tests.patches.graphs.cases import (
@@ -258,6 +259,19 @@ def test_a_model_that_changes_at_each_call_is_left_alone():
     assert "the model changes too often" in reasons_of(unet)
     run(unet, inputs, calls=64)
     assert state(unet).alive == 1
+
+
+def test_a_call_in_a_pause_looks_at_nothing(monkeypatch):
+    """It must cost no more than a call of a model without graphs. A ``Survey`` takes milliseconds."""
+    unet, stock, inputs = make(mode=True)
+    for _ in range(4):
+        replaced_parameter(unet), replaced_parameter(stock)
+        run(unet, inputs)
+    looks = []
+    monkeypatch.setattr(forward, "Survey", looks.append)
+    agree(run(unet, inputs), run(stock, inputs))
+    assert "the model changes too often" in reasons_of(unet)
+    assert looks == []
 
 
 def test_memory_of_replaced_weights_is_given_back():
