@@ -22,6 +22,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.loaders import IPAdapterMixin
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
 import sdfastgn
@@ -78,13 +79,13 @@ def scale_in_the_arguments(step: Step) -> None:
     step.before_call = change
 
 
-def no_scale_changes(step: Step) -> None:
+def nothing_each_call(step: Step) -> None:
     step.before_call = lambda number: None
     step.inputs.pop("cross_attention_kwargs", None)
 
 
 def two_loras(step: Step) -> None:
-    no_scale_changes(step)
+    nothing_each_call(step)
     if "second" not in step.unet.peft_config:
         add_lora(step.unet, rank=RANK, name="second", seed=2)
     set_scales(step, ["first", "second"], [0.7, 0.6])
@@ -181,9 +182,14 @@ def image_scale_each_call(step: Step) -> None:
 
 
 def remove_ip_adapter(step: Step) -> None:
-    no_scale_changes(step)
+    nothing_each_call(step)
     IPAdapterMixin.unload_ip_adapter(step)
     del step.inputs["added_cond_kwargs"]["image_embeds"]
+
+
+def processors_each_call(step: Step) -> None:
+    """Drops the graphs before each call. So the model changes too often for graphs, and calls run eagerly."""
+    step.before_call = lambda number: step.unet.set_attn_processor(AttnProcessor2_0())
 
 
 def another_prompt(step: Step) -> None:
@@ -200,6 +206,8 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)),
     ("other values of FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.1, b2=1.2)),
     ("no FreeU", lambda step: step.unet.disable_freeu()),
+    ("new attention processors before each call", processors_each_call),
+    ("no new attention processors", nothing_each_call),
     ("a T2I-Adapter's residuals", lambda step: give_adapter_residuals(step, 1)),
     ("the T2I-Adapter's residuals of another image", lambda step: give_adapter_residuals(step, 2)),
     ("no T2I-Adapter", remove_adapter_residuals),
@@ -212,7 +220,7 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("`set_adapters` with another scale", lambda step: set_scales(step, ["first"], [0.5])),
     ("`set_adapters` with a new scale before each call", scale_each_call),
     ("a new `scale` in each call's `cross_attention_kwargs`", scale_in_the_arguments),
-    ("a constant scale", no_scale_changes),
+    ("a constant scale", nothing_each_call),
     ("a second LoRA", lambda step: add_lora(step.unet, rank=RANK, name="second", seed=2)),
     ("two LoRAs", two_loras),
     ("the second alone", lambda step: set_scales(step, ["second"], [1.0])),
@@ -226,6 +234,8 @@ FEWER = {
         "FreeU",
         "other values of FreeU",
         "no FreeU",
+        "new attention processors before each call",
+        "no new attention processors",
         "one LoRA",
         "`set_adapters` with another scale",
         "`set_adapters` with a new scale before each call",
