@@ -74,6 +74,8 @@ MORE_VIDEOS = [(1, 1024, 1, 30, 52), (1, 30, 2, 17, 19)]
 # does not fit into registers.
 ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
 
+# Generations that convert to E4M3.
+WITH_E4M3 = ("sm_89", "sm_90", "sm_100", "sm_120")
 # The weight of a layer with a LoRA.
 MERGED = (1280, 640)
 
@@ -92,6 +94,8 @@ def cases(generation):
     else:
         found += [(shape, HALF, "attention") for shape in PROMPTS]
         found += [(shape, HALF, "over_frames") for shape in FRAMES if shape[2] <= 128]
+    if generation in WITH_E4M3:
+        found += [(shape, HALF, "e4m3") for shape in (*TOKENS[:2], TOKENS[-1])]
     if generation in ("sm_90", "sm_100"):
         found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
         found += [(shape, torch.bfloat16, "over_frames") for shape in FRAMES]
@@ -175,6 +179,15 @@ def _layer_norms(shape, dtype):
 
     for wanted in ((0, 2, 3, 4), (0,)):
         _differentiate(add, x, x, weight, weight, weight, wanted=wanted)
+
+
+@torch.no_grad()
+def _in_e4m3(shape, dtype):
+    x, quantizer = torch.empty(shape, dtype=dtype), torch.empty(4)
+    weight = x.new_empty(shape[1])
+    sdfastgn.layer_norm(x, weight, weight, quantizer=quantizer)
+    sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight, quantizer=quantizer)
+    geglu(x, weight, quantizer=quantizer)
 
 
 def _few_keys(shape, dtype):
@@ -341,6 +354,7 @@ KINDS = {
     "tokens": _layer_norms,
     "video": _channel_norms,
     "gated": _gated,
+    "e4m3": _in_e4m3,
     "few_rows": _few_rows,
     "merged": _merged,
     "attention": _few_keys,

@@ -14,6 +14,7 @@ import pytest
 from sdfastgn.kernels.common import launch
 from sdfastgn.kernels.common.gpu import HAS_GDC
 from tests.kernels.gpus import SHARED_KIB
+from tests.kernels.launch_cases import WITH_E4M3
 
 ROOT = Path(__file__).parents[2]
 KERNELS = Path(launch.__file__).parents[1]
@@ -34,6 +35,9 @@ MAX_SHARED_OF_A_MERGE = 1024
 ROWS_OF_CHANNELS = {"_frames_kernel", "_channel_norm_kernel"}
 # Bytes: a sum for each warp, where warps share a row.
 MAX_SHARED_OF_ROWS = 64
+# Bytes. The counts of values beyond the range of E4M3, and what the compiler reserves. Threads that store 16
+# bytes of E4M3 would get half of them from other threads, through shared memory.
+MAX_SHARED_OF_E4M3 = 1024
 # Kernels that stream whole rows: they loaded element by element where the compiler was not told
 # that rows begin at multiples of 16 bytes.
 STREAMING = {
@@ -101,6 +105,9 @@ def test_kernels_compile_fit_and_do_not_spill(generation):
     rows_of_channels = [row for row in rows if row["kernel"] in ROWS_OF_CHANNELS]
     assert {row["kernel"] for row in rows_of_channels} == ROWS_OF_CHANNELS
     assert not [row for row in rows_of_channels if row["shared"] > MAX_SHARED_OF_ROWS]
+    e4m3 = [row for row in rows if row["kernel"] != "_chunk_kernel" and "e4m3" in str(row["uses"])]
+    assert bool(e4m3) == (generation in WITH_E4M3)
+    assert not [row for row in e4m3 if row["shared"] > MAX_SHARED_OF_E4M3]
     streaming = [row for row in rows if row["kernel"].partition("[")[0] in STREAMING]
     larger = [row for row in streaming if not all(use.split()[0].endswith(NARROW) for use in row["uses"])]
     assert larger

@@ -9,7 +9,8 @@ Tensors:
 - ``x``: (rows, 2D), values then gates, fp16, bf16 or fp32; contiguous rows, ``X_STRIDE`` elements apart;
 - ``dx``: (rows, 2D), contiguous, the gradient of x, or None;
 - ``bias``, ``dbias``: (2D,) or None;
-- ``y``, ``dy``: (rows, D), contiguous;
+- ``y``, ``dy``: (rows, D), contiguous. With a quantizer y is in E4M3;
+- ``quantizer``: (4,) fp32, or None (``common/e4m3.py``);
 - ``partials``: fp32 (groups, 2D), or None if the gradient of the bias is not wanted.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the previous kernel still
@@ -27,6 +28,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from sdfastgn.kernels.common.activation_kernels import normal_cdf
+from sdfastgn.kernels.common.e4m3_kernels import in_e4m3_range, start_of_e4m3
 from sdfastgn.kernels.common.sums import sum_columns
 
 
@@ -46,7 +48,7 @@ def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
 
 @triton.jit(do_not_specialize=["rows"])
 def _geglu_kernel(
-    x_ptr, bias_ptr, y_ptr,
+    x_ptr, bias_ptr, quantizer_ptr, y_ptr,
     rows,
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -76,7 +78,11 @@ def _geglu_kernel(
     bias, gate_bias = _read_bias(bias_ptr, D, start + i, in_row)
     gate += gate_bias
     y = (value + bias) * (gate * normal_cdf(gate, x_ptr.dtype.element_ty != tl.float32)[0])
-    tl.store(y_ptr + (first * D + start) + (r * D + i[None, :]), y.to(y_ptr.dtype.element_ty), mask=mask)
+    out = first * D + start
+    if quantizer_ptr is not None:
+        y = in_e4m3_range(y, mask, quantizer_ptr)
+        out += start_of_e4m3()
+    tl.store(y_ptr + out + (r * D + i[None, :]), y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])

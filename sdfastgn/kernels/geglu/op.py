@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.declaration import (
     Gradients,
     Operand,
@@ -32,15 +33,17 @@ from sdfastgn.kernels.common.declaration import (
     empty_row_gradients,
     even_rows,
 )
+from sdfastgn.kernels.common.e4m3 import quantized
 from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.op import PlannedOp
 
 
 class GegluCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::geglu``."""
+    """The arguments of the op ``sdfastgn::geglu``, and ``quantizer``, which only kernels take."""
 
     x: Annotated[Tensor, Operand("(..., 2D)", whole=even_rows)]
     bias: Annotated[Tensor | None, Operand("(2D,)")]
+    quantizer: Annotated[Tensor | None, Operand("(4,)")] = None
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,7 +121,7 @@ _GEGLU = PlannedOp(
     GegluCall,
     ("y",),
     plan=_plan,
-    reference=lambda call: reference_geglu(*call),
+    reference=lambda call: reference_geglu(call.x, call.bias),
     fake=_fake,
     check=_check,
     backward=GEGLU_BACKWARD,
@@ -130,7 +133,7 @@ _GEGLU = PlannedOp(
 _NAME = f"{__name__}.geglu"
 
 
-def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+def geglu(x: Tensor, bias: Tensor | None = None, *, quantizer: Tensor | None = None) -> Tensor:
     """Computes ``value * gelu(gate)`` in one pass, where value and gate are the two halves of x + bias.
 
     GELU is the exact (erf) form.
@@ -139,10 +142,12 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
         x: (..., 2D), at least rank 1. The values come first, then the gates. Usually x is the output of a
             linear layer that was called without its bias.
         bias: (2D,) or None. Usually the bias of this layer.
+        quantizer: (4,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
+            gradients.
 
     Shapes: the output is (..., D).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of the four dtypes.
-        The output has the dtype of x.
+        The output has the dtype of x, or is in E4M3 with a quantizer.
     Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
         contiguous.
     Grad: x and bias have gradients. x and bias are kept for the backward. Second derivatives, the transforms
@@ -154,4 +159,10 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer", 2020. Values come before gates as in diffusers'
     GEGLU.
     """
-    return _GEGLU(GegluCall(x, bias), _NAME)
+    if quantizer is None:
+        return _GEGLU(GegluCall(x, bias), _NAME)
+    call = GegluCall(x, bias, quantizer)
+    if dispatch.is_plain_inference(x, call) and x.numel():
+        return _GEGLU(call, _NAME, is_plain=True)
+    _GEGLU.check(_NAME, call)
+    return quantized(reference_geglu(x.to(torch.promote_types(x.dtype, torch.float32)), bias), quantizer)

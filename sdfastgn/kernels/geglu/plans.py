@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.declaration import Gradients, empty_row_gradients, gradients_of
+from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
@@ -45,9 +46,13 @@ class GegluPlan:
 
     def run(self, call: GegluCall) -> Tensor:
         """Launch the kernel, and return y (..., D)."""
-        x, bias = call
-        y = x.new_empty_strided(self.shape, self.strides)  # in less CPU time than ``torch.empty``
-        self.launch.run(x, bias, y)
+        x, bias, quantizer = call
+        # ``new_empty_strided`` takes less CPU time than ``torch.empty``.
+        if quantizer is None:
+            y = x.new_empty_strided(self.shape, self.strides)
+        else:
+            y = x.new_empty_strided(self.shape, self.strides, dtype=E4M3)
+        self.launch.run(x, bias, quantizer, y)
         return y
 
     run_and_save = run

@@ -140,7 +140,7 @@ def _by_kernel(
     y = torch.empty_like(x)
     total = None if residual is added is total_bias is None else torch.empty_like(x)
     try:
-        launch.run(x, residual, None, added, total_bias, *others, total, y, None, None)
+        launch.run(x, residual, None, added, total_bias, *others, None, total, y, None, None)
     except dispatch.KernelError:
         return None
     return y, x if total is None else total

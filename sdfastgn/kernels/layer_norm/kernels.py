@@ -16,9 +16,10 @@ kernel stores the sum for the caller. With a ``total_bias`` the caller gets the 
 Tensors have the same meaning in all kernels. All except x, y and partials may be None:
 
 - ``x``, ``residual``: (rows, D), fp16, bf16 or fp32, with contiguous rows and a fixed stride between them;
-- ``y``: (rows, D), contiguous, the dtype of x or fp32;
+- ``y``: (rows, D), contiguous, the dtype of x or fp32. With a quantizer it is in E4M3;
 - ``weight``, ``bias``, ``add_bias``, ``total_bias``: (D,);
 - ``added``, ``position``: (groups, D), only in ``_rows_kernel`` (``layer_norm/grouped.py``);
+- ``quantizer``: (4,) fp32 (``common/e4m3.py``);
 - ``total``: (rows, D), contiguous, in the dtype of x. ``_rows_kernel`` stores the sum plus total_bias in it,
   ``_chunk_kernel`` the sum;
 - ``kept``: (rows, D), contiguous, in the dtype of x. It is the sum plus total_bias;
@@ -50,6 +51,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sdfastgn.kernels.common.e4m3_kernels import in_e4m3_range, start_of_e4m3
 from sdfastgn.kernels.common.sums import inverse_deviation, mean_as_pivot
 from sdfastgn.kernels.common.tiles import (
     STEP_AXIS,
@@ -150,7 +152,7 @@ def _affine(weight_ptr, bias_ptr, c, in_row):
 @triton.jit(do_not_specialize=["rows", "period", "groups", "eps"])
 def _rows_kernel(
     x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr, position_ptr,
-    total_ptr, y_ptr, centre_ptr, rstd_ptr,
+    quantizer_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr,
     rows, period, groups, eps,
     D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, PDL: tl.constexpr,
     ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
@@ -212,6 +214,9 @@ def _rows_kernel(
     y = d * rstd * scale + offset
     if position_ptr is not None:
         y += tl.load(position_ptr + (group_row + c), mask=mask, other=0.0).to(tl.float32)
+    if quantizer_ptr is not None:
+        y = in_e4m3_range(y, mask, quantizer_ptr)
+        out += start_of_e4m3()
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
     if centre_ptr is not None:
         tl.store(
@@ -327,7 +332,7 @@ def _merge_chunks_kernel(
 
 @triton.jit(do_not_specialize=["rows", "d_parts", "x_parts"])
 def _normalise_kernel(
-    x_ptr, weight_ptr, bias_ptr, centre_ptr, rstd_ptr, y_ptr,
+    x_ptr, weight_ptr, bias_ptr, quantizer_ptr, centre_ptr, rstd_ptr, y_ptr,
     rows, d_parts, x_parts,
     AHEAD: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -354,4 +359,6 @@ def _normalise_kernel(
     first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))
     y = (x.to(tl.float32) - first - rest) * tl.load(rstd_ptr + row)
     y = y * scale + offset
+    if quantizer_ptr is not None:
+        y = in_e4m3_range(y, mask, quantizer_ptr)
     tl.store(y_ptr + row * D + c, y.to(y_ptr.dtype.element_ty), mask=mask)

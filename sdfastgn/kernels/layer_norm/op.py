@@ -32,6 +32,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_eps
 from sdfastgn.kernels.common.declaration import Gradients, Operand, even_rows
+from sdfastgn.kernels.common.e4m3 import quantized
 from sdfastgn.kernels.common.op import PlannedOp
 from sdfastgn.kernels.layer_norm.backward import LAYER_NORM_BACKWARD, LayerNormGradCall
 from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
@@ -41,10 +42,11 @@ from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 
 # Annotation of arguments with one value for each column: weight, bias, add_bias and total_bias.
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
+_Quantizer = Annotated[Tensor | None, Operand("(4,)")]
 
 
 class LayerNormCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::layer_norm``."""
+    """The arguments of the op ``sdfastgn::layer_norm``, and ``quantizer``, which only kernels take."""
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
     weight: _PerColumn
@@ -56,10 +58,11 @@ class LayerNormCall(NamedTuple):
     residual: None = None
     add_bias: None = None
     total_bias: None = None
+    quantizer: _Quantizer = None
 
 
 class AddCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``, which only kernels take."""
+    """The arguments of the op ``sdfastgn::add_layer_norm``, and two more that only kernels take."""
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
     residual: Annotated[Tensor, Operand("(..., D)", whole=even_rows, same_dtype=True)]
@@ -69,6 +72,7 @@ class AddCall(NamedTuple):
     eps: float
     out_dtype: torch.dtype | None
     total_bias: _PerColumn = None
+    quantizer: _Quantizer = None
 
 
 def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
@@ -150,7 +154,7 @@ def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor
 
 def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
     """The ``LayerNormCall`` that normalizes ``total``, the sum that ``call`` computes."""
-    return LayerNormCall(total, call.weight, call.bias, call.eps, call.out_dtype)
+    return LayerNormCall(total, call.weight, call.bias, call.eps, call.out_dtype, quantizer=call.quantizer)
 
 
 def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -235,6 +239,9 @@ def _plain(call: LayerNormCall) -> Tensor:
     The reference runs instead if x is empty, or if the call is traced or transformed (``is_untraced``).
     """
     x = call.x
+    if call.quantizer is not None:
+        exact = LayerNormCall(x, call.weight, call.bias, call.eps, torch.float32)
+        return quantized(_plain(exact), call.quantizer)
     if x.numel() == 0 or not dispatch.is_untraced(x, (call.weight, call.bias)):
         return _reference(call)[0]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -289,7 +296,12 @@ _ADD_LAYER_NORM = PlannedOp(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    quantizer: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm over the last dimension. On a GPU Triton kernels run.
 
@@ -297,6 +309,8 @@ def layer_norm(
         x: (..., D), at least rank 1.
         weight, bias: (D,) or None, independently of each other.
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
+        quantizer: (4,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
+            gradients.
 
     Shapes: the output has the shape of x.
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of the
@@ -315,7 +329,13 @@ def layer_norm(
     """
     if type(eps) is not float:
         eps = as_eps(_LAYER_NORM.name, eps)
-    return _LAYER_NORM(LayerNormCall(x, weight, bias, eps, dispatch.autocast_dtype(x)))
+    if quantizer is None:
+        return _LAYER_NORM(LayerNormCall(x, weight, bias, eps, dispatch.autocast_dtype(x)))
+    call = LayerNormCall(x, weight, bias, eps, None, quantizer=quantizer)
+    if dispatch.is_plain_inference(x, call) and x.numel():
+        return _LAYER_NORM(call, is_plain=True)
+    _LAYER_NORM.check(_LAYER_NORM.name, call)
+    return _plain(call)
 
 
 def add_layer_norm(
@@ -327,6 +347,7 @@ def add_layer_norm(
     *,
     add_bias: Tensor | None = None,
     total_bias: Tensor | None = None,
+    quantizer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the sum x + residual + add_bias and its LayerNorm in one pass.
 
@@ -339,6 +360,7 @@ def add_layer_norm(
         add_bias: (D,) or None. For example, the bias of the linear layer that computed x.
         total_bias: (D,) or None. It is added to the returned sum, but not to the sum that is normalized. For
             example, the bias of a later layer whose output will be added to the returned sum.
+        quantizer: (4,) fp32 (``common/e4m3.py``), or None. With it y is in E4M3, and has no gradients.
 
     Returns:
         (y, total). y is the LayerNorm of the sum, which is first rounded to the dtype of x. total is the
@@ -363,13 +385,16 @@ def add_layer_norm(
     name = _ADD_LAYER_NORM.name
     if type(eps) is not float:
         eps = as_eps(name, eps)
-    call = AddCall(x, residual, weight, bias, add_bias, eps, dispatch.autocast_dtype(x), total_bias)
+    out_dtype = dispatch.autocast_dtype(x) if quantizer is None else None
+    call = AddCall(x, residual, weight, bias, add_bias, eps, out_dtype, total_bias, quantizer)
     # The registered op has no total_bias. The kernels take it, but run directly only if no gradient is
     # wanted. Otherwise the op computes y, and a separate pass computes the sum with total_bias.
-    if total_bias is None:
+    if total_bias is quantizer is None:
         return _ADD_LAYER_NORM(call)
     if dispatch.is_plain_inference(x, call) and x.numel():
         return _ADD_LAYER_NORM(call, is_plain=True)
     _ADD_LAYER_NORM.check(name, call)
+    if quantizer is not None:
+        return _plain_of_sum(call)
     y, _ = _ADD_LAYER_NORM(AddCall(x, residual, weight, bias, add_bias, eps, call.out_dtype))
     return y, reference_add(x, residual, add_bias, total_bias)

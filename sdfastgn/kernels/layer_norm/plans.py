@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, tile_constants, vector_width
@@ -114,14 +115,16 @@ class LayerNormPlan:
         # time: a tenth of the time of a launch.
         options: dict[str, Any] = {} if self.is_contiguous else {"memory_format": torch.contiguous_format}
         total = None if call.residual is None else torch.empty_like(x, **options)
-        if call.out_dtype is not None:
+        if call.quantizer is not None:
+            options["dtype"] = E4M3
+        elif call.out_dtype is not None:
             options["dtype"] = call.out_dtype
         y = torch.empty_like(x, **options)
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
             summed = (call.x, call.residual, call.add_bias, None, call.total_bias)
-            self.rows(stream, *summed, call.weight, call.bias, None, total, y, centre, rstd)
+            self.rows(stream, *summed, call.weight, call.bias, None, call.quantizer, total, y, centre, rstd)
         return y if total is None else (y, total)
 
     def _launch_chunks(
@@ -139,14 +142,15 @@ class LayerNormPlan:
         """
         x = call.x
         if centre is None:
-            centre, rstd = empty_saved(x, y.dtype)
+            centre, rstd = empty_saved(x, result_dtype(call))
         partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
         kept = None
         if total is not None and call.total_bias is not None:
             total, kept = torch.empty_like(total), total
         self.chunk(stream, x, call.residual, call.add_bias, call.total_bias, total, kept, partials)
         self.merge(stream, partials, centre, rstd)
-        self.normalise(stream, x if total is None else total, call.weight, call.bias, centre, rstd, y)
+        affine = call.weight, call.bias, call.quantizer
+        self.normalise(stream, x if total is None else total, *affine, centre, rstd, y)
 
 
 def rows_constants(config: RowsConfig) -> dict[str, Any]:

@@ -1,0 +1,31 @@
+"""The Triton function with which kernels quantize to E4M3. ``common/e4m3.py`` explains quantizers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def start_of_e4m3():
+    """Returns 0, of which the compiler only knows that it is a multiple of 8. Add it to a store's offsets.
+
+    Otherwise each thread would store 16 bytes: elements from two threads that have loaded 16 bytes of fp16.
+    Those would be exchanged through shared memory.
+    """
+    return tl.program_id(0) // 1073741824 * 8
+
+
+@triton.jit
+def in_e4m3_range(y, mask, quantizer_ptr):
+    """Returns y / scale, limited to the range of E4M3, in fp32. Counts values beyond the range, and NaN.
+
+    ``mask``: True for the elements that count, or None if all do. ``quantizer``: (4,) fp32.
+    """
+    u = y * tl.load(quantizer_ptr + 1)
+    beyond = (tl.abs(u) <= 448.0) == 0  # also True for NaN
+    if mask is not None:
+        beyond = beyond & mask
+    count = tl.sum(beyond.to(tl.int32))
+    tl.atomic_add(quantizer_ptr + 2, count.to(tl.float32), mask=count > 0, sem="relaxed")
+    return tl.minimum(tl.maximum(u, -448.0), 448.0)
