@@ -335,3 +335,8 @@ switches: tuple[Callable[[], Any], ...] = (
 )
 # Returns the order in which PyTorch tries the backends of scaled_dot_product_attention.
 sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", tuple)
+
+# ---- matrix products in 8 bits
+
+# Multiplies two tensors in E4M3, each with a scale. None if this version of PyTorch lacks it.
+scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
