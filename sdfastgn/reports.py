@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sdfastgn.patches.core.fp8 import Fp8
     from sdfastgn.patches.core.merged_adapters import Merged
     from sdfastgn.patches.graphs.install import Graphs
 
@@ -30,6 +31,7 @@ _NO_LOSS = (
     "it is in training mode",
     "is compiled by torch.compile",
     "the call is traced or transformed",
+    "the scales of its FP8 products are not known yet",
 )
 STATUSES = ("fused", "fusable", "skipped")
 
@@ -65,7 +67,7 @@ class Report:
     moved to a device with kernels. ``graphs``: the state of each module whose calls can run as CUDA graphs.
     ``graph_memory_bytes``: size of the memory pools that contain the graphs. The pools may also contain
     graphs of other models in the process. ``merged``: the models with layers whose LoRA adapters are merged
-    into weights.
+    into weights. ``fp8``: the models with matrix products in FP8.
     """
 
     entries: tuple[Entry, ...]
@@ -76,6 +78,7 @@ class Report:
     graph_memory_bytes: int = 0
     runs_kernels: bool = True
     merged: tuple[Merged, ...] = ()
+    fp8: tuple[Fp8, ...] = ()
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -201,6 +204,15 @@ class Report:
             names = ", ".join(m.adapters) or "none active"
             memory = f"{m.layers} layers, {m.bytes / 2**20:.0f} MiB"
             found.append((f"merged LoRA in {m.path}: {memory}, adapters: {names}", []))
+        for f in self.fp8:
+            memory = f"{f.bytes / 2**20:.0f} MiB"
+            notes = [f"{f.learning} learn their scales"] if f.learning else []
+            notes += [f"{f.inexact} stay in the model's dtype, because of their error"] if f.inexact else []
+            notes += [f"{f.adapted} have LoRA adapters, and run in the model's dtype"] if f.adapted else []
+            if f.in_e4m3:
+                notes.append(f"largest relative error of a product: {f.error:.3f}")
+                notes.append(f"values beyond the range of FP8: {f.beyond}")
+            found.append((f"FP8 in {f.path}: {f.in_e4m3} of {f.products} products, {memory}", notes))
         for g in self.graphs:
             if g.replays or g.eager:
                 # ``g.eager`` has reason -> number of calls without a graph. The number 0 means that the

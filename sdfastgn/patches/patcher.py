@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core import channels_last, merged_adapters
+from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.adapters import adapter_reason
 from sdfastgn.patches.core.fusion import ClassSwap, Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
@@ -286,11 +286,12 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, and its packed, folded and
-    merged weights.
+    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, and its packed, folded,
+    merged and FP8 weights.
     """
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)
         batch_norm.forget(module)
         merged_adapters.leave(module)
+        fp8.forget(module)

@@ -33,7 +33,9 @@ from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.product.op import linear
+from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.fusion import ClassSwap, dropped_out, is_unhooked, layer_of
 from sdfastgn.patches.core.linear import call_linear, is_plain_linear
 from sdfastgn.patches.core.merged_adapters import is_wrapper, plain_layer, stand_in_of, wrapped_layer
@@ -114,6 +116,40 @@ class FusedAttention(Attention):
             return None
         return self._leave(call_linear(self.to_v, context))[:, 0]
 
+    def product(self, x: Tensor, context: Tensor | None) -> fp8.Product | None:
+        """The product of the tokens x (N, tokens, C) in E4M3: q, k and v, or only q if there is a context.
+
+        None if there is none, or if a call of this module would do anything besides projections and
+        attention.
+        """
+        if not (fp8.is_used() and self._runs_in_order(x) and _fits(context, x)):
+            return None
+        linears = self._projections()
+        found = plain_parameters(linears if context is None else linears[:1])
+        if found is None or found.weights[0].dtype is not x.dtype:
+            return None
+        return fp8.product_of(self if context is None else linears[0], found.weights)
+
+    def with_product(self, product: fp8.Product, x: Tensor, context: Tensor | None) -> Tensor:
+        """The result of a call with x, which has the dtype of the model or was written for ``product``.
+
+        ``product``: the result of the method ``product``. x: (N, tokens, C). context: as in ``product``.
+        """
+        if x.dtype is not E4M3:
+            linears = self._projections()
+            product.learn(x, [linear.weight for linear in (linears if context is None else linears[:1])])
+            return self(x, context)
+        heads = self.heads
+        if context is None:
+            query, key, value = _parts(product(x), 3, heads)
+        else:
+            query = _split(product(x), heads)
+            to_k, own = self._projections()[1:]
+            to_v = plain_layer(own)
+            owner = self if to_v is own else to_v
+            key, value = self._keys_and_values(owner, plain_layer(to_k), to_v, context)
+        return self._leave(_attend(query, key, value, is_prompt=context is not None))
+
     def runs_over_frames(self, x: Tensor) -> bool:
         """True if ``over_frames`` can compute what a call of this module would.
 
@@ -148,7 +184,7 @@ class FusedAttention(Attention):
             and type(self.processor) is AttnProcessor2_0
             and options.keys() <= {"temb"}  # temb is for spatial_norm, which is None here
             and hidden_states.dim() in (3, 4)
-            and (context is None or (context.dim() == 3 and context.shape[0] == hidden_states.shape[0]))
+            and _fits(context, hidden_states)
             and _is_plain_attention(self)
         )
 
@@ -174,10 +210,14 @@ class FusedAttention(Attention):
                 return _parts(linear(hidden_states, *together), 3, heads)
             context = hidden_states
         query = _split(call_linear(to_q, hidden_states), heads)
+        return query, *self._keys_and_values(owner, to_k, to_v, context)
+
+    def _keys_and_values(self, owner: Any, to_k: Any, to_v: Any, context: Tensor) -> tuple[Tensor, ...]:
+        """Returns (keys, values) as in ``_project``. ``to_k``, ``to_v``: layers without adapters."""
         together = _joined(owner, context, (to_k, to_v))
         if together is not None:
-            return query, *_parts(linear(context, *together), 2, heads)
-        return query, _split(to_k(context), heads), _split(to_v(context), heads)
+            return _parts(linear(context, *together), 2, self.heads)
+        return _split(to_k(context), self.heads), _split(to_v(context), self.heads)
 
     def _projections(self) -> list[Any]:
         return [layer_of(self, name) for name in ("to_q", "to_k", "to_v")]
@@ -234,6 +274,11 @@ class FusedAttention(Attention):
         """Moves the parameters of a deepcopy side by side again, because each of them has separate memory."""
         super().__setstate__(state)
         self._pack()
+
+
+def _fits(context: Tensor | None, x: Tensor) -> bool:
+    """True if there is no context, or if it is (N, tokens', C') for as many samples as x has."""
+    return context is None or (context.dim() == 3 and context.shape[0] == x.shape[0])
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:

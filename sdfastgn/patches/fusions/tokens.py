@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
+from diffusers.models.activations import GEGLU
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
-from sdfastgn.patches.core.fusion import dropped_out, is_unhooked, parameters_of
+from sdfastgn.patches.core import fp8
+from sdfastgn.patches.core.fusion import dropped_out, is_unhooked, layer_of, parameters_of, stock_class
 from sdfastgn.patches.core.linear import parameters_of_plain
-from sdfastgn.patches.core.merged_adapters import plain_layer
+from sdfastgn.patches.core.merged_adapters import plain_layer, wrapped_layer
 from sdfastgn.patches.fusions.rounding import rounded
 
 __all__ = ["add_feed_forward", "add_norm", "grouped_norm", "is_plain_norm", "linear_geglu", "norm"]
@@ -51,17 +54,27 @@ def _can_fuse(layer: nn.Module, x: Tensor) -> bool:
     )
 
 
-def norm(layer: Any, x: Tensor) -> Tensor:
-    """Computes ``layer(x)`` for a LayerNorm ``layer`` and x (N, tokens, C), in the kernel if possible."""
-    return layer_norm(x, *parameters_of(layer), layer.eps) if _can_fuse(layer, x) else layer(x)
+def norm(layer: Any, x: Tensor, quantizer: Tensor | None = None) -> Tensor:
+    """Computes ``layer(x)`` for a LayerNorm ``layer`` and x (N, tokens, C), in the kernel if possible.
+
+    With a quantizer (``kernels/common/e4m3.py``), the kernel writes the result in E4M3.
+    """
+    if not _can_fuse(layer, x):
+        return layer(x)
+    return layer_norm(x, *parameters_of(layer), layer.eps, quantizer=quantizer)
 
 
-def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes (layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if possible."""
+def add_norm(
+    layer: Any, x: Tensor, residual: Tensor, quantizer: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes (layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if possible.
+
+    With a quantizer (``kernels/common/e4m3.py``), the kernel writes the first result in E4M3.
+    """
     # The kernel does not promote dtypes, which may differ under autocast or after attention in fp32. It does
     # not broadcast shapes either.
     if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(layer, x):
-        return add_layer_norm(x, residual, *parameters_of(layer), layer.eps)
+        return add_layer_norm(x, residual, *parameters_of(layer), layer.eps, quantizer=quantizer)
     total = x + residual
     return layer(total), total
 
@@ -110,6 +123,9 @@ def add_feed_forward(
         return ff(h) + total
     *others, last = layers
     weight, bias = parameters_of(last)
+    products = _products_of(layers) if fp8.is_used() and groups is None else None
+    if products is not None and residual is not None:
+        return _add_in_e4m3(products, layers, layer, x, residual)
     # Only this function refers to the new tensor ``total``, so it can be overwritten below.
     if groups is not None:
         h, total = grouped_norm(layer, x, groups, residual, total_bias=bias)
@@ -123,6 +139,67 @@ def add_feed_forward(
     if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
         return linear(h, weight) + total
     add_linear_(total.view(-1, total.shape[-1]), h.reshape(-1, h.shape[-1]), weight)
+    return total
+
+
+def _products_of(layers: list[Any]) -> list[fp8.Product | None] | None:
+    """The products in E4M3 of GEGLU's linear layer and of the last linear layer. None if there are none.
+
+    ``layers``: the layers of a feed-forward network, as in ``add_feed_forward``.
+    """
+    weights = feed_forward_weights(layers)
+    if weights is None:
+        return None
+    found = [fp8.product_of(layer, [weight]) for layer, weight in weights]
+    return None if found == [None, None] else found
+
+
+def feed_forward_weights(
+    layers: list[Any] | None, *, without_adapters: bool = False
+) -> list[tuple[Any, Tensor]] | None:
+    """(layer, weight) of the two linear layers in a feed-forward network with GEGLU.
+
+    None if the network does anything else in inference, or if one of the linear layers is not plain. For a
+    layer with an adapter it returns the layer with merged weights. ``without_adapters``: returns the layer
+    inside of it instead.
+    """
+    if layers is None or len(layers) < 2 or stock_class(layers[0]) is not GEGLU or not is_unhooked(layers[0]):
+        return None
+    first, *others, last = layers
+    is_plain = all(
+        type(layer) is nn.Dropout and is_unhooked(layer) and not layer.training for layer in others
+    )
+    linears = [layer_of(first, "proj"), last]
+    linears = list(map(wrapped_layer if without_adapters else plain_layer, linears))
+    parameters = [found for found in map(parameters_of_plain, linears) if found is not None]
+    if not is_plain or len(parameters) < len(linears):
+        return None
+    return [(layer, weight) for layer, (weight, _) in zip(linears, parameters, strict=True)]
+
+
+def _add_in_e4m3(
+    products: list[fp8.Product | None],
+    layers: list[Any],
+    layer: Any,
+    x: Tensor,
+    residual: Tensor,
+) -> Tensor:
+    """Computes ``add_feed_forward``, with ``products`` in E4M3 once they have learned."""
+    first, last = plain_layer(layer_of(layers[0], "proj")), layers[-1]
+    (weight, bias), (last_weight, last_bias) = parameters_of(first), parameters_of(last)
+    up, down = products
+    h, total = add_layer_norm(
+        x, residual, *parameters_of(layer), layer.eps,
+        total_bias=last_bias, quantizer=None if up is None else up.quantizer_now,
+    )  # fmt: skip
+    h = fp8.linear(up, h, weight)
+    h = geglu(h, bias, quantizer=None if down is None else down.quantizer_now)
+    if down is not None:
+        if h.dtype is E4M3:
+            down.add_(total, h)
+            return total
+        down.learn(h, [last_weight])
+    add_linear_(total.view(-1, total.shape[-1]), h.view(-1, h.shape[-1]), last_weight)
     return total
 
 

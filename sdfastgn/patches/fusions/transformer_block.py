@@ -18,22 +18,32 @@ Under a compiler diffusers' own forward runs, because the compiler fuses these o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.layer_norm.grouped import Groups
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, layer_of
+from sdfastgn.patches.core import fp8
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, layer_of, stock_class
+from sdfastgn.patches.core.merged_adapters import wrapped_layer
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.attention import FusedAttention, is_one_token
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
 from sdfastgn.patches.fusions.rounding import rounded
-from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, is_plain_norm, norm
+from sdfastgn.patches.fusions.tokens import (
+    add_feed_forward,
+    add_norm,
+    feed_forward_weights,
+    is_plain_norm,
+    norm,
+)
+from sdfastgn.patches.shared.packed_weights import plain_parameters
 
 __all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
 
@@ -68,29 +78,61 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 class_labels,
                 added_cond_kwargs,
             )
-        attn1, is_autocast = layer_of(self, "attn1"), dispatch.is_autocast(hidden_states)
-        h = attn1(
-            _normed(norm, attn1 if is_autocast else None, layer_of(self, "norm1"), hidden_states),
-            encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
-            attention_mask=attention_mask,
-            **options,
-        )
+        is_autocast = dispatch.is_autocast(hidden_states)
+        may_be_fp8 = fp8.is_used() and attention_mask is encoder_attention_mask is None and not options
+        context = encoder_hidden_states if self.only_cross_attention else None
+        h = self._attend_first(hidden_states, context, attention_mask, options, may_be_fp8=may_be_fp8)
         ff, norm3, attn2 = layer_of(self, "ff"), layer_of(self, "norm3"), layer_of(self, "attn2")
         vector = None if options else self._vector(encoder_hidden_states, encoder_attention_mask)
         if vector is not None:
             groups = Groups(h.shape[1], added=vector)
             return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, groups)
         if attn2 is not None:
-            norm2, reader = layer_of(self, "norm2"), attn2 if is_autocast else None
-            h, hidden_states = _normed(add_norm, reader, norm2, h, hidden_states)
-            h = attn2(
+            h, hidden_states = self._attend_second(
                 h,
-                encoder_hidden_states=encoder_hidden_states,
-                attention_mask=encoder_attention_mask,
-                **options,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                options,
+                may_be_fp8=may_be_fp8,
             )
         readers = _readers_of(ff) if is_autocast else None
         return add_feed_forward(ff, layers_of(ff), norm3, h, hidden_states, readers=readers)
+
+    def _attend_first(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        mask: Tensor | None,
+        options: dict[str, Any],
+        *,
+        may_be_fp8: bool,
+    ) -> Tensor:
+        """Computes ``attn1(norm1(x))``."""
+        attn1, norm1 = layer_of(self, "attn1"), layer_of(self, "norm1")
+        found = _in_e4m3(attn1, norm1, x, None, context) if may_be_fp8 else None
+        if found is not None:
+            return found[0]
+        h = _normed(norm, attn1 if dispatch.is_autocast(x) else None, norm1, x)
+        return attn1(h, encoder_hidden_states=context, attention_mask=mask, **options)
+
+    def _attend_second(
+        self,
+        h: Tensor,
+        x: Tensor,
+        context: Tensor | None,
+        mask: Tensor | None,
+        options: dict[str, Any],
+        *,
+        may_be_fp8: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes (``attn2(norm2(h + x))``, h + x)."""
+        attn2, norm2 = layer_of(self, "attn2"), layer_of(self, "norm2")
+        found = _in_e4m3(attn2, norm2, h, x, context) if may_be_fp8 else None
+        if found is not None:
+            return found
+        h, x = _normed(add_norm, attn2 if dispatch.is_autocast(h) else None, norm2, h, x)
+        return attn2(h, encoder_hidden_states=context, attention_mask=mask, **options), x
 
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """The vector (N, dim) that ``attn2`` adds to each token of a sample if the context is a single token.
@@ -111,6 +153,45 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             or "scale" in options  # this argument is deprecated, and upstream's forward warns of it
             or not _has_layer_norms(self)
         )
+
+
+def _in_e4m3(
+    attn: Any, layer: Any, x: Tensor, residual: Tensor | None, context: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Computes (attn(layer(total)), total), where total is x + residual, and ``layer`` is a LayerNorm.
+
+    Here ``layer`` writes E4M3 if the product of ``attn`` runs in it. Returns None if ``attn`` has no product
+    in E4M3, or if it does anything besides projections and attention.
+    """
+    product = attn.product(x, context) if isinstance(attn, FusedAttention) else None
+    if product is None:
+        return None
+    if residual is None:
+        h = norm(layer, x, product.quantizer_now)
+    else:
+        h, x = add_norm(layer, x, residual, product.quantizer_now)
+    return attn.with_product(product, h, context), x
+
+
+def products_in(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """Yields the products in transformer blocks that can run in E4M3, as (owner, weights).
+
+    ``model`` may be stock or fused. A layer with a LoRA adapter counts as the layer without the adapter.
+    """
+    for block in model.modules():
+        if stock_class(block) is not BasicTransformerBlock or not _has_layer_norms(block):
+            continue
+        for name in ("attn1", "attn2"):
+            attn: Any = getattr(block, name)
+            if attn is None or stock_class(attn) is not Attention:
+                continue
+            has_context = name == "attn2" or block.only_cross_attention
+            linears = [wrapped_layer(layer) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+            found = plain_parameters(linears[:1] if has_context else linears)
+            if found is not None and not found.biases:
+                yield linears[0] if has_context else attn, found.weights
+        for layer, weight in feed_forward_weights(layers_of(block.ff), without_adapters=True) or ():
+            yield layer, [weight]
 
 
 def _register_for_hooks() -> None:

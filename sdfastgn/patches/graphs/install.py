@@ -30,6 +30,7 @@ __all__ = [
     "has_graphable",
     "inspect",
     "install",
+    "outermost",
     "remove",
     "sharing",
     "wait_for_gpus",
@@ -70,7 +71,7 @@ class Graphs:
 
 def has_graphable(root: nn.Module) -> bool:
     """True if ``root`` is or contains a graphable module: one of a class that ``models.py`` lists."""
-    return any(True for _ in _outermost(root))
+    return any(True for _ in outermost(root))
 
 
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
@@ -79,7 +80,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     If a graphable module contains others, only the outermost one gets a ``GraphedForward``: its graphs
     include the calls of the inner ones. A module whose forward other code has replaced gets none.
     """
-    for _, module in list(_outermost(root)):
+    for _, module in list(outermost(root)):
         for inner in module.modules():
             if inner is not module and _graphed(inner) is not None:  # ``optimize(inner)`` was called before
                 _take_off(inner)
@@ -122,7 +123,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     A graphable module that another one contains is left out. In mode "training" each module has a second pair
     about its calls with gradients: (``Graphs``, None).
     """
-    for path, module in _outermost(root, prefix):
+    for path, module in outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
         if graphed is not None:
@@ -142,7 +143,7 @@ def _described(path: str, kind: str, mode: str, graphed: GraphedForward, reasons
     return Graphs(path, kind, mode, *counts, {**reasons, **graphed.eager}, graphed.last_change)
 
 
-def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yields (path, module) for each graphable module in ``root`` that no other graphable module contains."""
     seen = set()
     todo = [(path, root)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch, private
-from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core import channels_last, fp8
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Call, Number
 from sdfastgn.patches.graphs.factors import is_tested
@@ -237,7 +237,7 @@ def reason_now(module: nn.Module) -> str | None:
         return "gradients are enabled"
     if module.training:
         return "it is in training mode"
-    return _reason_with_or_without_gradients(module)
+    return _reason_with_or_without_gradients(module) or fp8.reason_now(module)
 
 
 def reason_in_training(module: nn.Module) -> str | None:

@@ -1,0 +1,64 @@
+"""``optimize``'s option ``precision``: gives models products in FP8, and takes them away.
+
+``core/fp8.py`` explains products. ``transformer_block.py`` finds them in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from sdfastgn.patches.core import fp8
+from sdfastgn.patches.fusions.transformer_block import products_in
+from sdfastgn.patches.graphs import install as graphs
+
+__all__ = ["KEPT", "check", "may_change", "set_precision"]
+
+# Value of ``precision`` with which each model keeps its precision.
+KEPT: Any = object()
+
+
+def check(call: str, roots: Iterable[nn.Module], precision: Any) -> None:
+    """Raise ValueError if ``precision`` is no valid option, or if no model in ``roots`` can run in it.
+
+    ``call``: the name of the public function, for the error.
+    """
+    if precision is None or precision is KEPT:
+        return
+    if precision != "fp8":
+        raise ValueError(f'sdfastgn.{call}: precision={precision!r} must be None or "fp8"')
+    reason = fp8.reason_to_refuse([weights for root in roots for _, weights in _products_in(root)])
+    if reason is not None:
+        raise ValueError(f'sdfastgn.{call}: precision="fp8" is impossible: {reason}')
+
+
+def may_change(root: nn.Module, precision: str | None) -> bool:
+    """True if ``set_precision(root, precision)`` may change anything."""
+    if precision is KEPT:
+        return False
+    return precision is not None or any(map(fp8.is_allowed, _models_in(root)))
+
+
+def set_precision(root: nn.Module, precision: str | None) -> None:
+    """Give the models in ``root`` products in FP8, or drop them. Graphs of changed models are dropped."""
+    for model in _models_in(root) if precision is not KEPT else ():
+        found = [] if precision is None else _products_in(model)
+        if found and not fp8.has_all(model, found):
+            graphs.remove(model)
+            fp8.allow(model, found)
+        elif not found and fp8.is_allowed(model):
+            graphs.remove(model)
+            for module in model.modules():
+                fp8.forget(module)
+
+
+def _products_in(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
+    """The products of ``model`` that can run in FP8, as (owner, weights)."""
+    return [(owner, weights) for owner, weights in products_in(model) if fp8.can_quantize(weights)]
+
+
+def _models_in(root: nn.Module) -> list[nn.Module]:
+    """The models in ``root`` that can have graphs; ``root`` itself if there is none."""
+    return [model for _, model in graphs.outermost(root)] or [root]

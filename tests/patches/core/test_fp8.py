@@ -1,0 +1,280 @@
+"""``optimize(..., precision="fp8")``: products of transformer blocks in E4M3."""
+
+import copy
+
+import pytest
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+import sdfastgn
+from sdfastgn.kernels.common.e4m3 import E4M3, quantized
+from sdfastgn.models.architectures import build_unet, unet_inputs
+from sdfastgn.patches.core import fp8
+from tests.patches import changes
+from tests.patches.cases import WHERE, noise
+from tests.patches.samples import randomize
+
+DIM, TEXT, CALLS = 32, 16, 3
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.usefixtures("on_each_device", "without_gradients", "few_calls"),
+]
+
+
+@pytest.fixture
+def few_calls(monkeypatch):
+    """Products learn in few calls, and the CPU counts as a GPU that has products in E4M3."""
+    monkeypatch.setattr(fp8, "CALLS", CALLS)
+    monkeypatch.setattr(fp8, "device_reason", lambda device: None)
+
+
+def made(dtype=torch.float16, **options):
+    """A stock block."""
+    options = {"num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": TEXT, **options}
+    torch.manual_seed(2)
+    return randomize(BasicTransformerBlock(DIM, **options)).to(WHERE["device"], dtype)
+
+
+def twins(**options):
+    """(block with products in FP8, block without, stock block)"""
+    stock = made(**options)
+    fused = sdfastgn.optimize(copy.deepcopy(stock), precision="fp8")
+    return fused, sdfastgn.optimize(copy.deepcopy(stock)), stock
+
+
+def call(block, seed=0, factor=1.0):
+    dtype = block.ff.net[2].weight.dtype
+    x = factor * noise(2, 24, DIM, seed=seed, mean=0.0)
+    return block(x.to(dtype), encoder_hidden_states=noise(2, 5, TEXT, seed=9, dtype=dtype))
+
+
+def error(y, expected):
+    return ((y.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def learn(block):
+    for seed in range(CALLS):
+        call(block, seed)
+
+
+def state(block):
+    (found,) = sdfastgn.report(block).fp8
+    return found
+
+
+def test_products_learn_then_run_in_e4m3(launches):
+    fused, plain, stock = twins()
+    for seed in range(CALLS):
+        assert torch.equal(call(fused, seed), call(plain, seed))
+        assert (state(fused).learning, state(fused).in_e4m3) == (
+            4 * (seed + 1 < CALLS),
+            4 * (seed + 1 == CALLS),
+        )
+    launches.clear()
+    y = call(fused)
+    written = [p["y_ptr"].dtype for name, _, p in launches if name in ("rows", "geglu")]
+    assert written == [E4M3] * 4
+    exact = call(copy.deepcopy(stock).float())
+    assert error(call(plain), exact) < 0.002 < error(y, exact) < 0.05
+    assert y.dtype is torch.float16
+    found = state(fused)
+    assert (found.products, found.inexact, found.adapted, found.beyond) == (4, 0, 0, 0)
+    assert 0.01 < found.error < 0.06
+    assert f"FP8 in {type(fused).__name__}: 4 of 4 products" in str(sdfastgn.report(fused))
+
+
+def test_values_beyond_the_range_saturate_and_count():
+    fused, _, _ = twins()
+    learn(fused)
+    with torch.no_grad():
+        fused.norm3.weight.mul_(20)
+    y = call(fused)
+    assert torch.isfinite(y).all()
+    beyond = state(fused).beyond
+    assert beyond > 0
+    call(fused)
+    assert state(fused).beyond == 2 * beyond
+
+
+def test_not_finite_inputs_leave_the_model_in_its_dtype():
+    fused, plain, _ = twins()
+    for seed in range(CALLS):
+        call(fused, seed, factor=float("inf"))
+    assert state(fused).in_e4m3 == 0
+    assert torch.equal(call(fused), call(plain))
+
+
+def test_inexact_products_stay_in_the_models_dtype(monkeypatch):
+    fused, _, _ = twins()
+    # One channel of the input has huge values. Beside them, the other values are too small for E4M3.
+    with torch.no_grad():
+        fused.norm1.weight[3] = 1.5e4
+        for layer in (fused.attn1.to_q, fused.attn1.to_k, fused.attn1.to_v):
+            layer.weight[:, 3] = 0
+    plain = sdfastgn.optimize(sdfastgn.restore(copy.deepcopy(fused)))
+    learn(fused)
+    found = state(fused)
+    assert (found.in_e4m3, found.inexact) == (3, 1)
+    assert "1 stay in the model's dtype" in str(sdfastgn.report(fused))
+    monkeypatch.setattr(fp8, "MOST_ERROR", 0.0)
+    fused = sdfastgn.optimize(sdfastgn.restore(fused), precision="fp8")
+    learn(fused)
+    assert (state(fused).in_e4m3, state(fused).inexact) == (0, 4)
+    assert torch.equal(call(fused), call(plain))
+
+
+def test_restore_and_another_precision_are_exact():
+    fused, plain, stock = twins()
+    before = {name: p.clone() for name, p in stock.state_dict().items()}
+    learn(fused)
+    quick = call(fused)
+    assert not torch.equal(quick, call(plain))
+    assert torch.equal(call(copy.deepcopy(fused)), call(plain))
+    with sdfastgn.optimized(fused):
+        assert torch.equal(call(fused), quick)
+    sdfastgn.optimize(fused, precision="fp8")
+    assert torch.equal(call(fused), quick)
+    sdfastgn.optimize(fused)
+    assert torch.equal(call(fused), call(plain))
+    sdfastgn.optimize(fused, precision="fp8")
+    learn(fused)
+    assert torch.equal(call(fused), quick)
+    sdfastgn.restore(fused)
+    assert all(torch.equal(p, before[name]) for name, p in fused.state_dict().items())
+    assert torch.equal(call(fused), call(stock))
+    assert sdfastgn.report(fused).fp8 == ()
+
+
+@pytest.mark.parametrize("path", ["attn1.to_k", "attn2.to_q", "ff.net.0.proj", "ff.net.2"])
+def test_written_weights_are_quantized_again(path):
+    fused, _, stock = twins()
+    learn(fused)
+    for block in (fused, stock):
+        block.get_submodule(path).weight.mul_(-0.5)
+    assert error(call(fused), call(stock)) < 0.05
+    assert state(fused).in_e4m3 == 4
+
+
+def test_weights_are_quantized_again_before_a_replay():
+    fused, _, _ = twins()
+    layer, x = fused.ff.net[2], noise(2, 24, 4 * DIM, dtype=torch.float16)
+    for _ in range(CALLS):
+        assert fp8.reason_now(fused) == fp8.REASON
+        call(fused)
+    assert fp8.reason_now(fused) is None
+    product = fp8.product_of(layer, [layer.weight])
+    before = product(quantized(x, product.quantizer))
+    layer.weight.mul_(-2)
+    assert fp8.reason_now(fused) is None
+    assert torch.equal(product(quantized(x, product.quantizer)), -2 * before)
+
+
+def test_products_that_begin_late_learn_without_graphs():
+    fused, _, _ = twins()
+    weight = fused.attn1.to_v.weight
+    fused.attn1.to_v.weight = nn.Parameter(weight.detach().clone())
+    for _ in range(CALLS):
+        assert fp8.reason_now(fused) == fp8.REASON
+        call(fused)
+    assert fp8.reason_now(fused) is None
+    assert state(fused).learning == 1
+    fused.attn1.to_v.weight = weight
+    call(fused)
+    assert fp8.reason_now(fused) == fp8.REASON
+    learn(fused)
+    assert state(fused).in_e4m3 == 4
+
+
+@pytest.mark.parametrize("change", changes.MOVED, ids=lambda f: f.__name__)
+def test_replaced_weights(change):
+    fused, plain, stock = twins()
+    learn(fused)
+    for block in (fused, plain, stock):
+        change(block, "ff.net.2")
+    assert error(call(fused), call(stock)) < 0.05
+
+
+def test_layers_with_adapters_run_in_the_models_dtype():
+    fused, plain, _ = twins()
+    learn(fused)
+    quick = call(fused)
+    config = LoraConfig(r=2, target_modules=["to_q", "net.2"], init_lora_weights=False)
+    for block in (fused, plain):
+        torch.manual_seed(3)
+        inject_adapter_in_model(config, block)
+        block.to(WHERE["device"], torch.float16)
+    sdfastgn.optimize(fused, precision="fp8")
+    sdfastgn.optimize(plain)
+    assert (state(fused).in_e4m3, state(fused).adapted) == (1, 3)
+    assert "3 have LoRA adapters" in str(sdfastgn.report(fused))
+    y, expected = call(fused), call(plain)
+    assert 0 < error(y, expected) < 0.05
+    assert error(y, quick) > 0.05
+
+
+@pytest.mark.gpu
+def test_graphs_run_in_e4m3_and_go_on_after_a_write():
+    if WHERE["device"] == "cpu":
+        pytest.skip("graphs need a GPU")
+    plain = build_unet("tiny", torch.float16, "cuda")
+    fused = sdfastgn.optimize(copy.deepcopy(plain), precision="fp8")
+    inputs = unet_inputs("tiny", size=64, batch=2, dtype=torch.float16, device="cuda", seed=0)
+    expected = plain(**inputs).sample
+    for _ in range(CALLS + 2):
+        y = fused(**inputs).sample
+    assert 0.005 < error(y, expected) < 0.1
+    for model in (plain, fused):
+        for name, weight in model.named_parameters():
+            if name.endswith(("attn1.to_v.weight", "ff.net.2.weight")):
+                weight.mul_(-2)
+    y, written = fused(**inputs).sample, plain(**inputs).sample
+    assert error(y, written) < 0.1 < error(y, expected)
+    (graphs,) = sdfastgn.report(fused).graphs
+    assert (graphs.captured, graphs.replays) == (1, 2)
+
+
+def hooked(block):
+    block.attn1.to_v.register_forward_hook(lambda m, i, o: 2 * o)
+
+
+def other_processor(block):
+    block.attn2.set_processor(type("Doubled", (type(block.attn2.processor),), {})())
+
+
+@pytest.mark.parametrize("change", [hooked, other_processor])
+def test_what_the_fused_code_cannot_do_runs_in_the_models_dtype(change):
+    fused, _, stock = twins()
+    learn(fused)
+    for block in (fused, stock):
+        change(block)
+    assert error(call(fused), call(stock)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "text"),
+    [
+        (lambda: made(), "fp9", "must be None or"),
+        (lambda: made(dtype=torch.float32), "fp8", "its weights are torch.float32"),
+        (lambda: nn.Sequential(nn.GroupNorm(2, 4)), "fp8", "no transformer blocks"),
+        (
+            lambda: made(num_attention_heads=1, attention_head_dim=DIM, activation_fn="gelu").attn1,
+            "fp8",
+            "no tr",
+        ),
+    ],
+)
+def test_what_cannot_run_in_fp8_is_refused_before_any_change(model, precision, text):
+    model = model()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=text):
+        sdfastgn.optimize(model, precision=precision)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_cpu_is_refused(monkeypatch):
+    monkeypatch.undo()
+    if WHERE["device"] == "cpu":
+        with pytest.raises(ValueError, match="its weights are on cpu, and not on an NVIDIA GPU"):
+            sdfastgn.optimize(made(), precision="fp8")
