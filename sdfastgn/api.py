@@ -298,7 +298,8 @@ class _Before:
 
     ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module whose calls run as
     CUDA graphs -> its option ``cuda_graphs``. ``findings``: what ``patcher.inspect`` found in the component.
-    ``laid_out``: the modules whose layout sdfastgn had changed. ``is_fp8``: True if the component had products in FP8.
+    ``laid_out``: the modules whose layout sdfastgn had changed. ``is_fp8``: True if the component had
+    products in FP8.
     """
 
     name: str

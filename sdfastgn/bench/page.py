@@ -27,7 +27,7 @@ from sdfastgn.bench.variants import label
 # 1024x1024 has several MB. PSNR and SSIM are computed from the original images.
 SHOWN = 512
 # The variants with sdfastgn. The page shows an image of only one of them: of the first that has an image.
-_OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
+_OURS = ("sdfastgn", "sdfastgn_fp8", "sdfastgn_eager", "sdfastgn_compile")
 
 
 @dataclass(frozen=True)

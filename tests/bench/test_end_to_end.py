@@ -180,6 +180,28 @@ def test_judgement(part, output, reason):
     assert (reason in judged.reason) if reason else not judged.reason
 
 
+@pytest.mark.parametrize(("part", "factor"), [("unet", 1.004), ("pipeline", 1.03)])
+def test_a_variant_with_slack_may_be_further_off(part, factor):
+    output, stock = torch.full((2, 2), factor), gate.Reference(torch.ones(2, 2))
+    assert gate.judge(config(part), output, stock).reason
+    assert not gate.judge(config(part), output, stock, slack=5.0).reason
+    assert gate.judge(config(part), output * 1.1, stock, slack=5.0).reason
+
+
+def test_a_variant_is_called_until_it_is_ready():
+    asked = []
+    variant = dataclasses.replace(
+        VARIANTS["eager"], is_ready=lambda target: asked.append(target) or len(asked) > 3
+    )
+    calls = []
+    workload = Workload(SMALL.target, lambda: calls.append(1) or SMALL.call(), None)
+    end_to_end.run(config("unet", repeats=1), [variant], workload=workload)
+    ready = len(calls)
+    calls.clear()
+    end_to_end.run(config("unet", repeats=1), [VARIANTS["eager"]], workload=workload)
+    assert (ready - len(calls), asked) == (3, [SMALL.target] * 4)
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
     [

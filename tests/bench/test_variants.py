@@ -16,7 +16,8 @@ from sdfastgn.bench import environment, stable_fast
 from sdfastgn.bench.snapshot import Snapshot, modules_of
 from sdfastgn.bench.variants import VARIANTS, Variant, prepared
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.models.architectures import build_vae
+from sdfastgn.models.architectures import build_unet, build_vae
+from sdfastgn.patches.core import fp8
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,8 @@ def test_eager_is_first_and_stable_fast_last():
 
 
 # torch.compile is prepared here and not run: it would take a minute of C++.
-APPLIED = [variant for name, variant in VARIANTS.items() if name != "stable_fast"]
+# ``sdfastgn_fp8`` refuses a module without transformer blocks.
+APPLIED = [variant for name, variant in VARIANTS.items() if name not in ("stable_fast", "sdfastgn_fp8")]
 
 
 @pytest.mark.parametrize("variant", APPLIED, ids=[variant.name for variant in APPLIED])
@@ -82,6 +84,19 @@ def test_applied_and_undone(variant, module):
                 torch.testing.assert_close(module(x), stock, rtol=1e-5, atol=1e-5)
         assert state(module) == before
         assert torch.equal(module(x), stock)
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_fp8_is_ready_when_its_products_know_their_scales(monkeypatch):
+    variant = VARIANTS["sdfastgn_fp8"]
+    assert "not on an NVIDIA GPU" in variant.available(CPU)
+    monkeypatch.setattr(fp8, "device_reason", lambda device: None)
+    unet = build_unet("tiny", torch.bfloat16, "cpu")
+    with prepared(variant, unet, "unet"):
+        assert not variant.is_ready(unet)
+        monkeypatch.setattr(fp8, "CALLS", 0)
+        assert variant.is_ready(unet)
+    assert not sdfastgn.report(unet).fp8
 
 
 def test_only_unet_and_vae_of_a_pipeline_change_layout():
