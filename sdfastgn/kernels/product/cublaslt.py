@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.e4m3 import E4M3
 
-# Dtype of the matrices -> its number in cuBLASLt: CUDA_R_16F, CUDA_R_16BF.
-_CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+# Dtype of the matrices -> its number in cuBLASLt: CUDA_R_16F, CUDA_R_16BF, CUDA_R_8F_E4M3.
+_CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14, E4M3: 28}
 # CUDA_R_32F: the dtype of alpha and beta in ``out = alpha * product + beta * out``.
 _FP32 = 0
 # CUBLAS_COMPUTE_32F: products are summed in fp32.
 _COMPUTE_FP32 = 68
 # Attributes that are set in the descriptor of a product, from cublasLtMatmulDescAttributes_t.
-_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_SUMS = 3, 7, 8, 17, 18, 25
 # Values of the attributes _TRANSPOSE_A and _EPILOGUE: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
 # Attribute of a request for algorithms: the maximum scratch memory of an algorithm
@@ -48,7 +49,8 @@ class Shape(NamedTuple):
     """Sizes and dtype of a product out = x @ weight.T of contiguous matrices.
 
     x is (rows, depth), weight is (columns, depth), out is (rows, columns). ``has_bias``: True if a bias
-    (columns,) is added. ``adds``: True if the product is added to the old values of ``out``.
+    (columns,) is added. ``adds``: True if the product is added to the old values of ``out``. ``is_e4m3``:
+    True if x and weight are in E4M3, each with a scale. Then ``dtype`` is the dtype of out.
     """
 
     rows: int
@@ -57,6 +59,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     has_bias: bool
     adds: bool
+    is_e4m3: bool = False
 
 
 class Algorithm(NamedTuple):
@@ -131,10 +134,11 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 
 
 @contextmanager
-def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
+def _described(shape: Shape, bias: int = 0, scales: tuple[int, int] = (0, 0)) -> Iterator[_Arguments]:
     """A context that creates the descriptors of a product, and destroys them at its end.
 
-    ``bias``: address of the bias, or 0. Each call creates new descriptors, so that threads do not share them.
+    ``bias``: address of the bias, or 0. ``scales``: addresses of the scales of x and weight, or zeros. Each
+    call creates new descriptors, so that threads do not share them.
     """
     made: list[tuple[str, ctypes.c_void_p]] = []
 
@@ -144,9 +148,9 @@ def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
         made.append((kind, pointer))
         return pointer
 
-    def layout(rows: int, columns: int) -> ctypes.c_void_p:
+    def layout(rows: int, columns: int, dtype: torch.dtype) -> ctypes.c_void_p:
         sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-        return make("MatrixLayout", _CUDA_TYPES[shape.dtype], *sizes)
+        return make("MatrixLayout", _CUDA_TYPES[dtype], *sizes)
 
     try:
         operation = make("MatmulDesc", _COMPUTE_FP32, _FP32)
@@ -154,11 +158,16 @@ def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
         if shape.has_bias:
             _set("MatmulDesc", operation, _EPILOGUE, ctypes.c_uint32(_ADD_BIAS))
             _set("MatmulDesc", operation, _BIAS_POINTER, _Pointer(bias))
+        if shape.is_e4m3:
+            _set("MatmulDesc", operation, _A_SCALE_POINTER, _Pointer(scales[1]))
+            _set("MatmulDesc", operation, _B_SCALE_POINTER, _Pointer(scales[0]))
+            _set("MatmulDesc", operation, _FAST_SUMS, ctypes.c_int8(1))
+        dtype = E4M3 if shape.is_e4m3 else shape.dtype
         yield _Arguments(
             operation,
-            layout(shape.depth, shape.columns),
-            layout(shape.depth, shape.rows),
-            layout(shape.columns, shape.rows),
+            layout(shape.depth, shape.columns, dtype),
+            layout(shape.depth, shape.rows, dtype),
+            layout(shape.columns, shape.rows, shape.dtype),
         )
     finally:
         for kind, pointer in made:
@@ -188,7 +197,13 @@ def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
 
 
 def multiply(
-    shape: Shape, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+    shape: Shape,
+    algorithm: Algorithm,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Computes out = x @ weight.T + bias, or out += x @ weight.T + bias if ``shape.adds``.
 
@@ -199,13 +214,15 @@ def multiply(
         algorithm: one of ``algorithms(shape, device)``.
         x, weight, bias, out: as in ``Shape``, on the current device. Their addresses must be multiples of
             256, because cuBLASLt assumes this.
+        scales: the scales of x and weight, (1,) fp32, if ``shape.is_e4m3``; else None.
 
     Raises ``Refused`` if cuBLASLt cannot run the algorithm.
     """
     one, before = ctypes.c_float(1.0), ctypes.c_float(float(shape.adds))
     workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8)
     target = _Pointer(out.data_ptr())
-    with _described(shape, 0 if bias is None else bias.data_ptr()) as given:
+    scale_x, scale_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
+    with _described(shape, 0 if bias is None else bias.data_ptr(), (scale_x, scale_weight)) as given:
         _call(
             "cublasLtMatmul",
             _handle(out.device), given.operation,

@@ -27,14 +27,3 @@ def scaled_product(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dty
     return scaled_mm(
         x, weight.t(), scale_a=scale_x, scale_b=scale_weight, out_dtype=dtype, use_fast_accum=True
     )
-
-
-def linear_e4m3(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Computes ``scaled_product`` of x (..., depth). Returns (..., columns)."""
-    y = scaled_product(x.view(-1, x.shape[-1]), weight, scales, dtype)
-    return y.view(*x.shape[:-1], len(weight))
-
-
-def add_linear_e4m3_(total: Tensor, x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> None:
-    """Adds ``scaled_product`` of x and weight to ``total`` (rows, columns), in place."""
-    total.add_(scaled_product(x, weight, scales, total.dtype))

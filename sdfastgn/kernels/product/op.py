@@ -24,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
+from sdfastgn.kernels.product.e4m3 import scaled_product
 
 # An algorithm is chosen only for products of these dtypes. PyTorch computes all others.
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -47,6 +49,8 @@ _ROUNDS = 3
 _HEAD_START = 400_000
 # Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
+# Maximum relative distance between two sums of a tensor and a product in E4M3, if one was rounded once more.
+_NEAR_SUM = 0.01
 # An algorithm is only chosen if it takes less than this fraction of PyTorch's time. A smaller gain may be
 # noise.
 _WORTHWHILE = 0.98
@@ -121,6 +125,40 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
         multiply(*choice, x, weight, None, total)
 
 
+def linear_e4m3(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Computes ``(scales[0] * x) @ (scales[1] * weight).T`` for x (..., depth) and weight (columns, depth).
+
+    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+
+    Returns (..., columns). The other arguments are as in ``scaled_product``, and so are the dtypes.
+    """
+    rows = x.view(-1, x.shape[-1])
+    choice = _choice_of_e4m3(rows, weight, dtype, None) if is_choosing() else None
+    if choice is None:
+        out = scaled_product(rows, weight, scales, dtype)
+    else:
+        out = torch.empty((len(rows), len(weight)), dtype=dtype, device=x.device)
+        multiply(*choice, rows, weight, None, out, scales)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def add_linear_e4m3_(total: Tensor, x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> None:
+    """Computes ``total += (scales[0] * x) @ (scales[1] * weight).T``.
+
+    In CUDA graphs it uses the algorithm that a rehearsal has chosen, which rounds the result once. Otherwise
+    the product is rounded before it is added.
+
+    Args:
+        total: (rows, columns), fp16 or bf16, contiguous, changed in place.
+        x, weight, scales: as in ``scaled_product``.
+    """
+    choice = _choice_of_e4m3(x, weight, total.dtype, total) if is_choosing() else None
+    if choice is None:
+        _add_product_(total, (x, weight, scales))
+    else:
+        multiply(*choice, x, weight, None, total, scales)
+
+
 def _choice(
     x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
 ) -> tuple[Shape, Algorithm] | None:
@@ -129,8 +167,25 @@ def _choice(
     Call it only if ``is_choosing()``. During a rehearsal it records the product, and returns None.
     """
     kind = _kind_of(x, weight, bias, total)
-    if kind is None:
-        return None
+    return None if kind is None else _choice_for(kind)
+
+
+def _choice_of_e4m3(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, total: Tensor | None
+) -> tuple[Shape, Algorithm] | None:
+    """``_choice`` for ``linear_e4m3`` and ``add_linear_e4m3_``."""
+    (rows, depth), columns = x.shape, len(weight)
+    operands = [x, weight] if total is None else [x, weight, total]
+    fits = (
+        _FEWEST_ROWS <= rows <= _MOST_ELEMENTS // columns
+        and all(t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0 for t in operands)
+        and gpu.is_current(x.device)
+    )
+    shape = Shape(rows, columns, depth, dtype, False, total is not None, is_e4m3=True)
+    return _choice_for(_Kind(shape, x.device, ())) if fits else None
+
+
+def _choice_for(kind: _Kind) -> tuple[Shape, Algorithm] | None:
     noted = _noted.get()
     if noted is not None:
         noted[kind] = None
@@ -191,20 +246,39 @@ def chosen_after() -> Iterator[None]:
             _chosen[kind] = _fastest(kind)
 
 
+# An algorithm, or None for PyTorch's own, and a function that runs it.
+_Way = tuple[Algorithm | None, Callable[[], object]]
+
+
 @torch.no_grad()
 def _fastest(kind: _Kind) -> Algorithm | None:
     """Times all algorithms that give the same bits as PyTorch, and returns the fastest.
 
     None if none is clearly faster than PyTorch (``_WORTHWHILE``).
     """
+    ways = _ways_of_e4m3(kind) if kind.shape.is_e4m3 else _ways(kind)
+    times = [_microseconds(way) for _, way in ways]
+    for _ in range(_ROUNDS - 1):
+        # Further rounds time only PyTorch (index 0) and the algorithms whose times are close to the best
+        # time.
+        near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
+        for i in near:
+            times[i] = min(times[i], _microseconds(ways[i][1]))
+    best = times.index(min(times))
+    return ways[best][0] if times[best] < _WORTHWHILE * times[0] else None
+
+
+def _random(kind: _Kind) -> Callable[..., Tensor]:
+    """Returns a function that makes random tensors: sizes -> tensor."""
+    # They come from a separate generator, so that the user's random numbers do not change.
+    generator = torch.Generator(kind.device).manual_seed(0)
+    return partial(torch.randn, dtype=kind.shape.dtype, device=kind.device, generator=generator)
+
+
+def _ways(kind: _Kind) -> list[_Way]:
+    """The ways to compute the product, PyTorch's first."""
     shape, device = kind.shape, kind.device
-    # The operands come from a separate generator, so that the user's random numbers do not change.
-    random = partial(
-        torch.randn,
-        dtype=shape.dtype,
-        device=device,
-        generator=torch.Generator(device).manual_seed(0),
-    )
+    random = _random(kind)
     x, weight = random(shape.rows, shape.depth), random(shape.columns, shape.depth)
     bias = random(shape.columns) if shape.has_bias else None
     start = random(shape.rows, shape.columns)
@@ -215,7 +289,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
     else:
         own = partial(F.linear, x, weight, bias)
         expected = F.linear(x, weight, bias)
-    ways: list[tuple[Algorithm | None, Callable[[], object]]] = [(None, own)]
+    ways: list[_Way] = [(None, own)]
     for algorithm in algorithms(shape, device):
         try:
             multiply(shape, algorithm, x, weight, bias, out.copy_(start))
@@ -223,15 +297,49 @@ def _fastest(kind: _Kind) -> Algorithm | None:
             continue
         if torch.equal(out, expected):
             ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out)))
-    times = [_microseconds(way) for _, way in ways]
-    for _ in range(_ROUNDS - 1):
-        # Further rounds time only PyTorch (index 0) and the algorithms whose times are close to the best
-        # time.
-        near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
-        for i in near:
-            times[i] = min(times[i], _microseconds(ways[i][1]))
-    best = times.index(min(times))
-    return ways[best][0] if times[best] < _WORTHWHILE * times[0] else None
+    return ways
+
+
+def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
+    """``_ways`` for a product of E4M3 tensors.
+
+    PyTorch rounds a product in E4M3 before it is added, and an algorithm does not. So the first algorithm
+    whose result is near that of PyTorch decides which bits the others must give.
+    """
+    shape, device = kind.shape, kind.device
+    random = _random(kind)
+    x, weight = random(shape.rows, shape.depth).to(E4M3), random(shape.columns, shape.depth).to(E4M3)
+    start = random(shape.rows, shape.columns)
+    one = torch.ones(1, device=device)
+    operands = x, weight, (one, one)
+    expected, out = scaled_product(*operands, shape.dtype), start.clone()
+    own: Callable[[], object] = partial(scaled_product, *operands, shape.dtype)
+    if shape.adds:
+        expected.add_(start)
+        own = partial(_add_product_, out, operands)
+    ways: list[_Way] = [(None, own)]
+    try:
+        found = algorithms(shape, device)
+    except Refused:  # not every GPU and version of cuBLASLt has products in E4M3 that are added
+        found = []
+    for algorithm in found:
+        try:
+            multiply(shape, algorithm, x, weight, None, out.copy_(start), (one, one))
+        except Refused:
+            continue
+        if shape.adds and len(ways) == 1 and _distance(out, expected) < _NEAR_SUM:
+            expected = out.clone()
+        if torch.equal(out, expected):
+            ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, None, out, (one, one))))
+    return ways
+
+
+def _add_product_(total: Tensor, operands: tuple[Tensor, Tensor, tuple[Tensor, Tensor]]) -> None:
+    total.add_(scaled_product(*operands, total.dtype))
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
 def _microseconds(way: Callable[[], object]) -> float:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.e4m3 import AMAX, BEYOND, E4M3, INVERSE, LARGEST, SCALE, quantized
-from sdfastgn.kernels.product.e4m3 import add_linear_e4m3_, linear_e4m3
+from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
 from sdfastgn.patches.core.merged_adapters import is_wrapper, wrapped_layer
 
