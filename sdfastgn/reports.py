@@ -207,8 +207,11 @@ class Report:
         for f in self.fp8:
             memory = f"{f.bytes / 2**20:.0f} MiB"
             notes = [f"{f.learning} learn their scales"] if f.learning else []
-            notes += [f"{f.inexact} stay in the model's dtype, because of their error"] if f.inexact else []
+            notes += [f"{f.unused} were not called while the others learned"] if f.unused else []
             notes += [f"{f.adapted} have LoRA adapters, and run in the model's dtype"] if f.adapted else []
+            if f.inexact:
+                names = some(list(f.inexact), max_paths)
+                notes.append(f"{len(f.inexact)} stay in the model's dtype, because of their error: {names}")
             if f.in_e4m3:
                 notes.append(f"largest relative error of a product: {f.error:.3f}")
                 notes.append(f"values beyond the range of FP8: {f.beyond}")

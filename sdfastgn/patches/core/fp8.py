@@ -1,20 +1,22 @@
 """Matrix products of transformer blocks in E4M3 (``optimize(..., precision="fp8")``).
 
-A *product* is the matrix product of a linear layer, or of several layers with the same input. It has a copy
-of the weights in E4M3, and a quantizer (``kernels/common/e4m3.py``). The kernel before the product writes the
-product's input in E4M3 with this quantizer.
+A *product* is the matrix product of a linear layer, or of several layers with the same input. It has a
+quantizer (``kernels/common/e4m3.py``), with which the kernel before the product writes the product's input in
+E4M3.
 
 A product begins by *learning*: in its first ``CALLS`` calls it runs in the model's dtype, and the largest
-magnitude of its inputs is recorded. The last of these calls sets the scale, and compares the product in E4M3
-with the product in the model's dtype. If the error is larger than ``MOST_ERROR``, the product stays in the
-model's dtype for good. Otherwise it runs in E4M3 from the next call on.
+magnitude of its inputs is recorded. The last of these calls sets the scale of the inputs, copies the weights
+in E4M3, and compares the product in E4M3 with the product in fp32. If the error is larger than
+``MOST_ERROR``, the product stays in the model's dtype for good. Otherwise it runs in E4M3 from the next call
+on.
 
-While products learn, the model runs without CUDA graphs. Afterwards the scales never change. They are in the
-memory of the GPU, where graphs read them.
+While products learn, the model runs without CUDA graphs. Afterwards the scales of inputs never change. They
+are in the memory of the GPU, where graphs read them.
 
-The model's parameters are never changed. If a parameter is written to, the next call quantizes it again, into
-the same memory. A write through ``.data`` is not noticed. If a parameter is replaced, or its layer gets an
-adapter, the product runs in the model's dtype.
+The model's parameters are never changed. If a weight is written to or replaced, it is quantized again, into
+the same memory: by the next call without a graph (``product_of``), or before the next graph (``refresh``). A
+write through ``.data`` is not noticed. A layer with LoRA adapters runs in E4M3 if the adapters are merged
+(``merged_adapters.py``), with the merged weights; else in the model's dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.e4m3 import AMAX, BEYOND, E4M3, INVERSE, LARGEST, SCALE, quantized
 from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
-from sdfastgn.patches.core.merged_adapters import is_wrapper, wrapped_layer
+from sdfastgn.patches.core.merged_adapters import is_merged, is_wrapper, wrapped_layer
+from sdfastgn.patches.core.merged_weights import wait_for, written_now
 
 __all__ = [
     "Fp8",
@@ -41,9 +44,12 @@ __all__ = [
     "allow",
     "device_reason",
     "forget",
+    "generation",
     "is_allowed",
+    "is_outdated",
     "product_of",
     "reason_now",
+    "refresh",
     "state_of",
 ]
 
@@ -75,8 +81,11 @@ class Fp8:
         products: number of products.
         in_e4m3: number of products that run in E4M3.
         learning: number of products that still learn.
-        inexact: number of products that stay in the model's dtype because of their error in E4M3.
-        adapted: number of products that run in the model's dtype because a layer has a LoRA adapter.
+        unused: number of products that were not called while the others learned. They stay in the model's
+            dtype until they are called.
+        inexact: names of the products that stay in the model's dtype because of their error in E4M3.
+        adapted: number of products that run in the model's dtype because a layer has LoRA adapters that are
+            not merged.
         error: the largest error of the products that run in E4M3; NaN if there is none.
         beyond: number of values so far that were beyond the range of E4M3.
         bytes: size of the weights in E4M3.
@@ -86,7 +95,8 @@ class Fp8:
     products: int
     in_e4m3: int
     learning: int
-    inexact: int
+    unused: int
+    inexact: tuple[str, ...]
     adapted: int
     error: float
     beyond: int
@@ -94,12 +104,19 @@ class Fp8:
 
 
 class _Model:
-    """The products of one model. ``calls``: number of calls of the model so far in which products learned."""
+    """The products of one model.
+
+    Attributes:
+        calls: number of calls of the model so far in which products learned.
+        products: the products.
+        replaced: counts how often a product got other weights, such as merged ones.
+    """
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.replaced = 0
         self.products: list[Product] = []
-        self._versions: list[int | None] = []
+        self._weights: list[Tensor] | None = None
+        self._versions: list[int] = []
 
     def reason_now(self) -> str | None:
         # A product that was left out of some calls learns in further calls, but at most in as many again.
@@ -108,14 +125,30 @@ class _Model:
         if self.calls < 2 * CALLS:
             self.calls += 1
             return REASON
-        # This takes 0.1 ms of CPU time for SDXL. Graphs notice by themselves when weights move.
-        weights = [ref() for product in self.products for ref in product.weights]
-        versions = [None if weight is None else weight._version for weight in weights]
-        if versions != self._versions and not _is_capturing():
-            for product in self.products:
-                product.refresh()
-            self._versions = versions
         return None
+
+    def changed(self, *, is_replaced: bool) -> None:
+        """A product was quantized again. ``is_replaced``: from now on it has other weights."""
+        self._versions = []
+        if is_replaced:
+            self.replaced += 1
+            self._weights = None
+
+    def is_outdated(self) -> bool:
+        # This runs before each replay. Graphs notice by themselves when weights move.
+        return self._versions_now() != self._versions
+
+    def refresh(self) -> None:
+        for product in self.products:
+            product.refresh()
+            product.wait()
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        if self._weights is None:
+            found = [ref() for product in self.products for ref in product.weights]
+            self._weights = [weight for weight in found if weight is not None]
+        return list(map(private.version_of, self._weights))
 
 
 class Product:
@@ -125,7 +158,7 @@ class Product:
         quantizer: the quantizer for the input, (4,) fp32.
         is_on: True if the product runs in E4M3.
         calls: number of calls in which the product learned.
-        error: the relative error in E4M3 against the model's dtype; NaN before it is known.
+        error: the relative error in E4M3 against fp32; NaN before it is known.
         weights: weak references to the weights. The product must not keep its layers alive.
         model: weak reference to the ``_Model`` of the product.
     """
@@ -135,24 +168,39 @@ class Product:
         self.model: Callable[[], _Model | None] = lambda: None
         self.weights = tuple(map(weakref.ref, weights))
         first = weights[0]
+        self._shape = sum(map(len, weights)), first.shape[1]
+        self._dtype, self._device = first.dtype, first.device
         with torch.inference_mode(False):
             self.quantizer = torch.zeros(4, dtype=torch.float32, device=first.device)
-            shape = (sum(map(len, weights)), first.shape[1])
-            self._e4m3 = torch.empty(shape, dtype=E4M3, device=first.device)
-            self._scale = torch.empty(1, dtype=torch.float32, device=first.device)
-        self._dtype = first.dtype
-        self._quantize(weights)
+        self._e4m3 = self._scale = self.quantizer[:0]
+        self._state = _state(weights)
+        self._written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     @property
     def nbytes(self) -> int:
         return self._e4m3.nbytes
 
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """True if this can be the product of ``weights``: their sizes, dtype and device are as before."""
+        return sum(map(len, weights)) == self._shape[0] and all(
+            (w.dtype, w.device, w.shape[1]) == (self._dtype, self._device, self._shape[1]) for w in weights
+        )
+
     def is_of(self, weights: Sequence[Tensor]) -> bool:
         """True if this is the product of ``weights``. It is brought up to date first."""
         known = self.weights
-        if len(known) != len(weights) or any(r() is not w for r, w in zip(known, weights, strict=True)):
+        is_known = len(known) == len(weights) and all(r() is w for r, w in zip(known, weights, strict=True))
+        if is_known and self._state == _state(weights):
+            return True
+        # A capture would repeat the quantization at each replay.
+        if not self.fits(weights) or _is_capturing():
             return False
-        return self._state == _state(weights) or self._renew(weights)
+        self.weights = tuple(map(weakref.ref, weights))
+        self._quantize(weights)
+        model = self.model()
+        if model is not None:
+            model.changed(is_replaced=not is_known)
+        return True
 
     def is_any_of(self, ids: set[int]) -> bool:
         """True if the id of one of the weights is in ``ids``."""
@@ -161,21 +209,14 @@ class Product:
     def refresh(self) -> None:
         """Quantize the weights again if they were written to."""
         weights = [weight for ref in self.weights if (weight := ref()) is not None]
-        if len(weights) == len(self.weights) and self._state != _state(weights):
-            self._renew(weights)
-
-    def _renew(self, weights: Sequence[Tensor]) -> bool:
-        """Quantize ``weights`` again. False if they do not fit, or in a capture, which would repeat it."""
-        like = self._e4m3
-        fits = sum(map(len, weights)) == len(like) and all(
-            (w.dtype, w.device, w.shape[1:]) == (self._dtype, like.device, like.shape[1:]) for w in weights
-        )
-        if not fits or _is_capturing():
-            return False
-        self._quantize(weights)
-        return True
+        if len(weights) == len(self.weights):
+            self.is_of(weights)
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
+        """Bring the copy of the weights in E4M3 up to date, if there is one."""
+        self._state = _state(weights)
+        if not self.nbytes:
+            return
         with torch.inference_mode(False), torch.no_grad():
             largest = torch.stack([_largest(weight) for weight in weights]).amax()
             self._scale.copy_((largest / LARGEST).clamp(min=_LEAST))
@@ -184,7 +225,7 @@ class Product:
                 scaled = (weight.float() / self._scale).clamp(-LARGEST, LARGEST)
                 self._e4m3[start : start + len(weight)].copy_(scaled.to(E4M3))
                 start += len(weight)
-        self._state = _state(weights)
+        self._written = written_now(self._device)
 
     @property
     def quantizer_now(self) -> Tensor | None:
@@ -196,16 +237,22 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes the product of x (..., depth), which was written with ``quantizer``. There is no bias."""
-        return linear_e4m3(x, self._e4m3, self._scales, self._dtype)
+        return linear_e4m3(x, self._e4m3, self._scales(), self._dtype)
 
     def add_(self, total: Tensor, x: Tensor) -> None:
         """Adds the product of x to ``total`` (..., columns), which is contiguous, in place."""
         flat = total.view(-1, total.shape[-1]), x.view(-1, x.shape[-1])
-        add_linear_e4m3_(*flat, self._e4m3, self._scales)
+        add_linear_e4m3_(*flat, self._e4m3, self._scales())
 
-    @property
     def _scales(self) -> tuple[Tensor, Tensor]:
+        """The scales of the input and of the weights. The current stream waits until both are written."""
+        if not _is_capturing():  # before a graph, ``refresh`` waits
+            self.wait()
         return self.quantizer[SCALE : SCALE + 1], self._scale
+
+    def wait(self) -> None:
+        """Make the current stream wait until the weights in E4M3 are written."""
+        wait_for(self._written, self._device)
 
     def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
         """Learn from an input x (..., depth) in the model's dtype, unless learning is over."""
@@ -222,17 +269,22 @@ class Product:
             self._finish(x, weights)
 
     def _finish(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Choose the scale, and decide whether the product runs in E4M3."""
+        """Choose the scale, quantize the weights, and decide whether the product runs in E4M3."""
         largest = self.quantizer[AMAX].item()
-        if 0 < largest < math.inf:
-            scale = HEADROOM * largest / LARGEST
-            self.quantizer[SCALE], self.quantizer[INVERSE] = scale, 1 / scale
-            x = x.reshape(-1, x.shape[-1])
-            x = x[:: -(-len(x) // _ROWS)]
-            expected = torch.cat([F.linear(x, weight) for weight in weights], -1).float()
-            found = self(quantized(x, self.quantizer)).float()
-            self.error = ((found - expected).norm() / expected.norm()).item()
-            self.quantizer[BEYOND] = 0
+        if not 0 < largest < math.inf:
+            return
+        scale = HEADROOM * largest / LARGEST
+        self.quantizer[SCALE], self.quantizer[INVERSE] = scale, 1 / scale
+        with torch.inference_mode(False):
+            self._e4m3 = torch.empty(self._shape, dtype=E4M3, device=self._device)
+            self._scale = torch.empty(1, dtype=torch.float32, device=self._device)
+        self._quantize(weights)
+        x = x.reshape(-1, x.shape[-1])
+        x = x[:: -(-len(x) // _ROWS)]
+        expected = torch.cat([F.linear(x.float(), weight.float()) for weight in weights], -1)
+        found = self(quantized(x, self.quantizer)).float()
+        self.error = ((found - expected).norm() / expected.norm()).item()
+        self.quantizer[BEYOND] = 0
         self.is_on = self.error <= MOST_ERROR
         if not self.is_on:
             self._e4m3 = self._e4m3[:0].clone()  # frees the memory
@@ -310,21 +362,25 @@ def is_allowed(model: nn.Module) -> bool:
 
 def has_all(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> bool:
     """True if ``allow(model, found)`` would change nothing."""
-    return model in _models and all(product_of(owner, weights) is not None for owner, weights in found)
+    return model in _models and all(_has(owner, weights) for owner, weights in found)
 
 
 def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> None:
-    """Give ``model`` products in E4M3. A product that exists for the same weights stays.
+    """Give ``model`` products in E4M3. A product that exists and that fits stays.
 
     ``found``: the owner of each product, and its weights. Drop the graphs of the model first.
     """
     own = _models[model] = _Model()
     for owner, weights in found:
-        product = _products.get(owner)
-        if product is None or not product.is_of(weights):
-            product = _products[owner] = Product(weights)
-        product.model = weakref.ref(own)
+        if not _has(owner, weights):
+            _products[owner] = Product(weights)
+        _products[owner].model = weakref.ref(own)
     own.products = [_products[m] for m in model.modules() if m in _products]
+
+
+def _has(owner: nn.Module, weights: Sequence[Tensor]) -> bool:
+    product = _products.get(owner)
+    return product is not None and product.fits(weights)
 
 
 def forget(module: nn.Module) -> None:
@@ -339,7 +395,7 @@ def is_used() -> bool:
 
 
 def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> Product | None:
-    """The product of ``owner`` in E4M3. None if there is none, or if it has other weights."""
+    """The product of ``owner`` in E4M3, with ``weights``. None if there is none, or if they do not fit."""
     product = _products.get(owner)
     return product if product is not None and product.is_of(weights) else None
 
@@ -350,31 +406,52 @@ def reason_now(model: nn.Module) -> str | None:
     return None if own is None else own.reason_now()
 
 
+def generation(model: nn.Module) -> int:
+    """A number that changes whenever products of ``model`` get other weights. Older graphs are invalid."""
+    own = _models.get(model)
+    return 0 if own is None else own.replaced
+
+
+def is_outdated(model: nn.Module) -> bool:
+    """True if weights of ``model`` were written to, or quantized, since the last ``refresh``."""
+    own = _models.get(model)
+    return own is not None and own.is_outdated()
+
+
+def refresh(model: nn.Module) -> None:
+    """Quantize the weights of ``model`` again that were written to, in the current stream.
+
+    This stream also waits for weights that another stream quantizes.
+    """
+    _models[model].refresh()
+
+
 def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
     """Yields what the report says about each model in ``root`` that has products. ``path``: of ``root``."""
     for name, model in root.named_modules(prefix=path):
-        own = _models.get(model)
-        if own is not None:
-            layers = [wrapped_layer(module) for module in model.modules() if is_wrapper(module)]
-            adapted = {id(layer.weight) for layer in layers}
-            yield _described(name or type(model).__name__, own.products, adapted)
+        if model in _models:
+            wrappers = [module for module in model.modules() if is_wrapper(module) and not is_merged(module)]
+            adapted = {id(wrapped_layer(module).weight) for module in wrappers}
+            found = {n: _products[m] for n, m in model.named_modules() if m in _products}
+            yield _described(name or type(model).__name__, found, adapted)
 
 
-def _described(path: str, products: list[Product], adapted: set[int]) -> Fp8:
-    """``adapted``: ids of the weights whose layers have adapters."""
-    without = [product for product in products if not product.is_any_of(adapted)]
-    count, products = len(products), without
-    on = [product for product in products if product.is_on]
-    learning = sum(product.calls < CALLS for product in products)
-    beyond = sum(product.quantizer[BEYOND].item() for product in on)
+def _described(path: str, products: dict[str, Product], adapted: set[int]) -> Fp8:
+    """``products``: by the names of their owners. ``adapted``: ids of weights whose layers have adapters."""
+    plain = {name: product for name, product in products.items() if not product.is_any_of(adapted)}
+    on = [product for product in plain.values() if product.is_on]
+    unused = [product for product in plain.values() if product.calls == 0]
+    has_learned = any(product.calls >= CALLS for product in plain.values())
+    begun = sum(0 < product.calls < CALLS for product in plain.values())
     return Fp8(
         path=path,
-        products=count,
+        products=len(products),
         in_e4m3=len(on),
-        learning=learning,
-        inexact=len(products) - len(on) - learning,
-        adapted=count - len(products),
+        learning=begun if has_learned else begun + len(unused),
+        unused=len(unused) if has_learned else 0,
+        inexact=tuple(name for name, p in plain.items() if p.calls >= CALLS and not p.is_on),
+        adapted=len(products) - len(plain),
         error=max((product.error for product in on), default=math.nan),
-        beyond=int(beyond),
-        bytes=sum(product.nbytes for product in products),
+        beyond=int(sum(product.quantizer[BEYOND].item() for product in on)),
+        bytes=sum(product.nbytes for product in products.values()),
     )

@@ -60,7 +60,7 @@ class Record:
         self._tensors: Sequence[Tensor] = ()
         self._storages: Sequence[StorageWeakRef] = ()
         self._places: tuple[Any, ...] = ()
-        self._written: tuple[int, Any] = (0, None)
+        self._written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     def fits(self, source: Source) -> bool:
         """True if the stand-in ``layer`` can hold the merged weights of ``source``.
@@ -92,7 +92,7 @@ class Record:
             biases = [(bias, scale) for _, _, bias, scale in source.pairs if bias is not None]
             yield Sum(out, bias_or_zeros(source.bias, out), tuple(bias_factors(*each) for each in biases))
 
-    def note(self, source: Source, written: tuple[int, Any]) -> None:
+    def note(self, source: Source, written: tuple[int, torch.cuda.Event | None]) -> None:
         """Record that the stand-in's weights were computed from ``source``, and are up to date.
 
         ``written``: (handle of the stream that writes the weights, event after this write).
@@ -106,7 +106,9 @@ class Record:
         self._written = written
         self.key = key
 
-    def note_prepared(self, key: tuple[Any, ...], kept: Any, written: tuple[int, Any]) -> None:
+    def note_prepared(
+        self, key: tuple[Any, ...], kept: Any, written: tuple[int, torch.cuda.Event | None]
+    ) -> None:
         """Record that the stand-in was computed from prepared tensors (``prepared_adapters.py``).
 
         ``key``: ``Source.key``. ``kept``: (tensors, their storages), in the order of ``key``.
@@ -127,11 +129,8 @@ class Record:
 
         The next write then waits for this stream.
         """
-        stream, event = self._written
-        weight = self.layer.weight
-        read_on(weight.device)
-        if event is not None and current_raw_stream(weight.device.index) != stream:
-            torch.cuda.current_stream(weight.device).wait_event(event)
+        read_on(self.device)
+        wait_for(self._written, self.device)
 
     def free(self) -> None:
         """Free the memory of the stand-in's weight and bias.
@@ -193,7 +192,8 @@ def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
             made.append(record)
         pairs = list(zip(made, found, strict=True))
         add_low_rank([total for record, (_, source) in pairs for total in record.sums(source)])
-        written = {device: _written_now(device) for device in devices}
+        written = {device: written_now(device) for device in devices}
+        _count_writes(made)
         for record, (_, source) in pairs:
             record.note(source, written[source.weight.device])
     return made
@@ -224,10 +224,16 @@ def write_prepared(
             for record, _, _ in those:
                 record.key = None  # invalid until ``note_prepared``
             sums.compute(scales)
-            written = {device: _written_now(device) for device in devices}
+            written = {device: written_now(device) for device in devices}
+            _count_writes([record for record, _, _ in those])
             for record, key, kept in those:
                 record.note_prepared(key, kept, written[record.device])
     return after
+
+
+def _count_writes(those: Iterable[Record]) -> None:
+    """Raise the versions of merged weights, because PyTorch does not count the writes of our kernels."""
+    torch.autograd.graph.increment_version([record.layer.weight for record in those])
 
 
 @contextmanager
@@ -261,13 +267,20 @@ def read_on(device: torch.device) -> None:
             _readers[key] = torch.cuda.current_stream(device)
 
 
-def _written_now(device: torch.device) -> tuple[int, Any]:
+def written_now(device: torch.device) -> tuple[int, torch.cuda.Event | None]:
     """Returns (handle of the current stream, event after all of its work so far); (0, None) on a CPU."""
     if device.type != "cuda":
         return 0, None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return current_raw_stream(device.index), event
+
+
+def wait_for(written: tuple[int, torch.cuda.Event | None], device: torch.device) -> None:
+    """Make the current stream of ``device`` wait for ``written``, a result of ``written_now``."""
+    stream, event = written
+    if event is not None and current_raw_stream(device.index) != stream:
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 def forget(layer: nn.Module) -> None:

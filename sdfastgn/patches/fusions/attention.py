@@ -124,11 +124,11 @@ class FusedAttention(Attention):
         """
         if not (fp8.is_used() and self._runs_in_order(x) and _fits(context, x)):
             return None
-        linears = self._projections()
-        found = plain_parameters(linears if context is None else linears[:1])
-        if found is None or found.weights[0].dtype is not x.dtype:
+        linears = self._projections() if context is None else self._projections()[:1]
+        found = plain_parameters(list(map(plain_layer, linears)))
+        if found is None or found.biases or found.weights[0].dtype is not x.dtype:
             return None
-        return fp8.product_of(self if context is None else linears[0], found.weights)
+        return fp8.product_of(self if context is None else wrapped_layer(linears[0]), found.weights)
 
     def with_product(self, product: fp8.Product, x: Tensor, context: Tensor | None) -> Tensor:
         """The result of a call with x, which has the dtype of the model or was written for ``product``.
@@ -136,8 +136,8 @@ class FusedAttention(Attention):
         ``product``: the result of the method ``product``. x: (N, tokens, C). context: as in ``product``.
         """
         if x.dtype is not E4M3:
-            linears = self._projections()
-            product.learn(x, [linear.weight for linear in (linears if context is None else linears[:1])])
+            linears = self._projections() if context is None else self._projections()[:1]
+            product.learn(x, [plain_layer(linear).weight for linear in linears])
             return self(x, context)
         heads = self.heads
         if context is None:

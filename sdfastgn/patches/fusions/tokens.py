@@ -113,6 +113,7 @@ def add_feed_forward(
         readers: the layers that read the result of ``layer``. If all of them cast it to autocast's dtype,
             ``layer`` writes this dtype (``rounding.py``). None if the readers are not known.
     """
+    own_layers = layers
     if layers is not None:
         layers = [*layers[:-1], plain_layer(layers[-1])]
     if not _adds_in_product(layers, layer, x, residual):
@@ -123,7 +124,7 @@ def add_feed_forward(
         return ff(h) + total
     *others, last = layers
     weight, bias = parameters_of(last)
-    products = _products_of(layers) if fp8.is_used() and groups is None else None
+    products = _products_of(own_layers) if fp8.is_used() and groups is None else None
     if products is not None and residual is not None:
         return _add_in_e4m3(products, layers, layer, x, residual)
     # Only this function refers to the new tensor ``total``, so it can be overwritten below.
@@ -142,7 +143,7 @@ def add_feed_forward(
     return total
 
 
-def _products_of(layers: list[Any]) -> list[fp8.Product | None] | None:
+def _products_of(layers: list[Any] | None) -> list[fp8.Product | None] | None:
     """The products in E4M3 of GEGLU's linear layer and of the last linear layer. None if there are none.
 
     ``layers``: the layers of a feed-forward network, as in ``add_feed_forward``.
@@ -150,7 +151,7 @@ def _products_of(layers: list[Any]) -> list[fp8.Product | None] | None:
     weights = feed_forward_weights(layers)
     if weights is None:
         return None
-    found = [fp8.product_of(layer, [weight]) for layer, weight in weights]
+    found = [fp8.product_of(owner, [weight]) for owner, weight in weights]
     return None if found == [None, None] else found
 
 
@@ -160,8 +161,8 @@ def feed_forward_weights(
     """(layer, weight) of the two linear layers in a feed-forward network with GEGLU.
 
     None if the network does anything else in inference, or if one of the linear layers is not plain. For a
-    layer with an adapter it returns the layer with merged weights. ``without_adapters``: returns the layer
-    inside of it instead.
+    layer with adapters it returns the layer inside of peft's wrapper, and the merged weight.
+    ``without_adapters``: returns this layer's own weight instead.
     """
     if layers is None or len(layers) < 2 or stock_class(layers[0]) is not GEGLU or not is_unhooked(layers[0]):
         return None
@@ -170,11 +171,11 @@ def feed_forward_weights(
         type(layer) is nn.Dropout and is_unhooked(layer) and not layer.training for layer in others
     )
     linears = [layer_of(first, "proj"), last]
-    linears = list(map(wrapped_layer if without_adapters else plain_layer, linears))
-    parameters = [found for found in map(parameters_of_plain, linears) if found is not None]
+    run = map(wrapped_layer if without_adapters else plain_layer, linears)
+    parameters = [found for found in map(parameters_of_plain, run) if found is not None]
     if not is_plain or len(parameters) < len(linears):
         return None
-    return [(layer, weight) for layer, (weight, _) in zip(linears, parameters, strict=True)]
+    return [(wrapped_layer(own), weight) for own, (weight, _) in zip(linears, parameters, strict=True)]
 
 
 def _add_in_e4m3(

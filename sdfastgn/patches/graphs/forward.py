@@ -4,9 +4,9 @@ A call takes these steps, each in its own file:
 
 1. ``models.py`` says whether the model can run as a graph, and ``arguments.py`` makes a key of the arguments.
 2. If ``store.py`` has a graph for the key, and all weights are still at the addresses that the graph reads,
-   new scales of adapters and new values of factors (``factors.py``) are written into memory, and the graph is
-   started. While the GPU runs it, ``watch.py`` compares the model with its state at the capture. If the model
-   has changed, the result is discarded and the graphs are dropped.
+   new scales of adapters, new values of factors (``factors.py``) and new FP8 weights are written into memory,
+   and the graph is started. While the GPU runs it, ``watch.py`` compares the model with its state at the
+   capture. If the model has changed, the result is discarded and the graphs are dropped.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
    draws random numbers is not captured (``random_numbers.py``).
 4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
@@ -105,6 +106,12 @@ class _Current(NamedTuple):
         with self.backend.ordered():
             is_merged = self.survey.refresh(self.scale.factor, compares_later)
             return is_merged and (watch is None or watch.factors.refresh())
+
+    def quantize(self) -> None:
+        """Bring the FP8 weights of the module up to date, for its graphs."""
+        if fp8.is_outdated(self.module):
+            with self.backend.ordered():
+                fp8.refresh(self.module)
 
 
 class GraphedForward(InstanceEntry):
@@ -356,7 +363,8 @@ class GraphedForward(InstanceEntry):
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         """Returns the key of ``call``. Calls with equal keys are of one kind, and can share a graph."""
-        return call.key, global_state(call.device), switched(module)  # type: ignore[arg-type]
+        state = global_state(call.device), switched(module), fp8.generation(module)
+        return call.key, *state  # type: ignore[arg-type]
 
     def _is_warm(self, key: Any) -> bool:
         """True if this thread has run all that a capture of a call of the kind ``key`` runs."""
@@ -381,6 +389,7 @@ class GraphedForward(InstanceEntry):
         is_current = survey.has_same_settings(current.scale.factor) and watch.factors.are_written()
         if not (is_current or current.refresh(watch, compares_later=True)):
             return None
+        current.quantize()
         output = graph.run(current.call, current.backend)
         return output if survey.has_same_tensors() and watch.unchanged(current.module) else None
 
@@ -393,6 +402,7 @@ class GraphedForward(InstanceEntry):
         module, forward, call, backend, key = current[:5]
         store, policy = self._store, self._policy
         self._check_model(current)
+        current.quantize()
         graph = store.find(key)
         if graph is not None:
             return graph.run(call, backend)
