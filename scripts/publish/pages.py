@@ -29,6 +29,7 @@ from scripts.publish.tables.end_to_end import (
     results_markdown,
     stable_fast_markdown,
 )
+from scripts.publish.tables.fp8 import fp8_quality_markdown, fp8_times_markdown
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.profile import profile_markdown
@@ -45,7 +46,7 @@ from sdfastgn.bench.tables.plots import plot_reason
 # fills them.
 PAGES = (
     "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md", "docs/serving.md",
-    "docs/stable-fast.md", "docs/comfyui.md",
+    "docs/stable-fast.md", "docs/comfyui.md", "docs/fp8.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
@@ -64,6 +65,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "adapters": adapters_markdown,
     "tiled_decode": tiled_decode_markdown,
     "memory": memory_markdown,
+    "fp8_times": fp8_times_markdown,
+    "fp8_quality": fp8_quality_markdown,
     "serving_load": serving_load_markdown,
     "kernels": inference_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},

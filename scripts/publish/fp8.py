@@ -1,0 +1,175 @@
+"""Measure ``optimize(pipe, precision="fp8")``: its speed, and the quality of its images.
+
+python -m scripts.publish.fp8 times --json benchmarks/by_hand/fp8_times.json
+python -m scripts.publish.fp8 quality --json benchmarks/by_hand/fp8_quality.json --png docs/images/fp8.png
+
+- ``times``: UNet steps and a pipeline with random weights, in fp16 and in FP8.
+- ``quality``: the trained pipeline of digits draws the same images with stock in fp32 and fp16, with sdfastgn
+  in fp16, and in FP8. All are compared with fp32's, and a classifier reads the digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import sdfastgn
+from scripts.publish.runs import finite, release_memory
+from scripts.publish.tables.fp8 import QUALITY, TIMES, VARIANTS, QualityRow
+from sdfastgn.bench import documents, timing
+from sdfastgn.bench import run as end_to_end
+from sdfastgn.bench.environment import environment
+from sdfastgn.bench.images import psnr, ssim
+from sdfastgn.bench.variants import VARIANTS as EVERY
+from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.cli import digits, digits_pipeline
+from sdfastgn.cli.session import exit_code
+from sdfastgn.models.pipelines import load_pipeline
+
+# (model, part, pixels along a side, batch, True if errors against fp32 are measured too).
+CASES = (
+    ("sd15", "unet", 512, 2, True),
+    ("sdxl", "unet", 1024, 2, True),
+    ("sdxl", "pipeline", 1024, 1, False),
+    ("sdxl", "unet", 1024, 64, False),
+)
+TINY = (("tiny", "unet", 64, 2, True),)
+IMAGES, STEPS = 200, 30
+# Number of images in a call of the pipeline.
+BATCH = 50
+# Numbers of the images from which the scales in FP8 are learned.
+OTHERS = range(1000, 1000 + BATCH)
+
+
+def times(cases: Sequence[tuple[str, str, int, int, bool]], device: str) -> Iterator[end_to_end.Row]:
+    """Yields the rows of ``VARIANTS`` for each case."""
+    for model, part, size, batch, with_fp32 in cases:
+        config = BenchConfig(
+            model, part, size, batch, "fp16", device, 10, steps=STEPS, fp32_reference=with_fp32
+        )
+        yield from end_to_end.run(config, [EVERY[name] for name in VARIANTS])
+        release_memory()
+
+
+def drawn(pipe: Any, every: range, steps: int) -> np.ndarray:
+    """Draws the images with the numbers ``every``, (N, 64, 64, 3) in [0, 1].
+
+    Each number is the seed of its image. The noise comes from the CPU, so it is the same for all dtypes.
+    """
+    images = []
+    for first in range(0, len(every), BATCH):
+        numbers = every[first : first + BATCH]
+        generators = [torch.Generator("cpu").manual_seed(number) for number in numbers]
+        images.append(
+            pipe(
+                [asked(number)[1] for number in numbers],
+                generator=generators,
+                num_inference_steps=steps,
+                guidance_scale=digits_pipeline.GUIDANCE,
+                output_type="np",
+            ).images
+        )
+    return np.concatenate(images)
+
+
+def asked(number: int) -> tuple[int, str]:
+    """The digit that the image with this number shall show, and its prompt."""
+    digit, inks = number % len(digits_pipeline.NUMERALS), list(digits_pipeline.INKS)
+    return digit, digits_pipeline.prompt_of(digit, inks[number % len(inks)])
+
+
+def quality(device: str, count: int, steps: int) -> Iterator[tuple[QualityRow, np.ndarray]]:
+    """Yields (row, images) of stock in fp32 and in fp16, and of each variant of sdfastgn."""
+    folder, dtype = str(digits_pipeline.FOLDER), torch.float16
+    exact = load_pipeline("digits", folder, torch.float32, device)
+    exact.set_progress_bar_config(disable=True)
+    reference = drawn(exact, range(count), steps)
+    yield _row("fp32", exact, reference, reference), reference
+    pipe = load_pipeline("digits", folder, dtype, device)
+    pipe.set_progress_bar_config(disable=True)
+    images = drawn(pipe, range(count), steps)
+    yield _row("fp16", pipe, images, reference), images
+    for variant in VARIANTS:
+        sdfastgn.optimize(pipe, precision="fp8" if variant == "sdfastgn_fp8" else None)
+        drawn(pipe, OTHERS, steps)  # the scales are learned
+        images = drawn(pipe, range(count), steps)
+        yield _row(variant, pipe, images, reference), images
+
+
+def _row(variant: str, pipe: Any, images: np.ndarray, reference: np.ndarray) -> QualityRow:
+    found = digits_pipeline.read(images)
+    read = sum(a == asked(number)[0] for number, a in enumerate(found))
+    row = QualityRow(variant, len(images), read)
+    if images is not reference:
+        least = min(psnr(a, b) for a, b in zip(images, reference, strict=True))
+        row = replace(
+            row,
+            psnr_db=finite(psnr(images, reference)),
+            least_psnr_db=finite(least),
+            ssim=ssim(images, reference),
+        )
+    for state in sdfastgn.report(pipe).fp8:
+        row = replace(
+            row,
+            products=state.products,
+            in_e4m3=state.in_e4m3,
+            error=finite(state.error),
+            beyond=state.beyond,
+        )
+    return row
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit code: 1 if a time is missing, else 0."""
+    parser = argparse.ArgumentParser(
+        "python -m scripts.publish.fp8",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=("times", "quality"), help="what is measured")
+    parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    parser.add_argument("--png", type=Path, help="file for a picture of ten images, with quality")
+    parser.add_argument("--tiny", action="store_true", help="measure a small model, or few images")
+    parser.add_argument("--device", default="cuda", help="device of the models")
+    options = parser.parse_args(arguments)
+    device, start = torch.device(options.device), time.monotonic()
+
+    def write(kind: str, where: dict[str, Any], config: dict[str, Any], rows: Sequence[object]) -> None:
+        # The file is written after each row, so that an interrupted run keeps its results.
+        print(f"{time.monotonic() - start:5.0f} s  {rows[-1]}", flush=True)
+        documents.write_json(options.json, documents.document(kind, where, config, rows))
+
+    if options.what == "times":
+        rows: list[end_to_end.Row] = []
+        with timing.global_switches() as switches:
+            where = environment(device, switches)
+        for row in times(TINY if options.tiny else CASES, options.device):
+            rows.append(row)
+            write(TIMES, where, {"steps": STEPS}, rows)
+        return exit_code(rows)
+    count, steps = (10, 3) if options.tiny else (IMAGES, STEPS)
+    found: list[QualityRow] = []
+    images: list[np.ndarray] = []
+    # With TF32 the images of stock in fp32 would not be exact.
+    with timing.global_switches(cudnn_tf32=False) as switches:
+        where = environment(device, switches)
+        for each, its_images in quality(options.device, count, steps):
+            found.append(each)
+            images.append(its_images[:10])
+            write(QUALITY, where, {"steps": steps}, found)
+    if options.png is not None:
+        prompts = [asked(number)[1] for number in range(10)]
+        digits.grid(prompts, {"stock, fp32": images[0], "FP8": images[-1]}).save(options.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
