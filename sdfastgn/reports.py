@@ -204,18 +204,7 @@ class Report:
             names = ", ".join(m.adapters) or "none active"
             memory = f"{m.layers} layers, {m.bytes / 2**20:.0f} MiB"
             found.append((f"merged LoRA in {m.path}: {memory}, adapters: {names}", []))
-        for f in self.fp8:
-            memory = f"{f.bytes / 2**20:.0f} MiB"
-            notes = [f"{f.learning} learn their scales"] if f.learning else []
-            notes += [f"{f.unused} were not called while the others learned"] if f.unused else []
-            notes += [f"{f.adapted} have LoRA adapters, and run in the model's dtype"] if f.adapted else []
-            if f.inexact:
-                names = some(list(f.inexact), max_paths)
-                notes.append(f"{len(f.inexact)} stay in the model's dtype, because of their error: {names}")
-            if f.in_e4m3:
-                notes.append(f"largest relative error of a product: {f.error:.3f}")
-                notes.append(f"values beyond the range of FP8: {f.beyond}")
-            found.append((f"FP8 in {f.path}: {f.in_e4m3} of {f.products} products, {memory}", notes))
+        found += [_fp8_paragraph(each, max_paths) for each in self.fp8]
         for g in self.graphs:
             if g.replays or g.eager:
                 # ``g.eager`` has reason -> number of calls without a graph. The number 0 means that the
@@ -236,6 +225,20 @@ class Report:
         if self.graph_memory_bytes:
             found.append((f"memory of CUDA graphs: {self.graph_memory_bytes / 2**20:.0f} MiB", []))
         return found
+
+
+def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
+    notes = [f"{f.learning} learn their scales"] if f.learning else []
+    notes += [f"{f.unused} were not called while the others learned"] if f.unused else []
+    notes += [f"{f.adapted} have LoRA adapters, and run in the model's dtype"] if f.adapted else []
+    if f.inexact:
+        names = some(list(f.inexact), max_paths)
+        notes.append(f"{len(f.inexact)} stay in the model's dtype, because of their error: {names}")
+    if f.in_e4m3:
+        notes.append(f"largest relative error of a product: {f.error:.3f}")
+        notes.append(f"values beyond the range of FP8: {f.beyond}")
+    memory = f"{f.bytes / 2**20:.0f} MiB"
+    return f"FP8 in {f.path}: {f.in_e4m3} of {f.products} products, {memory}", notes
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
