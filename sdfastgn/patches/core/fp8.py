@@ -261,7 +261,9 @@ class Product:
             return
         model = self.model()
         if self.calls == 0 and model is not None and model.calls >= CALLS:
-            model.calls = 0  # this layer had an adapter until now: the model runs without graphs once more
+            # This layer was not called until now, for instance because of an adapter that is not merged.
+            # The model runs without graphs once more.
+            model.calls = 0
         self.calls += 1
         amax = self.quantizer[AMAX]
         torch.maximum(amax, _largest(x), out=amax)
