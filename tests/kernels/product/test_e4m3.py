@@ -9,8 +9,10 @@ from sdfastgn.kernels.product.e4m3 import scaled_product
 from tests.kernels.samples import BOUNDS, HALVES, error
 
 SMALL = (24, 48, 32)
-# Sums on Hopper have fewer bits than fp32: over a depth of 5120, an H100 gave an error of 0.0015 in fp16.
-FAST_SUMS = 4e-3
+# Sums on Hopper keep about 14 bits. Each instruction adds 32 products, and truncates the sum. The errors of
+# several instructions partly cancel: over a depth of 5120, an H100 gave an error of 0.0015 in fp16. It stayed
+# below 0.001 over depths of 320 and 1280. So for each instruction 2 ** -17 is allowed.
+FAST_SUMS = 2.0**-17 / 32
 
 
 def make(shape=SMALL, dtype=torch.float16, device="cpu"):
@@ -133,4 +135,4 @@ def test_every_algorithm_against_fp64(shape, dtype):
         for algorithm in found:
             out = total.clone() if adds else torch.full_like(total, torch.nan)
             cublaslt.multiply(kind, algorithm, x, weight, None, out, scales)
-            assert error(out, product + total if adds else product) < max(FAST_SUMS, 2 * BOUNDS[dtype])
+            assert error(out, product + total if adds else product) < 2 * BOUNDS[dtype] + FAST_SUMS * shape[2]
