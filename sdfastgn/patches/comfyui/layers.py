@@ -10,10 +10,9 @@ that.
 - A layer that does not cast gets PyTorch's class.
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
   class with the weights that ComfyUI has prepared for this call.
-- With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call, on separate streams, into
-  buffers that it uses again for later layers. ``prepared`` copies these weights and returns the buffer at
-  once. So a fused block can hold the weights of several layers, and the next move need not wait until the
-  block has used them. A copy takes a small part of the time of a move.
+- With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call, on separate streams. Of
+  these layers, only norms are prepared. The others have large weights, and their calls take as long as the
+  move, so a fusion would not make them faster. ComfyUI's code calls them.
 
 If the user interrupts a run, ComfyUI's layers notice this at their next call, and PyTorch's layers do not. So
 the run ends a little later: at the next call of a layer with ComfyUI's class, or at the next step.
@@ -24,10 +23,8 @@ from __future__ import annotations
 from typing import Any
 
 import comfy.ops
-import torch
 from torch import Tensor, nn
 
-from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import foreign_override, is_unhooked
 from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
@@ -39,6 +36,7 @@ _ops: Any = comfy.ops
 # Key that ``_Layer.apply`` puts into the ``__dict__`` of each layer to which it is applied. Its value is the
 # class that the layer had before: ComfyUI's.
 _STOCK_CLASS = "_sdfastgn_stock_class"
+_MOVES = "ComfyUI moves its weights at each call"
 # Name of ComfyUI's class -> the class of the layer that ``prepared`` returns.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
@@ -81,6 +79,8 @@ class _Layer:
         reason = foreign_override(module, "forward_comfy_cast_weights") or unknown_source(self._when_plain)
         if reason is not None or not _casts(module):
             return reason
+        if _has_low_vram(module) and self._plain in (nn.Conv2d, nn.Linear):
+            return _MOVES
         return unknown_source(*self._when_casting)
 
     def apply(self, module: nn.Module) -> None:
@@ -103,7 +103,7 @@ def reason_to_cast(module: Any) -> str | None:
     """Why ComfyUI casts, patches or moves the weights of ``module`` at each call; None if it does not."""
     if not _casts(module):
         return None
-    return f"{'ComfyUI moves' if _has_low_vram(module) else 'it casts'} its weights at each call"
+    return _MOVES if _has_low_vram(module) else "it casts its weights at each call"
 
 
 def _has_functions(module: Any) -> bool:
@@ -153,11 +153,9 @@ def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     weight, bias, lent = _ops.cast_bias_weight(layer, x, offloadable=True)
     stream, *_ = lent
     if stream is not None:
-        # A channels-last convolution needs a channels-last weight, and PyTorch would copy it once more.
-        is_image_weight = weight.dim() == 4 and x.dim() == 4 and is_channels_last(x)
-        memory_format = torch.channels_last if is_image_weight else torch.preserve_format
-        weight = weight.clone(memory_format=memory_format)
-        bias = None if bias is None else bias.clone()
+        # The weights are copied, because they are in a buffer that ComfyUI may use for another layer before
+        # the fused kernel runs.
+        weight, bias = weight.clone(), None if bias is None else bias.clone()
     _ops.uncast_bias_weight(layer, weight, bias, lent)
     cls = _PREPARED[type(layer)]
     found = cls.__new__(cls)

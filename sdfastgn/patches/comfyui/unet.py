@@ -51,8 +51,8 @@ class FusedResBlock(ResBlock):
         if not self.skip_t_emb:
             act, linear = self.emb_layers
             embedding = Embedding(emb, prepared(linear, emb), act, self.use_scale_shift_norm)
-        norm = prepared(second_norm, h)
-        h = conv_norm_act(h, prepared(conv, h), norm, second_act, self.out_channels, embedding)
+        conv, second_norm = prepared(conv, h), prepared(second_norm, h)
+        h = conv_norm_act(h, conv, second_norm, second_act, self.out_channels, embedding)
         h, bias = conv_without_bias(prepared(last, h), dropout(h))
         return add(h, pointwise(prepared(self.skip_connection, x), x), bias)
 

@@ -53,8 +53,8 @@ class FusedResnetBlock(ResnetBlock):
         if not (is_usual and dispatch.has_kernels(x)):
             return super().forward(x, temb, *carried)
         h = norm_act(prepared(self.norm1, x), self.swish, x)
-        norm2 = prepared(self.norm2, h)
-        h = conv_norm_act(h, prepared(self.conv1, h), norm2, self.swish, self.out_channels)
+        conv1, norm2 = prepared(self.conv1, h), prepared(self.norm2, h)
+        h = conv_norm_act(h, conv1, norm2, self.swish, self.out_channels)
         h, bias = conv_without_bias(prepared(self.conv2, h), self.dropout(h))
         if self.in_channels != self.out_channels:
             shortcut = self.conv_shortcut if self.use_conv_shortcut else self.nin_shortcut

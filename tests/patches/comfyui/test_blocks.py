@@ -175,17 +175,19 @@ def test_functions_on_weights(name, launches):
     assert not all(has_steady_weights(module) for module in fused.modules())
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", ["resblock", "tokens", "vae-attention"])
 def test_low_vram(name, monkeypatch, launches):
-    """Weights come in a buffer that each later cast overwrites, as the buffers of ComfyUI's streams."""
+    """The norms' weights come in a buffer that each later cast overwrites, as those on ComfyUI's streams."""
     plain, stock, tensors = twins(name)
     plain(*tensors)
-    kernels = kernels_in(launches)
+    norms = Counter({kernel: count for kernel, count in kernels_in(launches).items() if "norm" in kernel})
     for layer in layers_of(stock):
         layer.prev_comfy_cast_weights, layer.comfy_cast_weights = False, True
     fused = copy.deepcopy(stock)
     inject(fused)
-    assert not parts_of(fused)[1]
+    [(reason, parts)] = parts_of(fused)[1].items()
+    assert reason == "ComfyUI moves its weights at each call"
+    assert not parts.keys() & {"group norms", "layer norms"}
     expected = stock(*tensors)
     buffer, lent = torch.empty(2**16, device=cases.WHERE["device"]), []
 
@@ -204,15 +206,13 @@ def test_low_vram(name, monkeypatch, launches):
     def uncast_bias_weight(layer, weight, bias, handed_out):
         assert lent.pop()[0] is layer
         assert handed_out[0] == "a stream"
-        # The image is channels-last, and PyTorch would copy a channels-first weight at each call.
-        assert weight.dim() != 4 or weight.is_contiguous(memory_format=torch.channels_last)
 
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", cast_bias_weight)
     monkeypatch.setattr(comfy.ops, "uncast_bias_weight", uncast_bias_weight)
     launches.clear()
     cases.agree(fused(*tensors), expected, 2e-4)
     assert not lent
-    assert kernels_in(launches) == kernels
+    assert norms <= kernels_in(launches)
 
 
 def test_an_unknown_cast_is_left_alone(monkeypatch):

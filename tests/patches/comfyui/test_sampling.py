@@ -161,16 +161,17 @@ def test_low_vram(model, kind, gpu_at_hand):
     patched.detach()
     optimized = optimize_model(patched)
     optimized.patch_model(device, lowvram_model_memory=some)
-    moved = [layer for layer in unet_of(model).modules() if hasattr(layer, "prev_comfy_cast_weights")]
-    assert any(layer.weight_function for layer in moved)
-    assert {nn.Conv2d, nn.Linear} <= {base for layer in moved for base in type(layer).__mro__}
+    assert any(getattr(layer, "weight_function", ()) for layer in unet_of(model).modules())
+    linear = sum(isinstance(layer, nn.Linear) for layer in unet_of(model).modules())
+    reason = "ComfyUI moves its weights at each call"
+    assert 0 < parts_of(unet_of(optimized))[1][reason]["linear layers"] < linear
+    assert text_of(optimized).startswith("UNetModel: partly faster\n")
     close(step(optimized, kind), stock)
-    assert not parts_of(unet_of(optimized))[1]
-    assert text_of(optimized).startswith("UNetModel: faster\n")
     assert "No CUDA graphs: graphs cannot repeat how some layers prepare their weights" in text_of(optimized)
     optimized.partially_unload(device, model.model_size())
+    assert parts_of(unet_of(optimized))[1][reason]["linear layers"] == linear
+    assert not {"group norms", "layer norms"} & parts_of(unet_of(optimized))[1][reason].keys()
     close(step(optimized, kind), stock)
-    assert not parts_of(unet_of(optimized))[1]
     optimized.detach()
     patched.patch_model(device, lowvram_model_memory=some)
     assert torch.equal(step(patched, kind), stock)
