@@ -62,16 +62,19 @@ def times(cases: Sequence[tuple[str, str, int, int, bool]], device: str) -> Iter
 def drawn(pipe: Any, every: range, steps: int) -> np.ndarray:
     """Draws the images with the numbers ``every``, (N, 64, 64, 3) in [0, 1].
 
-    Each number is the seed of its image. The noise comes from the CPU, so it is the same for all dtypes.
+    Each number is the seed of its image's noise. The noise is drawn in fp32 on the CPU, because a pipeline in
+    fp16 would draw other noise from the same seed.
     """
+    unet = pipe.unet
+    shape = unet.config.in_channels, unet.config.sample_size, unet.config.sample_size
     images = []
     for first in range(0, len(every), BATCH):
         numbers = every[first : first + BATCH]
-        generators = [torch.Generator("cpu").manual_seed(number) for number in numbers]
+        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(number)) for number in numbers]
         images.append(
             pipe(
                 [asked(number)[1] for number in numbers],
-                generator=generators,
+                latents=torch.stack(noise).to(unet.device, unet.dtype),
                 num_inference_steps=steps,
                 guidance_scale=digits_pipeline.GUIDANCE,
                 output_type="np",
