@@ -298,7 +298,8 @@ class FusedCosmosCausalAttention(cosmos.CosmosCausalAttention):
 # --- wavelets ---------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=8)
+# Nothing is removed from this cache, because CUDA graphs read the matrices.
+@functools.cache
 def _haar(C: int, levels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the matrix of a Haar wavelet transform, (8^levels C, 8^levels C), with entries 0, 1 and -1.
 

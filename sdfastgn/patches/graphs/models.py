@@ -85,6 +85,8 @@ _DECODERS = {
     # The limit is a video of 25 frames (4 frames of latents) with 512 x 704 pixels. With tiling, calls for
     # the tiles of a larger video are graphs.
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
+    # The limit is a video of 17 frames (3 frames of latents) with 480 x 832 pixels.
+    "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosDecoder3d": Decoder(3 * 480 * 832, scale=8),
 }
 # All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
 # so that diffusers need not be imported. Subclasses get no graphs.

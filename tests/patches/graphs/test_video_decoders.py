@@ -39,6 +39,14 @@ LTX = {
     "decoder_spatio_temporal_scaling": (True, False, False, False),
     "patch_size": 1,
 }
+COSMOS = {
+    "encoder_block_out_channels": (8, 8, 8, 8),
+    "decode_block_out_channels": (8, 8, 8, 8),
+    "latent_channels": 4,
+    "num_layers": 1,
+    "latents_mean": None,
+    "latents_std": None,
+}
 
 
 def family(name, settings, *shape):
@@ -56,7 +64,8 @@ PLAIN = [
     family("AutoencoderKLHunyuanImage", HUNYUAN, 1, 4, 2, 3),
     family("AutoencoderKLLTXVideo", LTX, 1, 4, 2, 2, 3),
 ]
-each_family = pytest.mark.parametrize("case", [*CHUNKED, *PLAIN])
+COSMOS_CASE = family("AutoencoderKLCosmos", COSMOS, 1, 4, 2, 2, 3)  # has no tiles
+each_family = pytest.mark.parametrize("case", [*CHUNKED, *PLAIN, COSMOS_CASE])
 each_chunked = pytest.mark.parametrize("case", CHUNKED)
 each_plain = pytest.mark.parametrize("case", PLAIN)
 
@@ -92,6 +101,18 @@ def test_new_latents_in_the_same_graph(case, device):
     vaes = twins(case, device)
     decodes(vaes, *case[2])
     assert counts(vaes[0]) == (1, 2)
+
+
+@pytest.mark.gpu
+@each_family
+def test_a_graph_gives_the_same_bits_as_a_call_without_one(case):
+    vae, _ = twins(case, "cuda", mode=False)
+    z = noise(*case[2], mean=0.0).to("cuda")
+    expected = vae.decode(z).sample
+    optimized(vae)
+    for _ in range(3):
+        assert torch.equal(vae.decode(z).sample, expected)
+    assert counts(vae) == (1, 2)
 
 
 @each_chunked
