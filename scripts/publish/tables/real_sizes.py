@@ -62,8 +62,8 @@ def real_sizes_markdown(results: Path) -> str:
 
 
 def video_markdown(results: Path) -> str:
-    """Returns the table of ``real_sizes_markdown``, but only with the models that make videos."""
-    return _table(results, lambda row: row.is_video)
+    """Returns the table of ``real_sizes_markdown``, but only with the renewal's models that make videos."""
+    return _table(results / "renewal", lambda row: row.is_video)
 
 
 def _table(results: Path, is_shown: Callable[[SizeRow], bool]) -> str:
