@@ -363,8 +363,8 @@ class GraphedForward(InstanceEntry):
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         """Returns the key of ``call``. Calls with equal keys are of one kind, and can share a graph."""
-        state = global_state(call.device), switched(module), fp8.generation(module)
-        return call.key, *state  # type: ignore[arg-type]
+        settings = global_state(call.device)  # type: ignore[arg-type]
+        return call.key, settings, switched(module), fp8.generation(module)
 
     def _is_warm(self, key: Any) -> bool:
         """True if this thread has run all that a capture of a call of the kind ``key`` runs."""
