@@ -106,7 +106,7 @@ def _():
 @family("Wan 2.1, video to video", "wan_", stock=("WanResample",))
 def _():
     parts = wan(wan_21()) | {"scheduler": diffusers.UniPCMultistepScheduler(use_flow_sigmas=True)}
-    inputs = embeds(video=[picture()] * 5, strength=1.0, height=16, width=16)
+    inputs = embeds(video=[picture()] * 5, strength=0.8, height=16, width=16)
     return pipeline("WanVideoToVideoPipeline", parts, **inputs)
 
 
@@ -366,12 +366,6 @@ def _():
     return pipeline("LTXPipeline", ltx(autoencoder("LTX-Video 0.9.5")), **inputs, **LTX)
 
 
-@family("LTX-Video 0.9.5, image to video", "ltx_")
-def _():
-    inputs = embeds(**MASKED, image=image(size=32), decode_timestep=0.05, decode_noise_scale=0.025)
-    return pipeline("LTXImageToVideoPipeline", ltx(autoencoder("LTX-Video 0.9.5")), **inputs, **LTX)
-
-
 def ltx2(name, **inputs):
     rope = {"rope_type": "split", "rope_double_precision": False}
     network = model(
@@ -486,7 +480,7 @@ def _():
 
 @family("CogVideoX, video to video", "cogvideox_")
 def _():
-    inputs = embeds(video=[picture()] * 5, strength=1.0, height=16, width=16)
+    inputs = embeds(video=[picture()] * 5, strength=0.8, height=16, width=16)
     return pipeline("CogVideoXVideoToVideoPipeline", cogvideox(4), **inputs)
 
 

@@ -107,7 +107,10 @@ from sdfastgn.patches.registry import FUSIONS, MISSING
 print([f.name for f in FUSIONS if f.name.startswith("ltx")], MISSING)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['ltx_conv', 'ltx_resnet_block', 'ltx_upsampler', 'ltx_decoder'] {}"
+    assert (
+        done.stdout.strip()
+        == "['ltx_conv', 'ltx_resnet_block', 'ltx_upsampler', 'ltx_encoder', 'ltx_decoder'] {}"
+    )
 
 
 DEFINITION = """
