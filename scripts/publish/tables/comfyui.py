@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,7 @@ def comfyui_vaes_markdown(results: Path) -> str:
 
     The difference of pixels from stock's is relative to the norm of stock's pixels.
     """
-    lines, sources = [], []
-    for content in documents(results, "comfyui_vaes"):
-        lines += [_vae_cells(row) for row in content["rows"]]
-        sources.append(f"bfloat16, {source_line(content)}")
-    return markdown(*without_empty_columns(lines), sources)
+    return _table(results, "comfyui_vaes", _vae_cells, lambda config: "bfloat16")
 
 
 def comfyui_weights_markdown(results: Path) -> str:
@@ -49,11 +46,27 @@ def comfyui_weights_markdown(results: Path) -> str:
 
     The difference of latents from stock's is relative to the norm of stock's latents.
     """
-    lines, sources = [], []
-    for content in documents(results, "comfyui_weights"):
-        lines += [_weights_cells(row) for row in content["rows"]]
-        size, steps = content["config"]["size"], content["config"]["steps"]
-        sources.append(f"SDXL {size}², {counted(steps, 'step')}, {source_line(content)}")
+    return _table(
+        results,
+        "comfyui_weights",
+        _weights_cells,
+        lambda config: f"SDXL {config['size']}², {counted(config['steps'], 'step')}",
+    )
+
+
+def _table(
+    results: Path,
+    kind: str,
+    cells: Callable[[dict[str, Any]], dict[str, str]],
+    setting: Callable[[dict[str, Any]], str],
+) -> str:
+    """Returns a table with a line of ``cells(row)`` for each row of the results of this kind.
+
+    ``setting(config)``: what all rows of a result share, for the line below the table that names its source.
+    """
+    found = documents(results, kind)
+    lines = [cells(row) for content in found for row in content["rows"]]
+    sources = [f"{setting(content['config'])}, {source_line(content)}" for content in found]
     return markdown(*without_empty_columns(lines), sources)
 
 
