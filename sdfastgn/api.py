@@ -91,9 +91,9 @@ def optimize(
             network. None keeps the model's dtype, fp16 or bf16. It needs weights on an NVIDIA GPU of compute
             capability 8.9 or later. The first 30 calls of a model run without CUDA graphs and in its dtype,
             to find the scales of all inputs. Products whose error in E4M3 is large stay in its dtype, and
-            also layers with LoRA adapters. The weights in E4M3 take additional memory: half of that of
-            these layers. They are quantized again if a parameter is written in place, except through
-            ``.data``. A deepcopy and a pickle run without FP8 until ``optimize`` is called for them.
+            also layers with LoRA adapters that are not merged. The weights in E4M3 take additional memory:
+            half of that of these layers. They are quantized again if a parameter is written in place, except
+            through ``.data``. A deepcopy and a pickle run without FP8 until ``optimize`` is called for them.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.

@@ -439,7 +439,7 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
 
 
 def _described(path: str, products: dict[str, Product], adapted: set[int]) -> Fp8:
-    """``products``: by the names of their owners. ``adapted``: ids of weights whose layers have adapters."""
+    """``products``: by the names of their owners. ``adapted``: ids of weights with unmerged adapters."""
     plain = {name: product for name, product in products.items() if not product.is_any_of(adapted)}
     on = [product for product in plain.values() if product.is_on]
     unused = [product for product in plain.values() if product.calls == 0]
