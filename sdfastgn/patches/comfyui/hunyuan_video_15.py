@@ -3,12 +3,7 @@
 Before each convolution, one pass computes the norm and SiLU and repeats borders and frames, as in the fusions
 for diffusers (``fusions/hunyuan_video_15.py``). Stock's resampling moves channels to positions (or positions
 to channels) twice: in the result of its convolution and in its shortcut. Here one pass reads both and writes
-their sum.
-
-ComfyUI computes a video in chunks. Each convolution appends the last two frames that it has read, with their
-borders, to a list (``conv_carry_out``). For the next chunk this list is ``conv_carry_in``, and the
-convolution takes its frames from there. The fused convolutions append the same frames as stock's, so fused
-blocks and blocks that run stock's code can be mixed.
+their sum. Videos are computed in chunks (``carried.py``).
 """
 
 from __future__ import annotations
@@ -18,130 +13,38 @@ from typing import Any
 import comfy.ops
 import torch
 from comfy.ldm.hunyuan_video import vae_refiner
-from comfy.ldm.modules.diffusionmodules import model as comfy_model
 from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.layout import laid_out
-from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
-from sdfastgn.patches.comfyui.layers import reason_to_cast
+from sdfastgn.kernels.pad_frames.op import Norm
+from sdfastgn.patches.comfyui.carried import (
+    SOURCES,
+    CarriedConv3d,
+    Conv3d,
+    convolve,
+    fits,
+    is_plain,
+    is_plain_wrapper,
+    pointwise,
+    reason_to_skip,
+)
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.tested_sources import tested, unknown_source
+from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import downsampled, means_of, upsampled
 from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
     add_into,
     in_channels_last,
-    is_plain_conv3d,
     is_plain_inference,
-    is_product,
     norm_of,
-    product_of,
 )
 
-__all__ = [
-    "BLOCKS",
-    "attention_of",
-    "is_video_attention",
-    "is_video_block",
-    "reason_to_skip",
-    "result_of",
-]
+__all__ = ["BLOCKS", "attention_of", "is_video_attention", "is_video_block", "result_of"]
 
 _ops: Any = comfy.ops
-_Conv3d: Any = _ops.disable_weight_init.Conv3d
-# Older releases of ComfyUI have no ``CarriedConv3d``, and their blocks have other code. With such a release
-# no block is fused.
-CarriedConv3d: Any = getattr(comfy_model, "CarriedConv3d", ())
-# Number of frames that each convolution appends to ``conv_carry_out``.
-_CARRIED = 2
-# Code of ComfyUI on which all fusions of this file rely. A fusion is applied only if the installed version of
-# this code was tested.
-_SOURCES = (
-    *([tested(CarriedConv3d, "__init__", "forward")] if CarriedConv3d else []),
-    tested(comfy_model, "conv_carry_causal_3d"),
-    tested(_Conv3d, "forward", "_conv_forward"),
-)
-
-
-# --- convolutions -----------------------------------------------------------------------------------
-
-
-def _is_plain(conv: Any, x: Tensor, C: int, size: int) -> bool:
-    """True if a call of ``conv`` for ``x`` runs ComfyUI's 3-D convolution and nothing else.
-
-    The convolution must have C input channels, a kernel of ``size``^3, stride 1 and no padding.
-    """
-    return (
-        is_plain_conv3d(conv, x, C, _Conv3d)
-        and (conv.kernel_size, conv.stride, conv.padding) == ((size,) * 3, (1, 1, 1), (0, 0, 0))
-        and reason_to_cast(conv) is None
-    )
-
-
-def _is_plain_wrapper(conv: Any, x: Tensor, C: int, size: int = 3) -> bool:
-    return type(conv) is CarriedConv3d and is_unhooked(conv) and _is_plain(conv.conv, x, C, size)
-
-
-def _fits(carried: Any, i: int, x: Tensor, C: int) -> bool:
-    """True if the frames in ``carried[i]`` can be put before x, or if ``carried`` is None.
-
-    ``carried[i]`` must have C channels, and x's batch size, dtype and device. Its height and width must be
-    those of x plus a border of one pixel on each side. ``carried`` is a ``conv_carry_in``.
-    """
-    if carried is None:
-        return True
-    N, _, _, H, W = x.shape
-    return (
-        len(carried) > i
-        and tuple(carried[i].shape) == (N, C, _CARRIED, H + 2, W + 2)
-        and (carried[i].dtype, carried[i].device) == (x.dtype, x.device)
-    )
-
-
-def _pointwise(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Runs a 1x1x1 convolution. x and the result are channels-last."""
-    if is_product(conv, x):
-        return product_of(conv, x, bias)
-    return in_channels_last(conv._conv_forward(x, conv.weight, bias))
-
-
-def _convolve(
-    wrapper: Any,
-    x: Tensor,
-    carry_in: Any = None,
-    carry_out: Any = None,
-    *,
-    shift: Tensor | None = None,
-    norm: Norm | None = None,
-    has_bias: bool = True,
-) -> Tensor:
-    """Puts the frames of ``carry_in`` before norm(x + shift), and convolves. The result is channels-last.
-
-    Args:
-        wrapper: a ``CarriedConv3d``, for which ``_is_plain_wrapper`` is true.
-        x: (N, C, T, H, W).
-        carry_in: a list, whose first entry has the frames before x and is removed; or None.
-        carry_out: a list to which the last two frames of the convolution's input are appended; or None.
-        shift, norm: as in ``pad_frames``.
-        has_bias: False if the next kernel adds the bias.
-    """
-    conv = wrapper.conv
-    cache = None if carry_in is None else carry_in.pop(0)[..., 1:-1, 1:-1]
-    frames, _ = pad_frames(
-        in_channels_last(x), cache, front=_CARRIED, border=(1, 1), mode="replicate", shift=shift, norm=norm
-    )
-    if carry_out is not None:
-        carry_out.append(frames[:, :, -_CARRIED:].clone())
-    return in_channels_last(conv._conv_forward(frames, conv.weight, conv.bias if has_bias else None))
-
-
-def reason_to_skip(block: Any) -> str | None:
-    """Why ``block``, of an autoencoder of this file, must run stock's code; None if it can be fused."""
-    own = (conv for conv in block.modules() if isinstance(conv, _Conv3d))
-    return unknown_source(*_SOURCES) or next(filter(None, map(reason_to_cast, own)), None)
 
 
 # --- parts of ComfyUI's general blocks ----------------------------------------------------------------
@@ -167,11 +70,11 @@ def result_of(
         return None
     if (dropout.training and dropout.p) or not is_unhooked(dropout):
         return None
-    if not (_is_plain_wrapper(block.conv1, x, C) and _is_plain_wrapper(block.conv2, x, C_out)):
+    if not (is_plain_wrapper(block.conv1, x, C) and is_plain_wrapper(block.conv2, x, C_out)):
         return None
-    if C_out != C and not _is_plain_wrapper(block.nin_shortcut, x, C, 1):
+    if C_out != C and not is_plain_wrapper(block.nin_shortcut, x, C, 1):
         return None
-    if not (_fits(carry_in, 0, x, C) and _fits(carry_in, 1, x, C_out)):
+    if not (fits(carry_in, 0, x, C) and fits(carry_in, 1, x, C_out)):
         return None
     first, second = (norm_of(norm, block.swish, x) for norm in (block.norm1, block.norm2))
     if first is None or second is None:
@@ -179,16 +82,16 @@ def result_of(
     _ops.run_every_op()  # raises an error if the user has interrupted the run
     x = laid_out(x, channels_last=True)
     conv1, conv2 = block.conv1.conv, block.conv2.conv
-    y = _convolve(block.conv1, x, carry_in, carry_out, norm=first, has_bias=False)
-    y = _convolve(block.conv2, y, carry_in, carry_out, norm=second, shift=conv1.bias, has_bias=False)
+    y = convolve(block.conv1, x, carry_in, carry_out, norm=first, has_bias=False)
+    y = convolve(block.conv2, y, carry_in, carry_out, norm=second, shift=conv1.bias, has_bias=False)
     if C_out != C:
-        x = _pointwise(block.nin_shortcut.conv, x, block.nin_shortcut.conv.bias)
+        x = pointwise(block.nin_shortcut.conv, x, block.nin_shortcut.conv.bias)
     return add_into(y, x, conv2.bias)
 
 
 def is_video_attention(block: Any) -> bool:
     """True if the ``AttnBlock`` ``block`` is a part of HunyuanVideo 1.5's or HunyuanImage's autoencoder."""
-    return isinstance(block.q, _Conv3d) and isinstance(block.norm, vae_refiner.RMS_norm)
+    return isinstance(block.q, Conv3d) and isinstance(block.norm, vae_refiner.RMS_norm)
 
 
 def attention_of(block: Any, x: Tensor) -> Tensor | None:
@@ -197,7 +100,7 @@ def attention_of(block: Any, x: Tensor) -> Tensor | None:
     x (N, C, T, H, W) -> the same, channels-last. Every position attends to all positions of all frames.
     """
     layers = block.q, block.k, block.v, block.proj_out
-    if not (is_plain_inference(x) and all(_is_plain(layer, x, x.shape[1], 1) for layer in layers)):
+    if not (is_plain_inference(x) and all(is_plain(layer, x, x.shape[1], 1) for layer in layers)):
         return None
     norm = norm_of(block.norm, None, x)
     if norm is None:
@@ -206,10 +109,10 @@ def attention_of(block: Any, x: Tensor) -> Tensor | None:
     normed = channel_norm(x, *norm[:5])
     # shape of each: (N, 1, T * H * W, C)
     q, k, v = (
-        _pointwise(layer, normed, layer.bias).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3]
+        pointwise(layer, normed, layer.bias).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3]
     )
     y = attend(q, k, v)[:, 0].unflatten(1, x.shape[2:]).movedim(-1, 1)
-    return add_into(_pointwise(block.proj_out, y, None), x, block.proj_out.bias)
+    return add_into(pointwise(block.proj_out, y, None), x, block.proj_out.bias)
 
 
 # --- fused classes ----------------------------------------------------------------------------------
@@ -230,15 +133,15 @@ class FusedUpSmpl(vae_refiner.UpSmpl):
         times = 2 if self.tus else 1
         if not (
             is_plain_inference(x)
-            and _is_plain_wrapper(self.conv, x, x.shape[1])
-            and _fits(conv_carry_in, 0, x, x.shape[1])
+            and is_plain_wrapper(self.conv, x, x.shape[1])
+            and fits(conv_carry_in, 0, x, x.shape[1])
             and x.shape[1] % (4 * times) == 0
             and self.rp * x.shape[1] == self.conv.conv.out_channels
             and self.rp % times == 0
         ):
             return super().forward(x, conv_carry_in, conv_carry_out)
         x = laid_out(x, channels_last=True)
-        h = _convolve(self.conv, x, conv_carry_in, conv_carry_out)
+        h = convolve(self.conv, x, conv_carry_in, conv_carry_out)
         return upsampled(h, x, times, int(self.tus and conv_carry_in is None))
 
 
@@ -254,15 +157,15 @@ class FusedDnSmpl(vae_refiner.DnSmpl):
         _, C, T, H, W = x.shape
         if not (
             is_plain_inference(x)
-            and _is_plain_wrapper(self.conv, x, C)
-            and _fits(conv_carry_in, 0, x, C)
+            and is_plain_wrapper(self.conv, x, C)
+            and fits(conv_carry_in, 0, x, C)
             and ((T - alone) % times, H % 2, W % 2) == (0, 0, 0)
             and self.conv.conv.out_channels * self.gs == C
             and self.gs % times == 0
         ):
             return super().forward(x, conv_carry_in, conv_carry_out)
         x = laid_out(x, channels_last=True)
-        return downsampled(_convolve(self.conv, x, conv_carry_in, conv_carry_out), x, times, alone)
+        return downsampled(convolve(self.conv, x, conv_carry_in, conv_carry_out), x, times, alone)
 
 
 def _last_norm(half: Any, x: Tensor) -> Norm | None:
@@ -270,9 +173,9 @@ def _last_norm(half: Any, x: Tensor) -> Norm | None:
 
     ``half`` is an encoder or decoder. None if stock's forward of ``half`` has to run for its input ``x``.
     """
-    if not (is_plain_inference(x) and _is_plain_wrapper(half.conv_in, x, x.shape[1])):
+    if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return None
-    if not _is_plain_wrapper(half.conv_out, x, half.conv_out.conv.in_channels):
+    if not is_plain_wrapper(half.conv_out, x, half.conv_out.conv.in_channels):
         return None
     norm = norm_of(half.norm_out, None, x)
     return None if norm is None else norm._replace(activation="silu")
@@ -297,7 +200,7 @@ class FusedEncoder(vae_refiner.Encoder):
         carry_in: Any = None
         for i, chunk in enumerate(chunks):
             carry_out: Any = None if i == len(chunks) - 1 else []
-            y = _convolve(self.conv_in, chunk, carry_in, carry_out)
+            y = convolve(self.conv_in, chunk, carry_in, carry_out)
             for stage in self.down:
                 for block in stage.block:
                     y = block(y, None, carry_in, carry_out)
@@ -306,7 +209,7 @@ class FusedEncoder(vae_refiner.Encoder):
             found.append(y)
             carry_in = carry_out
         y = in_channels_last(_middle(self, torch.cat(found, 2)))
-        z = _convolve(self.conv_out, y, norm=norm)
+        z = convolve(self.conv_out, y, norm=norm)
         return self.regul(z.add_(means_of(y, z.shape[1])).contiguous())[0]
 
 
@@ -317,7 +220,7 @@ class FusedDecoder(vae_refiner.Decoder):
         norm = _last_norm(self, z)
         if norm is None:
             return super().forward(z)
-        x = _convolve(self.conv_in, z)
+        x = convolve(self.conv_in, z)
         x.movedim(1, -1).unflatten(-1, (z.shape[1], -1)).add_(z.movedim(1, -1)[..., None])
         chunks = _middle(self, x).split(2, 2)
         found: list[Tensor] = []
@@ -329,7 +232,7 @@ class FusedDecoder(vae_refiner.Decoder):
                     y = block(y, None, carry_in, carry_out)
                 if hasattr(stage, "upsample"):
                     y = stage.upsample(y, carry_in, carry_out)
-            found.append(_convolve(self.conv_out, y, carry_in, carry_out, norm=norm).contiguous())
+            found.append(convolve(self.conv_out, y, carry_in, carry_out, norm=norm).contiguous())
             carry_in = carry_out
         return torch.cat(found, 2)
 
@@ -348,7 +251,7 @@ def _first_and_last(half: Any) -> str | None:
 
 
 def _swap(name: str, stock: Any, fused: Any, check: Any) -> ClassSwap:
-    sources = (tested(stock, "__init__", "forward"), *_SOURCES)
+    sources = (tested(stock, "__init__", "forward"), *SOURCES)
     return ClassSwap(
         f"comfyui_hunyuan_{name}", stock, fused, sources=sources, check=check, covers=_is_video_model
     )

@@ -26,6 +26,7 @@ from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.comfyui import hunyuan_video_15
+from sdfastgn.patches.comfyui.carried import SharedClassSwap, reason_to_skip
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
@@ -131,7 +132,7 @@ def _check(block: Any) -> str | None:
     """
     is_block = isinstance(block, ResnetBlock)
     is_of_videos = hunyuan_video_15.is_video_block if is_block else hunyuan_video_15.is_video_attention
-    return hunyuan_video_15.reason_to_skip(block) if is_of_videos(block) else None
+    return reason_to_skip(block) if is_of_videos(block) else None
 
 
 def _is_image_conv(block: Any) -> bool:
@@ -149,7 +150,7 @@ def _is_image_model(model: Any) -> bool:
 
 
 BLOCKS = (
-    ClassSwap(
+    SharedClassSwap(
         "comfyui_resnet_block",
         ResnetBlock,
         FusedResnetBlock,
@@ -168,7 +169,7 @@ BLOCKS = (
         check=_check,
         covers=_is_known_attention,
     ),
-    ClassSwap(
+    SharedClassSwap(
         "comfyui_vae_upsample",
         Upsample,
         FusedUpsample,
@@ -178,14 +179,14 @@ BLOCKS = (
         ),
         covers=_is_image_conv,
     ),
-    ClassSwap(
+    SharedClassSwap(
         "comfyui_encoder",
         Encoder,
         FusedEncoder,
         sources=(tested(Encoder, "forward"),),
         covers=_is_image_model,
     ),
-    ClassSwap(
+    SharedClassSwap(
         "comfyui_decoder",
         Decoder,
         FusedDecoder,

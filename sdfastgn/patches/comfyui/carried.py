@@ -1,0 +1,139 @@
+"""ComfyUI's causal convolutions that carry frames from one chunk of a video to the next.
+
+ComfyUI computes a video in chunks. Each convolution appends the last two frames that it has read, with their
+borders, to a list (``conv_carry_out``). For the next chunk this list is ``conv_carry_in``, and the
+convolution takes its frames from there. ``convolve`` appends the same frames as stock's code, so fused blocks
+and blocks that run stock's code can be mixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.ops
+from comfy.ldm.modules.diffusionmodules import model as comfy_model
+from torch import Tensor, nn
+
+from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
+from sdfastgn.patches.comfyui.layers import reason_to_cast
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.statistics import add_bias
+from sdfastgn.patches.core.tested_sources import tested, unknown_source
+from sdfastgn.patches.fusions.video import in_channels_last, is_plain_conv3d, is_product, product_of
+
+__all__ = [
+    "SOURCES",
+    "CarriedConv3d",
+    "Conv3d",
+    "SharedClassSwap",
+    "convolve",
+    "fits",
+    "is_plain",
+    "is_plain_wrapper",
+    "pointwise",
+    "reason_to_skip",
+]
+
+_ops: Any = comfy.ops
+Conv3d: Any = _ops.disable_weight_init.Conv3d
+# Older releases of ComfyUI have no ``CarriedConv3d``, and their blocks have other code. With such a release
+# no block is fused.
+CarriedConv3d: Any = getattr(comfy_model, "CarriedConv3d", ())
+# Number of frames that each convolution appends to ``conv_carry_out``.
+_CARRIED = 2
+# Code of ComfyUI on which the fusions of these convolutions rely. A fusion is applied only if the installed
+# version of this code was tested.
+SOURCES = (
+    *([tested(CarriedConv3d, "__init__", "forward")] if CarriedConv3d else []),
+    tested(comfy_model, "conv_carry_causal_3d"),
+    tested(Conv3d, "forward", "_conv_forward"),
+)
+
+
+class SharedClassSwap(ClassSwap):
+    """A ``ClassSwap`` of a class that another one swaps too: one for images, one for videos."""
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return type(module) is self.fused
+
+
+def is_plain(conv: Any, x: Tensor, C: int, size: int, stride: Any = (1, 1, 1)) -> bool:
+    """True if a call of ``conv`` for ``x`` runs ComfyUI's 3-D convolution and nothing else.
+
+    The convolution must have C input channels, a kernel of ``size``^3, the given stride and no padding.
+    """
+    return (
+        is_plain_conv3d(conv, x, C, Conv3d)
+        and (conv.kernel_size, conv.stride, conv.padding) == ((size,) * 3, stride, (0, 0, 0))
+        and reason_to_cast(conv) is None
+    )
+
+
+def is_plain_wrapper(conv: Any, x: Tensor, C: int, size: int = 3, stride: Any = (1, 1, 1)) -> bool:
+    return type(conv) is CarriedConv3d and is_unhooked(conv) and is_plain(conv.conv, x, C, size, stride)
+
+
+def fits(carried: Any, i: int, x: Tensor, C: int, times: int = 1) -> bool:
+    """True if the frames in ``carried[i]`` can be put before x, or if ``carried`` is None.
+
+    ``carried[i]`` must have C channels, and x's batch size, dtype and device. Its height and width must be
+    those of x multiplied by ``times``, plus a border of one pixel on each side.
+
+    ``carried``: a ``conv_carry_in``. ``times``: factor by which the convolution's input is upsampled first.
+    """
+    if carried is None:
+        return True
+    N, _, _, H, W = x.shape
+    return (
+        len(carried) > i
+        and tuple(carried[i].shape) == (N, C, _CARRIED, H * times + 2, W * times + 2)
+        and (carried[i].dtype, carried[i].device) == (x.dtype, x.device)
+    )
+
+
+def pointwise(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Runs a 1x1x1 convolution. x and the result are channels-last."""
+    if is_product(conv, x):
+        return product_of(conv, x, bias)
+    return in_channels_last(conv._conv_forward(x, conv.weight, bias))
+
+
+def convolve(
+    wrapper: Any,
+    x: Tensor,
+    carry_in: Any = None,
+    carry_out: Any = None,
+    *,
+    shift: Tensor | None = None,
+    norm: Norm | GroupNorm | None = None,
+    upsample: tuple[int, int, int] = (1, 1, 1),
+    has_bias: bool = True,
+    emits: bool = False,
+) -> Tensor:
+    """Puts the frames of ``carry_in`` before norm(x + shift), and convolves. The result is channels-last.
+
+    Args:
+        wrapper: a ``CarriedConv3d``, for which ``is_plain_wrapper`` is true.
+        x: (N, C, T, H, W).
+        carry_in: a list, whose first entry has the frames before x and is removed; or None.
+        carry_out: a list to which the last two frames of the convolution's input are appended; or None.
+        shift, norm, upsample: as in ``pad_frames``.
+        has_bias: False if the next kernel adds the bias.
+        emits: True if a GroupNorm reads the result next. Then the pass that adds the bias also stores the
+            statistics of the sum for it, where that saves time.
+    """
+    conv = wrapper.conv
+    cache = None if carry_in is None else carry_in.pop(0)[..., 1:-1, 1:-1]
+    where: Any = {"front": _CARRIED, "border": (1, 1), "mode": "replicate"}
+    frames, _ = pad_frames(in_channels_last(x), cache, shift=shift, norm=norm, upsample=upsample, **where)
+    if carry_out is not None:
+        carry_out.append(frames[:, :, -_CARRIED:].clone())
+    bias = conv.bias if has_bias else None
+    y = in_channels_last(conv._conv_forward(frames, conv.weight, None if emits else bias))
+    return add_bias(y, bias) if emits else y
+
+
+def reason_to_skip(block: Any) -> str | None:
+    """Why ``block``, a part of an autoencoder for videos, must run stock's code; None if it can be fused."""
+    own = (conv for conv in block.modules() if isinstance(conv, Conv3d))
+    return unknown_source(*SOURCES) or next(filter(None, map(reason_to_cast, own)), None)
