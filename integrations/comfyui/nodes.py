@@ -49,7 +49,8 @@ _MODEL = Input("model", "MODEL", "An SD 1.5, SD 2 or SDXL model, with or without
 _VAE = Input(
     "vae",
     "VAE",
-    "The VAE of SD 1.5, SD 2, SDXL, SD3, Flux, Wan, Qwen-Image, HunyuanVideo 1.5 or HunyuanImage's refiner.",
+    "The VAE of SD 1.5, SD 2, SDXL, SD3, Flux, Wan, Qwen-Image, HunyuanVideo, HunyuanVideo 1.5 or "
+    "HunyuanImage's refiner.",
 )
 _GRAPHS_INPUT = Input(
     "cuda_graphs",

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.comfyui import graphs, hunyuan_video_15, unet, vae, wan, wan_22
+from sdfastgn.patches.comfyui import graphs, hunyuan_video, hunyuan_video_15, unet, vae, wan, wan_22
 from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
@@ -26,6 +26,7 @@ _BLOCKS = (
     *vae.BLOCKS,
     *wan.BLOCKS,
     *wan_22.BLOCKS,
+    *hunyuan_video.BLOCKS,
     *hunyuan_video_15.BLOCKS,
     graphs.UNET,
 )
