@@ -45,6 +45,17 @@ def _wan_22() -> nn.Module:
     return WanVAE(dim=160, z_dim=48, temperal_downsample=[False, True, True])
 
 
+def _hunyuan_video() -> nn.Module:
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    sizes = {
+        "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+        "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0, "conv3d": True,
+        "time_compress": 4,
+    }  # fmt: skip
+    return AutoencoderKL(ddconfig=sizes, embed_dim=16)
+
+
 def _hunyuan_video_15() -> nn.Module:
     from comfy.ldm.models.autoencoder import AutoencodingEngine
 
@@ -75,6 +86,7 @@ DECODES = (
     Decode("Wan 2.1, 17 x 480 x 832", _wan_21, (1, 16, 5, 60, 104)),
     Decode("Qwen-Image, 1024²", _wan_21, (1, 16, 1, 128, 128)),
     Decode("Wan 2.2, 17 x 704 x 1280", _wan_22, (1, 48, 5, 44, 80)),
+    Decode("HunyuanVideo, 17 x 480 x 832", _hunyuan_video, (1, 16, 5, 60, 104)),
     Decode("HunyuanVideo 1.5, 17 x 480 x 832", _hunyuan_video_15, (1, 32, 5, 30, 52)),
 )
 
