@@ -14,6 +14,7 @@ from torch import nn
 
 from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
+from sdfastgn.kernels.common.compile_ahead import prepare
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import fp8_products, patcher
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
@@ -390,6 +391,7 @@ def _optimize(
     fp8_products.check(call, roots.values(), precision)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
+    _prepare_triton(roots.values())
     with one_at_a_time:
         components = {**roots, **patcher.parts_of(obj)}
         before = [_before(name, component, options) for name, component in components.items()]
@@ -413,6 +415,12 @@ def _optimize(
                 _put_back(before)
                 raise
     return before
+
+
+def _prepare_triton(roots: Iterable[nn.Module]) -> None:
+    for device in {parameter.device for root in roots for parameter in root.parameters()}:
+        if device.type == "cuda":
+            prepare(device)
 
 
 def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:

@@ -398,3 +398,19 @@ def test_report_as_text_and_as_data():
     data = json.loads(json.dumps(sdfastgn.report(net).to_dict()))
     assert data["channels_last_weights"] == 3
     assert {e["status"] for e in data["entries"]} == {"fused", "skipped"}
+
+
+def test_triton_is_prepared_on_the_gpus_of_a_model(monkeypatch):
+    """Without a GPU only the devices of the parameters can be named."""
+    prepared = []
+    monkeypatch.setattr(sdfastgn.api, "prepare", prepared.append)
+    monkeypatch.setattr(
+        sdfastgn.api, "_prepare_triton", functools.partial(on_a_gpu, sdfastgn.api._prepare_triton)
+    )
+    sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu"))
+    assert prepared == [torch.device("cuda", 0)]
+
+
+def on_a_gpu(call, roots):
+    weights = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu")]
+    call([SimpleNamespace(parameters=lambda: weights) for _ in roots])

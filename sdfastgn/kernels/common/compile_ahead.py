@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
-from sdfastgn.kernels.common import archive
+from sdfastgn.kernels.common import archive, gpu
 from sdfastgn.kernels.common.failures import forget
 
 # Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory.
@@ -26,6 +29,8 @@ class _Rehearsal:
         self._device = device
         self.pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "sdfastgn-compile")
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
+        # (kernel, dtypes) -> lock. Up to Triton 3.6, compiled kernels with equal keys share a launcher.
+        self._launchers: defaultdict[tuple[Any, ...], threading.Lock] = defaultdict(threading.Lock)
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
         # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key has no
@@ -33,11 +38,13 @@ class _Rehearsal:
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
+        prepare(self._device).join()
         with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
             # Reading this entry creates the kernel's cache for the device. It is created here, before the
             # threads run, because two threads could create two caches.
             launch.kernel.device_caches[self._device.index]
-        self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
+        launcher = self._launchers[launch.kernel, dtypes]
+        self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device, launcher)
 
 
 # The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` whose kernel is
@@ -45,6 +52,30 @@ class _Rehearsal:
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
+
+
+@functools.cache
+def prepare(device: torch.device) -> threading.Thread:
+    """Start a thread that prepares Triton for its first compilation, once for each device.
+
+    Triton hashes its own library, builds its access to the driver with a C compiler, and imports modules.
+    Meanwhile other threads can run Python most of the time.
+
+    Returns the thread. It has nothing to do if no kernel can run on ``device``.
+    """
+    thread = threading.Thread(target=_prepare, args=(device,), name="sdfastgn-prepare")
+    thread.start()
+    return thread
+
+
+def _prepare(device: torch.device) -> None:
+    if device.type != "cuda" or gpu.triton is None or gpu.unsupported(device):
+        return
+    from sdfastgn.kernels.common.nothing import nothing
+
+    # An error is ignored here: the first launch of a kernel raises it again.
+    with contextlib.suppress(Exception), torch.cuda.device(device):
+        _ = nothing.warmup(torch.float32, grid=(1,)).run
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
@@ -73,15 +104,19 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
     return len(found.jobs)
 
 
-def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:
+def _compile(
+    launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device, launcher: threading.Lock
+) -> None:
     with torch.cuda.device(device):  # the current device is a setting of each thread
         compiled = launch.kernel.warmup(
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
         )
         try:
-            # Reading ``run`` builds the launcher (by a C compiler) and loads the kernel on the device. So the
-            # first launch finds both.
-            _ = compiled.run
+            # Reading ``run`` loads the kernel on the device and builds the launcher, by a C compiler, unless
+            # Triton's cache has it. So the first launch finds both. Without the lock, several threads would
+            # build the same launcher.
+            with launcher:
+                _ = compiled.run
         except Exception:
             forget(launch.kernel, device)
             raise

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 import types
 from collections import defaultdict
 
@@ -128,6 +129,34 @@ def test_compilations_run_beside_each_other(without_gpu, monkeypatch):
     launches = [made(block=block, kernel=kernel)[1] for block in (16, 32, 64)]
     rehearse(lambda: [launch.run(X) for launch in launches], CPU)
     assert len(kernel.compiled) == 3
+
+
+def test_a_launcher_is_built_by_one_thread_at_a_time(without_gpu, monkeypatch):
+    monkeypatch.setattr(compile_ahead.os, "cpu_count", lambda: 3)
+    building, most = [], []
+
+    def run(compiled):
+        building.append(compiled)
+        time.sleep(0.02)
+        most.append(len(building))
+        building.remove(compiled)
+
+    monkeypatch.setattr(Compiled, "run", property(run))
+    kernel = Kernel(threading.Barrier(3, timeout=60))
+    launches = [made(block=block, kernel=kernel)[1] for block in (16, 32, 64)]
+    rehearse(lambda: [launch.run(X) for launch in launches], CPU)
+    assert most == [1, 1, 1]
+
+
+def test_no_kernel_is_compiled_before_triton_is_prepared(without_gpu, monkeypatch):
+    kernel, launch = made()
+    seen = []
+    monkeypatch.setattr(compile_ahead, "_prepare", lambda device: time.sleep(0.1) or seen.append(device))
+    monkeypatch.setattr(kernel, "warmup", lambda *a, **k: seen.append("compiled") or Compiled(kernel))
+    compile_ahead.prepare.cache_clear()
+    for _ in range(2):
+        rehearse(lambda: launch.run(X), CPU)
+    assert seen == [CPU, "compiled", "compiled"]
 
 
 def test_compilations_run_beside_the_call(without_gpu):
