@@ -1,8 +1,9 @@
 """Measure the peak memory of whole pipelines, and draw images with little memory, stock and optimized.
 
-python -m scripts.publish.memory --json benchmarks/by_hand/memory.json
+python -m scripts.publish.memory --only peaks --json benchmarks/by_hand/memory.json
+python -m scripts.publish.memory --only limits --json benchmarks/by_hand/memory_limits.json
 
-The pipelines have random weights. There are two measurements:
+The pipelines have random weights. There are two measurements, ``peaks`` and ``limits``:
 
 - Peak memory without a limit. Each pipeline runs in a fresh process. Several of these processes run at the
   same time, so these rows' times are not comparable.
@@ -206,6 +207,10 @@ def limited(
         release_memory()
 
 
+# Value of the option ``--only`` -> what yields the rows.
+MEASUREMENTS = {"peaks": peaks, "limits": limited}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 1 if an image was wrong or every row failed, else 0."""
     parser = argparse.ArgumentParser(
@@ -214,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    parser.add_argument("--only", choices=MEASUREMENTS, help="measure only this")
     parser.add_argument("--tiny", action="store_true", help="measure small pipelines")
     parser.add_argument("--device", default="cuda", help="device of the pipelines")
     parser.add_argument(
@@ -227,8 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with timing.global_switches(cudnn_benchmark=False) as switches:
         where = environment(device, switches)
         config = {"dtype": dtype_on(options.device), "steps": STEPS}
-        for measure in (peaks, limited):
-            for row in measure(pipelines, options.device, lambda: time.monotonic() - start > options.seconds):
+        for name in [options.only] if options.only else MEASUREMENTS:
+            for row in MEASUREMENTS[name](
+                pipelines, options.device, lambda: time.monotonic() - start > options.seconds
+            ):
                 rows.append(row)
                 print(f"{time.monotonic() - start:5.0f} s  {row}", flush=True)
                 # The file is written after each row, so that an interrupted run keeps its results.

@@ -62,9 +62,9 @@ class MemoryRow:
 
 
 def memory_markdown(results: Path) -> str:
-    """Returns two tables for each committed result. A line below them names the run.
+    """Returns the tables of all committed results. A line below each table names its run.
 
-    The first table has the peak memory without a limit. The second has the times under each limit.
+    One table has the peak memory without a limit. Another has the times under each limit.
     """
     blocks = []
     for content in documents(results, KIND):
@@ -73,7 +73,8 @@ def memory_markdown(results: Path) -> str:
         limits = [_limit_cells(*pair) for pair in pairs if pair[0].limit_gib is not None]
         config = content["config"]
         what = f"{config['dtype']}, {config['steps']} steps. {source_line(content)}"
-        blocks += [markdown(_PEAKS, peaks, []), markdown(_LIMITS, limits, [what])]
+        for head, rows in ((_PEAKS, peaks), (_LIMITS, limits)):
+            blocks += [markdown(head, rows, [what])] if rows else []
     return "\n\n".join(blocks) or NO_RESULTS
 
 

@@ -94,8 +94,9 @@ def test_no_row_starts_late_and_the_file_has_those_before(tmp_path, monkeypatch:
         yield ROW
 
     path = tmp_path / "memory.json"
-    monkeypatch.setattr(memory, "peaks", peaks)
-    options = ["--tiny", "--device", "cpu", "--seconds", "0", "--json", str(path)]
+    monkeypatch.setitem(memory.MEASUREMENTS, "peaks", peaks)
+    monkeypatch.setitem(memory.MEASUREMENTS, "limits", lambda *_: pytest.fail("--only"))
+    options = ["--only", "peaks", "--tiny", "--device", "cpu", "--seconds", "0", "--json", str(path)]
     assert memory.main(options) == 0
     assert seen == [((("tiny_xl", True), ("tiny", False)), "cpu", True)]
     content = json.loads(path.read_text())
@@ -139,10 +140,12 @@ def test_the_tables_pair_stock_with_ours(tmp_path) -> None:
         "| SD1.5 512², batch 1 | 12 | 9 | not measured | not measured | - |",
         "| SDXL 1024², batch 1 | 12 | 9 | 9 | 8 | 75% |",
     ]
-    assert lines[7:11] == [
+    assert lines[9:13] == [
         f"| SDXL 1024², batch 1 | 6 GiB | no memory | - | {WRONG} | - | - | - | - |",
         "| SDXL 1024², batch 1 | 8 GiB | no memory | - | 0.3 | 0.2 | - | 4 | 1 |",
         "| SDXL 1024², VAE in fp32, batch 1, offloaded | 8 GiB | 0.5 | 0.4 | 0.6 | 0.8 | 0.50x† | 0 | 0 |",
         "",
     ]
-    assert lines[-1] == f"fp16, 4 steps. {SOURCE}"
+    assert lines.count(f"fp16, 4 steps. {SOURCE}") == 2
+    save(tmp_path, "a.json", "memory", rows[:2], config={"dtype": "fp16", "steps": 4})
+    assert "limit" not in TABLES["memory"](tmp_path)
