@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["change_class", "class_forward", "has_foreign_forward", "replace_kept"]
+__all__ = ["change_class", "class_forward", "has_foreign_forward", "is_offloaded_whole", "replace_kept"]
 
 # A module's bound method ``forward``, or the ``GraphedForward`` that replaces it.
 Forward = Callable[..., Any]
@@ -45,6 +45,17 @@ def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:
     # cannot trace ``class_forward``, which creates a method. So the parts of the method are compared.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is getattr(type(module), name)
     return not (is_own and forward.__self__ is module)
+
+
+def is_offloaded_whole(module: nn.Module) -> bool:
+    """True if accelerate's hook ``CpuOffload`` is on ``module``, as after ``enable_model_cpu_offload``.
+
+    Before a call of ``module``, this hook moves all its weights to the GPU, unless they are there. They stay
+    there until another model of the pipeline is called. The hook keeps the ``forward`` that it wraps as the
+    attribute ``_old_forward`` of ``module``.
+    """
+    hook = type(vars(module).get("_hf_hook"))
+    return (hook.__module__, hook.__qualname__) == ("accelerate.hooks", "CpuOffload")
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 To turn graphs on, ``install`` puts a ``GraphedForward`` under the key "forward" into the module's
 ``__dict__``. There it replaces the ``forward`` of the class. The class itself stays the same, because
 ``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the key is the name of
-another method (``method_of``).
+another method (``method_of``), and in offloaded models it is ``_old_forward`` (``_place_in``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import torch
 from torch import nn
 
 from sdfastgn.kernels.common.private import is_compiled
-from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward, replace_kept
+from sdfastgn.patches.core.class_forward import (
+    class_forward,
+    has_foreign_forward,
+    is_offloaded_whole,
+    replace_kept,
+)
 from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
@@ -88,10 +93,10 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
             _take_off(module)
             graphed = None
-        name = method_of(module)
-        if mode is not False and graphed is None and not has_foreign_forward(module, name):
-            own = name in vars(module)
-            vars(module)[name] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
+        place = _place_in(module)
+        if mode is not False and graphed is None and place is not None:
+            own, name = place in vars(module), method_of(module)
+            vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
             guard(module)
 
 
@@ -132,9 +137,8 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
                 where = f"{path or kind}, calls with gradients"
                 yield _described(where, kind, str(graphed.mode), graphed.training, {}), None
         else:
-            name = method_of(module)
-            if has_foreign_forward(module, name):
-                reasons[f"other code replaced its {name}"] = 0
+            if _place_in(module) is None:
+                reasons[f"other code replaced its {method_of(module)}"] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
 
 
@@ -159,6 +163,21 @@ def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
                 (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
             )
             todo += reversed(list(children))
+
+
+def _place_in(module: nn.Module) -> str | None:
+    """The key in the module's ``__dict__`` for a ``GraphedForward``; None if other code replaced the method.
+
+    If the whole model is offloaded, accelerate's hook replaces ``forward``, and calls the entry
+    ``_old_forward`` after it has moved the weights.
+    """
+    name = method_of(module)
+    if not has_foreign_forward(module, name):
+        return name
+    kept = vars(module).get("_old_forward")
+    if name == "forward" and is_offloaded_whole(module) and kept == class_forward(module):
+        return "_old_forward"
+    return None
 
 
 def _graphed(module: nn.Module) -> GraphedForward | None:

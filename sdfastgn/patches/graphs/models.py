@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.patches.core import channels_last, fp8
+from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Call, Number
 from sdfastgn.patches.graphs.factors import is_tested
@@ -88,11 +89,16 @@ _DECODERS = {
     # The limit is a video of 17 frames (3 frames of latents) with 480 x 832 pixels.
     "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosDecoder3d": Decoder(3 * 480 * 832, scale=8),
 }
+# Text encoders. A pipeline calls each of them once or twice for an image.
+_TEXT_ENCODERS = {
+    "transformers.models.clip.modeling_clip.CLIPTextModel",
+    "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection",
+}
 # All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
 # so that diffusers need not be imported. Subclasses get no graphs.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
     **_VIDEO,
-    **{name: {} for name in _DECODERS},
+    **{name: {} for name in (*_DECODERS, *_TEXT_ENCODERS)},
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": _TIMESTEP,
@@ -111,8 +117,6 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.pipelines.audioldm2.modeling_audioldm2.AudioLDM2UNet2DConditionModel": _TIMESTEP,
     "diffusers.pipelines.deprecated.wuerstchen.modeling_wuerstchen_prior.WuerstchenPrior": {},
     "diffusers.pipelines.wuerstchen.modeling_wuerstchen_prior.WuerstchenPrior": {},
-    "transformers.models.clip.modeling_clip.CLIPTextModel": {},
-    "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
 # The models whose calls with gradients can become graphs.
 _TRAINED = {
@@ -239,6 +243,8 @@ def reason_now(module: nn.Module) -> str | None:
         return "gradients are enabled"
     if module.training:
         return "it is in training mode"
+    if is_offloaded_whole(module) and _class_name(module) in _TEXT_ENCODERS:
+        return "it is offloaded, and an image calls it only once or twice"
     return _reason_with_or_without_gradients(module) or fp8.reason_now(module)
 
 

@@ -99,8 +99,9 @@ class Policy:
     def follow(self, module: nn.Module) -> None:
         """Forget all kinds if the weights of ``module`` were moved since the last call of this method.
 
-        If weights are moved before each call, as ``enable_model_cpu_offload`` does, each call then counts as
-        the first of its kind. In the modes "auto" and "training" first calls are not captured.
+        If weights are moved before each call, as SDXL's pipeline does when it converts its autoencoder, each
+        call then counts as the first of its kind. In the modes "auto" and "training" first calls are not
+        captured.
         """
         if self._storage is not None and self._storage.expired():
             self.forget_kinds()

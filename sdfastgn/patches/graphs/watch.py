@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.patches.core.adapter_survey import Survey
-from sdfastgn.patches.core.class_forward import has_foreign_forward
+from sdfastgn.patches.core.class_forward import has_foreign_forward, is_offloaded_whole
 from sdfastgn.patches.core.instance_entries import GUARDS
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
 from sdfastgn.patches.graphs.comparisons import (
@@ -110,6 +110,9 @@ _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_par
 # Attributes that diffusers' loader of LoRAs sets in the root of a model. They may change, because no forward
 # reads them.
 _NOTES = frozenset(("peft_config", "_hf_peft_config_loaded", "lora_scale", "_safe_fusing"))
+# Attributes of a root whose whole model is offloaded. They may change, because the hook runs outside of the
+# graph. (The hook also refers to another model of the pipeline.)
+_OF_OFFLOADING = frozenset(("_hf_hook", "_old_forward"))
 
 
 class Watch:
@@ -120,8 +123,8 @@ class Watch:
     memory.
 
     Args:
-        root: the module that is captured. Its own forward hooks are not watched, because they run outside of
-            the graph.
+        root: the module that is captured. Its own forward hooks, and the hook that offloads it as a whole,
+            are not watched, because they run outside of the graph.
         is_harmless: called with each forward hook of an inner module. Returns True if all effects of the
             hook are part of the graph.
         device: the device of the capture. If it is not the CPU, a write into a tensor on the CPU counts as a
@@ -155,6 +158,8 @@ class Watch:
         self._has_factors = has_factors
         self._has_switches = bool(switched(root))
         self._not_in_root = _NOTES | unwatched
+        if is_offloaded_whole(root):
+            self._not_in_root |= _OF_OFFLOADING
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited objects, kept alive so that their ids stay unique
@@ -380,7 +385,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
         "torch._dynamo"
     ):
         return f"{path} is compiled by torch.compile"
-    if "_hf_hook" in attributes:
+    if "_hf_hook" in attributes and not (is_root and is_offloaded_whole(module)):
         return f"accelerate's hooks are on {path}"
     if not is_root and has_foreign_forward(module):
         return f"other code replaced the forward of {path}"
