@@ -1,6 +1,7 @@
 """Time decodes of large images in tiles and in one piece, stock and optimized, and measure their memory.
 
 python -m scripts.publish.tiled_decode --json tiled_decode.json
+python -m scripts.publish.tiled_decode --model Flux --size 2048 --json tiled_decode_flux.json
 
 The autoencoder has random weights. The standard deviation of the latents grows from left to right, so that
 tiles have different means and variances, as the tiles of a photo do. ``optimize`` is called without CUDA
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 import sdfastgn
@@ -31,10 +33,20 @@ from sdfastgn.bench.images import relative_error
 from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.model_inputs import randn
-from sdfastgn.models.architectures import build_vae
+from sdfastgn.models.architectures import with_random_weights
 from sdfastgn.models.configurations import TINY_AUTOENCODERS, VAES
 from sdfastgn.models.saved import latent_scale
 
+# Model -> the configuration of its ``AutoencoderKL``.
+AUTOENCODERS: dict[str, dict[str, Any]] = {
+    **{model: config for model, config in VAES.items() if model not in TINY_AUTOENCODERS},
+    "Flux": {
+        **VAES["sdxl"],
+        "latent_channels": 16,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    },
+}
 SIZES = (2048, 4096)
 # Pixels along a side of the largest image that is also decoded in fp32. In fp32 a decode of 4096 x 4096
 # pixels with stock's code would need about all memory of an H100.
@@ -54,11 +66,13 @@ WAYS: tuple[tuple[bool, float | None], ...] = (
 def latents(model: str, size: int, device: torch.device) -> Tensor:
     """Returns latents in fp32 whose standard deviation grows from left to right.
 
-    Their shape is (1, 4, pixels, pixels), where ``pixels`` is ``size`` divided by the autoencoder's scale.
+    Their shape is (1, C, pixels, pixels). C is the autoencoder's number of latent channels, and ``pixels`` is
+    ``size`` divided by the autoencoder's scale.
     """
-    pixels = size // latent_scale(VAES[model])
-    z = randn(1, 4, pixels, pixels, seed=0, dtype=torch.float32, device=device)
-    return z * torch.linspace(0.2, 2.0, pixels, device=device)
+    config = AUTOENCODERS[model]
+    shape = config.get("latent_channels", 4), *(size // latent_scale(config),) * 2
+    z = randn(1, *shape, seed=0, dtype=torch.float32, device=device)
+    return z * torch.linspace(0.2, 2.0, shape[-1], device=device)
 
 
 def decode(vae: Any, z: Tensor, tile: int | None = None) -> Tensor:
@@ -100,14 +114,15 @@ def measured(model: str, size: int, dtype: torch.dtype, device: torch.device) ->
 
     Yields the row of each decode as soon as it is measured.
     """
-    stock = build_vae(model, dtype, device)
+    config = AUTOENCODERS[model]
+    stock = with_random_weights(lambda: AutoencoderKL(**config), dtype, device, seed=0)
     ours = sdfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False)
     z = latents(model, size, device).to(dtype)
     exact = exact_image(stock, z) if size <= MAX_FP32_SIZE else None
     expected = None
     for way in WAYS:
         is_optimized, factor = way
-        tile = None if factor is None else int(factor * VAES[model]["sample_size"])
+        tile = None if factor is None else int(factor * config["sample_size"])
         row = DecodeRow(size, is_optimized, tile)
         try:
             image, seconds, peak = timed(ours if is_optimized else stock, z, tile)
@@ -141,8 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    models = [model for model in VAES if model not in TINY_AUTOENCODERS]
-    parser.add_argument("--model", choices=models, default="sdxl", help="whose autoencoder decodes")
+    parser.add_argument("--model", choices=AUTOENCODERS, default="sdxl", help="whose autoencoder decodes")
     parser.add_argument("--size", type=int, action="append", help="image size in pixels; can be repeated")
     parser.add_argument("--device", default="cuda", help="device of the autoencoder")
     options = parser.parse_args(arguments)

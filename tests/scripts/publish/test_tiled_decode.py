@@ -69,6 +69,12 @@ def test_the_file_has_the_rows_of_all_sizes(tmp_path):
     assert content["environment"]["switches"]["cudnn.benchmark"] is False
 
 
+def test_latents_of_each_autoencoder():
+    assert [tuple(tiled_decode.latents(model, 64, CPU).shape) for model in ("sd15", "Flux")] == [
+        (1, 4, 8, 8), (1, 16, 8, 8),
+    ]  # fmt: skip
+
+
 def test_speed_ups_are_over_stock_with_or_without_tiles(tmp_path):
     rows = [
         DecodeRow(2048, False, None, 0.4, 9.5, None, 1.9e-2),
