@@ -41,14 +41,18 @@ class Setting(NamedTuple):
     is_fp8: bool = False
 
 
-def settings(free: float) -> list[Setting]:
-    """Returns the settings that are timed. ``free``: GiB of free GPU memory."""
-    return [
+def settings(free: float, only: str = "") -> list[Setting]:
+    """Returns the settings that are timed: those whose label contains ``only``.
+
+    ``free``: GiB of free GPU memory.
+    """
+    every = [
         Setting("fp16, all on the GPU"),
         Setting("fp8, all on the GPU", is_fp8=True),
         Setting("fp16, half in main memory", ("--reserve-vram", f"{max(free - _HALF, 0):.1f}")),
         Setting("fp16, all in main memory", ("--novram",)),
     ]
+    return [setting for setting in every if only in setting.label]
 
 
 def main(
@@ -56,6 +60,9 @@ def main(
     size: Annotated[int, typer.Option(help="Width and height in pixels.")] = 1024,
     steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 8,
     rounds: Annotated[int, typer.Option(help="Repetitions of each run of the sampler.")] = 3,
+    only: Annotated[
+        str, typer.Option(help='Time only settings whose name contains this text, such as "main memory".')
+    ] = "",
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write all results to this file.")
     ] = None,
@@ -67,13 +74,15 @@ def main(
     config = {"size": size, "steps": steps, "rounds": rounds}
     content = document("comfyui_weights", machine, config, [])
     free, _ = torch.cuda.mem_get_info()
+    wanted = settings(free / 2**30, only)
     with tempfile.TemporaryDirectory() as name:
         files = Path(name)
         in_a_process(comfyui.write_files, folders[0], MODEL, files)
-        (files / "fp8").mkdir()
-        in_a_process(write_fp8, files)
+        if any(setting.is_fp8 for setting in wanted):
+            (files / "fp8").mkdir()
+            in_a_process(write_fp8, files)
         for folder in folders:
-            for setting in settings(free / 2**30):
+            for setting in wanted:
                 row = {"comfyui": comfyui_checkout.release_of(folder), "weights": setting.label}
                 where = files / "fp8" if setting.is_fp8 else files
                 try:

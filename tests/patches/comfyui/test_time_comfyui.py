@@ -84,6 +84,7 @@ def test_weights_in_fp8(on_the_cpu, files, gpu_at_hand, monkeypatch):
 def test_weights_in_main_memory():
     labels = {setting.label: setting.options for setting in comfyui_weights.settings(80.0)}
     assert labels["fp16, half in main memory"] == ("--reserve-vram", "76.5")
+    assert len(comfyui_weights.settings(80.0, "main memory")) == 2
 
 
 def test_decodes_of_videos(on_the_cpu, gpu_at_hand, tmp_path, monkeypatch):
