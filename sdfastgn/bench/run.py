@@ -26,7 +26,7 @@ from sdfastgn.kernels.common.failures import one_line
 
 # Number of timed replays of each CUDA graph of a pipeline. Few are enough, because replays vary little.
 GRAPH_REPEATS = 20
-# Maximum number of calls before a variant is ready.
+# After this number of calls a variant's output is compared, even if ``Variant.is_ready`` still returns False.
 _MOST_FIRST_CALLS = 64
 # Number of calls of eager that are timed after each variant, to see whether the machine's speed has changed.
 EAGER_REPEATS = 3

@@ -134,7 +134,11 @@ def _fp8_reason(device: torch.device) -> str | None:
 
 
 def _knows_scales(target: Any) -> bool:
-    """True if all FP8 products of ``target`` know the scales of their inputs."""
+    """True if no matrix product of ``target`` still learns the FP8 scale of its input.
+
+    A product learns during its first calls, and computes in the model's dtype then. So until it knows its
+    scale, a call's output and time are not those of FP8.
+    """
     import sdfastgn
 
     return not any(found.learning for found in sdfastgn.report(target).fp8)

@@ -308,7 +308,8 @@ def build_training(config: BenchConfig) -> Workload:
             before = torch.cuda.memory_allocated()
             step(unet, kwargs)
             # If the step is a CUDA graph, the tensors that autograd saves are in the graphs' memory pools.
-            # The pools were allocated at the capture, so the peak of this step does not contain them.
+            # The pools were allocated at the capture, so the peak of this step does not contain them. Their
+            # size is added.
             pools = sum(pool_sizes().values())
             step_mib = (torch.cuda.max_memory_allocated() - before + pools) / 2**20
         unet.zero_grad()

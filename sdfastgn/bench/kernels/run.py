@@ -241,7 +241,8 @@ def run(
 ) -> list[KernelRow]:
     """Time every provider of the config in every task of the suite, on every shape of the config.
 
-    The copy is always measured, and it is measured first, because each row has the ratio of its time to the
+    A provider is an implementation, and a task is a pass of an operation, such as its backward. The copy is
+    always measured, and it is measured first, because each row has the ratio of its time to the
     copy's time.
 
     Args:

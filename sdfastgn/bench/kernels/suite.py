@@ -83,7 +83,8 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
         # for each shape lets it start to count anew.
         torch.compiler.reset()
         # By default a compiled backward may overwrite the tensors that the forward saved ("donated buffers").
-        # A backward that is timed without its forward reads the same saved tensors in all calls.
+        # Here it must not: a backward that is timed without its forward reads the same saved tensors in all
+        # calls.
         return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
 
     return Provider(name, build, compile_reason, channels_last, by_default=False)
@@ -229,7 +230,10 @@ class Suite:
         }
 
     def gate(self, dtype: str) -> str:
-        """Describes the maximum relative errors in words, for tables."""
+        """A text for tables with the maximum relative errors with which a provider is still timed.
+
+        It has the maximum of most outputs, of outputs with a maximum of their own, and of gradients.
+        """
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
         if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):
             own.append(f"of gradients {GRADIENT_BOUNDS[dtype]:g}")
@@ -274,7 +278,9 @@ class KernelConfig:
 
 @dataclass
 class KernelRow:
-    """The measurement of one provider in one task on one shape. It has times if ``status`` is ok.
+    """The measurement of one provider in one task (``Operation.label``) on one shape.
+
+    It has times if ``status`` is ok.
 
     Attributes:
         hot_us: microseconds of a call whose operands are in the L2 cache, if they fit.

@@ -1,4 +1,4 @@
-"""The suites of ``sdfastgn kernels``, each an entry of ``SUITES``, and their providers."""
+"""The suites of ``sdfastgn kernels``, each an entry of ``SUITES``, and their providers (implementations)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _with_statistics(
 ) -> Operation:
     """An operation with two providers: ``plain``, and ``ours``, which also computes statistics of its result.
 
-    ``task``: the operation's task, and the name of the provider ``plain``.
+    A GroupNorm that is given these statistics need not read the result to compute them. The table shows
+    what the statistics cost. ``task``: the operation's task, and the name of the provider ``plain``.
     """
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
     tensors = 3 if task == "add" else 2
@@ -295,7 +296,8 @@ _UPSAMPLE = Suite(
             rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
-            # In fp32 the convolution runs in TF32, whose mantissa has only as many bits as fp16's.
+            # In fp32 the convolution runs in TF32, whose mantissa has only as many bits as fp16's. So the
+            # accepted error is larger.
             bounds={**ERROR_BOUNDS, "fp32": 2e-3},
         ),
     ),

@@ -26,7 +26,7 @@ Pair = tuple[float | None, float | None]
 
 
 def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
-    """Group rows by shape and task: (shape, task) -> ``Line``.
+    """Group rows by shape and task: (shape, task) -> ``Line``, a dict with the row of each provider.
 
     Each line also has the row of the provider ``COPY`` for the same shape.
     """
@@ -204,10 +204,11 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str
 
 
 def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
-    """A table of ``suite.extras``, in a list. The list is empty if no extra was timed.
+    """A table of ``suite.extras``, the operations without competitors, in a list.
 
-    The table has a row for each shape and a column for each extra. A cell has the extra's microseconds with a
-    hot L2, and the extra's time divided by its baseline's time: hot L2 (cold L2).
+    The list is empty if no extra was timed. The table has a row for each shape and a column for each extra. A
+    cell has the extra's microseconds with a hot L2, and the ratios of its time to the time of its baseline
+    (``Operation.baseline``), such as a plain add: with a hot L2 (with a cold L2).
     """
     found, cells = lines(rows), []
     for shape in dict.fromkeys(row.shape for row in rows):

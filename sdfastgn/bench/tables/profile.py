@@ -54,7 +54,10 @@ def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
 
 
 def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
-    """Returns (label of the variant with the lowest floor, floor in ms); None without a breakdown."""
+    """Returns (label of the variant with the lowest floor, its floor in ms); None without a breakdown.
+
+    A floor is the time of a call's convolutions, GEMMs and attention, which no fusion can remove.
+    """
     floors = [(label, found.floor_ms) for label, found in _found(rows)]
     return min(floors, key=lambda pair: pair[1], default=None)
 
@@ -100,7 +103,7 @@ def floor_line(rows: Sequence[Row]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Lines under the table: the lowest floor, and the kernels in the category ``OTHER``."""
+    """Lines under the table: the lowest floor (``lowest_floor``), and kernels that fit no category."""
     lines = floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:

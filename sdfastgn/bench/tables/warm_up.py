@@ -13,7 +13,7 @@ from sdfastgn.bench.documents import OK
 from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import NOTHING
 
-# The field ``kind`` of a run's JSON that has rows of this table.
+# A run whose results are ``WaitRow``s has this value in the field ``kind`` of its JSON.
 KIND = "warm_up"
 
 
