@@ -196,8 +196,8 @@ def bench_configs(
             weights=weights,
             scheduler=scheduler,
             lora_rank=lora_rank,
-            # A pipeline is profiled only if it is the only part, because that takes minutes. The profiles of
-            # other parts already show where a pipeline's time goes.
+            # A pipeline is profiled only if no other part is timed, because its profile takes minutes. The
+            # profiles of other parts already show where a pipeline's time goes.
             profile=profile and (part != "pipeline" or len(chosen) == 1),
             **{**sizes[part], "batch": images},
             **{field: value for field, value in others.items() if value is not None},

@@ -31,7 +31,10 @@ class _Empty(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import hook: the import of one of ``packages``, or of a module in it, gives an ``_Empty`` module."""
+    """An import hook with which code that imports ``packages`` runs although they are not installed.
+
+    The import of one of ``packages``, or of a module in it, gives an ``_Empty`` module.
+    """
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
@@ -94,7 +97,10 @@ def release_of(folder: Path) -> str:
 
 
 def has_dynamic_vram(folder: Path) -> bool:
-    """True if the ComfyUI in the checkout ``folder`` is new enough to have DynamicVRAM."""
+    """True if the ComfyUI in the checkout ``folder`` is new enough to have DynamicVRAM.
+
+    With DynamicVRAM, ComfyUI's layers request their weights at each call.
+    """
     return "enables_dynamic_vram" in (folder / "comfy" / "cli_args.py").read_text(encoding="utf-8")
 
 

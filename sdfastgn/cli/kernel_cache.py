@@ -127,7 +127,9 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a rehearsal's images are meaningless, so warnings of NaN are too
+        # In ``rehearse``, kernels that are not compiled yet do not run. So its images are meaningless, and so
+        # are warnings of NaN in them.
+        warnings.simplefilter("ignore")
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()
     return count

@@ -60,8 +60,8 @@ def print_sources(
     """List the methods whose code is unknown: its hash is not one of the method's in ``tested_sources.json``.
 
     Only methods of diffusers and ComfyUI that fusions replace or rely on are looked at, and those that CUDA
-    graphs rely on (``factors.readers``). Returns 0 if no method is unknown or all were accepted, and if no
-    fusion is left out (``MISSING``). Otherwise returns 1.
+    graphs rely on (``factors.readers``). Returns 0 if no method is unknown or all were accepted. Otherwise
+    returns 1, and also if fusions cannot be imported with this diffusers (``registry.MISSING``).
 
     Args:
         out: where to print.

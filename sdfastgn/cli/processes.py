@@ -27,6 +27,6 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # Reached only without an error. After one, other processes may still wait for this process, so the group
-    # of processes is not destroyed.
+    # This line is reached only if no error was raised inside of the context. After an error, the group of
+    # processes is not destroyed, because other processes may still wait for this process.
     state.destroy_process_group()
