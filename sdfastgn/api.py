@@ -66,12 +66,12 @@ def optimize(
         missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
             False there is an error for a module and a warning for a pipeline.
         verify: True runs each fused part of the UNets, ControlNets and autoencoders once after the change,
-            with the part's own weights and small random inputs. The error of a part is its difference
-            from stock's code in fp32, or in fp64 if the weights are in fp32. A part gets stock's code
-            again if its error is larger than four times the error of stock's code plus one unit of
-            rounding. A UserWarning and ``report`` name these parts. The warning also names parts that
-            could not be verified. Verification takes memory for one part in fp32, and the time to compile
-            the kernels for small images.
+            with the part's own weights and small random inputs. The error of a part is its difference from
+            stock's code in fp32, or in fp64 if the weights are in fp32. A part gets stock's code again if its
+            error is larger than four times the error of stock's code plus one unit of rounding. A UserWarning
+            and ``report`` name these parts; with ``strict`` a ValueError names them, and ``optimize`` undoes
+            its changes. The warning also names parts that could not be verified. Verification takes memory
+            for one part in fp32, and the time to compile the kernels for small images.
         fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
             ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode and without
             gradients. Parameters stay as they are. The folded weights take additional memory. They are
@@ -89,7 +89,7 @@ def optimize(
             tiles.
         precision: ``"fp8"`` computes matrix products of transformer blocks (``BasicTransformerBlock``) in
             E4M3: queries, keys and values of self-attention, queries of cross-attention, and the feed-forward
-            network. None keeps the model's dtype, fp16 or bf16. It needs weights on an NVIDIA GPU of compute
+            network. None keeps the model's dtype, fp16 or bf16. FP8 needs weights on an NVIDIA GPU of compute
             capability 8.9 or later. The first 30 calls of a model run without CUDA graphs and in its dtype,
             to find the scales of all inputs. Products whose error in E4M3 is large stay in its dtype, and
             also layers with LoRA adapters that are not merged. The weights in E4M3 take additional memory:
@@ -107,10 +107,10 @@ def optimize(
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: ``cuda_graphs`` is none of the four values, ``precision`` is none of the two, or another
-            option is no bool. Or ``obj`` cannot run in FP8; the message says why. Or there is
-            nothing to optimize, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is True and
-            something must be skipped; the message says what and why. Or the model is wrapped in
-            DistributedDataParallel: call ``optimize`` before you wrap it.
+            option is no bool. Or ``obj`` cannot run in FP8; the message says why. Or there is nothing to
+            optimize, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is True and something must
+            be skipped, or ``verify`` finds a wrong part; the message says what and why. Or the model is
+            wrapped in DistributedDataParallel: call ``optimize`` before you wrap it.
         RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
             it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
             waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
@@ -210,10 +210,10 @@ def verdicts(obj: Any) -> list[Verdict]:
     with _changing("verify", roots.values()):
         for name, root in roots.items():
             graphs.remove(root)
-            fp8_products.set_precision(root, None)  # parts are verified in the model's dtype
+            fp8_products.set_precision(root, None)  # no FP8: its errors exceed the allowed maximum
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        # Offloading has moved models to the GPU for the calls. This moves them away again.
+        # The calls of the verification made offloading move models to the GPU. This moves them away again.
         obj.maybe_free_model_hooks()
     return found
 

@@ -23,8 +23,9 @@ _SHOWN_PATHS = 3
 # Classes of models that gain most of their speed from CUDA graphs: without graphs, launching their kernels
 # from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# The report warns of a UNet that runs without CUDA graphs. It does not warn if the text of each reason why
-# calls ran without a graph ends in one of these: a first call, training, or a compiled or traced call.
+# The report warns of a UNet whose calls ran without CUDA graphs. It does not warn if each reason ends in one
+# of these texts. Then later calls may run as graphs (after a first call, or once FP8's scales are known), or
+# the user does something that excludes graphs (training, a compiled or traced call).
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",

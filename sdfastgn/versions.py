@@ -7,8 +7,8 @@ import importlib.metadata
 
 __all__ = ["RUN", "installed_versions", "never_run"]
 
-# Package -> versions with which the tests ran. With torch 2.11 and Triton 3.6 the kernels ran on an H200.
-# With all other versions they ran in Triton's interpreter (docs/compatibility.md).
+# Package -> versions with which the tests ran. With torch 2.11 and Triton 3.6 the kernels ran on an H100 and
+# an H200. With all other versions they ran in Triton's interpreter (docs/compatibility.md).
 RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
