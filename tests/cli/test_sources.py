@@ -133,7 +133,7 @@ _CLASSES = {
     ),
     "modules/diffusionmodules/openaimodel": ("ResBlock", "Upsample", "TimestepEmbedSequential", "UNetModel"),
     "modules/diffusionmodules/model": (
-        *("AttnBlock", "CarriedConv3d", "Decoder", "Encoder", "ResnetBlock", "Upsample"),
+        *("AttnBlock", "CarriedConv3d", "Decoder", "Downsample", "Encoder", "ResnetBlock", "Upsample"),
     ),
     "hunyuan_video/vae_refiner": ("Decoder", "DnSmpl", "Encoder", "RMS_norm", "UpSmpl"),
     "wan/vae": ("AttentionBlock", "CausalConv3d", "Encoder3d", "RMS_norm", "Resample", "ResidualBlock"),
