@@ -1,4 +1,4 @@
-"""The Markdown tables of ``scripts.publish.fp8``: times in FP8, and the quality of images."""
+"""The Markdown tables of ``scripts.publish.fp8``: times in FP8, the quality of images, and attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import label
 
-TIMES, QUALITY = "fp8_times", "fp8_quality"
+TIMES, QUALITY, ATTENTION = "fp8_times", "fp8_quality", "fp8_attention"
 # The variants that are timed, in the model's dtype and in FP8.
 VARIANTS = ("sdfastgn", "sdfastgn_fp8")
 _TIMES = (
@@ -26,6 +26,39 @@ _QUALITY = (
     "pipeline", "PSNR to fp32, dB", "PSNR of the worst image, dB", "SSIM to fp32", "read as the prompt says",
     "values beyond the range",
 )  # fmt: skip
+
+
+_ATTENTION = (
+    "self-attention of a step", "fp16: µs a layer", "E4M3: µs a layer", "saved in a step, ms",
+    "fp16: error against fp32", "E4M3: error against fp32",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """The time of one size of attention, in fp16 by PyTorch and in E4M3 by cuDNN.
+
+    Attributes:
+        model: the model and its image size, for the table.
+        layers: number of layers with this size in the model's UNet.
+        batch, heads, tokens, channels: the shape of q, k and v. ``channels`` is that of one head.
+        fp16_us, fp8_us: microseconds of one layer.
+        fp16_error, fp8_error: relative error against fp32.
+        status, reason: ``FAILED`` and why, if cuDNN cannot compute it.
+    """
+
+    model: str
+    layers: int
+    batch: int
+    heads: int
+    tokens: int
+    channels: int
+    fp16_us: float | None = None
+    fp8_us: float | None = None
+    fp16_error: float | None = None
+    fp8_error: float | None = None
+    status: str = OK
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +111,33 @@ def fp8_times_markdown(results: Path) -> str:
 
 def _time(row: Row) -> str:
     return number(row.median_ms) if row.status == OK else row.status
+
+
+def fp8_attention_markdown(results: Path) -> str:
+    """Returns a table for each committed result of ``scripts.publish.fp8_attention``.
+
+    It has a line for each size. A line below it names the run.
+    """
+    blocks = []
+    for content in documents(results, ATTENTION):
+        rows = [AttentionRow(**values) for values in content["rows"]]
+        blocks.append(markdown(_ATTENTION, [_attention_cells(row) for row in rows], [source_line(content)]))
+    return "\n\n".join(blocks) or NO_RESULTS
+
+
+def _attention_cells(row: AttentionRow) -> list[str]:
+    name = f"{row.model}, batch {row.batch}: {row.layers} layers of {row.heads} heads, {row.tokens} tokens"
+    saved = NOTHING
+    if row.fp16_us and row.fp8_us:
+        saved = number(row.layers * (row.fp16_us - row.fp8_us) / 1e3)
+    return [
+        name,
+        number(row.fp16_us),
+        number(row.fp8_us) if row.status == OK else f"{row.status} {row.reason}",
+        saved,
+        error_text(row.fp16_error),
+        error_text(row.fp8_error),
+    ]
 
 
 def fp8_quality_markdown(results: Path) -> str:
