@@ -12,13 +12,16 @@ the first strip. So ``learn`` first passes over all strips, once for each norm o
 computes all layers from the held map up to the norm again. ``hold`` writes the result of a layer into memory,
 and the layers after it start there. Holding more maps takes memory, and holding fewer takes time.
 
+diffusers and ComfyUI have different names for the same modules. So a tuple, such as ``ResnetParts``, says
+which module is which part of a layer.
+
 Source: Chan, Golub and LeVeque, 1979, for the sums of squared deviations of all strips together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +38,61 @@ from sdfastgn.patches.core.fusion import activation_of, stock_class
 from sdfastgn.patches.core.merged_adapters import plain_layer
 from sdfastgn.patches.core.statistics import add, add_bias, take_statistics
 
-__all__ = ["Held", "Layer", "Out", "Resnet", "Upsample", "hold", "write"]
+__all__ = [
+    "Held",
+    "Layer",
+    "Out",
+    "OutParts",
+    "Resnet",
+    "ResnetParts",
+    "Upsample",
+    "UpsampleParts",
+    "hold",
+    "write",
+]
 
 # Minimum number of rows of a strip. In thinner strips, too many of the computed rows would be halo.
 LEAST_ROWS = 32
+
+
+class ResnetParts(NamedTuple):
+    """A residual block: (conv2(act(norm2(conv1(act(norm1(x)))))) + shortcut(x)) / divisor.
+
+    Args:
+        norm1, act, conv1, norm2, conv2: the modules of the formula. The convolutions are 3 x 3.
+        shortcut: a 1 x 1 convolution; None if x itself is added.
+        divisor: the number by which the sum is divided.
+        whole: computes the block for a whole map (1, C, H, W).
+    """
+
+    norm1: Any
+    act: Any
+    conv1: Any
+    norm2: Any
+    conv2: Any
+    shortcut: Any
+    divisor: float
+    whole: Callable[[Tensor], Tensor]
+
+
+class UpsampleParts(NamedTuple):
+    """An upsampling by two, to the nearest neighbor, and a 3 x 3 convolution after it.
+
+    Args:
+        conv: the convolution.
+        whole: computes both for some rows of a map, or for a whole one.
+    """
+
+    conv: Any
+    whole: Callable[[Tensor], Tensor]
+
+
+class OutParts(NamedTuple):
+    """The end of a decoder: conv(act(norm(x))), with a 3 x 3 convolution."""
+
+    norm: Any
+    act: Any
+    conv: Any
 
 
 class Held:
@@ -112,30 +166,30 @@ Layer: TypeAlias = Held | _Computed
 
 
 class Resnet(_Computed):
-    """A layer of the chain: diffusers' ``ResnetBlock2D`` without a time embedding."""
+    """A layer of the chain: a residual block."""
 
-    def __init__(self, block: Any, source: Layer) -> None:
+    def __init__(self, parts: ResnetParts, source: Layer) -> None:
         _, H, W = source.shape
-        super().__init__(source, (block.out_channels, H, W), source.row_bytes)
-        self.block = block
+        super().__init__(source, (_channels(parts.conv2), H, W), source.row_bytes)
+        self.parts = parts
 
     def learn(self) -> None:
         self.first = self._moments_of_source()
         self.second = _moments_of(lambda *rows: self._to_second_norm(*rows)[0], self)
 
     def whole(self, x: Tensor) -> Tensor:
-        return self.block(x, None)
+        return self.parts.whole(x)
 
     def rows(self, top: int, bottom: int) -> Tensor:
-        block = self.block
+        parts = self.parts
         inner = _grown(top, bottom, self.shape[1])
         h, bias, x, first = self._to_second_norm(*inner)
-        h = _norm_act(block.norm2, block.nonlinearity, h, self.second, bias)
-        h, bias = _conv(block.conv2, h, inner[0], top, bottom)
+        h = _norm_act(parts.norm2, parts.act, h, self.second, bias)
+        h, bias = _conv(parts.conv2, h, inner[0], top, bottom)
         x = _rows(x, top - first, bottom - first)
-        if block.conv_shortcut is not None:
-            x = pointwise(block.conv_shortcut, x)
-        return add(h, x, bias, block.output_scale_factor)
+        if parts.shortcut is not None:
+            x = pointwise(parts.shortcut, x)
+        return add(h, x, bias, parts.divisor)
 
     def _to_second_norm(self, top: int, bottom: int) -> tuple[Tensor, Tensor | None, Tensor, int]:
         """Computes the rows from ``top`` to ``bottom`` of conv1's result, which the second norm reads.
@@ -145,48 +199,51 @@ class Resnet(_Computed):
         """
         first, last = _grown(top, bottom, self.shape[1])
         x = self.source.rows(first, last)
-        h = _norm_act(self.block.norm1, self.block.nonlinearity, x, self.first)
-        return *_conv(self.block.conv1, h, first, top, bottom), x, first
+        h = _norm_act(self.parts.norm1, self.parts.act, x, self.first)
+        return *_conv(self.parts.conv1, h, first, top, bottom), x, first
 
 
 class Upsample(_Computed):
-    """A layer of the chain: diffusers' ``Upsample2D``, nearest neighbor by two and a 3 x 3 convolution."""
+    """A layer of the chain: an upsampling and the convolution after it."""
 
-    def __init__(self, module: Any, source: Layer) -> None:
-        _, H, W = source.shape
-        upsampled = module.channels * 2 * W * source.anchor.x.element_size()
-        shape = (module.out_channels, 2 * H, 2 * W)
+    def __init__(self, parts: UpsampleParts, source: Layer) -> None:
+        C, H, W = source.shape
+        upsampled = C * 2 * W * source.anchor.x.element_size()
+        shape = (_channels(parts.conv), 2 * H, 2 * W)
         super().__init__(source, shape, max(upsampled, ceil_div(source.row_bytes, 2)))
-        self.module = module
+        self.parts = parts
 
     def whole(self, x: Tensor) -> Tensor:
-        return self.module(x)
+        return self.parts.whole(x)
 
     def rows(self, top: int, bottom: int) -> Tensor:
         # The convolution reads the upsampled rows from top - 1 to bottom, both included.
         first, last = max(0, (top - 1) // 2), min(self.source.shape[1], bottom // 2 + 1)
-        y = self.module(self.source.rows(first, last))
+        y = self.parts.whole(self.source.rows(first, last))
         return _rows(y, top - 2 * first, bottom - 2 * first)
 
 
 class Out(_Computed):
-    """The last layer of the chain: ``conv_norm_out``, ``conv_act`` and ``conv_out`` of a ``Decoder``."""
+    """The last layer of the chain: the end of a decoder."""
 
-    def __init__(self, decoder: Any, source: Layer) -> None:
+    def __init__(self, parts: OutParts, source: Layer) -> None:
         _, H, W = source.shape
-        channels = plain_layer(decoder.conv_out).out_channels
-        super().__init__(source, (channels, H, W), source.row_bytes)
-        self.decoder = decoder
+        super().__init__(source, (_channels(parts.conv), H, W), source.row_bytes)
+        self.parts = parts
 
     def learn(self) -> None:
         self.first = self._moments_of_source()
 
     def rows(self, top: int, bottom: int) -> Tensor:
-        decoder = self.decoder
+        norm, act, conv = self.parts
         first, last = _grown(top, bottom, self.shape[1])
-        x = _norm_act(decoder.conv_norm_out, decoder.conv_act, self.source.rows(first, last), self.first)
-        y, bias = _conv(decoder.conv_out, x, first, top, bottom)
+        x = _norm_act(norm, act, self.source.rows(first, last), self.first)
+        y, bias = _conv(conv, x, first, top, bottom)
         return add_bias(y, bias)
+
+
+def _channels(conv: Any) -> int:
+    return int(plain_layer(conv).out_channels)
 
 
 # --- computation of whole maps ------------------------------------------------------------------------

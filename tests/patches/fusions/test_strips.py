@@ -1,5 +1,7 @@
 """Layers of a decoder in strips: any rows are rows of the whole map, and so are the statistics."""
 
+from functools import partial
+
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import Decoder
@@ -10,7 +12,16 @@ from torch import nn
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.fusions import strips
-from sdfastgn.patches.fusions.strips import Held, Out, Resnet, Upsample, hold
+from sdfastgn.patches.fusions.strips import (
+    Held,
+    Out,
+    OutParts,
+    Resnet,
+    ResnetParts,
+    Upsample,
+    UpsampleParts,
+    hold,
+)
 from tests.kernels.samples import kernels
 from tests.patches.cases import agree, image
 from tests.patches.samples import randomize
@@ -41,10 +52,19 @@ def whole(module, x):
     return module(x) if isinstance(module, Upsample2D) else module(x, None)
 
 
+def parts_of(module):
+    if isinstance(module, Decoder):
+        return OutParts(module.conv_norm_out, module.conv_act, module.conv_out)
+    if isinstance(module, Upsample2D):
+        return UpsampleParts(module.conv, module)
+    first, second = (module.norm1, module.nonlinearity, module.conv1), (module.norm2, module.conv2)
+    return ResnetParts(*first, *second, module.conv_shortcut, 1.0, partial(module, temb=None))
+
+
 def chain(kinds, modules, x, strip_bytes=1):
     layer = Held(x, strip_bytes)
     for kind, module in zip(kinds, modules, strict=True):
-        layer = kind(module, layer)
+        layer = kind(parts_of(module), layer)
         layer.learn()
     return layer
 
@@ -98,7 +118,7 @@ def test_a_held_result_is_written_over_a_source_of_its_shape(monkeypatch, rows, 
 
 def test_strips_are_as_large_as_asked_and_nearly_equal(monkeypatch):
     monkeypatch.setattr(strips, "LEAST_ROWS", 2)
-    layer = Upsample(upsample(), Held(image(1, 8, 50, W), strip_bytes=4 * 12 * 2 * W * 30))
+    layer = Upsample(parts_of(upsample()), Held(image(1, 8, 50, W), strip_bytes=4 * 12 * 2 * W * 30))
     assert layer.row_bytes == 4 * 12 * 2 * W
     assert list(strips._strips(layer)) == [(0, 25), (25, 50), (50, 75), (75, 100)]
 
@@ -106,7 +126,8 @@ def test_strips_are_as_large_as_asked_and_nearly_equal(monkeypatch):
 def test_statistics_of_strips_are_exact_for_a_mean_far_above_the_deviation(monkeypatch):
     monkeypatch.setattr(strips, "LEAST_ROWS", 2)
     x = image(1, 8, H, W) + 1e4
-    mean, variance = strips._moments_of(Held(x, 1).rows, Upsample(upsample(), Held(x[:, :, : H // 2], 1)))
+    layer = Upsample(parts_of(upsample()), Held(x[:, :, : H // 2], 1))
+    mean, variance = strips._moments_of(Held(x, 1).rows, layer)
     rows = x[:, :, : 2 * (H // 2)].double()
     torch.testing.assert_close(mean, rows.mean((0, 2, 3)), rtol=1e-7, atol=0)
     torch.testing.assert_close(variance, rows.var((0, 2, 3), correction=0), rtol=1e-3, atol=0)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import sdfastgn
 from sdfastgn.models.architectures import build_vae
-from sdfastgn.patches.fusions import strips, tiled_decode
+from sdfastgn.patches.fusions import strip_chain, strips, tiled_decode
 from tests.patches.cases import agree
 from tests.patches.samples import randomize
 
@@ -34,16 +34,16 @@ def stock():
 def held(monkeypatch):
     """Makes strips small. Returns the list of the maps that are held from now on."""
     monkeypatch.setattr(strips, "LEAST_ROWS", 4)
-    monkeypatch.setattr(tiled_decode, "MAPS_OF_A_TILE", 0)
-    monkeypatch.setattr(tiled_decode, "MAPS_OF_ATTENTION", 0)
-    monkeypatch.setattr(tiled_decode, "MOST_BYTES", 0)
+    monkeypatch.setattr(strip_chain, "MAPS_OF_A_TILE", 0)
+    monkeypatch.setattr(strip_chain, "MAPS_OF_ATTENTION", 0)
+    monkeypatch.setattr(strip_chain, "MOST_BYTES", 0)
     found = []
 
     def note(layer, **options):
         found.append(layer.shape)
         return strips.hold(layer, **options)
 
-    monkeypatch.setattr(tiled_decode, "hold", note)
+    monkeypatch.setattr(strip_chain, "hold", note)
     return found
 
 
@@ -80,7 +80,7 @@ _ALL = [(16, 1)] * 2 + [(16, 2)] * 3 + [(16, 4)] + [(8, 4)] * 2
     ],
 )
 def test_the_image_is_that_of_a_decode_in_one_piece(stock, held, monkeypatch, most, maps):
-    monkeypatch.setattr(tiled_decode, "MOST_BYTES", most)
+    monkeypatch.setattr(strip_chain, "MOST_BYTES", most)
     z = latents(1, 4, 11, 9)
     vae = optimized(stock)
     expected = stock.decode(z).sample
@@ -177,26 +177,25 @@ def test_memory_is_bounded_by_the_held_maps_and_a_few_strips(stock, held, monkey
     of_half = 4 * 16 * 64 * 48  # a map at half of the image's size
     whole = memory_of(stock, z)[0]
     for most in (3 * of_half, 5 * of_half):
-        monkeypatch.setattr(tiled_decode, "MOST_BYTES", most)
+        monkeypatch.setattr(strip_chain, "MOST_BYTES", most)
         peak, _, image = memory_of(vae, z)
         agree(image, stock.decode(z).sample)
-        strip = max(most // tiled_decode.STRIPS, 4 * (4 + 2) * 16 * 96)
+        strip = max(most // strip_chain.STRIPS, 4 * (4 + 2) * 16 * 96)
         # PyTorch's form of a norm has more maps than a kernel.
         assert peak < most + 8 * strip < whole
-    monkeypatch.setattr(tiled_decode, "MOST_BYTES", 2 * of_half)
+    monkeypatch.setattr(strip_chain, "MOST_BYTES", 2 * of_half)
     peak, largest, _ = memory_of(vae, z)
     assert largest == of_half  # no map of the image's size was held
     assert peak < whole / 4
 
 
 def test_what_may_be_held_grows_with_the_tile_and_with_the_middle_block():
-    vae = build_vae("sdxl", torch.float16, "meta")
+    parts = tiled_decode._parts(build_vae("sdxl", torch.float16, "meta").decoder)
     x = torch.empty((1, 512, 256, 256), dtype=torch.float16, device="meta")
-    assert tiled_decode._held_bytes(vae, x) == tiled_decode.MOST_BYTES
-    assert tiled_decode._held_bytes(vae, x.float()) == 3 * 256 * 1024**2 * 4
-    assert tiled_decode._held_bytes(vae, x.repeat(1, 1, 4, 4)) == 7 * 16 * x.nbytes
-    vae.tile_latent_min_size = 192
-    assert tiled_decode._held_bytes(vae, x) == 3 * 256 * 1536**2 * 2
+    assert strip_chain._held_bytes(parts, x, 128**2) == strip_chain.MOST_BYTES
+    assert strip_chain._held_bytes(parts, x.float(), 128**2) == 3 * 256 * 1024**2 * 4
+    assert strip_chain._held_bytes(parts, x.repeat(1, 1, 4, 4), 128**2) == 7 * 16 * x.nbytes
+    assert strip_chain._held_bytes(parts, x, 192**2) == 3 * 256 * 1536**2 * 2
 
 
 # ---- when stock's tiles are decoded
@@ -368,4 +367,4 @@ def test_on_a_gpu_it_needs_about_the_memory_of_stocks_tiles():
         vae.decode(z)
         found.append(torch.cuda.max_memory_allocated() - before)
     assert found[1] < 1.5 * found[0]
-    assert found[1] < 1.5 * tiled_decode.MOST_BYTES
+    assert found[1] < 1.5 * strip_chain.MOST_BYTES
