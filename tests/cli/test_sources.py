@@ -135,6 +135,7 @@ _CLASSES = {
     "modules/diffusionmodules/model": (
         *("AttnBlock", "CarriedConv3d", "Decoder", "Downsample", "Encoder", "ResnetBlock", "Upsample"),
     ),
+    "models/autoencoder": ("AutoencoderKL", "AutoencodingEngine"),
     "hunyuan_video/vae_refiner": ("Decoder", "DnSmpl", "Encoder", "RMS_norm", "UpSmpl"),
     "wan/vae": ("AttentionBlock", "CausalConv3d", "Encoder3d", "RMS_norm", "Resample", "ResidualBlock"),
     "wan/vae2_2": (
@@ -150,7 +151,8 @@ COMFYUI = {
     "comfy/model_management.py": "",
     "comfy/options.py": "def enable_args_parsing(): ...",
     "comfy/sample.py": "",
-    "comfy/sd.py": "",
+    "comfy/sd.py": "class VAE: ...",
+    "comfy/utils.py": "",
     "comfy/ops.py": "\n".join(
         [
             "class disable_weight_init:",

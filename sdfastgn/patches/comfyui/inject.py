@@ -12,7 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.comfyui import graphs, hunyuan_video, hunyuan_video_15, unet, vae, wan, wan_22
+from sdfastgn.patches.comfyui import (
+    graphs,
+    hunyuan_video,
+    hunyuan_video_15,
+    tiled_decode,
+    unet,
+    vae,
+    wan,
+    wan_22,
+)
 from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
@@ -24,6 +33,7 @@ __all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loade
 _BLOCKS = (
     *unet.BLOCKS,
     *vae.BLOCKS,
+    *tiled_decode.AUTOENCODERS,
     *wan.BLOCKS,
     *wan_22.BLOCKS,
     *hunyuan_video.BLOCKS,

@@ -26,11 +26,11 @@ import comfy.ops
 from torch import Tensor, nn
 
 from sdfastgn.patches.core.class_forward import change_class
-from sdfastgn.patches.core.fusion import foreign_override, is_unhooked
+from sdfastgn.patches.core.fusion import foreign_override, is_unhooked, stock_class
 from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
-__all__ = ["LAYERS", "has_steady_weights", "prepared", "reason_to_cast"]
+__all__ = ["LAYERS", "has_steady_weights", "plain_class", "prepared", "reason_to_cast"]
 
 _ops: Any = comfy.ops
 # Key that ``_Layer.apply`` puts into the ``__dict__`` of each layer to which it is applied. Its value is the
@@ -65,7 +65,7 @@ class _Layer:
             tested(_ops, "cast_bias_weight", "uncast_bias_weight"),
         )
         self.sources: tuple[TestedSource, ...] = (self._when_plain, *self._when_casting)
-        self._plain = plain
+        self.plain = plain
 
     def claims(self, module: nn.Module) -> bool:
         return self.is_applied(module) or isinstance(module, self.stock)
@@ -79,14 +79,14 @@ class _Layer:
         reason = foreign_override(module, "forward_comfy_cast_weights") or unknown_source(self._when_plain)
         if reason is not None or not _casts(module):
             return reason
-        if _has_low_vram(module) and self._plain in (nn.Conv2d, nn.Linear):
+        if _has_low_vram(module) and self.plain in (nn.Conv2d, nn.Linear):
             return _MOVES
         return unknown_source(*self._when_casting)
 
     def apply(self, module: nn.Module) -> None:
         vars(module)[_STOCK_CLASS] = type(module)
         if not _casts(module):
-            change_class(module, self._plain)
+            change_class(module, self.plain)
 
     def undo(self, module: nn.Module) -> None:
         change_class(module, vars(module).pop(_STOCK_CLASS))
@@ -97,6 +97,17 @@ LAYERS = tuple(_Layer(plain) for plain in (nn.Conv2d, nn.Linear, nn.GroupNorm, n
 
 def _casts(module: Any) -> bool:
     return getattr(module, "comfy_cast_weights", False) or _has_functions(module)
+
+
+def plain_class(layer: Any) -> type[nn.Module]:
+    """PyTorch's class of ``layer`` if its weights are used as they are; else the class that it has.
+
+    The result is the same before and after ``apply``.
+    """
+    for each in LAYERS:
+        if type(layer) is each.stock and not _casts(layer) and each.reason_to_skip(layer) is None:
+            return each.plain
+    return stock_class(layer)
 
 
 def reason_to_cast(module: Any) -> str | None:

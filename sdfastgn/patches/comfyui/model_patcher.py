@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import comfy.sd
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
 
 from sdfastgn.patches.comfyui import dynamic_vram
 from sdfastgn.patches.comfyui.graphs import UNET, begin_run
 from sdfastgn.patches.comfyui.inject import drop_graphs, eject, inject, root_of
 from sdfastgn.patches.comfyui.report import text_of
+from sdfastgn.patches.comfyui.tiled_decode import TiledVAE
 from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
 __all__ = ["optimize_model", "optimize_vae"]
@@ -88,12 +90,16 @@ def optimize_model(
 def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> Any:
     """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, its model is fused. ``vae`` stays stock.
 
+    Its tiled decode of images has no seams (``tiled_decode.py``).
+
     ``after_load`` is called with the text of the report before each decode and encode, when ComfyUI has
     loaded the model. Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
     """
     if not hasattr(vae, "patcher"):
         raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
     optimized = copy.copy(vae)
+    if type(vae) is comfy.sd.VAE:
+        optimized.__class__ = TiledVAE
     optimized.patcher = optimize_model(vae.patcher, False)
     optimized.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, _KEY)
     if after_load is not None:

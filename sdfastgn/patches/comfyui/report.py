@@ -29,6 +29,7 @@ _WORDS = {
     "comfyui_unet": "UNet",
     "comfyui_encoder": "encoder",
     "comfyui_decoder": "decoder",
+    "comfyui_tiled_decode": "tiled decode",
     "comfyui_wan_norm": "norms",
     "comfyui_wan_conv": "causal convolutions",
     "comfyui_wan_residual_block": "ResNet blocks",

@@ -1,8 +1,9 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
-The fused classes of the encoder and the decoder only turn inference mode off, so that norms can use stored
-statistics (``inference_mode.py``). The activation after the last norm stays a separate pass: stock's
-``forward`` calls a function for it, so there is no module that could be replaced.
+The fused classes of the encoder and the decoder turn inference mode off, so that norms can use stored
+statistics (``inference_mode.py``). A tiled decode runs the fused decoder in strips (``tiled_decode.py``). The
+activation after the last norm stays a separate pass: stock's ``forward`` calls a function for it, so there is
+no module that could be replaced.
 
 ComfyUI uses the classes ``ResnetBlock`` and ``AttnBlock`` in some autoencoders for videos, too. Such a block
 runs the code of ``hunyuan_video_15.py``.
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.patches.comfyui import hunyuan_video_15
+from sdfastgn.patches.comfyui import hunyuan_video_15, tiled_decode
 from sdfastgn.patches.comfyui.carried import SharedClassSwap, reason_to_skip
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.comfyui.layers import prepared
@@ -113,12 +114,14 @@ class FusedEncoder(Encoder):
 class FusedDecoder(Decoder):
     """``Decoder`` that runs outside of inference mode, so that norms can use stored statistics.
 
-    ``inference_mode.py`` says why. z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W).
+    ``inference_mode.py`` says why. In a tiled decode it runs in strips (``tiled_decode.py``).
+    z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W).
     """
 
     def forward(self, z: Tensor, **kwargs: Any) -> Tensor:
         with outside_inference_mode():
-            return super().forward(z, **kwargs)
+            image = tiled_decode.in_strips(self, z)
+            return super().forward(z, **kwargs) if image is None else image
 
 
 def _is_known_block(block: Any) -> bool:

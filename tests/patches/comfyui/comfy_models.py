@@ -11,6 +11,7 @@ from tests.patches.samples import randomize
 
 __all__ = [
     "KINDS",
+    "VAE",
     "close",
     "image_of",
     "latent_of",
@@ -42,7 +43,7 @@ KINDS = {
         "num_classes": "sequential", "adm_in_channels": 2816,
     },
 }  # fmt: skip
-_VAE = {**comfyui_models.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
+VAE = {**comfyui_models.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
 
 
 def load_model(kind, **options):
@@ -53,7 +54,7 @@ def load_model(kind, **options):
 
 
 def load_vae():
-    return comfyui_models.load_vae(_VAE)
+    return comfyui_models.load_vae(VAE)
 
 
 def latent_of(model, kind, steps=2, **options):
