@@ -11,6 +11,7 @@ each norm takes the mean and variance of the whole image (``strips.py``), so the
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -49,12 +50,16 @@ class _TiledDecode(InstanceEntry):
     __slots__ = ()
 
     def __call__(self, z: Tensor, return_dict: bool = True) -> Any:
-        """Decode latents z (N, C, H, W). The image is (N, 3, 8 H, 8 W) for a decoder of four blocks."""
+        """Decode latents z (N, C, H, W). The image is (N, 3, 8 H, 8 W) for a decoder of four blocks.
+
+        If memory is too short for strips, stock's tiles are decoded, because a small tile takes less memory.
+        """
         vae: Any = self.module
-        if not _runs_in_strips(vae, z):
-            return type(vae).tiled_decode(vae, z, return_dict=return_dict)
-        image = _decode(vae, z)
-        return DecoderOutput(sample=image) if return_dict else (image,)
+        if _runs_in_strips(vae, z):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                image = _decode(vae, z)
+                return DecoderOutput(sample=image) if return_dict else (image,)
+        return type(vae).tiled_decode(vae, z, return_dict=return_dict)
 
 
 def _runs_in_strips(vae: Any, z: Tensor) -> bool:

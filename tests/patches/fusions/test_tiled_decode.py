@@ -274,6 +274,16 @@ def test_training_decodes_stocks_tiles(stock, held):
     assert reasons(vae) == ["it is in training mode"]
 
 
+def test_without_memory_stocks_tiles_are_decoded(stock, held, monkeypatch):
+    def hold(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    z = latents(2, 4, 11, 9)
+    vae = optimized(stock)
+    monkeypatch.setattr(strip_chain, "hold", hold)
+    agree(vae.decode(z).sample, tiled(stock).decode(z).sample)
+
+
 @pytest.mark.without_kernels
 def test_without_kernels_stocks_tiles_are_decoded(stock, held):
     same_as_stocks_tiles(optimized(stock), stock, latents(1, 4, 9, 6))
