@@ -22,13 +22,22 @@ from sdfastgn.patches.comfyui import (
     wan,
     wan_22,
 )
-from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights
+from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights, reason_of_moves
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
 from sdfastgn.patches.core.left_alone import reason_of_cudnn
 from sdfastgn.patches.fusions import group_norm, sequential
 
-__all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded", "root_of"]
+__all__ = [
+    "CLAIMING",
+    "drop_graphs",
+    "eject",
+    "has_blocks",
+    "inject",
+    "is_loaded",
+    "reason_to_stay",
+    "root_of",
+]
 
 _BLOCKS = (
     *unet.BLOCKS,
@@ -64,6 +73,11 @@ def has_blocks(root: nn.Module) -> bool:
     )
 
 
+def reason_to_stay(root: nn.Module) -> str | None:
+    """Why ``root`` stays stock as a whole at the moment; None if it can be fused."""
+    return reason_of_cudnn(root) or reason_of_moves(root)
+
+
 @functools.cache
 def _about(cls: Any, stage: int) -> tuple[Any, ...]:
     """The fusions of a stage that may claim modules of the class ``cls``.
@@ -75,7 +89,10 @@ def _about(cls: Any, stage: int) -> tuple[Any, ...]:
 
 def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
     """Fuse what can be fused in ``root``. If anything raises, ``root`` is restored first. Idempotent."""
-    if not has_blocks(root) or reason_of_cudnn(root) is not None:
+    if not has_blocks(root):
+        return
+    if reason_to_stay(root) is not None:
+        drop_graphs(root)
         return
     try:
         for stage in range(len(_STAGES)):

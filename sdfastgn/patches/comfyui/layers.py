@@ -10,9 +10,9 @@ that.
 - A layer that does not cast gets PyTorch's class.
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
   class with the weights that ComfyUI has prepared for this call.
-- With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call, on separate streams. Of
-  these layers, only norms are prepared. The others have large weights, and their calls take as long as the
-  move, so a fusion would not make them faster. ComfyUI's code calls them.
+- With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call. A step takes as long as
+  these moves, so fusions would gain nothing. In measurements, fused models were slower than stock. So the
+  whole model stays stock (``reason_of_moves``).
 
 If the user interrupts a run, ComfyUI's layers notice this at their next call, and PyTorch's layers do not. So
 the run ends a little later: at the next call of a layer with ComfyUI's class, or at the next step.
@@ -30,13 +30,12 @@ from sdfastgn.patches.core.fusion import foreign_override, is_unhooked, stock_cl
 from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
-__all__ = ["LAYERS", "has_steady_weights", "plain_class", "prepared", "reason_to_cast"]
+__all__ = ["LAYERS", "has_steady_weights", "plain_class", "prepared", "reason_of_moves", "reason_to_cast"]
 
 _ops: Any = comfy.ops
 # Key that ``_Layer.apply`` puts into the ``__dict__`` of each layer to which it is applied. Its value is the
 # class that the layer had before: ComfyUI's.
 _STOCK_CLASS = "_sdfastgn_stock_class"
-_MOVES = "ComfyUI moves its weights at each call"
 # Name of ComfyUI's class -> the class of the layer that ``prepared`` returns.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
@@ -79,8 +78,6 @@ class _Layer:
         reason = foreign_override(module, "forward_comfy_cast_weights") or unknown_source(self._when_plain)
         if reason is not None or not _casts(module):
             return reason
-        if _has_low_vram(module) and self.plain in (nn.Conv2d, nn.Linear):
-            return _MOVES
         return unknown_source(*self._when_casting)
 
     def apply(self, module: nn.Module) -> None:
@@ -112,9 +109,14 @@ def plain_class(layer: Any) -> type[nn.Module]:
 
 def reason_to_cast(module: Any) -> str | None:
     """Why ComfyUI casts, patches or moves the weights of ``module`` at each call; None if it does not."""
-    if not _casts(module):
-        return None
-    return _MOVES if _has_low_vram(module) else "it casts its weights at each call"
+    return "it casts its weights at each call" if _casts(module) else None
+
+
+def reason_of_moves(root: nn.Module) -> str | None:
+    """Why ``root`` must stay stock as a whole, because of low VRAM; None if it is not in low VRAM."""
+    if any(map(_has_low_vram, root.modules())):
+        return "GPU memory is short, so ComfyUI moves some of its weights at each call"
+    return None
 
 
 def _has_functions(module: Any) -> bool:
@@ -149,7 +151,7 @@ def has_steady_weights(module: Any) -> bool:
 def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     """Returns a layer of PyTorch's class, or a ``FusedGroupNorm``, with the weights for one call on x.
 
-    ComfyUI has cast and patched these weights, and moved them to the GPU.
+    ComfyUI has cast and patched these weights.
 
     Returns ``layer`` itself if it does not cast. Also returns ``layer`` itself if ComfyUI's code must run it:
     because it has hooks, because sdfastgn does not know how it casts, or because ``others``, the further
@@ -162,11 +164,6 @@ def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     ):
         return layer
     weight, bias, lent = _ops.cast_bias_weight(layer, x, offloadable=True)
-    stream, *_ = lent
-    if stream is not None:
-        # The weights are copied, because they are in a buffer that ComfyUI may use for another layer before
-        # the fused kernel runs.
-        weight, bias = weight.clone(), None if bias is None else bias.clone()
     _ops.uncast_bias_weight(layer, weight, bias, lent)
     cls = _PREPARED[type(layer)]
     found = cls.__new__(cls)

@@ -10,10 +10,9 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.comfyui import dynamic_vram, graphs
-from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded, root_of
+from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
-from sdfastgn.patches.core.left_alone import reason_of_cudnn
 
 # Name of a fusion -> the report's word for the modules that the fusion changes. Each fusion in ``CLAIMING``
 # has an entry.
@@ -99,7 +98,7 @@ def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
         return "sdfastgn knows none of its blocks"
     if not _has_gpu():
         return "There is no CUDA GPU"
-    if (reason := reason_of_cudnn(root)) is not None:
+    if (reason := reason_to_stay(root)) is not None:
         return reason[0].upper() + reason[1:]
     if dispatch.why_off is not None:
         return f"No kernel runs: {dispatch.why_off}"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.patches.comfyui import comfy_checkout
 
@@ -162,16 +161,16 @@ def test_low_vram(model, kind, gpu_at_hand):
     optimized = optimize_model(patched)
     optimized.patch_model(device, lowvram_model_memory=some)
     assert any(getattr(layer, "weight_function", ()) for layer in unet_of(model).modules())
-    linear = sum(isinstance(layer, nn.Linear) for layer in unet_of(model).modules())
-    reason = "ComfyUI moves its weights at each call"
-    assert 0 < parts_of(unet_of(optimized))[1][reason]["linear layers"] < linear
-    assert text_of(optimized).startswith("UNetModel: partly faster\n")
+    reason = "GPU memory is short, so ComfyUI moves some of its weights at each call"
+    assert text_of(optimized) == f"UNetModel: not faster. {reason}"
+    assert torch.equal(step(optimized, kind), stock)
+    optimized.detach()
+    optimized.patch_model(device)
+    assert text_of(optimized).startswith("UNetModel: faster\n")
     close(step(optimized, kind), stock)
-    assert "No CUDA graphs: graphs cannot repeat how some layers prepare their weights" in text_of(optimized)
     optimized.partially_unload(device, model.model_size())
-    assert parts_of(unet_of(optimized))[1][reason]["linear layers"] == linear
-    assert not {"group norms", "layer norms"} & parts_of(unet_of(optimized))[1][reason].keys()
-    close(step(optimized, kind), stock)
+    assert text_of(optimized) == f"UNetModel: not faster. {reason}"
+    torch.testing.assert_close(step(optimized, kind), stock)  # a LoRA in all weights rounds otherwise
     optimized.detach()
     patched.patch_model(device, lowvram_model_memory=some)
     assert torch.equal(step(patched, kind), stock)

@@ -1,4 +1,4 @@
-"""A UNet on a GPU: CUDA graphs with a ControlNet and with fp8 weights, and low VRAM with ComfyUI's streams.
+"""A UNet on a GPU: CUDA graphs with a ControlNet and with fp8 weights.
 
 ComfyUI itself runs as on a machine without a GPU. The tests move the UNet.
 """
@@ -9,8 +9,6 @@ import torch
 from tests.patches.comfyui import comfy_checkout
 
 comfy_checkout.import_for_cpu()
-
-from comfy import model_management  # noqa: E402
 
 from sdfastgn.patches.comfyui.graphs import begin_run, calls_of_run  # noqa: E402
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
@@ -95,42 +93,3 @@ def test_graphs_of_fp8_weights(kind):
     assert calls_of_run(unet) == (3, {"first call of its kind": 1})
     eject(unet)
     assert all(torch.equal(a, b) for a, b in zip(results(), stock, strict=True))
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    """ComfyUI moves weights on two streams of its own. Returns the streams from which weights were taken."""
-    monkeypatch.setattr(model_management, "NUM_STREAMS", 2)
-    monkeypatch.setattr(model_management, "STREAMS", {})
-    monkeypatch.setattr(model_management, "stream_counters", {})
-    taken = []
-    wait_stream = torch.cuda.Stream.wait_stream
-    monkeypatch.setattr(
-        torch.cuda.Stream, "wait_stream", lambda self, other: taken.append(self) or wait_stream(self, other)
-    )
-    yield taken
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["fp16", "fp8"])
-@pytest.mark.parametrize("which", ["all", "norms"])
-def test_low_vram(kind, dtype, which, streams):
-    model = comfy_models.load_model(kind, weight_dtype=dtype)
-    unet = on_gpu(model)
-    for layer in unet.modules():
-        is_norm = type(layer).__name__ in ("GroupNorm", "LayerNorm")
-        if hasattr(layer, "comfy_cast_weights") and (which == "all" or is_norm):
-            with torch.inference_mode():
-                for weight in layer.parameters():
-                    weight.data = weight.data.cpu().pin_memory()
-            layer.prev_comfy_cast_weights, layer.comfy_cast_weights = layer.comfy_cast_weights, True
-    stock = [step(unet, kind, seed) for seed in range(4)]
-    assert set(model_management.STREAMS[torch.device(DEVICE, 0)]) <= set(streams)
-    inject(unet, True)
-    begin_run(unet)
-    for seed, expected in enumerate(stock):
-        agree(step(unet, kind, seed), expected)
-    assert calls_of_run(unet) == (0, {"they are turned off": 4})
-    eject(unet)
-    assert all(torch.equal(step(unet, kind, seed), expected) for seed, expected in enumerate(stock))
