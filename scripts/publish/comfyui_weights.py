@@ -8,9 +8,12 @@ DynamicVRAM is off.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -77,22 +80,33 @@ def main(
     wanted = settings(free / 2**30, only)
     with tempfile.TemporaryDirectory() as name:
         files = Path(name)
-        in_a_process(comfyui.write_files, folders[0], MODEL, files)
+        with stage("checkpoint written"):
+            in_a_process(comfyui.write_files, folders[0], MODEL, files)
         if any(setting.is_fp8 for setting in wanted):
             (files / "fp8").mkdir()
-            in_a_process(write_fp8, files)
+            with stage("checkpoint in fp8 written"):
+                in_a_process(write_fp8, files)
         for folder in folders:
             for setting in wanted:
                 row = {"comfyui": comfyui_checkout.release_of(folder), "weights": setting.label}
                 where = files / "fp8" if setting.is_fp8 else files
                 try:
-                    row |= in_a_process(times_of, folder, setting.options, where, size, steps, rounds)
+                    with stage(setting.label):
+                        row |= in_a_process(times_of, folder, setting.options, where, size, steps, rounds)
                 except Exception as error:  # the row gets the error's text, and the next setting is timed
                     row |= {"status": FAILED, "reason": one_line(error)}
                 print(row, flush=True)
                 content["rows"].append(row)
                 if json_path is not None:
                     write_json(json_path, content)
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """A context that prints ``name`` and its duration in seconds when it ends."""
+    start = time.perf_counter()
+    yield
+    print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def write_fp8(files: Path) -> None:
@@ -120,7 +134,8 @@ def times_of(
     sdfastgn's node).
     """
     static = ["--disable-dynamic-vram"] if comfyui_checkout.has_dynamic_vram(folder) else []
-    comfyui_checkout.import_comfyui(str(folder), *options, *static)
+    with stage("import of ComfyUI"):
+        comfyui_checkout.import_comfyui(str(folder), *options, *static)
     return measured(files, size, steps, rounds)
 
 
@@ -130,7 +145,8 @@ def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
     from sdfastgn.patches.comfyui.report import text_of
 
     images = Images(MODEL, size, steps, files, is_optimized=False)
-    images.first()
+    with stage("first image"):
+        images.first()
     stock = images.loaded
     device = torch.device("cuda")
 
@@ -145,13 +161,15 @@ def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
         }
         return latents, {name + key: value for key, value in costs.items()}
 
-    expected, stock_costs = run(stock, "stock_")
-    with deterministic():
+    with stage("stock"):
+        expected, stock_costs = run(stock, "stock_")
+    with stage("stock, deterministic"), deterministic():
         exact, again = images.sample(stock), images.sample(stock)
     ours = optimize_model(stock)
-    found, costs = run(ours, "")
+    with stage("sdfastgn"):
+        found, costs = run(ours, "")
     report = text_of(ours).splitlines()
-    with deterministic():
+    with stage("stock after ejection"), deterministic():
         after = images.sample(stock)
     return {
         "status": OK,

@@ -65,7 +65,7 @@ def test_what_it_measures(on_the_cpu, files, gpu_at_hand):
     assert "Without a graph: 2 (there are no graphs on cpu)" in ours["control_report"]
 
 
-def test_weights_in_fp8(on_the_cpu, files, gpu_at_hand, monkeypatch):
+def test_weights_in_fp8(on_the_cpu, files, gpu_at_hand, monkeypatch, capsys):
     monkeypatch.setattr(comfyui_weights, "MODEL", "sd15")
     (files / "fp8").mkdir()
     comfyui_weights.write_fp8(files)
@@ -79,6 +79,8 @@ def test_weights_in_fp8(on_the_cpu, files, gpu_at_hand, monkeypatch):
     assert found["stock_repeats_itself"]
     assert found["is_exact_after_ejection"]
     assert all(found[f"{name}it_per_s"] > 0 for name in ("stock_", ""))
+    stages = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert stages == ["first image", "stock", "stock, deterministic", "sdfastgn", "stock after ejection"]
 
 
 def test_weights_in_main_memory():
