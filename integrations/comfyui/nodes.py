@@ -91,10 +91,16 @@ def _optimize_vae(node_id: Any, vae: Any) -> tuple[Any, ...]:
     return vae, text_of(vae.patcher)
 
 
-def _report(node_id: Any, model: Any, latent: Any) -> tuple[Any, ...]:
+def _report(node_id: Any, model: Any, latent: Any, vae: Any = None) -> tuple[Any, ...]:
+    from sdfastgn.patches.comfyui.model_patcher import call_after_load
     from sdfastgn.patches.comfyui.report import text_of
 
-    return latent, text_of(model)
+    text = text_of(model)
+    if vae is None:
+        return latent, text
+    # VAE Decode loads the VAE only after this node.
+    call_after_load(vae, f"sdfastgn report {node_id}", lambda of_vae: _show(node_id, f"{text}\n{of_vae}"))
+    return latent, f"{text}\n{text_of(vae.patcher)}"
 
 
 def _show(node_id: Any, text: str) -> None:
@@ -130,12 +136,13 @@ NODES = (
     Node(
         "SdfastgnReport",
         "sdfastgn Report",
-        "Reports on the last run of a model. Put it behind the sampler.",
+        "Reports on the last run of a model, and on a VAE if one is connected. Put it behind the sampler.",
         (
             _MODEL._replace(tooltip="The model that the sampler has run."),
             Input(
                 "latent", "LATENT", "The sampler's result. It is passed on, and makes the node wait for it."
             ),
+            _VAE._replace(tooltip="The VAE that decodes the latent.", is_optional=True),
         ),
         (Output("latent", "LATENT", "The latent that came in."), _TEXT),
         _report,

@@ -30,6 +30,7 @@ from sdfastgn.patches.fusions import group_norm, sequential
 
 __all__ = [
     "CLAIMING",
+    "KEY",
     "drop_graphs",
     "eject",
     "has_blocks",
@@ -38,6 +39,9 @@ __all__ = [
     "reason_to_stay",
     "root_of",
 ]
+
+# The name of sdfastgn's injection and callbacks in a ``ModelPatcher``.
+KEY = "sdfastgn"
 
 _BLOCKS = (
     *unet.BLOCKS,

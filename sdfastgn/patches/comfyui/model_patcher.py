@@ -15,14 +15,12 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection
 
 from sdfastgn.patches.comfyui import dynamic_vram
 from sdfastgn.patches.comfyui.graphs import UNET, begin_run
-from sdfastgn.patches.comfyui.inject import drop_graphs, eject, inject, root_of
+from sdfastgn.patches.comfyui.inject import KEY, drop_graphs, eject, inject, root_of
 from sdfastgn.patches.comfyui.report import text_of
 from sdfastgn.patches.comfyui.tiled_decode import TiledVAE
 from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
-__all__ = ["optimize_model", "optimize_vae"]
-
-_KEY = "sdfastgn"
+__all__ = ["call_after_load", "optimize_model", "optimize_vae"]
 
 
 def optimize_model(
@@ -76,14 +74,14 @@ def optimize_model(
         if unpatch_all:
             drop_graphs(root_of(patcher))
 
-    clone.set_injections(_KEY, [PatcherInjection(put_in, take_out)])
+    clone.set_injections(KEY, [PatcherInjection(put_in, take_out)])
     for kind, callback in (
         (CallbacksMP.ON_PRE_RUN, begin),
         (CallbacksMP.ON_CLEANUP, end),
         (CallbacksMP.ON_DETACH, let_go),
     ):
-        clone.remove_callbacks_with_key(kind, _KEY)
-        clone.add_callback_with_key(kind, _KEY, callback)
+        clone.remove_callbacks_with_key(kind, KEY)
+        clone.add_callback_with_key(kind, KEY, callback)
     return clone
 
 
@@ -95,17 +93,14 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
     ``after_load`` is called with the text of the report before each decode and encode, when ComfyUI has
     loaded the model. Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
     """
-    if not hasattr(vae, "patcher"):
-        raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
+    _check_vae(vae)
     optimized = copy.copy(vae)
     if type(vae) is comfy.sd.VAE:
         optimized.__class__ = TiledVAE
     optimized.patcher = optimize_model(vae.patcher, False)
-    optimized.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, _KEY)
+    optimized.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, KEY)
     if after_load is not None:
-        optimized.patcher.add_callback_with_key(
-            CallbacksMP.ON_INJECT_MODEL, _KEY, lambda patcher: after_load(text_of(patcher))
-        )
+        call_after_load(optimized, KEY, after_load)
     optimized.first_stage_model = optimized.patcher.model
     if optimized.first_stage_model is not vae.first_stage_model:
         # ``vae`` is under DynamicVRAM, so ``optimized`` has a second model, whose weights were read from the
@@ -113,3 +108,20 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
         # are not dynamic, so the weights are cast here, once.
         optimized.first_stage_model.to(vae.vae_dtype)
     return optimized
+
+
+def call_after_load(vae: Any, key: str, after_load: Callable[[str], None]) -> None:
+    """Let ``vae`` call ``after_load``, as ``optimize_vae`` says, and drop its earlier call with this ``key``.
+
+    Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
+    """
+    _check_vae(vae)
+    vae.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, key)
+    vae.patcher.add_callback_with_key(
+        CallbacksMP.ON_INJECT_MODEL, key, lambda patcher: after_load(text_of(patcher))
+    )
+
+
+def _check_vae(vae: Any) -> None:
+    if not hasattr(vae, "patcher"):
+        raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")

@@ -10,7 +10,7 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.comfyui import dynamic_vram, graphs
-from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded, reason_to_stay, root_of
+from sdfastgn.patches.comfyui.inject import CLAIMING, KEY, has_blocks, is_loaded, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
 
@@ -96,6 +96,8 @@ _PATCHED = _WORDS["comfyui_transformer_block"]
 def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
     if not has_blocks(root):
         return "sdfastgn knows none of its blocks"
+    if KEY not in patcher.injections:
+        return "It does not come from a node of sdfastgn that optimizes"
     if not _has_gpu():
         return "There is no CUDA GPU"
     if (reason := reason_to_stay(root)) is not None:

@@ -132,6 +132,21 @@ def test_the_sampler_and_the_vae_renew_the_text_on_the_node(node, shown, gpu_at_
     assert not shown
 
 
+def test_a_report_on_a_vae_is_renewed_when_the_vae_runs(node, shown, gpu_at_hand):
+    model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
+    (faster, faster_vae, _), _ = node("SdfastgnOptimize", model=model, vae=vae, cuda_graphs="never")
+    latent = latent_of(faster, "sd15")
+    for verdict in ("will be faster once it is loaded", "faster"):
+        shown.clear()
+        inputs = {"model": faster, "latent": {"samples": latent}, "vae": faster_vae}
+        (_, text), _ = node("SdfastgnReport", **inputs)
+        assert re.match(rf"UNetModel: faster\n(.|\n)*\nAutoencoderKL: {verdict}\n", text)
+        image_of(faster_vae, latent)
+        of_optimize, of_report = shown  # each text is sent once, however often the report runs
+        assert of_optimize == of_report
+        assert re.match(r"UNetModel: faster\n(.|\n)*\nAutoencoderKL: faster\n", of_report)
+
+
 def test_a_vae_alone_renews_its_text(node, shown, gpu_at_hand):
     vae, latent = comfy_models.load_vae(), torch.ones(1, 4, 8, 8)
     (faster, text), _ = node("SdfastgnOptimizeVAE", vae=vae)

@@ -70,6 +70,14 @@ def test_a_model_without_known_blocks(model, gpu_at_hand, monkeypatch):
     assert text_of(model) == "Sequential: not faster. sdfastgn knows none of its blocks"
 
 
+def test_a_stock_model(model, gpu_at_hand):
+    expected = "UNetModel: not faster. It does not come from a node of sdfastgn that optimizes"
+    optimized = optimize_model(model)
+    latent_of(optimized, KIND)
+    assert text_of(optimized).startswith("UNetModel: faster")  # both share the model, which is fused now
+    assert text_of(model) == expected
+
+
 def test_before_and_after_a_run(model, gpu_at_hand, tape):
     optimized = optimize_model(model)
     verdict, fused = lines_of(optimized)
