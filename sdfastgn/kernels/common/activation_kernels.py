@@ -87,6 +87,21 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _mish_parts(z):
+    """Returns e = exp(z) and r = 1 / (e * (e + 2) + 2), where tanh(softplus(z)) = e * (e + 2) * r.
+
+    exp(z) is cut off at 2^60, so that its square stays finite. There tanh(softplus(z)) rounds to 1.
+    """
+    if PTX:
+        e = exp2(tl.minimum(z * 1.4426950408889634, 60.0))
+        r = _reciprocal(e * (e + 2) + 2)
+    else:
+        e = tl.exp(tl.minimum(z, 41.5))
+        r = 1 / (e * (e + 2) + 2)
+    return e, r
+
+
+@triton.jit
 def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     """Applies the activation named ``ACTIVATION`` to z. ``PAIRS`` as in ``_sigmoid``."""
     if ACTIVATION == "relu":
@@ -98,6 +113,9 @@ def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # tanh(a) = 2 sigmoid(2a) - 1 turns 0.5 z (1 + tanh(a)) into z sigmoid(2a)
         z = z * _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
+    elif ACTIVATION == "mish":
+        e, r = _mish_parts(z)
+        z = z * (e * (e + 2) * r)
     return z
 
 
@@ -116,6 +134,10 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
         dz = dy * s * (1 + z * rest * (1.5957691216057308 + 0.2140644488078421 * z * z))
+    elif ACTIVATION == "mish":
+        e, r = _mish_parts(z)
+        # The two terms are t and z * sigmoid(z) * (1 - t * t), where t = tanh(softplus(z)).
+        dz = dy * (e * (e + 2) * r + 4 * z * (e * r) * ((1 + e) * r))
     return dz
 
 

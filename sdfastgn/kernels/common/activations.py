@@ -36,12 +36,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
+    "mish": F.mish,
 }
 
 
 def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
     s = torch.sigmoid(z)  # aten::silu_backward cannot be differentiated again
     return dy * s * (1 + z * (1 - s))
+
+
+def _mish_grad(dy: Tensor, z: Tensor) -> Tensor:
+    t = torch.tanh(F.softplus(z))  # aten::mish_backward cannot be differentiated again
+    return dy * (t + z * torch.sigmoid(z) * (1 - t * t))
 
 
 # Name of an activation -> function (dy, z) -> dz. dy is the gradient of activation(z), dz the gradient of z.
@@ -52,4 +58,5 @@ ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": _silu_grad,
     "gelu": lambda dy, z: torch.ops.aten.gelu_backward(dy, z),
     "gelu_tanh": lambda dy, z: torch.ops.aten.gelu_backward(dy, z, approximate="tanh"),
+    "mish": _mish_grad,
 }

@@ -66,7 +66,7 @@ def test_the_shapes_take_every_way():
     assert any(config.programs < count for config, count in zip(backwards, tiles, strict=True))
 
 
-@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "mish", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_every_dtype_and_activation(shape, dtype, activation, device):

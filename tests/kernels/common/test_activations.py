@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.common import activations, checks
-from tests.kernels.samples import HALVES, make
+from tests.kernels.samples import HALVES, error, kernels, make
 
 
 @pytest.fixture
@@ -43,6 +43,20 @@ def test_every_activation_has_a_derivative(name):
     dy = torch.ones_like(z)
     [expected] = torch.autograd.grad(activations.ACTIVATIONS[name](z).sum(), z)
     torch.testing.assert_close(activations.ACTIVATION_GRADS[name](dy, z), expected)
+
+
+def test_mish_of_large_numbers(device):
+    """exp(z), whose square the kernel needs, does not fit into fp32 there."""
+    x, weight, bias = make((2, 8, 3, 5), device=device)
+    weight[::2] *= 1e5
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    with kernels():
+        y = sdfastgn.group_norm(*leaves[:1], 4, *leaves[1:], activation="mish")
+        found = [y, *torch.autograd.grad(y.sum(), leaves)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    expected = F.mish(F.group_norm(exact[0], 4, *exact[1:]))
+    for a, b in zip(found, [expected, *torch.autograd.grad(expected.sum(), exact)], strict=True):
+        assert error(a.detach(), b.detach()) < 2e-6
 
 
 def results(norm, x, weight, bias, activation):

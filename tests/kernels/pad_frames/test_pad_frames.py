@@ -432,7 +432,7 @@ ERRORS = [
     ({"cache": ones(1, 6, 1, 3, 4).to("meta")}, ValueError, "cache is on meta"),
     ({"shift": ones(3)}, ValueError, "shift must have shape (6,), got (3,)"),
     ({"norm": Norm(ones(6, 1, 1, 1))}, ValueError, "weight must have shape (6,), got (6, 1, 1, 1)"),
-    ({"norm": Norm(activation="mish")}, ValueError, "unknown activation 'mish'"),
+    ({"norm": Norm(activation="elu")}, ValueError, "unknown activation 'elu'"),
     ({"norm": GroupNorm(2, pads_first=True)}, ValueError, "another mode than 'zeros'"),
     (
         {"norm": GroupNorm(2, pads_first=True, framewise=True), "mode": "replicate"},
