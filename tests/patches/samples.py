@@ -21,6 +21,7 @@ from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import (
+    Conv1dBlock,
     ResnetBlock2D,
     ResnetBlockCondNorm2D,
     SpatioTemporalResBlock,
@@ -31,6 +32,7 @@ from diffusers.models.transformers.transformer_temporal import (
     TransformerSpatioTemporalModel,
     TransformerTemporalModel,
 )
+from diffusers.models.unets.unet_1d_blocks import OutConv1DBlock, ResConvBlock
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal, UpBlockSpatioTemporal
 from diffusers.models.unets.unet_kandinsky3 import Kandinsky3Block, Kandinsky3ConditionalGroupNorm
@@ -54,6 +56,11 @@ def image(*shape, seed=0):
     )
     # Stock PyTorch crashes on a channels-last norm if only its weights need a gradient.
     return x.requires_grad_()
+
+
+def plans(*shape):
+    """Input of a network over one axis."""
+    return image(*shape, 1)[..., 0].contiguous()
 
 
 def randomize(module):
@@ -630,6 +637,10 @@ SAMPLES = [
         lambda: Kandinsky3Block(12, 16, 16, norm_groups=3, up_resolution=True),
         lambda m: m(image(2, 12, 5, 6), _TEMB),
     ),
+    ("conv_1d_block", lambda: Conv1dBlock(6, 24, 5), lambda m: m(plans(2, 6, 13))),
+    ("out_conv_1d_block", lambda: OutConv1DBlock(3, 4, 12, "mish"), lambda m: m(plans(2, 12, 13))),
+    ("res_conv_block", lambda: ResConvBlock(6, 12, 10), lambda m: m(plans(2, 6, 13))),
+    ("res_conv_block-last", lambda: ResConvBlock(12, 8, 12, is_last=True), lambda m: m(plans(2, 12, 13))),
     ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
     (
         "attention-cross",

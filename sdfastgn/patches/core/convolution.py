@@ -3,8 +3,8 @@
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
 and applies ReLU before it writes the result (``conv_relu``). ``pointwise`` computes 1x1 convolutions as
 matrix products. All three need a call on a GPU without gradients, and a plain ``nn.Conv2d``;
-``conv_without_bias`` also takes a plain ``nn.Conv3d``. Every other convolution, for example one with hooks,
-is called as in stock.
+``conv_without_bias`` also takes a plain ``nn.Conv1d`` or ``nn.Conv3d``. Every other convolution, for example
+one with hooks, is called as in stock.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ __all__ = [
 # cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number, so that
 # the channels of a pixel are a multiple of 16 bytes.
 _CUDNN_CHANNELS = 8
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_plain_conv(conv: nn.Module) -> bool:
-    """True if calling ``conv`` runs PyTorch's 2-D or 3-D convolution and nothing else.
+    """True if calling ``conv`` runs PyTorch's convolution and nothing else.
 
     ``_conv_forward`` is checked too, because code for seamless tiling replaces it in the instance.
     """
-    return type(conv) in (nn.Conv2d, nn.Conv3d) and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
+    return type(conv) in _CONVOLUTIONS and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
 
 
 def keeps_size(conv: nn.Conv2d) -> bool:

@@ -258,7 +258,12 @@ def parameters_of(layer: Any) -> tuple[Tensor, Tensor | None]:
     return layer.weight, layer.bias
 
 
-_ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "identity"}
+_ACTIVATION_NAMES: dict[type[nn.Module], str] = {
+    nn.SiLU: "silu",
+    nn.ReLU: "relu",
+    nn.Mish: "mish",
+    nn.Identity: "identity",
+}
 
 
 # Stands for no activation, in calls of functions that run a norm and the activation after it.
