@@ -28,6 +28,10 @@ again.
   pass, and why.
 - **left alone**: nothing is fused. Stock's code runs.
 
+In a step of Kandinsky 3, separate activations take 4.5 % of the time. Most of them are the SiLU
+between the two 1x1 convolutions of a feed-forward. cuBLASLt computes these convolutions, and it
+cannot apply SiLU to a product before it writes the result.
+
 The columns "fused" and "CUDA graphs" name the components of the pipeline. Text encoders and
 vocoders have no GroupNorm, so the last column leaves them out. [Fusions](fusions.md) explains what
 each fusion does, and lists what is left alone on purpose.
