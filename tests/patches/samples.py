@@ -35,7 +35,11 @@ from diffusers.models.transformers.transformer_temporal import (
 from diffusers.models.unets.unet_1d_blocks import OutConv1DBlock, ResConvBlock
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal, UpBlockSpatioTemporal
-from diffusers.models.unets.unet_kandinsky3 import Kandinsky3Block, Kandinsky3ConditionalGroupNorm
+from diffusers.models.unets.unet_kandinsky3 import (
+    Kandinsky3Block,
+    Kandinsky3ConditionalGroupNorm,
+    Kandinsky3ResNetBlock,
+)
 from diffusers.models.unets.unet_motion_model import (
     AnimateDiffTransformer3D,
     CrossAttnUpBlockMotion,
@@ -636,6 +640,21 @@ SAMPLES = [
         "kandinsky3_block",
         lambda: Kandinsky3Block(12, 16, 16, norm_groups=3, up_resolution=True),
         lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
+    (
+        "kandinsky3_resnet_block",
+        lambda: Kandinsky3ResNetBlock(12, 24, 16, norm_groups=3),
+        lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
+    (
+        "kandinsky3_resnet_block-down",
+        lambda: Kandinsky3ResNetBlock(12, 24, 16, 3, up_resolutions=(None, None, False, None)),
+        lambda m: m(image(2, 12, 4, 6), _TEMB),
+    ),
+    (
+        "kandinsky3_resnet_block-up",
+        lambda: Kandinsky3ResNetBlock(12, 12, 16, 3, up_resolutions=(None, True, None, None)),
+        lambda m: m(image(2, 12, 3, 2), _TEMB),
     ),
     ("conv_1d_block", lambda: Conv1dBlock(6, 24, 5), lambda m: m(plans(2, 6, 13))),
     ("out_conv_1d_block", lambda: OutConv1DBlock(3, 4, 12, "mish"), lambda m: m(plans(2, 12, 13))),
