@@ -24,6 +24,7 @@ from sdfastgn.patches.core.class_forward import (
     replace_kept,
 )
 from sdfastgn.patches.core.instance_entries import guard, unguard
+from sdfastgn.patches.core.left_alone import reason_to_leave
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
 from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
@@ -83,8 +84,11 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     """Give every graphable module in ``root`` a ``GraphedForward``, or remove it if ``mode`` is False.
 
     If a graphable module contains others, only the outermost one gets a ``GraphedForward``: its graphs
-    include the calls of the inner ones. A module whose forward other code has replaced gets none.
+    include the calls of the inner ones. A module whose forward other code has replaced gets none, and neither
+    does a model that ``optimize`` leaves as it is.
     """
+    if mode is not False and reason_to_leave(root) is not None:
+        mode = False
     for _, module in list(outermost(root)):
         for inner in module.modules():
             if inner is not module and _graphed(inner) is not None:  # ``optimize(inner)`` was called before
@@ -139,6 +143,8 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
         else:
             if _place_in(module) is None:
                 reasons[f"other code replaced its {method_of(module)}"] = 0
+            elif (left := reason_to_leave(root)) is not None:
+                reasons[left] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
 
 

@@ -256,7 +256,7 @@ class Watch:
                 todo.append((path, value.cell_contents))
             elif type(value) in _CONTAINERS:
                 todo += self._see_container(path, value)
-            elif self._is_trusted(path, value) and not isinstance(value, _LEAVES):
+            elif self._is_trusted(path, value) and not _is_leaf(value):
                 todo += self._see_object(path, value)
 
     def _place(self, name: str, kind: str, container: Any) -> Place:
@@ -266,7 +266,7 @@ class Watch:
 
     def _is_trusted(self, path: str, value: Any) -> bool:
         package = _package_of(value)
-        if package not in (_TRUSTED_LEAVES if isinstance(value, _LEAVES) else _TRUSTED):
+        if package not in (_TRUSTED_LEAVES if _is_leaf(value) else _TRUSTED):
             name = (value if isinstance(value, (types.FunctionType, type)) else type(value)).__qualname__
             self.reason = f"{path or 'it'} has {name} of {package}, whose state cannot be watched"
         return self.reason is None
@@ -390,6 +390,16 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
     if not is_root and has_foreign_forward(module):
         return f"other code replaced the forward of {path}"
     return None
+
+
+def _is_leaf(value: Any) -> bool:
+    """True if ``value`` refers to no other object that must be watched.
+
+    NumPy's bool is no subclass of bool. It is recognized by its name, because NumPy may not be installed.
+    """
+    kind = type(value)
+    is_numpys_bool = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+    return is_numpys_bool or isinstance(value, _LEAVES)
 
 
 def _package_of(value: Any) -> str:

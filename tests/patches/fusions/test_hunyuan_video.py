@@ -191,6 +191,8 @@ def test_a_convolution_that_cannot_be_fused_leaves_the_model():
     reasons = {e.path: e.reason for e in report.skipped}
     assert reasons.pop("decoder.conv_in") == "other code replaced this instance's forward"
     assert set(reasons.values()) == {LEFT}
+    (graphs,) = report.graphs
+    assert graphs.eager == {LEFT: 0}
 
 
 def test_an_unknown_release_leaves_the_model(monkeypatch):

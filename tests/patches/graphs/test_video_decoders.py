@@ -47,6 +47,23 @@ COSMOS = {
     "latents_mean": None,
     "latents_std": None,
 }
+HUNYUAN_VIDEO = {
+    "latent_channels": 4,
+    "block_out_channels": (8, 8),
+    "down_block_types": ("HunyuanVideoDownBlock3D",) * 2,
+    "up_block_types": ("HunyuanVideoUpBlock3D",) * 2,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "spatial_compression_ratio": 2,
+    "temporal_compression_ratio": 4,
+}
+HUNYUAN_15 = {
+    "latent_channels": 4,
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "spatial_compression_ratio": 2,
+    "temporal_compression_ratio": 2,
+}
 
 
 def family(name, settings, *shape):
@@ -64,8 +81,14 @@ PLAIN = [
     family("AutoencoderKLHunyuanImage", HUNYUAN, 1, 4, 2, 3),
     family("AutoencoderKLLTXVideo", LTX, 1, 4, 2, 2, 3),
 ]
-COSMOS_CASE = family("AutoencoderKLCosmos", COSMOS, 1, 4, 2, 2, 3)  # has no tiles
-each_family = pytest.mark.parametrize("case", [*CHUNKED, *PLAIN, COSMOS_CASE])
+# Without a test of their tiles. Cosmos has none.
+OTHERS = [
+    family("AutoencoderKLCosmos", COSMOS, 1, 4, 2, 2, 3),
+    family("AutoencoderKLHunyuanVideo", HUNYUAN_VIDEO, 1, 4, 1, 2, 3),
+    family("AutoencoderKLHunyuanVideo15", HUNYUAN_15, 1, 4, 1, 2, 3),
+    family("AutoencoderKLHunyuanImageRefiner", HUNYUAN_15, 1, 4, 1, 2, 3),
+]
+each_family = pytest.mark.parametrize("case", [*CHUNKED, *PLAIN, *OTHERS])
 each_chunked = pytest.mark.parametrize("case", CHUNKED)
 each_plain = pytest.mark.parametrize("case", PLAIN)
 
