@@ -28,7 +28,7 @@ again.
   pass, and why.
 - **left alone**: nothing is fused. Stock's code runs.
 
-In a step of Kandinsky 3, separate activations take 4.5 % of the time. Most of them are the SiLU
+In a step of Kandinsky 3, separate activations take 2.5 % of the time on an H100. They are the SiLU
 between the two 1x1 convolutions of a feed-forward. cuBLASLt computes these convolutions, and it
 cannot apply SiLU to a product before it writes the result.
 
