@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,8 +41,12 @@ RANK = 16
 # An IP-Adapter gets an image as an embedding with IMAGE_CHANNELS channels, and makes IMAGE_TOKENS tokens from
 # it.
 IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
-# Number of timed calls after the second call. The table's column "later" has their median time.
-LATER = 6
+# Number of timed calls after the second call. As in the steps of an image, the CPU does not wait for the GPU
+# between them.
+LATER = 10
+# Number of calls with a change before each call, after which calls run eagerly for a while (a pause). The
+# pause is longer than the calls that are timed.
+CALLS_UNTIL_PAUSE = 20
 
 
 @dataclass
@@ -62,6 +65,11 @@ class Step:
         self.before_call(number)
         with torch.no_grad():
             return self.unet(**self.inputs, return_dict=False)[0]
+
+    def calls(self, numbers: Iterable[int]) -> Tensor:
+        """Makes the calls with these numbers, and returns the last output."""
+        *_, last = map(self.call, numbers)
+        return last
 
 
 def set_scales(step: Step, names: Sequence[str], scales: Sequence[float]) -> None:
@@ -85,9 +93,6 @@ def nothing_each_call(step: Step) -> None:
 
 
 def two_loras(step: Step) -> None:
-    nothing_each_call(step)
-    if "second" not in step.unet.peft_config:
-        add_lora(step.unet, rank=RANK, name="second", seed=2)
     set_scales(step, ["first", "second"], [0.7, 0.6])
 
 
@@ -190,6 +195,7 @@ def remove_ip_adapter(step: Step) -> None:
 def processors_each_call(step: Step) -> None:
     """Drops the graphs before each call. So the model changes too often for graphs, and calls run eagerly."""
     step.before_call = lambda number: step.unet.set_attn_processor(AttnProcessor2_0())
+    step.calls(range(CALLS_UNTIL_PAUSE))
 
 
 def another_prompt(step: Step) -> None:
@@ -206,8 +212,6 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)),
     ("other values of FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.1, b2=1.2)),
     ("no FreeU", lambda step: step.unet.disable_freeu()),
-    ("new attention processors before each call", processors_each_call),
-    ("no new attention processors", nothing_each_call),
     ("a T2I-Adapter's residuals", lambda step: give_adapter_residuals(step, 1)),
     ("the T2I-Adapter's residuals of another image", lambda step: give_adapter_residuals(step, 2)),
     ("no T2I-Adapter", remove_adapter_residuals),
@@ -221,11 +225,13 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("`set_adapters` with a new scale before each call", scale_each_call),
     ("a new `scale` in each call's `cross_attention_kwargs`", scale_in_the_arguments),
     ("a constant scale", nothing_each_call),
-    ("a second LoRA", lambda step: add_lora(step.unet, rank=RANK, name="second", seed=2)),
-    ("two LoRAs", two_loras),
+    ("a second LoRA is loaded", lambda step: add_lora(step.unet, rank=RANK, name="second", seed=2)),
+    ("two LoRAs, loaded before", two_loras),
     ("the second alone", lambda step: set_scales(step, ["second"], [1.0])),
+    ("the two LoRAs again", two_loras),
     ("`fuse_lora`", lambda step: step.unet.fuse_lora()),
     ("no LoRA again", remove_loras),
+    ("new attention processors before each call", processors_each_call),
 )
 # UNet -> names of the changes that it gets, if it does not get all of ``CHANGES``.
 FEWER = {
@@ -234,14 +240,18 @@ FEWER = {
         "FreeU",
         "other values of FreeU",
         "no FreeU",
-        "new attention processors before each call",
-        "no new attention processors",
         "one LoRA",
         "`set_adapters` with another scale",
         "`set_adapters` with a new scale before each call",
-        "two LoRAs",
+        "a new `scale` in each call's `cross_attention_kwargs`",
+        "a constant scale",
+        "a second LoRA is loaded",
+        "two LoRAs, loaded before",
+        "the second alone",
+        "the two LoRAs again",
         "`fuse_lora`",
         "no LoRA again",
+        "new attention processors before each call",
     ),
 }
 
@@ -273,7 +283,7 @@ def measured_calls(
     """Makes all changes for ``model`` to one UNet, and calls the UNet several times after each change.
 
     Returns a tuple for each change: (output of the last call, copied to the CPU; [ms of the first call, ms of
-    the second, median ms of later calls]; MiB that tensors occupy on the GPU after the calls, or None).
+    the second, mean ms of the later calls]; MiB that tensors occupy on the GPU after the calls, or None).
     """
     config = UNETS[model]
     unet = with_random_weights(
@@ -289,11 +299,12 @@ def measured_calls(
     found = []
     for name, change in changes_of(model):
         change(step)
-        timed = [timing.time_once(partial(step.call, number), device) for number in range(2 + LATER)]
-        times = [1e3 * seconds for seconds, _ in timed]
+        times = [1e3 * timing.time_once(partial(step.call, number), device)[0] for number in range(2)]
+        seconds, output = timing.time_once(partial(step.calls, range(2, 2 + LATER)), device)
+        times.append(1e3 * seconds / LATER)
         on_gpu = device.type == "cuda"
         mib = torch.cuda.memory_allocated(device) / 2**20 if on_gpu else None
-        found.append((timed[-1][1].cpu(), [*times[:2], statistics.median(times[2:])], mib))
+        found.append((output.cpu(), times, mib))
         print(f"{model} {'optimized' if optimize else 'stock'}, {name}: {found[-1][1]}", flush=True)
     del unet, step
     gc.collect()

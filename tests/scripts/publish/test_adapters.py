@@ -5,24 +5,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections import Counter
 
+import diffusers
 import pytest
 import torch
 
+import sdfastgn
 from scripts.publish import adapters
 from scripts.publish.pages import TABLES
 from scripts.publish.tables.adapters import ChangeRow
 from sdfastgn.bench.documents import OK, WRONG
+from sdfastgn.model_inputs import unet_inputs
+from sdfastgn.models.configurations import UNETS
+from sdfastgn.patches.graphs import forward
 from tests.bench.tables.cases import SOURCE, save
+from tests.patches.graphs.tape import TapeBackend
 
 CPU = torch.device("cpu")
 NAMES = [name for name, _ in adapters.CHANGES]
 # Changes after which the output is the same: weights in another place, and new objects that compute the same.
-SAME_OUTPUT = {
-    "`fuse_lora`",
-    "new attention processors before each call",
-    "no new attention processors",
-}
+SAME_OUTPUT = {"`fuse_lora`", "new attention processors before each call"}
 ROW = ChangeRow("sdxl", "one LoRA", [80.0, 70.0, 60.0], [90.0, 40.0, 30.0], 5000.0, 5100.0, 1e-3)
 
 
@@ -55,6 +58,22 @@ def test_a_shorter_list_of_changes(monkeypatch):
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outputs))
     for name in ("no FreeU", "no LoRA again"):
         torch.testing.assert_close(shorter[name][0], shorter["no LoRA"][0])
+
+
+def test_calls_after_changes_before_each_call_are_timed_in_a_pause(monkeypatch):
+    backend = TapeBackend()
+    monkeypatch.setattr(forward, "backend_of", lambda device: backend)
+    config = UNETS["tiny"]
+    unet = diffusers.UNet2DConditionModel(**config).eval()
+    inputs = unet_inputs(
+        unet.config, size=8 * config["sample_size"], batch=1, dtype=torch.float32, device=CPU, seed=0
+    )
+    step = adapters.Step(unet, inputs)
+    sdfastgn.optimize(unet)
+    adapters.processors_each_call(step)
+    before = Counter(unet.forward.eager)
+    step.calls(range(2 + adapters.LATER))
+    assert unet.forward.eager - before == {"the model changes too often": 2 + adapters.LATER}
 
 
 def test_a_run_has_a_row_for_each_change(tmp_path):
