@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_expired
 from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
 from sdfastgn.patches.core.adapter_sources import OF_CONV, Source
+from sdfastgn.patches.core.fusion import parameters_of
 
 # Class of a layer -> number of sizes (channels, kernel size) that its constructor takes.
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
@@ -238,7 +239,7 @@ def write_prepared(
 
 def _count_writes(those: Iterable[Record]) -> None:
     """Raise the versions of merged weights, because PyTorch does not count the writes of our kernels."""
-    torch.autograd.graph.increment_version([record.layer.weight for record in those])
+    torch.autograd.graph.increment_version([parameters_of(record.layer)[0] for record in those])
 
 
 @contextmanager
