@@ -268,7 +268,7 @@ class Survey:
             touches(),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
-            list(chain.from_iterable(map(_active_of, owns))),
+            list(map(tuple, map(_active_of, owns))),  # copies, because a list may be changed in place
             list(map(type, scales)),
             list(chain.from_iterable(map(dict.values, scales))),
         ]

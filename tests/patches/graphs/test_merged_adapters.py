@@ -136,6 +136,20 @@ def test_a_switch_keeps_the_graph(name, device, monkeypatch):
     assert after.eager == before.eager
 
 
+def test_an_active_adapter_of_one_layer_becomes_one_of_the_next_layer():
+    """All active adapters, in the order of the layers, are the same as before: only their layers differ."""
+    unet, stock, inputs = make()
+    for each in (unet, stock):
+        add(each, "a", 5, FEW), add(each, "b", 6, FEW)
+        first, second, *_ = wrappers(each)
+        first.set_adapter(["a", "b"]), second.set_adapter(["a"])
+    same_results(unet, stock, inputs, 3)
+    for each in (unet, stock):
+        first, second, *_ = wrappers(each)
+        first.set_adapter(["a"]), second.set_adapter(["b", "a"])
+    agree(run(unet, inputs), run(stock, inputs))
+
+
 def test_hotswap():
     unet, stock, inputs = make()
     two(unet), two(stock)
