@@ -13,7 +13,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["OF_CONV", "Source", "active_adapters", "adapter_of", "is_plain_adapter", "source_of"]
+__all__ = ["OF_CONV", "Source", "active_adapters", "adapter_of", "is_plain_adapter", "source_of", "state_of"]
 
 # Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
 # weights, must have the same settings as the wrapped convolution.
@@ -53,12 +53,12 @@ class Source(NamedTuple):
 
     def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         """A value that changes if the merged weight would change. ``tensors``: ``self.tensors``."""
-        return (
-            tuple(map(id, tensors)),
-            tuple(map(Tensor.data_ptr, tensors)),
-            tuple(map(version_of, tensors)),
-            tuple([pair[3] for pair in self.pairs]),
-        )
+        return *state_of(tensors), tuple([pair[3] for pair in self.pairs])
+
+
+def state_of(tensors: list[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Ids, addresses and numbers of writes of ``tensors``: the first three items of ``Source.key``."""
+    return tuple(map(id, tensors)), tuple(map(Tensor.data_ptr, tensors)), tuple(map(version_of, tensors))
 
 
 def active_adapters(own: dict[str, Any]) -> list[str]:

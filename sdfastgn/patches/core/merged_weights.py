@@ -69,7 +69,7 @@ class Record:
         It must have the settings of ``source.base``, and a weight with dtype, device, shape and strides of
         ``source.weight``.
         """
-        weight, bias, like = self.layer.weight, self.layer.bias, source.weight
+        (weight, bias), like = parameters_of(self.layer), source.weight
         return (
             (weight.dtype, weight.device, weight.shape, weight.stride())
             == (like.dtype, like.device, like.shape, like.stride())

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.low_rank.op import Factors, Matrix, Pair, Sum, matrix_of, pair_of
-from sdfastgn.patches.core.adapter_sources import Source, adapter_of, is_plain_adapter
+from sdfastgn.patches.core.adapter_sources import Source, adapter_of, is_plain_adapter, state_of
+from sdfastgn.patches.core.fusion import parameters_of
 from sdfastgn.patches.core.merged_weights import Record, bias_factors, bias_or_zeros
 
 __all__ = ["PreparedLayer"]
@@ -72,7 +73,7 @@ class PreparedLayer:
         self._source, self._storages = source, storages
         self.names: list[str] | None = None
         weight, bias = source.weight, source.bias
-        out, out_bias = self.record.layer.weight, self.record.layer.bias
+        out, out_bias = parameters_of(self.record.layer)
         layout = _layout_of(weight, out) + (() if out_bias is None else _layout_of(out_bias, bias))
         kept: dict[str, _Adapter] = {}
         if layout == self._layout:
@@ -106,24 +107,24 @@ class PreparedLayer:
                 return False
             found.append(adapter)
         with_bias = [name for name, adapter in zip(names, found, strict=True) if adapter.bias is not None]
-        out, source = self.record.layer, self._source
-        weight, bias = source.weight, source.bias
-        if (out.bias is None) != (bias is None and not with_bias):
+        out, out_bias = parameters_of(self.record.layer)
+        weight, bias = self._source.weight, self._source.bias
+        if (out_bias is None) != (bias is None and not with_bias):
             return False
         self.names, self.with_bias = names, with_bias
-        self.sums = [Sum(out.weight, weight, tuple([adapter.weight for adapter in found]))]
+        self.sums = [Sum(out, weight, tuple([adapter.weight for adapter in found]))]
         self.prepared: list[tuple[Matrix | None, list[Pair | None]]] = [
             (self._matrix, [adapter.weight_pair for adapter in found])
         ]
         if self._bias is not None:
             biased = [adapter for adapter in found if adapter.bias is not None]
-            self.sums.append(Sum(out.bias, self._bias, tuple([adapter.bias for adapter in biased])))  # type: ignore[misc]
+            self.sums.append(Sum(out_bias, self._bias, tuple([adapter.bias for adapter in biased])))  # type: ignore[arg-type, misc]
             self.prepared.append((self._bias_matrix, [adapter.bias_pair for adapter in biased]))
         tensors = [weight, bias]
         for adapter in found:
             tensors += adapter.tensors
         kept = [t for t in tensors if t is not None]
-        self.key = source.key(kept)[:3]
+        self.key = state_of(kept)
         self.kept = kept, list(map(self._storages.__getitem__, self.key[0]))
         return True
 
