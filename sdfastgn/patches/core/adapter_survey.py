@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from sdfastgn.kernels.common.private import expiring, is_expired, refers_to, ver
 from sdfastgn.kernels.low_rank.op import LowRankSums
 from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of
 from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
-from sdfastgn.patches.core.merged_weights import read_on, records, touches, write_prepared
+from sdfastgn.patches.core.merged_weights import read_on, records, write_prepared
 from sdfastgn.patches.core.prepared_adapters import PreparedLayer
 
 # Index of the tensors' addresses in the list that ``_objects_now`` returns.
@@ -134,19 +134,18 @@ class Survey:
                 return True
             if self._differ_in_adapters(settings):
                 self._factor = None
-                after = self._write(factor, settings)
-                if after is not None:
-                    self._settings, self._factor = [after, *settings[1:]], factor
+                count = self._write(factor, settings)
+                if count is not None:
+                    self._settings, self._factor = [settings[0] + count, *settings[1:]], factor
                     return True
         self._factor = self._names = self._sums = None
         if not self._find():
             return False
-        after = self._write(factor)
-        if after is None:
+        count = self._write(factor)
+        if count is None:
             self.reason = "another thread has changed its adapters"
             return False
-        if after == self._settings[0] + 1:  # otherwise other code has changed a weight meanwhile
-            self._settings[0] = after
+        self._settings[0] += count
         self._factor = factor
         return True
 
@@ -162,9 +161,8 @@ class Survey:
     def _write(self, factor: float, settings: list[Any] | None = None) -> int | None:
         """Writes all merged weights that are outdated, from prepared parts (``PreparedLayer``).
 
-        Returns the count ``touches()`` of ``merged_weights.py`` after the write, or its last value if nothing
-        is outdated. Returns None if the parts cannot be combined, or if another thread has changed a layer
-        meanwhile; then nothing was written.
+        Returns the number of layers that were written. Returns None if the parts cannot be combined, or if
+        another thread has changed a layer meanwhile; then nothing was written.
 
         ``settings``: the present settings, if nothing else has changed since the last refresh.
         """
@@ -192,13 +190,16 @@ class Survey:
                 flat += [now[name] * factor for name in layer.with_bias]
         self._names = names
         if not outdated:
-            return self._settings[0]
+            return 0
         if self._sums is None or places != self._places:
             layers = [self._prepared[place] for place in places]
             sums = [total for layer in layers for total in layer.sums]
             self._sums = LowRankSums(sums, [each for layer in layers for each in layer.prepared])
             self._places = places
-        return write_prepared(outdated, self._sums, flat, None if settings is None else settings[0])
+        is_written = write_prepared(
+            outdated, self._sums, flat, lambda: settings is None or settings[0] == self._touches()
+        )
+        return len(outdated) if is_written else None
 
     def _find(self) -> bool:
         """Find the sources of all merged weights. Returns False if a layer cannot be merged any more."""
@@ -254,6 +255,10 @@ class Survey:
         self._storage_ids = list(map(expiring, self._storages))
         self._settings, self._objects = self._settings_now(), self._objects_now()
 
+    def _touches(self) -> int:
+        """A number that grows whenever the merged weights must be checked again."""
+        return sum(map(_touches_of, self._records))
+
     # The next two methods run at each call. To be quick, they return lists that ``map`` and ``==`` handle in
     # C.
 
@@ -265,7 +270,7 @@ class Survey:
         owns = self._owns
         scales = list(map(_scales_of, owns))
         return [
-            touches(),
+            self._touches(),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
             list(map(tuple, map(_active_of, owns))),  # copies, because a list may be changed in place
@@ -293,6 +298,7 @@ def _storage_of(tensor: Tensor, known: StorageWeakRef | None) -> StorageWeakRef:
     return known if is_right else StorageWeakRef(tensor.untyped_storage())  # type: ignore[return-value]
 
 
+_touches_of = attrgetter("touches")
 _hooks_of = itemgetter(*_HOOKS)
 _disabled_of = itemgetter("_disable_adapters")
 _fused_of = itemgetter("merged_adapters")

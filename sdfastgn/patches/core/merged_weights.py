@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -32,9 +32,6 @@ records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionar
 # True while code of peft runs that gets weights from wrappers but writes into none. Then ``may_change`` does
 # nothing, and merged weights stay valid.
 only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
-# Counts the events after which a ``Survey`` (``adapter_survey.py``) must check all layers again: merged
-# weights were written or freed, or other code may have written into a weight.
-_touches = 0
 # (index of a GPU, handle of a stream) -> stream, for the streams that have read merged weights since these
 # were written last. The next write waits for these streams.
 _readers: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -42,22 +39,21 @@ _readers: dict[tuple[int, int], torch.cuda.Stream] = {}
 changing = threading.RLock()
 
 
-def touches() -> int:
-    """Returns a number that changes whenever a ``Survey`` must check the merged weights again."""
-    return _touches
-
-
 class Record:
     """The stand-in of one wrapper, and the state of the tensors from which its weights were computed.
 
-    ``layer``: the stand-in, a plain layer with merged weights. ``key``: that state (``Source.key``), or None
-    if the weights are outdated.
+    Attributes:
+        layer: the stand-in, a plain layer with merged weights.
+        key: that state (``Source.key``), or None if the weights are outdated.
+        touches: number of events so far after which a ``Survey`` (``adapter_survey.py``) must check the
+            layers again: the weights were written or freed, or other code may have changed their source.
     """
 
     def __init__(self, source: Source) -> None:
         self.layer = _stand_in(source)
         self.device = source.weight.device
         self.key: tuple[Any, ...] | None = None
+        self.touches = 0
         self._tensors: Sequence[Tensor] = ()
         self._storages: Sequence[StorageWeakRef] = ()
         self._places: tuple[Any, ...] = ()
@@ -123,6 +119,11 @@ class Record:
         self._tensors, self._storages = kept
         self.key = key
 
+    def touch(self) -> None:
+        """Mark the merged weight as outdated, until ``note`` or ``note_prepared`` is called."""
+        self.key = None
+        self.touches += 1
+
     def has_key(self, key: tuple[Any, ...]) -> bool:
         """True if the merged weight was computed from tensors with this key (``Source.key``).
 
@@ -144,7 +145,7 @@ class Record:
         The parameters stay, but have no elements. So the ``Watch`` (``graphs/watch.py``) of a graph that
         reads them notices the change.
         """
-        self.key = None
+        self.touch()
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)
 
@@ -194,7 +195,7 @@ def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
                 if record is not None:
                     record.free()
                 record = records[layer] = Record(source)
-            record.key = None  # the weights count as outdated until ``note`` is called
+            record.touch()
             made.append(record)
         pairs = list(zip(made, found, strict=True))
         add_low_rank([total for record, (_, source) in pairs for total in record.sums(source)])
@@ -209,32 +210,32 @@ def write_prepared(
     those: Sequence[tuple[Record, tuple[Any, ...], Any]],
     sums: LowRankSums,
     scales: Sequence[float],
-    expected: int | None = None,
-) -> int | None:
+    is_valid: Callable[[], bool] = lambda: True,
+) -> bool:
     """Compute merged weights from prepared parts (``prepared_adapters.py``), in the current stream.
 
     Args:
         those: the records, each with the arguments ``key`` and ``kept`` of ``Record.note_prepared``.
         sums: the sums for all merged weights and biases of these records.
         scales: the scales of all factors in ``sums``, in their order.
-        expected: the result of ``touches`` when the parts were found to be valid; None to write anyway.
+        is_valid: returns False if the parts are not valid any more. Other threads change no record between
+            this call and the write.
 
-    Returns ``touches`` after this write; None, if nothing was written because ``touches`` is not as expected.
+    Returns False if nothing was written because ``is_valid`` returned False.
     """
     devices = dict.fromkeys([record.device for record, _, _ in those])
     with changing:
-        if expected not in (None, _touches):
-            return None
+        if not is_valid():
+            return False
         with _writing(devices):
-            after = _touches
             for record, _, _ in those:
-                record.key = None  # invalid until ``note_prepared``
+                record.touch()
             sums.compute(scales)
             written = {device: written_now(device) for device in devices}
             _count_writes([record for record, _, _ in those])
             for record, key, kept in those:
                 record.note_prepared(key, kept, written[record.device])
-    return after
+    return True
 
 
 def _count_writes(those: Iterable[Record]) -> None:
@@ -248,9 +249,7 @@ def _writing(devices: Iterable[torch.device]) -> Iterator[None]:
 
     These streams first wait for the other streams that read merged weights.
     """
-    global _touches
     with changing, torch.no_grad():
-        _touches += 1  # so that every ``Survey`` checks again
         for device in devices:
             _wait_for_readers(device)
         yield
@@ -291,19 +290,13 @@ def wait_for(written: tuple[int, torch.cuda.Event | None], device: torch.device)
 
 def forget(layer: nn.Module) -> None:
     """Free the merged weights of the wrapper ``layer``, and forget its stand-in."""
-    global _touches
     record = records.pop(layer, None)
     if record is not None:
-        _touches += 1
         record.free()
 
 
 def may_change(layer: nn.Module) -> None:
     """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
-    global _touches
-    if only_reads.get():
-        return
-    record = records.get(layer)
+    record = None if only_reads.get() else records.get(layer)
     if record is not None:
-        record.key = None
-        _touches += 1
+        record.touch()

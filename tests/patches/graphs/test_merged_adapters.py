@@ -206,6 +206,20 @@ def test_new_scales_alone_look_at_no_layer_again(monkeypatch):
     assert looked
 
 
+def test_new_scales_in_another_model_look_at_no_layer_again(monkeypatch):
+    (unet, stock, inputs), (other, _, more) = make(), make()
+    two(unet), two(stock), two(other)
+    same_results(unet, stock, inputs, 3)
+    run(other, more, calls=3)
+    looked, source_of = [], adapter_survey.source_of
+    monkeypatch.setattr(adapter_survey, "source_of", lambda layer: looked.append(layer) or source_of(layer))
+    for scale in (0.5, -0.7):
+        weights(["a"], [scale])(other)
+        run(other, more)
+        same_results(unet, stock, inputs, 1)
+    assert looked == []
+
+
 def test_known_adapters_are_switched_before_any_layer_is_looked_at(monkeypatch):
     unet, stock, inputs = make()
     two(unet), two(stock)
