@@ -85,7 +85,7 @@ def source_of(layer: nn.Module) -> Source | str:
         return "the layer in it is not plain"
     if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
         return "its convolution has groups, or was changed"
-    if not (is_unhooked(layer) and is_unhooked(base)):
+    if not is_unhooked(layer, base):
         return "it has hooks"
     parameters = base._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -106,7 +106,7 @@ def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
             return "a weight is not a plain tensor of fp16, bf16 or fp32"
         if tensor.is_inference():
             return "a weight was made in inference mode, so that writes into it are not counted"
-        if tensor.device != device or tensor.device.type == "meta":
+        if tensor.device != device or tensor.is_meta:
             return "its weights are on several devices"
     return None
 
@@ -139,7 +139,7 @@ def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
         return "its adapter is a variant of LoRA, such as DoRA"
     first: Any = modules["lora_A"]._modules[name]
     second: Any = modules["lora_B"]._modules[name]
-    if not (type(first) is type(second) is kind and is_unhooked(first) and is_unhooked(second)):
+    if not (type(first) is type(second) is kind and is_unhooked(first, second)):
         return "the adapter's layers are not plain, or have hooks"
     if kind is nn.Conv2d and not _is_convolution_of(modules["base_layer"], first, second):
         return "the adapter's convolution has other settings than its layer"
