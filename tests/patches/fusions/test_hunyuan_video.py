@@ -41,8 +41,8 @@ def autoencoder():
 
 
 def twins(dtype=torch.float32):
-    """(fused, stock)"""
-    return cases.twins(autoencoder().to(cases.WHERE["device"], dtype))
+    """(fused, stock). There are no graphs, because the rehearsal of a graph launches kernels, too."""
+    return cases.twins(autoencoder().to(cases.WHERE["device"], dtype), cuda_graphs=False)
 
 
 pixels = partial(video_cases.pixels, 8)

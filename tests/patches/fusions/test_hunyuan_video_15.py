@@ -52,8 +52,8 @@ def autoencoder(family):
 
 
 def twins(family, dtype=torch.float32):
-    """(fused, stock)"""
-    return cases.twins(autoencoder(family).to(cases.WHERE["device"], dtype))
+    """(fused, stock). There are no graphs, because the rehearsal of a graph launches kernels, too."""
+    return cases.twins(autoencoder(family).to(cases.WHERE["device"], dtype), cuda_graphs=False)
 
 
 pixels = partial(video_cases.pixels, 4)
