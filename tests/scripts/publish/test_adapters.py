@@ -29,6 +29,13 @@ SAME_OUTPUT = {"`fuse_lora`", "new attention processors before each call"}
 ROW = ChangeRow("sdxl", "one LoRA", [80.0, 70.0, 60.0], [90.0, 40.0, 30.0], 5000.0, 5100.0, 1e-3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_calls():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "LATER", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def calls() -> dict[str, tuple[torch.Tensor, list[float], float | None]]:
     return dict(zip(NAMES, adapters.measured_calls("tiny", torch.float32, CPU, optimize=False), strict=True))
