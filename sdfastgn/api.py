@@ -48,7 +48,9 @@ def optimize(
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
-    Images differ from the images of the stock model only by rounding.
+    Images differ from the images of the stock model only by rounding. There are two exceptions: FP8 makes
+    larger errors (``precision``), and a tiled decode gives the image of a decode without tiles
+    (``exact_tiling``).
 
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component with a
@@ -67,11 +69,12 @@ def optimize(
             False there is an error for a module and a warning for a pipeline.
         verify: True runs each fused part of the UNets, ControlNets and autoencoders once after the change,
             with the part's own weights and small random inputs. The error of a part is its difference from
-            stock's code in fp32, or in fp64 if the weights are in fp32. A part gets stock's code again if its
-            error is larger than four times the error of stock's code plus one unit of rounding. A UserWarning
-            and ``report`` name these parts; with ``strict`` a ValueError names them, and ``optimize`` undoes
-            its changes. The warning also names parts that could not be verified. Verification takes memory
-            for one part in fp32, and the time to compile the kernels for small images.
+            stock's code in fp32, or in fp64 if the weights are in fp32. The largest allowed error is one unit
+            of rounding (the dtype's eps) more than four times the error of stock's code. A part with a larger
+            error gets stock's code again. A UserWarning and ``report`` name these parts; with ``strict`` a
+            ValueError names them, and ``optimize`` undoes its changes. The warning also names parts that
+            could not be verified. Verification takes memory for a copy of one part in fp32 (or fp64), and the
+            time to compile the kernels for small images.
         fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
             ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode and without
             gradients. Parameters stay as they are. The folded weights take additional memory. They are
@@ -89,12 +92,14 @@ def optimize(
             tiles.
         precision: ``"fp8"`` computes matrix products of transformer blocks (``BasicTransformerBlock``) in
             E4M3: queries, keys and values of self-attention, queries of cross-attention, and the feed-forward
-            network. None keeps the model's dtype, fp16 or bf16. FP8 needs weights on an NVIDIA GPU of compute
-            capability 8.9 or later. The first 30 calls of a model run without CUDA graphs and in its dtype,
-            to find the scales of all inputs. Products whose error in E4M3 is large stay in its dtype, and
-            also layers with LoRA adapters that are not merged. The weights in E4M3 take additional memory:
-            half of that of these layers. They are quantized again if a parameter is written in place, except
-            through ``.data``. A deepcopy and a pickle run without FP8 until ``optimize`` is called for them.
+            network. None computes them in the model's dtype. FP8 needs weights in fp16 or bf16, on an NVIDIA
+            GPU of compute capability 8.9 or later. The first 30 calls of a model (up to 60 if some calls
+            leave layers out) run in the model's dtype and without CUDA graphs, to find the scales of all
+            inputs. Two kinds of products stay in the model's dtype: those whose error in E4M3 is large, and
+            those of layers with LoRA adapters that are not merged. The copy of the weights in E4M3 takes half
+            as much memory as these weights. A weight that is written in place is quantized again, except
+            after a write through ``.data``. A deepcopy and an unpickled model run without FP8 until
+            ``optimize`` is called for them.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
@@ -102,7 +107,8 @@ def optimize(
         ``merge_adapters``, ``exact_tiling`` and ``precision`` again, and optimizes modules that are new.
 
     ``restore`` undoes all changes exactly. Where no kernel can run (CPU, fp64, no Triton) the model runs
-    stock's code, and a UserWarning says so once. All checks are made before the first change.
+    stock's code, and ``report`` says so. If the machine has no GPU or no Triton, a UserWarning also says so,
+    once in a process. All checks except those of ``verify`` are made before the first change.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
@@ -210,7 +216,8 @@ def verdicts(obj: Any) -> list[Verdict]:
     with _changing("verify", roots.values()):
         for name, root in roots.items():
             graphs.remove(root)
-            fp8_products.set_precision(root, None)  # no FP8: its errors exceed the allowed maximum
+            # Products in FP8 are turned off first: their errors exceed the maximum that ``verify`` allows.
+            fp8_products.set_precision(root, None)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
         # The calls of the verification made offloading move models to the GPU. This moves them away again.

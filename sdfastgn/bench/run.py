@@ -26,7 +26,8 @@ from sdfastgn.kernels.common.failures import one_line
 
 # Number of timed replays of each CUDA graph of a pipeline. Few are enough, because replays vary little.
 GRAPH_REPEATS = 20
-# After this number of calls a variant's output is compared, even if ``Variant.is_ready`` still returns False.
+# A variant is called until ``Variant.is_ready`` returns True, but at most this number of times. Then its
+# output is compared with stock's.
 _MOST_FIRST_CALLS = 64
 # Number of calls of eager that are timed after each variant, to see whether the machine's speed has changed.
 EAGER_REPEATS = 3

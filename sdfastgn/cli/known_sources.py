@@ -57,16 +57,18 @@ class _Method(NamedTuple):
 def print_sources(
     out: Console, *, against: Path | None = None, comfyui: Path | None = None, accept: bool = False
 ) -> int:
-    """List the methods whose code is unknown: its hash is not one of the method's in ``tested_sources.json``.
+    """List the methods of diffusers and ComfyUI whose installed code is unknown, because it was never tested.
 
-    Only methods of diffusers and ComfyUI that fusions replace or rely on are looked at, and those that CUDA
-    graphs rely on (``factors.readers``). Returns 0 if no method is unknown or all were accepted. Otherwise
-    returns 1, and also if fusions cannot be imported with this diffusers (``registry.MISSING``).
+    ``tested_sources.json`` has the hashes of the tested versions of each method's code. Only methods that
+    fusions replace or rely on are looked at, and those that CUDA graphs rely on (``factors.readers``).
+
+    Returns 1 if an unknown method is left that was not accepted, or if fusions cannot be imported with this
+    diffusers (``registry.MISSING``). Else returns 0.
 
     Args:
         out: where to print.
-        against: a diffusers wheel, a folder that contains diffusers, or a ComfyUI checkout, of an earlier
-            release. For each unknown method, its changes since this release are printed.
+        against: an earlier release: a diffusers wheel, a folder that contains diffusers, or a ComfyUI
+            checkout. For each unknown method, its changes since this release are printed.
         comfyui: a checkout of ComfyUI, whose methods are looked at too.
         accept: if True, write the hashes of the unknown methods into ``tested_sources.json``. Then they are
             known.

@@ -241,9 +241,9 @@ def run(
 ) -> list[KernelRow]:
     """Time every provider of the config in every task of the suite, on every shape of the config.
 
-    A provider is an implementation, and a task is a pass of an operation, such as its backward. The copy is
-    always measured, and it is measured first, because each row has the ratio of its time to the
-    copy's time.
+    A provider is an implementation, and a task is a pass of an operation, such as its backward. A plain copy
+    of the first operand (the provider ``COPY``) is always timed too, because each row gets the ratio of its
+    time to the copy's time.
 
     Args:
         on_cell: called before each measurement with a text of shape and provider.

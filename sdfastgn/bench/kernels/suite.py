@@ -230,9 +230,10 @@ class Suite:
         }
 
     def gate(self, dtype: str) -> str:
-        """A text for tables with the maximum relative errors with which a provider is still timed.
+        """A text for tables: the allowed relative errors. A provider with a larger error is not timed.
 
-        It has the maximum of most outputs, of outputs with a maximum of their own, and of gradients.
+        The first number is the bound for outputs. Bounds of operations that have others, and of gradients,
+        follow with their names.
         """
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
         if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):
@@ -287,7 +288,8 @@ class KernelRow:
         cold_us: microseconds of a call whose operands are not in the L2 cache.
         hot_gbps, cold_gbps: GB/s: the bytes that a call must at least read and write, divided by ``hot_us``
             or by ``cold_us``.
-        hot_ratio, cold_ratio: ``hot_us`` divided by the copy's ``hot_us``, and the same for ``cold_us``.
+        hot_ratio: ``hot_us`` divided by the ``hot_us`` of the provider ``COPY`` on the same shape.
+        cold_ratio: the same for ``cold_us``.
         error: the largest relative error of all outputs and gradients; None if an error is not finite.
         cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only the suite "inference"
             measures it.

@@ -52,7 +52,8 @@ def _with_statistics(
     """An operation with two providers: ``plain``, and ``ours``, which also computes statistics of its result.
 
     A GroupNorm that is given these statistics need not read the result to compute them. The table shows
-    what the statistics cost. ``task``: the operation's task, and the name of the provider ``plain``.
+    what the statistics cost. ``task``: the name of the task, such as "add". The provider that runs ``plain``
+    has this name too, and the other one has it with "_with_statistics" at the end.
     """
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
     tensors = 3 if task == "add" else 2

@@ -54,7 +54,7 @@ def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
 
 
 def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
-    """Returns (label of the variant with the lowest floor, its floor in ms); None without a breakdown.
+    """Returns (label of the variant with the lowest floor, its floor in ms); None if no row has a profile.
 
     A floor is the time of a call's convolutions, GEMMs and attention, which no fusion can remove.
     """

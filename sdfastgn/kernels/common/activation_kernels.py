@@ -136,7 +136,7 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
         dz = dy * s * (1 + z * rest * (1.5957691216057308 + 0.2140644488078421 * z * z))
     elif ACTIVATION == "mish":
         e, r = _mish_parts(z)
-        # The two terms are t and z * sigmoid(z) * (1 - t * t), where t = tanh(softplus(z)).
+        # Mish's derivative is t + z * sigmoid(z) * (1 - t * t), where t = tanh(softplus(z)).
         dz = dy * (e * (e + 2) * r + 4 * z * (e * r) * ((1 + e) * r))
     return dz
 

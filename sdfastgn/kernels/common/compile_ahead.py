@@ -29,7 +29,8 @@ class _Rehearsal:
         self._device = device
         self.pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "sdfastgn-compile")
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
-        # (kernel, dtypes) -> lock. Up to Triton 3.6, compiled kernels with equal keys share a launcher.
+        # (kernel, dtypes) -> lock. Up to Triton 3.6, all compiled forms of a kernel for the same dtypes share
+        # a launcher. A thread holds the lock while it builds the launcher.
         self._launchers: defaultdict[tuple[Any, ...], threading.Lock] = defaultdict(threading.Lock)
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:

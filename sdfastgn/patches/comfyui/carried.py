@@ -36,8 +36,8 @@ __all__ = [
 
 _ops: Any = comfy.ops
 Conv3d: Any = _ops.disable_weight_init.Conv3d
-# Older releases of ComfyUI have no ``CarriedConv3d``, and their blocks have other code. With such a release
-# no block is fused.
+# Older releases of ComfyUI have no ``CarriedConv3d``. In these releases, the blocks that now contain it have
+# other code. So the fusions that use this file fuse no block there.
 CarriedConv3d: Any = getattr(comfy_model, "CarriedConv3d", ())
 # Number of frames that each convolution appends to ``conv_carry_out``.
 _CARRIED = 2
@@ -51,7 +51,10 @@ SOURCES = (
 
 
 class SharedClassSwap(ClassSwap):
-    """A ``ClassSwap`` of a class that another one swaps too: one for images, one for videos."""
+    """One of two ``ClassSwap``s of the same stock class: one is for images, the other for videos.
+
+    It counts as applied only to modules of its own class ``fused``, not to those of the other ``ClassSwap``.
+    """
 
     def is_applied(self, module: nn.Module) -> bool:
         return type(module) is self.fused

@@ -2,9 +2,10 @@
 
 Before each convolution, one pass computes the norm and SiLU, upsamples, and repeats borders and frames, as in
 the fusions for diffusers (``fusions/hunyuan_video.py``). The kernels that add a convolution's bias also
-compute the next norm's statistics. Unlike diffusers, ComfyUI computes a video in chunks (``carried.py``), and
-each norm uses the mean and variance of its chunk alone. In attention, each position attends to all positions
-of all frames.
+compute the next norm's statistics. Unlike diffusers, ComfyUI runs the encoder before its middle block, and
+the decoder after its middle block, for one chunk of the video at a time (``carried.py``). There each norm
+uses the mean and variance of the chunk alone. All other layers run on the whole video. In attention, which is
+in the middle block, each position attends to all positions of all frames.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from sdfastgn.patches.fusions.video import (
 __all__ = ["BLOCKS"]
 
 _ops: Any = comfy.ops
-# The encoder and the decoder call a function for SiLU. This module describes it to ``norm_operands``.
+# The encoder and the decoder call a function for SiLU, and have no module for it. ``norm_operands`` takes a
+# module, so it gets this ``nn.SiLU``.
 _SILU = nn.SiLU()
 
 
@@ -83,8 +85,8 @@ class FusedVideoResnetBlock(comfy_model.ResnetBlock):
 class FusedVideoUpsample(comfy_model.Upsample):
     """``Upsample``. x (N, C, T, H, W) -> (N, C, T', 2 H, 2 W), channels-last.
 
-    T' is T, or with a factor of 2 along time 2 T. In the first chunk (no ``conv_carry_in``) that factor does
-    not double the first frame.
+    T' is T if time is not upsampled. Otherwise T' is 2 T, or 2 T - 1 in the first chunk (``conv_carry_in`` is
+    None), whose first frame is not doubled.
     """
 
     def forward(self, x: Tensor, conv_carry_in: Any = None, conv_carry_out: Any = None) -> Tensor:
@@ -100,7 +102,8 @@ class FusedVideoUpsample(comfy_model.Upsample):
             return super().forward(x, conv_carry_in, conv_carry_out)
         x, times = in_channels_last(x), int(factor[0])
         if times == 2 and conv_carry_in is not None:
-            # ``pad_frames`` never doubles the first frame.
+            # ``pad_frames`` never doubles the first frame, which is right only in the first chunk. So all
+            # frames of a later chunk are doubled here.
             rows = x.movedim(1, -1)
             x = rows[:, :, None].expand(-1, -1, 2, -1, -1, -1).flatten(1, 2).movedim(-1, 1)
             times = 1
@@ -139,7 +142,8 @@ def _middle(half: Any, x: Tensor) -> Tensor:
 def _attention(block: Any, x: Tensor) -> Tensor:
     """Runs an ``AttnBlock``. x (N, C, T, H, W) -> the same; channels-last if it runs fused.
 
-    Its class is not swapped, because models with other convolutions have such blocks too.
+    The fused encoder and decoder call this function instead of the block. So the block keeps its class, which
+    ``vae.py`` replaces in other autoencoders.
     """
     norm, layers = block.norm, (block.q, block.k, block.v, block.proj_out)
     if not (
@@ -176,7 +180,7 @@ class FusedVideoEncoder(comfy_model.Encoder):
             return super().forward(x)
         chunks, step = [x[:, :, :1]], self.time_compress
         if x.shape[2] > step:
-            # Like stock's, this leaves out the last frames if they are too few for a frame of latents.
+            # As in stock, the last frames are left out if they are too few for a frame of latents.
             chunks += x[:, :, 1 : 1 + (x.shape[2] - 1) // step * step].split(2 * step, 2)
         found: list[Tensor] = []
         carry_in: Any = None
@@ -242,7 +246,8 @@ def _swap(
     return SharedClassSwap(f"comfyui_video_{name}", stock, fused, sources=sources, check=check, covers=covers)
 
 
-# The encoder and the decoder run the layers of an ``AttnBlock``.
+# The fused encoder and decoder run the layers of an ``AttnBlock`` themselves (``_attention``). So they rely
+# on its code too.
 _ATTENTION = (
     tested(comfy_model.AttnBlock, "__init__", "forward"),
     tested(comfy_model, "pytorch_attention"),

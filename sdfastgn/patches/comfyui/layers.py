@@ -4,8 +4,8 @@ Fusions look for layers of exact classes such as ``nn.Conv2d``, because they kno
 ComfyUI's ``disable_weight_init.Conv2d`` computes the same. But some of its instances *cast*: at each call
 they prepare their weights, that is, convert, patch or move them. A layer casts if ``comfy_cast_weights`` is
 set (low VRAM, weights in another dtype such as fp8) or if there are functions on its weights (LoRA with low
-VRAM). ComfyUI changes these attributes only when it loads or unloads weights, and ``eject`` is called before
-that.
+VRAM). ComfyUI changes these attributes only when it loads or unloads weights. Before that, ``eject``
+(``inject.py``) makes the model stock again. So a layer of a fused model never begins or stops to cast.
 
 - A layer that does not cast gets PyTorch's class.
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
@@ -97,9 +97,9 @@ def _casts(module: Any) -> bool:
 
 
 def plain_class(layer: Any) -> type[nn.Module]:
-    """PyTorch's class of ``layer`` if its weights are used as they are; else the class that it has.
+    """PyTorch's class for ``layer`` if the layer does not cast; else the layer's own stock class.
 
-    The result is the same before and after ``apply``.
+    The result is the same whether the fusions of ``LAYERS`` have already changed the layer's class or not.
     """
     for each in LAYERS:
         if type(layer) is each.stock and not _casts(layer) and each.reason_to_skip(layer) is None:

@@ -111,9 +111,10 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
 
 
 def call_after_load(vae: Any, key: str, after_load: Callable[[str], None]) -> None:
-    """Let ``vae`` call ``after_load``, as ``optimize_vae`` says, and drop its earlier call with this ``key``.
+    """Register ``after_load``, which is then called before each decode and encode (``optimize_vae``).
 
-    Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
+    It replaces a function that was registered before with the same ``key``. Raises TypeError if ``vae`` is
+    no VAE of ComfyUI, or has no weights.
     """
     _check_vae(vae)
     vae.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, key)

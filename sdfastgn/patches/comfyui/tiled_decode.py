@@ -1,7 +1,8 @@
 """ComfyUI's tiled decode of images (SD 1.5, SD 2, SDXL, SD3, Flux): strips of the image instead of tiles.
 
-The node VAE Decode (Tiled) and the fallback after an untiled decode without memory call the VAE's
-``decode_tiled_``. Stock decodes the image three times in tiles of different shapes, and averages the results.
+The node VAE Decode (Tiled) calls the VAE's ``decode_tiled_``. The node VAE Decode calls it too, if a decode
+without tiles has run out of memory. Stock decodes the image three times in tiles of different shapes, and
+averages the results.
 Each norm takes the mean and variance of its tile, so tiles get different colors. Here the decoder runs in
 strips, with the mean and variance of the whole image (``fusions/strips.py``), so there are no seams.
 
@@ -46,7 +47,8 @@ class _Request(NamedTuple):
     after_layer: Callable[[], object]
 
 
-# The request for calls of decoders in this thread; None if they run on the whole image.
+# The ``_Request`` of the tiled decode that runs in this thread. None if there is none: then decoders run on
+# whole images.
 _request: ContextVar[_Request | None] = ContextVar("_request", default=None)
 
 
@@ -75,7 +77,7 @@ def _parts(decoder: Any) -> Parts:
         layers += map(_resnet_parts, up.block)
         if i > 0:
             layers.append(UpsampleParts(up.upsample.conv, up.upsample))
-    # The decoder calls a function for its last SiLU. The blocks have modules for theirs.
+    # The decoder calls a function for its last SiLU, but ``OutParts`` needs a module. So a new one is made.
     return Parts(tuple(layers), OutParts(decoder.norm_out, nn.SiLU(), decoder.conv_out))
 
 
@@ -97,7 +99,8 @@ class TiledVAE(comfy.sd.VAE):
 
     def decode_tiled_(self, *args: Any, **options: Any) -> Tensor:
         """Decode latents (N, C, H, W) as ``_image_of`` does, or in stock's tiles. Arguments as in stock."""
-        # If stock's method is of an unknown release, its arguments may be others, and no model is fused.
+        # ``_image_of`` takes the arguments of the tested versions of stock's method. If the installed version
+        # was not tested, no model is fused (``_SOURCES``), and stock's method gets the arguments.
         is_fused = any(fusion.is_applied(self.first_stage_model) for fusion in AUTOENCODERS)
         image = _image_of(self, *args, **options) if is_fused else None
         return super().decode_tiled_(*args, **options) if image is None else image
@@ -124,7 +127,7 @@ def _image_of(
     try:
         for i, latent in enumerate(latents.split(1)):
             found = model.decode(latent)
-            if image is None:  # like stock's, it has PyTorch's default dtype
+            if image is None:  # like stock's image, this one has PyTorch's default dtype
                 image = torch.empty((len(latents), *found.shape[1:]), device=vae.output_device)
             image[i] = found[0]
     except torch.OutOfMemoryError:
@@ -139,7 +142,7 @@ def _image_of(
 
 def _runs_in_strips(model: Any, latents: Tensor) -> bool:
     return (
-        stock_class(model.decoder) is not type(model.decoder)  # it is fused, and so asks ``in_strips``
+        stock_class(model.decoder) is not type(model.decoder)  # a fused decoder calls ``in_strips``
         and strip_chain.runs_now(latents)
         and "decode" not in vars(model)
         and _why_not(model) is None
@@ -148,13 +151,13 @@ def _runs_in_strips(model: Any, latents: Tensor) -> bool:
 
 
 def _is_image_model(stock: type[nn.Module], model: Any) -> bool:
-    """True if ``model`` is a ``stock`` for images, and no subclass, also if it is fused."""
+    """True if ``model`` is an autoencoder for images, and its class is ``stock`` or the fused form of it."""
     is_known = stock_class(model) is stock and stock_class(model.decoder) is Decoder
     return is_known and isinstance(model.decoder.conv_in, nn.Conv2d)
 
 
 def _why_not(model: Any) -> str | None:
-    """Why the decoder of ``model`` can never run in strips; None if it can."""
+    """Why the decoder of ``model``, with its weights as they are loaded, cannot run in strips; else None."""
     decoder = model.decoder
     if decoder.tanh_out:
         return "its decoder ends with tanh"

@@ -164,7 +164,8 @@ class Survey:
         Returns the number of layers that were written. Returns None if the parts cannot be combined, or if
         another thread has changed a layer meanwhile; then nothing was written.
 
-        ``settings``: the present settings, if nothing else has changed since the last refresh.
+        ``settings``: what ``_settings_now`` returns at present, if only active adapters and scales may have
+        changed since the last ``refresh``. None if more may have changed.
         """
         names = self._names
         if names is None or settings is None or settings[1:4] != self._settings[1:4]:

@@ -40,13 +40,15 @@ changing = threading.RLock()
 
 
 class Record:
-    """The stand-in of one wrapper, and the state of the tensors from which its weights were computed.
+    """The merged weights of one wrapper (peft's layer with adapters), and what they were computed from.
 
     Attributes:
-        layer: the stand-in, a plain layer with merged weights.
-        key: that state (``Source.key``), or None if the weights are outdated.
-        touches: number of events so far after which a ``Survey`` (``adapter_survey.py``) must check the
-            layers again: the weights were written or freed, or other code may have changed their source.
+        layer: the stand-in: a plain layer that has the merged weights and runs instead of the wrapper.
+        key: the ``Source.key`` of the tensors from which the weights were computed. None if the weights are
+            outdated.
+        touches: a number that grows with each event after which a ``Survey`` (``adapter_survey.py``) must
+            check the wrapper again: the merged weights were written or freed, or other code may have changed
+            a tensor from which they are computed.
     """
 
     def __init__(self, source: Source) -> None:
@@ -215,11 +217,13 @@ def write_prepared(
     """Compute merged weights from prepared parts (``prepared_adapters.py``), in the current stream.
 
     Args:
-        those: the records, each with the arguments ``key`` and ``kept`` of ``Record.note_prepared``.
-        sums: the sums for all merged weights and biases of these records.
-        scales: the scales of all factors in ``sums``, in their order.
-        is_valid: returns False if the parts are not valid any more. Other threads change no record between
-            this call and the write.
+        those: (record, key, kept) for each wrapper. ``key`` and ``kept`` are passed to
+            ``Record.note_prepared``.
+        sums: computes the merged weights and biases of these records: a layer's weight or bias, plus the
+            scaled products of its adapters' matrices.
+        scales: the scales of these products, in the order of ``sums``.
+        is_valid: returns False if another thread has changed something since the parts were prepared. No
+            thread can change a record between the call of ``is_valid`` and the write.
 
     Returns False if nothing was written because ``is_valid`` returned False.
     """

@@ -1,9 +1,9 @@
-"""Decodes an image in strips: which maps of the decoder stay in memory, and which decoders can do it.
+"""Decodes an image in strips. Decides which feature maps stay in memory, and which decoders can run so.
 
 ``conv_in`` and the middle block run on the whole image, because attention in the middle block needs all
-positions. The maps after them are larger. A map stays in memory if it fits into about the memory that stock
-would take for a tile (``_held_bytes``). All other maps are computed again whenever strips of them are needed
-(docs/adr/0023-tiled-decode.md).
+positions. The maps after them are larger. There is a limit for the memory of maps (``_held_bytes``): what
+stock takes for a tile, but at least 1.75 GiB. A map stays in memory if it fits into this limit. All other
+maps are computed again whenever strips of them are needed (docs/adr/0023-tiled-decode.md).
 
 ``fusions/tiled_decode.py`` uses this file for the VAEs of diffusers, and ``comfyui/tiled_decode.py`` for
 those of ComfyUI.
@@ -44,10 +44,11 @@ __all__ = ["Parts", "decode", "reason_now", "reason_to_skip", "runs_now", "scale
 # enough to keep a map of each resolution of Stable Diffusion's decoder, together with the map that it is
 # computed from.
 MOST_BYTES = 1792 * 1024**2
-# The maps may take more than MOST_BYTES if other steps take more anyway. The last layers of a tile of stock
-# need three maps of the tile's largest size: the input of a norm, its result, and the result of the
-# activation. Attention in the middle block needs eight maps of its size. Seven of them may be maps here, and
-# the memory of one is left for strips.
+# The maps in memory may take more than MOST_BYTES in two cases, because this much memory is needed anyway:
+# - The last layers of a tile of stock need three maps of the tile's largest size: the input of a norm, its
+#   result, and the result of the activation. So the maps may take as much as these three.
+# - Attention in the middle block, which runs before the strips, needs eight tensors of the size of the middle
+#   block's result. So the maps may take as much as seven of these. The memory of the eighth is for strips.
 MAPS_OF_A_TILE = 3
 MAPS_OF_ATTENTION = 7
 # A strip of the widest map takes about 1 / STRIPS of the bytes that all maps in memory may take together
@@ -97,8 +98,8 @@ def _chain(parts: Parts, middle: Callable[[], Tensor], tile: int, after_layer: C
     x = middle()
     most = _held_bytes(parts, x, tile)
     layer: Layer = Held(x, most // STRIPS)
-    # Nothing but ``layer`` may refer to a map in memory. Then a map is freed as soon as ``layer`` starts at a
-    # later one.
+    # Without ``x``, only ``layer`` refers to the map in memory. So the map is freed as soon as ``layer`` is
+    # replaced by a layer that starts at a later map.
     del x
     for part, after in zip(parts.layers, [*parts.layers[1:], None], strict=True):
         following = _layer(part, layer)
@@ -122,10 +123,13 @@ def _layer(part: ResnetParts | UpsampleParts, source: Layer) -> Resnet | Upsampl
 def _can_hold(layer: Resnet | Upsample, after: ResnetParts | UpsampleParts | None, most: int) -> bool:
     """True if the result of ``layer`` may be written to memory.
 
-    It must fit into ``most`` bytes together with the map from which the chain of ``layer`` starts. The result
-    of an upsampling is large. If the next layer has another number of channels, the result of the upsampling
-    must also fit together with the next result. Otherwise no later map would fit, and all later layers would
-    start at this large map.
+    If ``layer`` reads a map in memory of the same shape, the result is written over this map. That takes no
+    more memory, so it is always possible. Any other result must fit into ``most`` bytes together with
+    ``layer.anchor``, the map in memory from which it is computed.
+
+    There is a further condition for an upsampling, whose result is large. If the next layer's result has
+    another shape, it cannot be written over the result of the upsampling. Then both results must fit into
+    ``most`` bytes together. Otherwise the result of the upsampling would leave no room for any later map.
 
     ``after``: the parts of the layer after ``layer``; None if ``layer`` is the last one.
     """
@@ -202,8 +206,8 @@ def _is_plain_conv(conv: Any, class_of: Callable[[Any], type]) -> bool:
 def reason_now(decoder: nn.Module, *own_hooks: Any) -> str | None:
     """Why stock's tiles run until the state of ``decoder`` changes, such as "it is in training mode".
 
-    None if there is no such reason. ``own_hooks``: hooks that make no difference to strips, besides those
-    that make tensors channels-last.
+    None if there is no such reason. A hook is a reason, because it would run in each strip. Two kinds are
+    allowed: sdfastgn's hooks that make tensors channels-last, and those in ``own_hooks``.
     """
     if decoder.training:
         return "it is in training mode"

@@ -10,7 +10,8 @@ convolution.
 A norm needs the mean and variance (the *moments*) of each channel over the whole map before it can normalize
 the first strip. So ``learn`` first passes over all strips, once for each norm of its layer. Such a pass
 computes all layers from the held map up to the norm again. ``hold`` writes the result of a layer into memory,
-and the layers after it start there. Holding more maps takes memory, and holding fewer takes time.
+and the layers after it start there. It can also compute the moments of this result, which saves a pass of the
+next layer. Holding more maps takes memory, and holding fewer takes time.
 
 diffusers and ComfyUI have different names for the same modules. So a tuple, such as ``ResnetParts``, says
 which module is which part of a layer.

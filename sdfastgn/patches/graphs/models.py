@@ -88,8 +88,9 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
     # The limit is a video of 17 frames (3 frames of latents) with 480 x 832 pixels.
     "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosDecoder3d": Decoder(3 * 480 * 832, scale=8),
-    # The limit of the next three is a tile of one frame. For tiles with more frames, or for 512 x 512 pixels,
-    # a graph saved at most 3 % on an H100.
+    # For the next three decoders the limit is one tile of 256 x 256 pixels with one frame of latents. A call
+    # with more frames, or with 512 x 512 pixels, keeps the GPU busy anyway: a graph saved at most 3 % on an
+    # H100.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video.HunyuanVideoDecoder3D": Decoder(
         256 * 256, scale=8
     ),
@@ -100,7 +101,8 @@ _DECODERS = {
         256 * 256, scale=16
     ),
 }
-# Text encoders. A pipeline calls each of them once or twice for an image.
+# Text encoders. A pipeline calls each of them only once or twice for an image. If an offloaded encoder had
+# graphs, they would hardly be replayed before its weights move again. So it runs eagerly (``reason_now``).
 _TEXT_ENCODERS = {
     "transformers.models.clip.modeling_clip.CLIPTextModel",
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection",

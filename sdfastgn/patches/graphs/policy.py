@@ -97,11 +97,11 @@ class Policy:
         self._refused.clear()
 
     def follow(self, module: nn.Module) -> None:
-        """Forget all kinds if the weights of ``module`` were moved since the last call of this method.
+        """Call ``forget_kinds`` if the weights of ``module`` were moved since the last call of this method.
 
-        If weights are moved before each call, as SDXL's pipeline does when it converts its autoencoder, each
-        call then counts as the first of its kind. In the modes "auto" and "training" first calls are not
-        captured.
+        SDXL's pipeline, for example, converts its autoencoder before each decode, and so moves its weights.
+        Then each call counts as the first of its kind. In the modes "auto" and "training" first calls are not
+        captured. So no graph is captured that could never be replayed.
         """
         if self._storage is not None and self._storage.expired():
             self.forget_kinds()
