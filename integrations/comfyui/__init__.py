@@ -4,8 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-# The folder of the package sdfastgn in the copy of this node that `make comfyui-node` builds. Users of such a
-# copy need not install sdfastgn. Other copies do not have this folder.
+# The folder that contains the Python package sdfastgn in the copy of these nodes that `make comfyui-node`
+# builds. Users of such a copy need not install sdfastgn. Other copies do not have this folder.
 _SHIPPED = Path(__file__).parent / "package"
 
 if importlib.util.find_spec("sdfastgn") is None:

@@ -55,10 +55,15 @@ _VAE = Input(
 _GRAPHS_INPUT = Input(
     "cuda_graphs",
     "COMBO",
-    "auto: from the second step of an image size on. at once: from the first. never: none, to save memory.",
+    "When steps run as CUDA graphs. auto: from the second step of an image size on. at once: from the first "
+    "step. never: not at all, to save memory.",
     tuple(_GRAPHS),
 )
-_TEXT = Output("text", "STRING", "Whether it is faster, what stays as in stock and why, and memory.")
+_TEXT = Output(
+    "text",
+    "STRING",
+    "Whether it is faster, which parts run ComfyUI's own code (stock) and why, and memory of CUDA graphs.",
+)
 
 
 # The functions below import parts of sdfastgn only when a node runs. These parts import Triton, and the start
@@ -69,7 +74,7 @@ def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = No
     from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae
     from sdfastgn.patches.comfyui.report import text_of
 
-    texts: dict[str, str] = {}  # part -> the latest report on it
+    texts: dict[str, str] = {}  # "model" or "vae" -> the latest report on it
 
     def renew(part: str, text: str) -> None:
         texts[part] = text
@@ -98,13 +103,13 @@ def _report(node_id: Any, model: Any, latent: Any, vae: Any = None) -> tuple[Any
     text = text_of(model)
     if vae is None:
         return latent, text
-    # VAE Decode loads the VAE only after this node.
+    # VAE Decode loads the VAE only after this node has run. Then the node shows the VAE's report anew.
     call_after_load(vae, f"sdfastgn report {node_id}", lambda of_vae: _show(node_id, f"{text}\n{of_vae}"))
     return latent, f"{text}\n{text_of(vae.patcher)}"
 
 
 def _show(node_id: Any, text: str) -> None:
-    """Shows a new ``text`` on a node that has already run, when ComfyUI has used what the node returned."""
+    """Shows a new ``text`` on a node that has already run, by a message to the user's browser."""
     server = sys.modules.get("server")  # None if a script calls the nodes without ComfyUI's server
     if hasattr(getattr(server, "PromptServer", None), "instance"):
         server.PromptServer.instance.send_sync("sdfastgn.text", {"node": node_id, "text": text})
@@ -127,8 +132,8 @@ NODES = (
     Node(
         "SdfastgnOptimizeVAE",
         "sdfastgn Optimize VAE",
-        "Makes a VAE faster: decoding and encoding on fused channels-last kernels. The text on the node says "
-        "what became faster once the VAE has run.",
+        "Makes a VAE faster: decoding and encoding on fused channels-last kernels. Once the VAE has run, the "
+        "text on the node says what became faster.",
         (_VAE,),
         (Output("vae", "VAE", "A faster copy. The VAE that came in stays as it was."), _TEXT),
         _optimize_vae,
