@@ -24,7 +24,7 @@ class ChangeRow:
     Attributes:
         model: the UNet, a key of ``UNETS``.
         change: what was changed before these calls.
-        stock_ms, ours_ms: milliseconds of the first call, of the second, and the median of the later calls.
+        stock_ms, ours_ms: milliseconds of the first call, of the second, and the mean of the later calls.
             If the change is made again before each call, the times include the change.
         stock_mib, ours_mib: memory that tensors occupy after these calls, in MiB; None on the CPU.
         error: relative error of the optimized output against stock's.

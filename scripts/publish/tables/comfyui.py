@@ -1,4 +1,7 @@
-"""Markdown tables of ComfyUI: its sampler, also with weights that are cast, and its decodes of videos."""
+"""Markdown tables of ComfyUI, stock and with sdfastgn.
+
+They show its images, its sampler with weights that it casts or moves at each call, and its decodes of videos.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ TIMES = "milliseconds (speed-up over eager)"
 # Parts of a model, and dtype, of the measurements that the front page (README.md) shows.
 HEADLINE_PARTS = ("unet", "vae", "pipeline")
 HEADLINE_DTYPE = "fp16"
-# Columns of the tables that compare eager, one competitor and sdfastgn: title -> function that makes the text
-# for one of the three rows.
+# Columns of the tables that compare eager, one competitor and sdfastgn: title -> function. A cell has three
+# texts, and the function makes each of them from one variant's row.
 COMPARED: dict[str, Callable[[Row], str]] = {
     "milliseconds": lambda row: number(row.median_ms),
     "seconds until ready": lambda row: number(row.ready_s),

@@ -16,7 +16,7 @@ from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import label
 
 TIMES, QUALITY, ATTENTION = "fp8_times", "fp8_quality", "fp8_attention"
-# The variants that are timed, in the model's dtype and in FP8.
+# The variants of sdfastgn that are compared: in the model's dtype, and in FP8.
 VARIANTS = ("sdfastgn", "sdfastgn_fp8")
 _TIMES = (
     "", "fp16: ms", "FP8: ms", "FP8's time, of fp16's", "fp16: error against fp32", "FP8: error against fp32",
@@ -71,9 +71,11 @@ class QualityRow:
         read: number of images in which the classifier reads the digit that the prompt names.
         psnr_db, ssim: of all images. None for stock in fp32, and for equal images.
         least_psnr_db: the smallest PSNR of one image.
-        products, in_e4m3: number of products of the UNet that can run in E4M3, and that do.
-        error: the largest relative error of a product in E4M3. None if there is none.
-        beyond: number of values that were beyond the range of E4M3.
+        products: number of matrix products of linear layers in the UNet that may run in E4M3. Layers with the
+            same input can share a product.
+        in_e4m3: number of these products that run in E4M3.
+        error: the largest relative error of such a product. None if no product runs in E4M3.
+        beyond: number of values that were beyond the range of E4M3, and so were limited to it.
     """
 
     variant: str
@@ -89,7 +91,7 @@ class QualityRow:
 
 
 def fp8_times_markdown(results: Path) -> str:
-    """Returns a table of times in fp16 and in FP8, with a line for each part that was measured."""
+    """Returns a table of times in fp16 and in FP8, with a line for each part that was measured in both."""
     lines: dict[tuple[Any, ...], dict[str, Row]] = {}
     sources = []
     for row, source in rows_of_runs(results, TIMES):

@@ -92,7 +92,8 @@ def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
 def suite_markdown(suite: Suite, results: Path) -> str:
     """Returns a table for each committed run of ``suite``: a line for each shape, a column for each task.
 
-    A cell has sdfastgn's time and its ratio to the time of the fastest peer.
+    If sdfastgn was timed in several memory layouts, a task has a column for each of them. A cell has
+    sdfastgn's time and its ratio to the time of the fastest peer.
     """
     blocks = []
     for content in documents(results, suite.kind):

@@ -39,10 +39,11 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run_apart(what: str, content: dict[str, Any]) -> str:
-    """Returns a text to put below a table if ``what``, a part of the table, was measured in another run.
+    """Returns a line for below a table. It says that competitors in the table were measured in another run.
 
-    The text names the GPU and the date of this run. It names no commit of sdfastgn: ``what`` is other
-    software.
+    ``what``: the names of these competitors, which users must build by hand. ``content``: the JSON of the
+    other run. The line names the run's GPU and date. It names no commit of sdfastgn, because sdfastgn's times
+    in the table are not from that run.
     """
     where = content["environment"]
     return f"{what}: built by hand and measured in another run, {where['gpu']}, {str(where['date'])[:10]}"

@@ -79,9 +79,9 @@ def memory_markdown(results: Path) -> str:
 
 
 def _pairs(rows: Sequence[MemoryRow]) -> list[tuple[MemoryRow, MemoryRow]]:
-    """Returns (stock, optimized) for each setting of stock, sorted by setting.
+    """Returns the pairs (row of stock, optimized row) of each ``_setting``, such as a limit, sorted by it.
 
-    If a setting was measured only with stock, the second row is ``UNAVAILABLE``.
+    If only stock was measured, the optimized row has the status ``UNAVAILABLE``.
     """
     stock, ours = ({_setting(row): row for row in rows if row.is_optimized is way} for way in (False, True))
     missing = {each: replace(row, status=UNAVAILABLE) for each, row in stock.items()}

@@ -62,7 +62,10 @@ def real_sizes_markdown(results: Path) -> str:
 
 
 def video_markdown(results: Path) -> str:
-    """Returns the table of ``real_sizes_markdown``, but only with the renewal's models that make videos."""
+    """Returns the table of ``real_sizes_markdown``, but only with models that make videos.
+
+    Only results in the folder ``renewal`` are shown.
+    """
     return _table(results / "renewal", lambda row: row.is_video)
 
 
