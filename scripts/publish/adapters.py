@@ -44,8 +44,8 @@ IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
 # Number of timed calls after the second call. As in the steps of an image, the CPU does not wait for the GPU
 # between them.
 LATER = 10
-# Number of calls with a change before each call, after which calls run eagerly for a while (a pause). The
-# pause is longer than the calls that are timed.
+# Number of calls, with a change before each call, that run before the timed calls. By then an optimized UNet
+# has stopped capturing CUDA graphs for a while (a pause), so the timed calls run eagerly.
 CALLS_UNTIL_PAUSE = 20
 
 
@@ -67,7 +67,10 @@ class Step:
             return self.unet(**self.inputs, return_dict=False)[0]
 
     def calls(self, numbers: Iterable[int]) -> Tensor:
-        """Makes the calls with these numbers, and returns the last output."""
+        """Calls the UNet once for each of ``numbers``, which are given to ``before_call``.
+
+        Returns the output of the last call.
+        """
         *_, last = map(self.call, numbers)
         return last
 
@@ -193,7 +196,10 @@ def remove_ip_adapter(step: Step) -> None:
 
 
 def processors_each_call(step: Step) -> None:
-    """Drops the graphs before each call. So the model changes too often for graphs, and calls run eagerly."""
+    """Sets new attention processors before each call. This drops the CUDA graphs of an optimized UNet.
+
+    Also makes ``CALLS_UNTIL_PAUSE`` such calls, so that the timed calls run without CUDA graphs.
+    """
     step.before_call = lambda number: step.unet.set_attn_processor(AttnProcessor2_0())
     step.calls(range(CALLS_UNTIL_PAUSE))
 

@@ -200,17 +200,17 @@ def write_files(folder: Path, model: str, files: Path) -> None:
 
 
 def times_of(case: Case) -> dict[str, Any]:
-    """Returns the times of one row, versions and peak memory. Call it after ``prepare`` in the same process.
+    """Measures ``case``, and returns the fields of its row. Call it after ``prepare`` in the same process.
 
-    Times: ``first_s`` from reading the checkpoint to the first image, ``changed_strength_s`` from a new
-    strength of the LoRA to the image. ``first_compiled``: number of entries that the first image has added to
-    Triton's cache.
+    All rows have times and peak memory. ``first_s``: seconds from the start of reading the checkpoint to the
+    first image. ``first_compiled``: number of entries that the first image has added to Triton's cache.
+    ``changed_strength_s``: seconds for an image after the LoRA got another strength.
 
-    For sdfastgn, the row also has the text on the node. If stock was measured before, it also has the
-    differences from stock's latents and images, and two dicts, for which PyTorch's algorithms are
-    deterministic. ``exact_after_ejection``: name of an output -> True if the output has stock's bits after
-    sdfastgn was removed. ``stock_repeats_itself``: name of an output -> True if two runs of stock give the
-    same bits.
+    Rows of sdfastgn also have the text that sdfastgn's node shows. If the stock variant was measured before,
+    they also have the differences from its latents and pixels, and two dicts: name of an output -> bool. The
+    outputs for these dicts are computed with PyTorch's deterministic algorithms. ``exact_after_ejection`` is
+    True if the output has stock's bits after sdfastgn was removed. ``stock_repeats_itself`` is True if two
+    runs of stock gave the same bits.
     """
     device = torch.device("cuda")
     images = Images(case.model, case.size, case.steps, case.files, case.variant == "sdfastgn")
@@ -277,7 +277,10 @@ def _compared(images: Images, made: dict[str, Any], stock: dict[str, Any]) -> di
 
 
 def _exact(images: Images, latents: Tensor) -> dict[str, Tensor]:
-    """The sampler's latents, and the pixels of ``latents``, with PyTorch's deterministic algorithms."""
+    """Returns the latents of a new run of the sampler ("sampler"), and the pixels of ``latents`` ("vae").
+
+    PyTorch computes them with deterministic algorithms.
+    """
     with deterministic():
         return {"sampler": images.sample(images.model), "vae": images.decode(latents)}
 

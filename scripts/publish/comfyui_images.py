@@ -131,9 +131,10 @@ def _without(patcher: Any) -> Any:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """A context in which PyTorch's algorithms give the same bits each time, as with ``--deterministic``.
+    """A context in which PyTorch's algorithms give the same bits each time.
 
-    Otherwise cuDNN may choose convolutions that add up their sums in any order.
+    ComfyUI's option ``--deterministic`` does the same. Otherwise cuDNN may choose convolutions that add up
+    their sums in any order.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

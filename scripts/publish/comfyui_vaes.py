@@ -114,7 +114,10 @@ def main(
 
 
 def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Returns a row for each of ``DECODES`` with the release in ``folder``. Call it in a fresh process."""
+    """Times each of ``DECODES`` with the checkout of ComfyUI in ``folder``. Returns a row for each.
+
+    Call it in a fresh process.
+    """
     release = comfyui_checkout.import_comfyui(str(folder), modules=["comfy.sd", "nodes"])
     is_dynamic = comfyui_checkout.has_dynamic_vram(folder)
     if is_dynamic and not comfyui_checkout.start_dynamic_vram():

@@ -37,7 +37,11 @@ _HALF = 3.5
 
 
 class Setting(NamedTuple):
-    """Where weights are and in which dtype. ``options``: ComfyUI's options. ``is_fp8``: the UNet's dtype."""
+    """Where the weights are and in which dtype.
+
+    ``options``: command-line options of ComfyUI, which decide where. ``is_fp8``: True if the UNet's weights
+    are in fp8, False if they are in fp16.
+    """
 
     label: str
     options: tuple[str, ...] = ()
@@ -73,7 +77,8 @@ def main(
     """Time each release and setting in a separate process."""
     comfyui.check_checkouts(folders)
     machine = environment(torch.device("cuda"))
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")  # as in comfyui.py
+    # ComfyUI's main.py chooses this allocator. The variable is for the processes below.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     config = {"size": size, "steps": steps, "rounds": rounds}
     content = document("comfyui_weights", machine, config, [])
     free, _ = torch.cuda.mem_get_info()
@@ -127,11 +132,11 @@ def times_of(
     Call it in a fresh process. ``folder``: the checkout of ComfyUI. ``options``: ComfyUI's options.
     ``files``: folder with the model's checkpoint.
 
-    The result also has ``stock_gpu_mib`` and ``gpu_mib`` (the weights that stay on the GPU), ``difference``
-    (of sdfastgn's latents from stock's, relative to the norm of stock's), ``stock_repeats_itself`` and
-    ``is_exact_after_ejection`` (True if a second run of stock gives the same bits, and if a run of stock
-    after sdfastgn's runs does, with deterministic algorithms), and ``report`` (the lines of the text on
-    sdfastgn's node).
+    The result also has ``stock_gpu_mib`` and ``gpu_mib`` (MiB of weights that stay on the GPU),
+    ``difference`` (of sdfastgn's latents from stock's, relative to the norm of stock's), and ``report`` (the
+    lines of the text on sdfastgn's node). Two bools compare runs with PyTorch's deterministic algorithms:
+    ``stock_repeats_itself`` is True if two runs of stock gave the same bits, and ``is_exact_after_ejection``
+    is True if stock still gives these bits after sdfastgn's runs.
     """
     static = ["--disable-dynamic-vram"] if comfyui_checkout.has_dynamic_vram(folder) else []
     with stage("import of ComfyUI"):
@@ -140,7 +145,7 @@ def times_of(
 
 
 def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
-    """``times_of`` after the import of ComfyUI."""
+    """Returns what ``times_of`` returns. ComfyUI must be imported with its options."""
     from sdfastgn.patches.comfyui.model_patcher import optimize_model
     from sdfastgn.patches.comfyui.report import text_of
 

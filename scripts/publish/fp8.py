@@ -45,12 +45,13 @@ TINY = (("tiny", "unet", 64, 2, True),)
 IMAGES, STEPS = 200, 30
 # Number of images in a call of the pipeline.
 BATCH = 50
-# Numbers of the images from which the scales in FP8 are learned.
+# Seeds of images that are drawn first, so that FP8 learns its scales. The images that are compared have other
+# seeds.
 OTHERS = range(1000, 1000 + BATCH)
 
 
 def times(cases: Sequence[tuple[str, str, int, int, bool]], device: str) -> Iterator[end_to_end.Row]:
-    """Yields the rows of ``VARIANTS`` for each case."""
+    """Times each case with each of ``VARIANTS``, and yields a row for each. ``cases``: as ``CASES``."""
     for model, part, size, batch, with_fp32 in cases:
         config = BenchConfig(
             model, part, size, batch, "fp16", device, 10, steps=STEPS, fp32_reference=with_fp32
@@ -102,7 +103,7 @@ def quality(device: str, count: int, steps: int) -> Iterator[tuple[QualityRow, n
     yield _row("fp16", pipe, images, reference), images
     for variant in VARIANTS:
         sdfastgn.optimize(pipe, precision="fp8" if variant == "sdfastgn_fp8" else None)
-        drawn(pipe, OTHERS, steps)  # the scales are learned
+        drawn(pipe, OTHERS, steps)  # with FP8, these calls learn its scales
         images = drawn(pipe, range(count), steps)
         yield _row(variant, pipe, images, reference), images
 
@@ -131,7 +132,10 @@ def _row(variant: str, pipe: Any, images: np.ndarray, reference: np.ndarray) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit code: 1 if a time is missing, else 0."""
+    """Runs the command.
+
+    Returns the exit code: 1 if all times are missing or an output was wrong, else 0. It is 0 for ``quality``.
+    """
     parser = argparse.ArgumentParser(
         "python -m scripts.publish.fp8",
         description=__doc__,

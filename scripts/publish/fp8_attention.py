@@ -27,7 +27,7 @@ from sdfastgn.bench.images import relative_error
 from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 
-# Each is timed at batch 2 (one image with guidance) and at batch 64.
+# Each kind of layer is timed at batch 2 (one image with guidance) and at batch 64.
 LAYERS = (
     AttentionRow("SDXL 1024²", 10, 2, 10, 4096, 64),
     AttentionRow("SDXL 1024²", 60, 2, 20, 1024, 64),
@@ -49,7 +49,8 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 def in_e4m3(q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[Any], Tensor], Tensor]:
     """Returns (a function that computes attention by cuDNN, the scale of its result in E4M3).
 
-    q, k, v: (N, heads, tokens, channels). The function ignores its argument. Raises ImportError without
+    q, k, v: (N, heads, tokens, channels). The function computes with these, and ignores the argument that
+    ``time_kernel`` gives it. Raises ImportError without
     ``nvidia-cudnn-frontend``, and any error of cuDNN.
     """
     import cudnn
@@ -61,7 +62,7 @@ def in_e4m3(q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[Any], Tensor], T
     )
     inputs = [quantized(x) for x in (q, k, v)]
     result_scale = v.abs().amax().float().view(1, 1, 1, 1) / MOST
-    # Attention's weights are at most 1.
+    # The last scale is that of the softmax's results. They are at most 1, which becomes the largest number.
     scales = [scale for _, scale in inputs] + [torch.full_like(result_scale, 1 / MOST)]
     scales += [1 / scales[-1], 1 / result_scale]
     tensors = [graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind) for x, _ in inputs]

@@ -45,7 +45,8 @@ STEPS = 4
 # Number of calls of a pipeline. An optimized pipeline's first call runs the autoencoder without a CUDA graph,
 # the second captures the graph, and the third replays it.
 IMAGES = 3
-# Number of processes that measure peak memory at the same time. Those with large batches must fit together.
+# Batch size -> number of processes that measure peak memory at the same time. Their pipelines must fit into
+# the GPU's memory together.
 AT_ONCE = {1: 4, 4: 2}
 # (pipeline, True if its autoencoder is converted to fp32 for each decode).
 PIPELINES = (("sdxl", True), ("sd15", False), ("sdxl", False))
@@ -108,7 +109,10 @@ def peak(row: MemoryRow, device: str) -> MemoryRow:
 def peaks(
     pipelines: Sequence[tuple[str, bool]], device: str, is_late: Callable[[], bool]
 ) -> Iterator[MemoryRow]:
-    """Yields a row for each batch size and pipeline, stock and optimized, as soon as it is measured."""
+    """Yields a row for each batch size and pipeline, stock and optimized, as soon as it is measured.
+
+    A pipeline gets no row if ``is_late`` returns True before its measurement.
+    """
 
     def measured(row: MemoryRow) -> MemoryRow | None:
         if is_late():
@@ -155,7 +159,8 @@ class Limited:
         offloaded = {min(LIMITS_GIB)}
         for is_optimized in (False, True):
             for offloads in (False, True):
-                # The largest limit comes first, because its image is the one that the others are compared to.
+                # The largest limit comes first, because stock can draw under it most probably. All images are
+                # compared with the first one that could be drawn.
                 for limit in sorted(LIMITS_GIB, reverse=True):
                     if offloads and limit not in offloaded:
                         continue
@@ -197,7 +202,11 @@ class Limited:
 def limited(
     pipelines: Sequence[tuple[str, bool]], device: str, is_late: Callable[[], bool]
 ) -> Iterator[MemoryRow]:
-    """Yields a row for each pipeline and limit, stock and optimized, as soon as it is measured."""
+    """Yields a row for each pipeline and limit, stock and optimized, as soon as it is measured.
+
+    Under some limits there are also rows with offloading, as the module's docstring says. No row is measured
+    once ``is_late`` returns True.
+    """
     for model in sorted({model for model, _ in pipelines}):
         held = Limited(model, device, is_late)
         for name, upcasts in sorted(pipelines):

@@ -49,7 +49,8 @@ class Case:
 
 
 CASES: list[Case] = []
-# Encodes by autoencoders that ``CASES`` decodes with. ``make bench`` has no time for them.
+# Encodes by autoencoders of which ``CASES`` has decodes. ``scripts.publish.real_sizes --encodes`` times them.
+# They are no part of ``make bench``, because its steps already take all of the time that it may take.
 ENCODES: list[Case] = []
 
 
@@ -591,7 +592,7 @@ encode_case("LTX VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
 encode_case("LTX-2 VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
 encode_case("Cosmos VAE encode, 17 x 480 x 832", 1, 3, 17, 480, 832)
 encode_case("Mochi VAE encode, 13 x 480 x 848", 1, 3, 13, 480, 848)
-# Allegro encodes in tiles.
+# diffusers encodes with Allegro only in tiles. Here its encoder is called with one tile.
 encode_case(
     "Allegro VAE encode, one tile of 24 x 320²",
     prepare=lambda model, draw: partial(model.encoder, draw(1, 3, 24, 320, 320)),

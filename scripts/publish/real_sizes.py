@@ -5,7 +5,7 @@ python -m scripts.publish.real_sizes --json real_sizes.json
 The networks have the architectures of published models and random weights (see
 ``scripts.publish.networks``). Each row has the times of one call of one model, such as a step of a UNet or a
 decode of an autoencoder. ``optimize`` is called with its default arguments, so it uses CUDA graphs for models
-that support them. With ``--encodes``, encodes of autoencoders are timed.
+that support them. With ``--encodes``, encodes of autoencoders are timed instead.
 """
 
 from __future__ import annotations

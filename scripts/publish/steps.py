@@ -66,8 +66,9 @@ _MODEL = "--model tiny --size 64 --device cpu"
 _BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
 _KERNELS = "--device cpu --repeats 1"
 
-# All steps, in the order in which they run. ``sd15`` and ``sdxl`` measure how long torch.compile's first call
-# takes. No other step runs torch.compile before them, because its cache on disk would shorten this time.
+# All steps, in the order in which they run. Those that write sd15.json and sdxl.json measure how long
+# torch.compile's first call takes. No other step runs torch.compile before them, because its cache on disk
+# would shorten this time.
 STEPS = (
     # ---- adapters, training, large images
     *(

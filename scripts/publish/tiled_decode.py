@@ -51,9 +51,8 @@ SIZES = (2048, 4096)
 # Pixels along a side of the largest image that is also decoded in fp32. In fp32 a decode of 4096 x 4096
 # pixels with stock's code would need about all memory of an H100.
 MAX_FP32_SIZE = 2048
-# The decodes that are measured: (is the autoencoder optimized?, size of tiles). The size is a multiple of the
-# autoencoder's own tile size, or None for a decode without tiles. All images are compared with the image of
-# the first decode.
+# The decodes that are measured: (is the autoencoder optimized?, size of a tile divided by the autoencoder's
+# own tile size; None for a decode without tiles). All images are compared with the image of the first decode.
 WAYS: tuple[tuple[bool, float | None], ...] = (
     (False, None),
     (True, None),
