@@ -286,10 +286,11 @@ def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[Chang
 def measured_calls(
     model: str, dtype: torch.dtype, device: torch.device, *, optimize: bool
 ) -> list[tuple[Tensor, list[float], float | None]]:
-    """Makes all changes for ``model`` to one UNet, and calls the UNet several times after each change.
+    """Makes the changes of ``changes_of(model)`` to one UNet, and calls it 2 + ``LATER`` times after each.
 
     Returns a tuple for each change: (output of the last call, copied to the CPU; [ms of the first call, ms of
-    the second, mean ms of the later calls]; MiB that tensors occupy on the GPU after the calls, or None).
+    the second, mean ms of the later calls]; MiB that tensors occupy on the GPU after the calls). On a CPU,
+    None takes the place of the MiB.
     """
     config = UNETS[model]
     unet = with_random_weights(

@@ -51,7 +51,8 @@ class Setting(NamedTuple):
 def settings(free: float, only: str = "") -> list[Setting]:
     """Returns the settings that are timed: those whose label contains ``only``.
 
-    ``free``: GiB of free GPU memory.
+    ``free``: GiB of free GPU memory. One setting makes ComfyUI leave all of it free except ``_HALF``, so that
+    about half of the weights stay in main memory.
     """
     every = [
         Setting("fp16, all on the GPU"),

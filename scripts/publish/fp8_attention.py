@@ -41,7 +41,7 @@ MOST = 448.0
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (``x`` in E4M3, the scale that gives ``x`` back as a fp32 tensor (1, 1, 1, 1))."""
+    """Returns (``x / scale`` in E4M3, ``scale``). The scale is an fp32 tensor (1, 1, 1, 1)."""
     scale = x.abs().amax().float().clamp_min(1e-12).view(1, 1, 1, 1) / MOST
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 

@@ -216,7 +216,7 @@ def limited(
         release_memory()
 
 
-# Value of the option ``--only`` -> what yields the rows.
+# Value of the option ``--only`` -> the function that makes the measurement and yields its rows.
 MEASUREMENTS = {"peaks": peaks, "limits": limited}
 
 

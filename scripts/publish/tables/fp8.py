@@ -1,4 +1,4 @@
-"""The Markdown tables of ``scripts.publish.fp8``: times in FP8, the quality of images, and attention."""
+"""The Markdown tables of ``scripts.publish.fp8`` (times, quality of images) and of ``fp8_attention``."""
 
 from __future__ import annotations
 
