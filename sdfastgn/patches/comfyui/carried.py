@@ -8,12 +8,14 @@ and blocks that run stock's code can be mixed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import comfy.ops
 from comfy.ldm.modules.diffusionmodules import model as comfy_model
 from torch import Tensor, nn
 
+from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
 from sdfastgn.patches.comfyui.layers import reason_to_cast
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
@@ -26,12 +28,17 @@ __all__ = [
     "CarriedConv3d",
     "Conv3d",
     "SharedClassSwap",
+    "attended",
+    "chunks_of",
     "convolve",
     "fits",
     "is_plain",
     "is_plain_wrapper",
     "pointwise",
     "reason_to_skip",
+    "reason_to_skip_ends",
+    "run_stages",
+    "with_carries",
 ]
 
 _ops: Any = comfy.ops
@@ -136,7 +143,65 @@ def convolve(
     return add_bias(y, bias) if emits else y
 
 
+def attended(block: Any, normed: Tensor) -> Tensor:
+    """Runs the attention of an ``AttnBlock`` without its norm, its last layer and its sum.
+
+    ``normed``: the result of the norm, (N, C, T, H, W), channels-last. So is this function's result. Each
+    position attends to all positions of all frames.
+    """
+    # shape of each: (N, 1, T * H * W, C)
+    q, k, v = (
+        pointwise(layer, normed, layer.bias).movedim(1, -1).flatten(1, 3)[:, None]
+        for layer in (block.q, block.k, block.v)
+    )
+    return attend(q, k, v)[:, 0].unflatten(1, normed.shape[2:]).movedim(-1, 1)
+
+
+# --- chunks of a video ------------------------------------------------------------------------------
+
+
+def chunks_of(x: Tensor, step: int) -> list[Tensor]:
+    """The chunks of a video x (N, C, T, H, W) in which stock's encoder runs.
+
+    The first chunk has one frame. Each later chunk has ``2 * step`` frames, and the last may have ``step``.
+    ``step``: number of frames that become one frame of latents. As in stock, the last frames are left out if
+    they are too few for a frame of latents.
+    """
+    chunks = [x[:, :, :1]]
+    if x.shape[2] > step:
+        chunks += x[:, :, 1 : 1 + (x.shape[2] - 1) // step * step].split(2 * step, 2)
+    return chunks
+
+
+def with_carries(chunks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any, Any]]:
+    """Yields (chunk, ``conv_carry_in``, ``conv_carry_out``) for each chunk, as stock passes them."""
+    carry_in: Any = None
+    for i, chunk in enumerate(chunks):
+        carry_out: Any = None if i == len(chunks) - 1 else []
+        yield chunk, carry_in, carry_out
+        carry_in = carry_out
+
+
+def run_stages(stages: Iterable[Any], y: Tensor, carry_in: Any, carry_out: Any) -> Tensor:
+    """Runs the blocks and the resampling of each stage of an encoder or a decoder for one chunk y."""
+    for stage in stages:
+        for block in stage.block:
+            y = block(y, None, carry_in, carry_out)
+        for name in ("downsample", "upsample"):
+            if hasattr(stage, name):
+                y = getattr(stage, name)(y, carry_in, carry_out)
+    return y
+
+
+# --- why stock's code must run ----------------------------------------------------------------------
+
+
 def reason_to_skip(block: Any) -> str | None:
     """Why ``block``, a part of an autoencoder for videos, must run stock's code; None if it can be fused."""
     own = (conv for conv in block.modules() if isinstance(conv, Conv3d))
     return unknown_source(*SOURCES) or next(filter(None, map(reason_to_cast, own)), None)
+
+
+def reason_to_skip_ends(half: Any) -> str | None:
+    """``reason_to_skip`` for the first and the last convolution of ``half``, an encoder or a decoder."""
+    return reason_to_skip(half.conv_in) or reason_to_skip(half.conv_out)

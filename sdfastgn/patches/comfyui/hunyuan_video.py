@@ -17,18 +17,22 @@ import torch
 from comfy.ldm.modules.diffusionmodules import model as comfy_model
 from torch import Tensor, nn
 
-from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.patches.comfyui.carried import (
     SOURCES,
     CarriedConv3d,
     SharedClassSwap,
+    attended,
+    chunks_of,
     convolve,
     fits,
     is_plain,
     is_plain_wrapper,
     pointwise,
     reason_to_skip,
+    reason_to_skip_ends,
+    run_stages,
+    with_carries,
 )
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.core.fusion import is_unhooked
@@ -157,12 +161,7 @@ def _attention(block: Any, x: Tensor) -> Tensor:
         return block(x)
     x = in_channels_last(x)
     normed = group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
-    # shape of each: (N, 1, T * H * W, C)
-    q, k, v = (
-        pointwise(layer, normed, layer.bias).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3]
-    )
-    y = attend(q, k, v)[:, 0].unflatten(1, x.shape[2:]).movedim(-1, 1)
-    return add(pointwise(block.proj_out, y, None), x, block.proj_out.bias)
+    return add(pointwise(block.proj_out, attended(block, normed), None), x, block.proj_out.bias)
 
 
 def _leave(half: Any, x: Tensor, carry_in: Any = None, carry_out: Any = None) -> Tensor:
@@ -178,23 +177,11 @@ class FusedVideoEncoder(comfy_model.Encoder):
     def forward(self, x: Tensor) -> Tensor:
         if not _runs_fused(self, x):
             return super().forward(x)
-        chunks, step = [x[:, :, :1]], self.time_compress
-        if x.shape[2] > step:
-            # As in stock, the last frames are left out if they are too few for a frame of latents.
-            chunks += x[:, :, 1 : 1 + (x.shape[2] - 1) // step * step].split(2 * step, 2)
-        found: list[Tensor] = []
-        carry_in: Any = None
         with outside_inference_mode():
-            for i, chunk in enumerate(chunks):
-                carry_out: Any = None if i == len(chunks) - 1 else []
-                y = convolve(self.conv_in, chunk, carry_in, carry_out, emits=True)
-                for stage in self.down:
-                    for block in stage.block:
-                        y = block(y, None, carry_in, carry_out)
-                    if hasattr(stage, "downsample"):
-                        y = stage.downsample(y, carry_in, carry_out)
-                found.append(y)
-                carry_in = carry_out
+            found = [
+                run_stages(self.down, convolve(self.conv_in, chunk, *carried, emits=True), *carried)
+                for chunk, *carried in with_carries(chunks_of(x, self.time_compress))
+            ]
             return _leave(self, _middle(self, torch.cat(found, 2)))
 
 
@@ -204,19 +191,12 @@ class FusedVideoDecoder(comfy_model.Decoder):
     def forward(self, z: Tensor, **kwargs: Any) -> Tensor:
         if kwargs or self.tanh_out or not _runs_fused(self, z):
             return super().forward(z, **kwargs)
-        found: list[Tensor] = []
-        carry_in: Any = None
         with outside_inference_mode():
             chunks = _middle(self, convolve(self.conv_in, z, emits=True)).split(2, 2)
-            for i, y in enumerate(chunks):
-                carry_out: Any = None if i == len(chunks) - 1 else []
-                for stage in reversed(self.up):
-                    for block in stage.block:
-                        y = block(y, None, carry_in, carry_out)
-                    if hasattr(stage, "upsample"):
-                        y = stage.upsample(y, carry_in, carry_out)
-                found.append(_leave(self, y, carry_in, carry_out))
-                carry_in = carry_out
+            found = [
+                _leave(self, run_stages(reversed(self.up), y, *carried), *carried)
+                for y, *carried in with_carries(chunks)
+            ]
             return torch.cat(found, 2)
 
 
@@ -235,10 +215,6 @@ def _is_video_model(half: Any) -> bool:
     return isinstance(half.conv_in, CarriedConv3d)
 
 
-def _first_and_last(half: Any) -> str | None:
-    return reason_to_skip(half.conv_in) or reason_to_skip(half.conv_out)
-
-
 def _swap(
     name: str, stock: Any, fused: Any, covers: Any, check: Any = reason_to_skip, *sources: TestedSource
 ) -> SharedClassSwap:
@@ -252,7 +228,7 @@ _ATTENTION = (
     tested(comfy_model.AttnBlock, "__init__", "forward"),
     tested(comfy_model, "pytorch_attention"),
 )
-_HALF = (_is_video_model, _first_and_last, *_ATTENTION)
+_HALF = (_is_video_model, reason_to_skip_ends, *_ATTENTION)
 BLOCKS = (
     _swap("resnet_block", comfy_model.ResnetBlock, FusedVideoResnetBlock, _is_video_block),
     _swap("upsample", comfy_model.Upsample, FusedVideoUpsample, _has_video_conv),

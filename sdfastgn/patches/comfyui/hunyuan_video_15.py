@@ -15,7 +15,6 @@ import torch
 from comfy.ldm.hunyuan_video import vae_refiner
 from torch import Tensor, nn
 
-from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
@@ -23,12 +22,17 @@ from sdfastgn.patches.comfyui.carried import (
     SOURCES,
     CarriedConv3d,
     Conv3d,
+    attended,
+    chunks_of,
     convolve,
     fits,
     is_plain,
     is_plain_wrapper,
     pointwise,
     reason_to_skip,
+    reason_to_skip_ends,
+    run_stages,
+    with_carries,
 )
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
@@ -107,12 +111,7 @@ def attention_of(block: Any, x: Tensor) -> Tensor | None:
         return None
     x = laid_out(x, channels_last=True)
     normed = channel_norm(x, *norm[:5])
-    # shape of each: (N, 1, T * H * W, C)
-    q, k, v = (
-        pointwise(layer, normed, layer.bias).movedim(1, -1).flatten(1, 3)[:, None] for layer in layers[:3]
-    )
-    y = attend(q, k, v)[:, 0].unflatten(1, x.shape[2:]).movedim(-1, 1)
-    return add_into(pointwise(block.proj_out, y, None), x, block.proj_out.bias)
+    return add_into(pointwise(block.proj_out, attended(block, normed), None), x, block.proj_out.bias)
 
 
 # --- fused classes ----------------------------------------------------------------------------------
@@ -192,22 +191,10 @@ class FusedEncoder(vae_refiner.Encoder):
         norm = _last_norm(self, x)
         if norm is None:
             return super().forward(x)
-        chunks, step = [x[:, :, :1]], self.ffactor_temporal
-        if x.shape[2] > step:
-            # Like stock's, this leaves out the last frames if they are too few for a frame of latents.
-            chunks += x[:, :, 1 : 1 + (x.shape[2] - 1) // step * step].split(2 * step, 2)
-        found: list[Tensor] = []
-        carry_in: Any = None
-        for i, chunk in enumerate(chunks):
-            carry_out: Any = None if i == len(chunks) - 1 else []
-            y = convolve(self.conv_in, chunk, carry_in, carry_out)
-            for stage in self.down:
-                for block in stage.block:
-                    y = block(y, None, carry_in, carry_out)
-                if hasattr(stage, "downsample"):
-                    y = stage.downsample(y, carry_in, carry_out)
-            found.append(y)
-            carry_in = carry_out
+        found = [
+            run_stages(self.down, convolve(self.conv_in, chunk, *carried), *carried)
+            for chunk, *carried in with_carries(chunks_of(x, self.ffactor_temporal))
+        ]
         y = in_channels_last(_middle(self, torch.cat(found, 2)))
         z = convolve(self.conv_out, y, norm=norm)
         return self.regul(z.add_(means_of(y, z.shape[1])).contiguous())[0]
@@ -223,17 +210,10 @@ class FusedDecoder(vae_refiner.Decoder):
         x = convolve(self.conv_in, z)
         x.movedim(1, -1).unflatten(-1, (z.shape[1], -1)).add_(z.movedim(1, -1)[..., None])
         chunks = _middle(self, x).split(2, 2)
-        found: list[Tensor] = []
-        carry_in: Any = None
-        for i, y in enumerate(chunks):
-            carry_out: Any = None if i == len(chunks) - 1 else []
-            for stage in self.up:
-                for block in stage.block:
-                    y = block(y, None, carry_in, carry_out)
-                if hasattr(stage, "upsample"):
-                    y = stage.upsample(y, carry_in, carry_out)
-            found.append(convolve(self.conv_out, y, carry_in, carry_out, norm=norm).contiguous())
-            carry_in = carry_out
+        found = [
+            convolve(self.conv_out, run_stages(self.up, y, *carried), *carried, norm=norm).contiguous()
+            for y, *carried in with_carries(chunks)
+        ]
         return torch.cat(found, 2)
 
 
@@ -244,10 +224,6 @@ NORMS.add(FusedRMS)
 
 def _is_video_model(module: nn.Module) -> bool:
     return bool(module.refiner_vae)
-
-
-def _first_and_last(half: Any) -> str | None:
-    return reason_to_skip(half.conv_in) or reason_to_skip(half.conv_out)
 
 
 def _swap(name: str, stock: Any, fused: Any, check: Any) -> ClassSwap:
@@ -266,6 +242,6 @@ BLOCKS = (
     ),
     _swap("upsample", vae_refiner.UpSmpl, FusedUpSmpl, reason_to_skip),
     _swap("downsample", vae_refiner.DnSmpl, FusedDnSmpl, reason_to_skip),
-    _swap("encoder", vae_refiner.Encoder, FusedEncoder, _first_and_last),
-    _swap("decoder", vae_refiner.Decoder, FusedDecoder, _first_and_last),
+    _swap("encoder", vae_refiner.Encoder, FusedEncoder, reason_to_skip_ends),
+    _swap("decoder", vae_refiner.Decoder, FusedDecoder, reason_to_skip_ends),
 )
