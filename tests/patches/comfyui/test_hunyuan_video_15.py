@@ -1,7 +1,5 @@
 """ComfyUI's autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner, in chunks and in one."""
 
-import copy
-
 import pytest
 import torch
 
@@ -14,10 +12,11 @@ from comfy import model_management  # noqa: E402
 from comfy.ldm.hunyuan_video import vae_refiner  # noqa: E402
 from comfy.ldm.models.autoencoder import AutoencodingEngine  # noqa: E402
 from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
-from comfy.ops import disable_weight_init  # noqa: E402
 
 from sdfastgn.patches.comfyui.inject import eject, has_blocks, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
+from tests.patches.comfyui import carried_cases  # noqa: E402
+from tests.patches.comfyui.carried_cases import agree  # noqa: E402
 from tests.patches.comfyui.comfy_models import snapshot, with_random_parameters  # noqa: E402
 
 pytestmark = [
@@ -48,11 +47,7 @@ def build(regularizer="EmptyRegularizer", **options):
 
 
 def twins(**options):
-    """(injected, stock)"""
-    stock = with_random_parameters(build(**options))
-    fused = copy.deepcopy(stock)
-    inject(fused)
-    return fused, stock
+    return carried_cases.twins(build(**options))
 
 
 def decode_of(frames, batch=1):
@@ -61,14 +56,6 @@ def decode_of(frames, batch=1):
 
 def encode_of(frames, batch=1):
     return lambda model: model.encode(cases.noise(batch, 3, frames, 8, 12, mean=0.0))
-
-
-def agree(models, call, *, last_is_fused=True):
-    """The results agree. On a GPU a last convolution that runs stock's code returns the layout it gets."""
-    ours, theirs = (call(model) for model in models)
-    assert theirs.std() > 1e-2
-    assert ours.stride() == theirs.stride() or not last_is_fused
-    cases.agree(ours, theirs, 1e-4)
 
 
 # Five latents are decoded as 2, 2 and 1. Ten frames are encoded as 1, 4 and 4; the last frame is left out.
@@ -119,45 +106,15 @@ def test_ejected_as_before():
 )  # fmt: skip
 def test_a_hook_sees_what_it_saw(layer):
     """Beside stock's code for the hooked layer, fused blocks read and leave stock's carried frames."""
-    models = twins(upsample_match_channel=False)
-    seen = [], []
-    for model, found in zip(models, seen, strict=True):
-        model.decoder.get_submodule(layer).register_forward_hook(
-            lambda m, args, y, found=found: found.append(y.clone())
-        )
-    agree(models, decode_of(3), last_is_fused=False)
-    assert len(seen[0]) == len(seen[1]) > 0
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs, 1e-4)
+    carried_cases.a_hook_sees_what_it_saw(twins(upsample_match_channel=False), layer, decode_of(3))
 
 
 def test_carried_frames_stay():
-    """Frames that a chunk leaves for the next one are never written to."""
-    fused, stock = twins()
-    kept = []
-    for model in fused, stock:
-        alive = []
-        for block in (m for m in model.decoder.modules() if isinstance(m, comfy_model.ResnetBlock)):
-            block.register_forward_hook(
-                lambda m, args, y, alive=alive: (
-                    alive.extend((t, t.clone()) for t in args[3] or ()) if len(args) > 3 else None
-                )
-            )
-        decode_of(5)(model)
-        assert all(torch.equal(entry, copied) for entry, copied in alive)
-        kept.append([copied for _, copied in alive])
-    assert len(kept[0]) == len(kept[1]) > 0
-    for ours, theirs in zip(*kept, strict=True):
-        cases.agree(ours, theirs, 1e-4)
+    carried_cases.carried_frames_stay(twins(), decode_of(5))
 
 
 def test_convolutions_that_cast(launches):
-    stock = with_random_parameters(build())
-    for conv in stock.modules():
-        if isinstance(conv, disable_weight_init.Conv3d):
-            conv.comfy_cast_weights = True
-    fused = copy.deepcopy(stock)
-    inject(fused)
+    fused, stock = carried_cases.casting_twins(build())
     fused_parts, reasons = parts_of(fused)
     assert set(fused_parts) == {"norms"}
     [(reason, parts)] = reasons.items()
