@@ -2,9 +2,9 @@
 
 The node VAE Decode (Tiled) calls the VAE's ``decode_tiled_``. The node VAE Decode calls it too, if a decode
 without tiles has run out of memory. Stock decodes the image three times in tiles of different shapes, and
-averages the results.
-Each norm takes the mean and variance of its tile, so tiles get different colors. Here the decoder runs in
-strips, with the mean and variance of the whole image (``fusions/strips.py``), so there are no seams.
+averages the results. Each norm takes the mean and variance of its tile, so tiles get different colors. Here
+the decoder runs in strips, with the mean and variance of the whole image (``fusions/strips.py``), so there
+are no seams.
 
 ``VAE`` is ComfyUI's object around an autoencoder, and no module. A copy of it gets the class ``TiledVAE``.
 Its ``decode_tiled_`` calls the autoencoder's own ``decode``, and the decoder in it runs in strips
