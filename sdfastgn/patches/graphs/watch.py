@@ -398,8 +398,7 @@ def _is_leaf(value: Any) -> bool:
     NumPy's bool is no subclass of bool. It is recognized by its name, because NumPy may not be installed.
     """
     kind = type(value)
-    is_numpys_bool = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
-    return is_numpys_bool or isinstance(value, _LEAVES)
+    return isinstance(value, _LEAVES) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 def _package_of(value: Any) -> str:
