@@ -3,6 +3,7 @@
 Markers and the fixtures that tests ask for by name are in ``tests/plugin.py``.
 """
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from filelock import FileLock
 
 pytest_plugins = ["tests.plugin"]
 
@@ -88,8 +90,18 @@ def kernels_stay_on(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def memory_given_back():
-    """Empties PyTorch's memory cache if it is above 1 GiB: other test processes share the GPU."""
-    yield
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
-        torch.cuda.empty_cache()
+def memory_shared(request):
+    """Leaves GPU memory to the other test processes, which share the GPU.
+
+    Tests with the marker ``gigabytes`` run one at a time. After each test PyTorch's memory cache is emptied
+    if it is above 1 GiB.
+    """
+    turn = contextlib.nullcontext()
+    if request.node.get_closest_marker("gigabytes"):
+        # All processes of one pytest-xdist run have this folder in common.
+        folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent
+        turn = FileLock(folder / "gigabytes.lock")
+    with turn:
+        yield
+        if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+            torch.cuda.empty_cache()

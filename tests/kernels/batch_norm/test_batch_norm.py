@@ -253,6 +253,7 @@ def test_a_residual_in_fewer_bits_does_not_round_the_gradient_of_x(shape, dtype,
 
 
 @pytest.mark.gpu
+@pytest.mark.gigabytes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_than_2_to_the_31_elements(layout):
     shape = (5, 64, 2600, 2600)

@@ -200,6 +200,7 @@ def test_real_shapes_on_the_gpu(shape, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.gigabytes
 @pytest.mark.parametrize("shape", [(1, 2**31 + 16), (2**20 + 1, 2**11)], ids=["long-row", "many-rows"])
 def test_more_than_two_to_the_31_elements(shape):
     x = torch.full(shape, 0.5, dtype=torch.float16, device="cuda")

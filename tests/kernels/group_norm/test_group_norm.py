@@ -194,6 +194,7 @@ def test_views_with_gaps_keep_the_innermost_axis(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.gigabytes
 def test_more_than_2_to_the_31_elements():
     C, H, W = 64, 8192, 4100
     x = torch.empty(

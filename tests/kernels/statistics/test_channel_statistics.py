@@ -347,6 +347,7 @@ def test_real_shapes_on_the_gpu(shape, tail, dtype, layout):
 
 
 @pytest.mark.gpu
+@pytest.mark.gigabytes
 def test_chunks_of_more_than_2_to_the_31_elements():
     """2^34 elements: a multiprocessor's share would be a chunk of 2^32."""
     C = 65536

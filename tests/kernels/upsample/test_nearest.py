@@ -150,6 +150,7 @@ def test_small_images_get_smaller_tiles():
 
 
 @pytest.mark.gpu
+@pytest.mark.gigabytes
 def test_more_than_2_to_the_31_elements():
     x = torch.randn((1, 2048, 4096, 65), dtype=torch.float16, device="cuda").movedim(-1, 1)
     x = x.contiguous(memory_format=torch.channels_last)

@@ -421,7 +421,7 @@ def test_graphs_with_gradient_checkpointing_take_less_memory():
         if is_checkpointed:
             unet.enable_gradient_checkpointing()
         for number in range(2):
-            inputs = batch(number, sample=torch.ones(2, 4, 128, 128, device="cuda"))
+            inputs = batch(number, sample=torch.ones(2, 4, 64, 64, device="cuda"))
             gradients(unet, loss_of(unet, inputs))
         assert trained_state(unet).replays == 1
         sizes.append(unet.forward.training.pool_bytes().popitem()[1])
