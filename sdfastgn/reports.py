@@ -28,6 +28,7 @@ _UNETS = ("UNet2DModel", "UNet2DConditionModel")
 # the user does something that excludes graphs (training, a compiled or traced call).
 _NO_LOSS = (
     "first call of its kind",
+    "a capture takes as long as several calls",
     "gradients are enabled",
     "it is in training mode",
     "is compiled by torch.compile",

@@ -121,9 +121,10 @@ class GraphedForward(InstanceEntry):
 
     Args:
         module: the module.
-        mode: ``"auto"``: the second call of a kind is captured. True: the first call of a kind is captured.
-            False: all calls run eagerly. Calls are of one kind if one graph serves them all.
-            ``"training"``: like ``"auto"``, but calls with gradients become graphs too.
+        mode: ``"auto"``: the second call of a kind is captured, or a later one if the model is offloaded.
+            True: the first call of a kind is captured. False: all calls run eagerly. ``"training"``: like
+            ``"auto"``, but calls with gradients become graphs too. Calls are of one kind if one graph serves
+            them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
         stands_over_own: True if the module's ``__dict__`` already had an entry ``method`` with the method of
@@ -413,6 +414,8 @@ class GraphedForward(InstanceEntry):
                 policy.first_call(key)
                 return None
             self._rehearse(current)
+        elif self.mode is not True:
+            policy.check_calls_back(key, module)
         is_warm = self._is_warm(key)
         self._make_room()
         try:

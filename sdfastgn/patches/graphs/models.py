@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.patches.core import channels_last, fp8
-from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Call, Number
 from sdfastgn.patches.graphs.factors import is_tested
@@ -101,17 +100,11 @@ _DECODERS = {
         256 * 256, scale=16
     ),
 }
-# Text encoders. A pipeline calls each of them only once or twice for an image. If an offloaded encoder had
-# graphs, they would hardly be replayed before its weights move again. So it runs eagerly (``reason_now``).
-_TEXT_ENCODERS = {
-    "transformers.models.clip.modeling_clip.CLIPTextModel",
-    "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection",
-}
 # All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
 # so that diffusers need not be imported. Subclasses get no graphs.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
     **_VIDEO,
-    **{name: {} for name in (*_DECODERS, *_TEXT_ENCODERS)},
+    **{name: {} for name in _DECODERS},
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": _TIMESTEP,
@@ -130,6 +123,8 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.pipelines.audioldm2.modeling_audioldm2.AudioLDM2UNet2DConditionModel": _TIMESTEP,
     "diffusers.pipelines.deprecated.wuerstchen.modeling_wuerstchen_prior.WuerstchenPrior": {},
     "diffusers.pipelines.wuerstchen.modeling_wuerstchen_prior.WuerstchenPrior": {},
+    "transformers.models.clip.modeling_clip.CLIPTextModel": {},
+    "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
 # The models whose calls with gradients can become graphs.
 _TRAINED = {
@@ -256,8 +251,6 @@ def reason_now(module: nn.Module) -> str | None:
         return "gradients are enabled"
     if module.training:
         return "it is in training mode"
-    if is_offloaded_whole(module) and _class_name(module) in _TEXT_ENCODERS:
-        return "it is offloaded, and an image calls it only once or twice"
     return _reason_with_or_without_gradients(module) or fp8.reason_now(module)
 
 

@@ -13,16 +13,23 @@ from typing import Any
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.graphs.arguments import Unsupported
 
-__all__ = ["NO_MEMORY", "Policy"]
+__all__ = ["FEW_CALLS", "NO_MEMORY", "Policy"]
 
 # The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
+# The reason given for calls of an offloaded model after the first, until one is captured.
+FEW_CALLS = "it is offloaded, and a capture takes as long as several calls"
 # Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
 # Number of replays after which a capture has saved more time than it took.
 _WORTHWHILE = 3
+# Number of calls of a kind that run eagerly, since a model that is offloaded as a whole came back to the GPU,
+# before a call is captured. On an H100 a capture of SDXL's UNet took as long as six replays saved. So images
+# with few steps have no graphs.
+_CALLS_BACK = 6
 # Number of calls that run eagerly in the longest pause after changes of the model, and in the first pause
 # after memory was short.
 _MAX_PAUSE = 256
@@ -39,13 +46,14 @@ class Policy:
     """
 
     __slots__ = (
-        "_pause", "_refused", "_rehearsed", "_short_lives", "_short_memory", "_storage", "_threads",
+        "_called", "_pause", "_refused", "_rehearsed", "_short_lives", "_short_memory", "_storage",
         "last_change",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        # Kind of call -> the thread that made its first call. Removed when a call of this kind is captured.
-        self._threads: OrderedDict[Any, int] = OrderedDict()
+        # Kind of call -> (the thread that made its first call, number of its calls). Removed when a call of
+        # this kind is captured.
+        self._called: OrderedDict[Any, tuple[int, int]] = OrderedDict()
         self._refused: OrderedDict[Any, str] = OrderedDict()  # kind of call -> why it is not captured
         self._rehearsed: OrderedDict[Any, None] = OrderedDict()
         self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
@@ -93,7 +101,7 @@ class Policy:
 
     def forget_kinds(self) -> None:
         """Forget which kinds of calls were made before, and which were refused: the model has changed."""
-        self._threads.clear()
+        self._called.clear()
         self._refused.clear()
 
     def follow(self, module: nn.Module) -> None:
@@ -109,25 +117,35 @@ class Policy:
         self._storage = None if weight is None else StorageWeakRef(weight.untyped_storage())
 
     def is_new(self, key: Any) -> bool:
-        return key not in self._threads
+        return key not in self._called
 
     def first_call(self, key: Any) -> None:
         """Record that this thread makes the first call of the kind ``key``."""
-        _remember(self._threads, key, threading.get_ident())
+        _remember(self._called, key, (threading.get_ident(), 1))
+
+    def check_calls_back(self, key: Any, module: nn.Module) -> None:
+        """Count this call. Raise Unsupported if an offloaded model has made too few calls for a capture.
+
+        ``key``: a kind of calls for which ``first_call`` was called.
+        """
+        thread, calls = self._called[key]
+        if calls < _CALLS_BACK and is_offloaded_whole(module):
+            self._called[key] = thread, calls + 1
+            raise Unsupported(FEW_CALLS)
 
     def is_warm(self, key: Any) -> bool:
         """True if this thread has made the first call of the kind ``key``.
 
         Then kernels are compiled and cuDNN has chosen its algorithms, so the call can be captured at once.
         """
-        return self._threads.get(key) == threading.get_ident()
+        return self._called.get(key, (None, 0))[0] == threading.get_ident()
 
     def was_captured(self, key: Any) -> None:
         """Forget the first call of the kind ``key``, because the kind now has a graph.
 
         If the graph is dropped later, the next call of this kind counts as a first call.
         """
-        self._threads.pop(key, None)
+        self._called.pop(key, None)
 
     def refuse(self, key: Any, reason: str) -> None:
         """Record that calls of the kind ``key`` run eagerly for ``reason``, until the model changes."""
