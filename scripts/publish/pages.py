@@ -21,6 +21,7 @@ from scripts.publish.tables.comfyui import (
     comfyui_vaes_markdown,
     comfyui_weights_markdown,
 )
+from scripts.publish.tables.compiled_videos import compiled_videos_markdown
 from scripts.publish.tables.end_to_end import (
     batches_markdown,
     compared_markdown,
@@ -62,6 +63,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "comfyui_vaes": comfyui_vaes_markdown,
     "real_sizes": real_sizes_markdown,
     "video": video_markdown,
+    "compiled_videos": compiled_videos_markdown,
     "adapters": adapters_markdown,
     "tiled_decode": tiled_decode_markdown,
     "memory": memory_markdown,

@@ -12,6 +12,7 @@ file. ``--unpack`` extracts such a file into ``benchmarks/renewal`` and ``docs/i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -132,12 +133,13 @@ def _run(step: Step, out: Path, tiny: bool, timeout: float) -> StepRow:
     return row
 
 
-def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
+def execute(arguments: Sequence[str], log: Path | None, timeout: float) -> int | None:
     """Runs a program and returns its exit code, or None if it was stopped after ``timeout`` seconds.
 
-    ``arguments``: the program and its arguments. ``log``: the file for the program's output.
+    ``arguments``: the program and its arguments. ``log``: the file for the program's output. If it is None,
+    the output goes where this process's output goes.
     """
-    with log.open("wb") as output:
+    with contextlib.nullcontext() if log is None else log.open("wb") as output:
         process = subprocess.Popen(
             arguments, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
