@@ -1,9 +1,12 @@
 """Measure ``optimize(pipe, precision="fp8")``: its speed, and the quality of its images.
 
 python -m scripts.publish.fp8 times --json benchmarks/by_hand/fp8_times.json
+python -m scripts.publish.fp8 mlperf --json benchmarks/by_hand/fp8_mlperf.json
 python -m scripts.publish.fp8 quality --json benchmarks/by_hand/fp8_quality.json --png docs/images/fp8.png
 
-- ``times``: UNet steps and a pipeline with random weights, in fp16 and in FP8.
+- ``times``: UNet steps and a pipeline with random weights, in fp16 and in FP8. If torchao is installed, steps
+  of two samples are also timed with torch.compile and torchao's FP8.
+- ``mlperf``: images per second in fp16 and in FP8, with the settings of MLPerf (``--preset mlperf``).
 - ``quality``: the trained pipeline of digits draws the same images with stock in fp32 and fp16, with sdfastgn
   in fp16, and in FP8. All are compared with fp32's, and a classifier reads the digits.
 """
@@ -11,30 +14,36 @@ python -m scripts.publish.fp8 quality --json benchmarks/by_hand/fp8_quality.json
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import sdfastgn
 from scripts.publish.runs import finite, release_memory
-from scripts.publish.tables.fp8 import QUALITY, TIMES, VARIANTS, QualityRow
-from sdfastgn.bench import documents, timing
+from scripts.publish.tables.fp8 import MLPERF, QUALITY, TIMES, TORCHAO, VARIANTS, QualityRow
+from sdfastgn import model_inputs
+from sdfastgn.bench import documents, gate, timing, workload
 from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import psnr, ssim
+from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.variants import VARIANTS as EVERY
+from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.cli import digits, digits_pipeline
 from sdfastgn.cli.session import exit_code
 from sdfastgn.models.pipelines import load_pipeline
 
-# (model, part, pixels along a side, batch, True if errors against fp32 are measured too).
+# (model, part, pixels along a side, batch, True if errors against fp32, and torchao, are measured too).
 CASES = (
     ("sd15", "unet", 512, 2, True),
     ("sdxl", "unet", 1024, 2, True),
@@ -43,6 +52,8 @@ CASES = (
 )
 TINY = (("tiny", "unet", 64, 2, True),)
 IMAGES, STEPS = 200, 30
+# Number of steps of the images that are not timed, with ``mlperf``.
+FEW_STEPS = 2
 # Number of images in a call of the pipeline.
 BATCH = 50
 # Seeds of images that are drawn first, so that FP8 learns its scales. The images that are compared have other
@@ -50,13 +61,104 @@ BATCH = 50
 OTHERS = range(1000, 1000 + BATCH)
 
 
-def times(cases: Sequence[tuple[str, str, int, int, bool]], device: str) -> Iterator[end_to_end.Row]:
-    """Times each case with each of ``VARIANTS``, and yields a row for each. ``cases``: as ``CASES``."""
-    for model, part, size, batch, with_fp32 in cases:
+def _torchao_reason(device: torch.device) -> str | None:
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    reason = EVERY["compile_channels_last"].available(device)
+    return reason or EVERY["sdfastgn_fp8"].available(device)
+
+
+def _torchao(target: Any, part: str, undo: contextlib.ExitStack) -> None:
+    """Quantizes the linear layers of transformer blocks with torchao, and compiles the model."""
+    quantization = importlib.import_module("torchao.quantization")
+    config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerTensor())
+    quantization.quantize_(
+        target,
+        config,
+        filter_fn=lambda module, name: isinstance(module, nn.Linear) and "transformer_blocks" in name,
+    )
+    EVERY["compile_channels_last"].apply(target, part, undo)
+
+
+PEER = Variant(
+    TORCHAO, "torch.compile + torchao, FP8", _torchao_reason, _torchao, slack=EVERY["sdfastgn_fp8"].slack
+)
+
+
+def times(
+    cases: Sequence[tuple[str, str, int, int, bool]], device: str, on_row: Callable[[end_to_end.Row], object]
+) -> None:
+    """Times each case with each of ``VARIANTS``, and some cases with ``PEER`` too. ``cases``: as ``CASES``.
+
+    Calls ``on_row`` with each row.
+    """
+    for model, part, size, batch, is_compared in cases:
         config = BenchConfig(
-            model, part, size, batch, "fp16", device, 10, steps=STEPS, fp32_reference=with_fp32
+            model, part, size, batch, "fp16", device, 10, steps=STEPS, fp32_reference=is_compared
         )
-        yield from end_to_end.run(config, [EVERY[name] for name in VARIANTS])
+        variants = [EVERY[name] for name in VARIANTS] + [PEER] * is_compared
+        end_to_end.run(config, variants, on_row=on_row)
+        release_memory()
+
+
+def mlperf_config(device: str, *, is_tiny: bool) -> BenchConfig:
+    """The settings of MLPerf. ``is_tiny``: with a small model and few images instead."""
+    settings = {**PRESETS["mlperf"].cases[0].settings, "repeats": 1}
+    small = {"model": "tiny", "size": 64, "batch": 2, "steps": 3, "dtype": "fp32"}
+    return BenchConfig(device=device, **settings | (small if is_tiny else {}))
+
+
+def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> None:
+    """Times one call of the pipeline with each of ``VARIANTS``. Calls ``on_row`` with each row.
+
+    A call takes many seconds, so everything else is done with fewer steps or images: the comparison with
+    stock's images, learning of scales, and capture of CUDA graphs.
+    """
+    device = config.torch_device
+    pipe = workload.load(config)
+    pipe.set_progress_bar_config(disable=True)
+    if config.batch * config.size**2 > workload.MOST_DECODED_PIXELS:
+        pipe.vae.enable_slicing()
+    pixels = config.size // pipe.vae_scale_factor
+    shape = config.batch, pipe.unet.config.in_channels, pixels, pixels
+    noise = model_inputs.randn(*shape, dtype=config.torch_dtype, device=device, seed=config.seed)
+
+    def draw(steps: int, count: int = config.batch) -> Any:
+        return pipe(
+            [config.prompt] * count,
+            latents=noise[:count],
+            height=config.size,
+            width=config.size,
+            num_inference_steps=steps,
+            guidance_scale=config.guidance,
+            output_type="np",
+        ).images
+
+    stock = gate.Reference(draw(FEW_STEPS))
+    for variant in (EVERY[name] for name in VARIANTS):
+        what = config.model, config.part, config.size, config.batch, config.dtype, variant.name
+        if (reason := variant.available(device)) is not None:
+            on_row(end_to_end.Row(*what, documents.UNAVAILABLE, reason, steps=config.steps))
+            continue
+        with prepared(variant, pipe, config.part):
+            start = time.monotonic()
+            if not variant.is_ready(pipe):
+                draw(STEPS, 1)
+            draw(FEW_STEPS)
+            found = gate.judge(config, draw(FEW_STEPS), stock, variant.slack)
+            row = end_to_end.Row(
+                *what,
+                documents.WRONG if found.reason else documents.OK,
+                found.reason,
+                ready_s=time.monotonic() - start,
+                error_eager=finite(found.error),
+                psnr_db=found.psnr_db and finite(found.psnr_db),
+                steps=config.steps,
+            )
+            if not found.reason:
+                seconds, _ = timing.time_once(lambda: draw(config.steps), device)
+                row.median_ms, row.note = 1e3 * seconds, variant.describe(pipe)
+        on_row(row)
         release_memory()
 
 
@@ -141,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("times", "quality"), help="what is measured")
+    parser.add_argument("what", choices=("times", "mlperf", "quality"), help="what is measured")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--png", type=Path, help="file for a picture of ten images, with quality")
     parser.add_argument("--tiny", action="store_true", help="measure a small model, or few images")
@@ -154,13 +256,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - start:5.0f} s  {rows[-1]}", flush=True)
         documents.write_json(options.json, documents.document(kind, where, config, rows))
 
-    if options.what == "times":
-        rows: list[end_to_end.Row] = []
-        with timing.global_switches() as switches:
+    rows: list[end_to_end.Row] = []
+    if options.what != "quality":
+        kind = TIMES if options.what == "times" else MLPERF
+        config = mlperf_config(options.device, is_tiny=options.tiny)
+        steps = STEPS if kind == TIMES else config.steps
+        with timing.global_switches() as switches, torch.no_grad():
             where = environment(device, switches)
-        for row in times(TINY if options.tiny else CASES, options.device):
-            rows.append(row)
-            write(TIMES, where, {"steps": STEPS}, rows)
+
+            def keep(row: end_to_end.Row) -> None:
+                rows.append(row)
+                write(kind, where, {"steps": steps}, rows)
+
+            if kind == MLPERF:
+                mlperf(config, keep)
+            else:
+                times(TINY if options.tiny else CASES, options.device, keep)
         return exit_code(rows)
     count, steps = (10, 3) if options.tiny else (IMAGES, STEPS)
     found: list[QualityRow] = []

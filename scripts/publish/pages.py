@@ -30,7 +30,12 @@ from scripts.publish.tables.end_to_end import (
     results_markdown,
     stable_fast_markdown,
 )
-from scripts.publish.tables.fp8 import fp8_attention_markdown, fp8_quality_markdown, fp8_times_markdown
+from scripts.publish.tables.fp8 import (
+    fp8_attention_markdown,
+    fp8_mlperf_markdown,
+    fp8_quality_markdown,
+    fp8_times_markdown,
+)
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.profile import profile_markdown
@@ -68,6 +73,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tiled_decode": tiled_decode_markdown,
     "memory": memory_markdown,
     "fp8_times": fp8_times_markdown,
+    "fp8_mlperf": fp8_mlperf_markdown,
     "fp8_quality": fp8_quality_markdown,
     "fp8_attention": fp8_attention_markdown,
     "serving_load": serving_load_markdown,

@@ -1,4 +1,4 @@
-"""The Markdown tables of ``scripts.publish.fp8`` (times, quality of images) and of ``fp8_attention``."""
+"""The Markdown tables of ``scripts.publish.fp8`` (times, MLPerf, image quality) and of ``fp8_attention``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any
 from scripts.publish.tables.end_to_end import rows_of_runs
 from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown
 from sdfastgn.bench.documents import OK
+from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import label
 
-TIMES, QUALITY, ATTENTION = "fp8_times", "fp8_quality", "fp8_attention"
+TIMES, MLPERF, QUALITY, ATTENTION = "fp8_times", "fp8_mlperf", "fp8_quality", "fp8_attention"
+# Name of the variant with torch.compile and torchao's FP8.
+TORCHAO = "compile_torchao_fp8"
 # The variants of sdfastgn that are compared: in the model's dtype, and in FP8.
 VARIANTS = ("sdfastgn", "sdfastgn_fp8")
 _TIMES = (
     "", "fp16: ms", "FP8: ms", "FP8's time, of fp16's", "fp16: error against fp32", "FP8: error against fp32",
     "FP8: seconds until ready",
 )  # fmt: skip
+_PEER = "torch.compile + torchao, FP8: ms", "its error against fp32"
 _QUALITY = (
     "pipeline", "PSNR to fp32, dB", "PSNR of the worst image, dB", "SSIM to fp32", "read as the prompt says",
     "values beyond the range",
@@ -97,9 +101,11 @@ def fp8_times_markdown(results: Path) -> str:
     for row, source in rows_of_runs(results, TIMES):
         lines.setdefault((row.model, row.part, row.size, row.batch), {})[row.variant] = row
         sources.append(source)
+    # The peer's columns are left out if it was never measured.
+    has_peer = any(TORCHAO in rows for rows in lines.values())
     body = []
     for rows in lines.values():
-        if set(rows) != set(VARIANTS):
+        if not set(rows) >= set(VARIANTS):
             continue
         ours, quick = (rows[name] for name in VARIANTS)
         ratio = NOTHING
@@ -107,12 +113,39 @@ def fp8_times_markdown(results: Path) -> str:
             ratio = f"{quick.median_ms / ours.median_ms:.2f}"
         errors = [error_text(row.error_fp32) for row in (ours, quick)]
         times = [_time(row) for row in (ours, quick)]
-        body.append([row_title(ours), *times, ratio, *errors, number(quick.ready_s)])
-    return markdown(_TIMES, body, sources)
+        peer = _peer(rows.get(TORCHAO)) if has_peer else ()
+        body.append([row_title(ours), *times, ratio, *errors, number(quick.ready_s), *peer])
+    return markdown(_TIMES + (_PEER if has_peer else ()), body, sources)
 
 
 def _time(row: Row) -> str:
     return number(row.median_ms) if row.status == OK else row.status
+
+
+def _peer(row: Row | None) -> tuple[str, str]:
+    """The time of ``TORCHAO`` and its error. A CUDA graph of the same call counts if it is faster."""
+    if row is None or row.median_ms is None:
+        return NOTHING, NOTHING
+    return number(min(row.median_ms, row.graph_ms or row.median_ms)), error_text(row.error_fp32)
+
+
+def fp8_mlperf_markdown(results: Path) -> str:
+    """Returns a table of images per second with MLPerf's settings, and of published results of others."""
+    preset = PRESETS["mlperf"]
+    case = preset.cases[0]
+    body, sources = [], []
+    for row, source in rows_of_runs(results, MLPERF):
+        rate = NOTHING
+        if row.status == OK and row.median_ms:
+            rate = f"{preset.value(row.median_ms, case.settings):.2f}"
+        gpu = source.split(",")[0].removeprefix("NVIDIA ")
+        name = "sdfastgn, fp16" if row.variant == "sdfastgn" else label(row.variant)
+        body.append([f"{name}, {gpu}", "measured", rate])
+        sources.append(source)
+    if body:
+        body += [[name, "published", f"{rate:.2f}"] for name, rate in case.published.items()]
+        sources.append(f"Published: {preset.source}; {preset.differs}")
+    return markdown(("", "", "images per second and GPU"), body, sources)
 
 
 def fp8_attention_markdown(results: Path) -> str:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from scripts.publish import fp8, fp8_attention
 from scripts.publish.pages import TABLES
-from scripts.publish.tables.fp8 import ATTENTION, QUALITY, TIMES, AttentionRow, QualityRow
+from scripts.publish.tables.fp8 import ATTENTION, MLPERF, QUALITY, TIMES, TORCHAO, AttentionRow, QualityRow
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, read_json
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.run import Row
@@ -52,7 +52,22 @@ def test_times_of_a_gpu_without_fp8(tmp_path: Path) -> None:
     assert [(row["variant"], row["status"]) for row in rows] == [
         ("sdfastgn", OK),
         ("sdfastgn_fp8", UNAVAILABLE),
+        (TORCHAO, UNAVAILABLE),
     ]
+
+
+@pytest.mark.fused_on_cpu
+def test_images_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "CALLS", 2)
+    monkeypatch.setattr(products, "device_reason", lambda device: None)
+    monkeypatch.setattr(products, "_HALVES", (torch.float32,))
+    path = tmp_path / "mlperf.json"
+    assert fp8.main(["mlperf", "--tiny", "--device", "cpu", "--json", str(path)]) == 0
+    ours, quick = (Row(**row) for row in read_json(path)["rows"])
+    assert (ours.variant, quick.variant) == ("sdfastgn", "sdfastgn_fp8")
+    assert ours.median_ms > 0
+    assert quick.median_ms > 0
+    assert ours.error_eager < quick.error_eager < 0.1
 
 
 def test_table_of_times(tmp_path: Path) -> None:
@@ -61,11 +76,29 @@ def test_table_of_times(tmp_path: Path) -> None:
     missing = dataclasses.replace(
         quick, batch=64, status=UNAVAILABLE, median_ms=None, error_fp32=None, ready_s=None
     )
-    save(tmp_path, "times.json", TIMES, [ROW, quick, large, missing])
+    peer = dataclasses.replace(quick, variant=TORCHAO, median_ms=18.0, graph_ms=17.0, error_fp32=0.05)
+    save(tmp_path, "times.json", TIMES, [ROW, quick, peer, large, missing])
     lines = TABLES["fp8_times"](tmp_path).splitlines()
-    assert lines[2] == "| SDXL UNet step 1024², batch 2, fp16 | 20 | 15 | 0.75 | 2.0e-03 | 1.0e-01 | 9 |"
-    assert lines[3] == "| SDXL UNet step 1024², batch 64, fp16 | 20 | unavailable | - | 2.0e-03 | - | - |"
+    assert (
+        lines[2]
+        == "| SDXL UNet step 1024², batch 2, fp16 | 20 | 15 | 0.75 | 2.0e-03 | 1.0e-01 | 9 | 17 | 5.0e-02 |"
+    )
+    assert (
+        lines[3]
+        == "| SDXL UNet step 1024², batch 64, fp16 | 20 | unavailable | - | 2.0e-03 | - | - | - | - |"
+    )
     assert lines[-1] == SOURCE
+
+
+def test_table_of_images_per_second(tmp_path: Path) -> None:
+    ours = dataclasses.replace(ROW, part="pipeline", batch=32, median_ms=16000.0)
+    quick = dataclasses.replace(ours, variant="sdfastgn_fp8", median_ms=12800.0)
+    save(tmp_path, "mlperf.json", MLPERF, [ours, quick])
+    lines = TABLES["fp8_mlperf"](tmp_path).splitlines()
+    assert lines[2] == "| sdfastgn, fp16, H200 | measured | 2.00 |"
+    assert lines[3] == "| sdfastgn, FP8, H200 | measured | 2.50 |"
+    assert lines[4] == "| TensorRT, one of 8 H200, v5.1 | published | 2.39 |"
+    assert SOURCE in lines
 
 
 def test_table_of_quality(tmp_path: Path) -> None:
