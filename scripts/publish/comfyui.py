@@ -24,6 +24,7 @@ from torch import Tensor
 
 from scripts.publish import comfyui_models
 from scripts.publish.comfyui_images import Images, deterministic
+from scripts.publish.comfyui_options import FoldersArgument, SamplerStepsOption, check_checkouts
 from scripts.publish.runs import in_a_process
 from sdfastgn.backend import triton_cache
 from sdfastgn.bench import timing
@@ -32,6 +33,7 @@ from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.cli import comfyui_checkout
 from sdfastgn.cli.checks import file_path
+from sdfastgn.cli.options import JsonOption
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.program import OptionError
 
@@ -71,19 +73,17 @@ class Case(NamedTuple):
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(help="Checkouts of ComfyUI, one for each release.")],
+    folders: FoldersArgument,
     models: Annotated[
         list[str] | None, typer.Option("--model", help=f"Model: {', '.join(SIZES)}. Default: each.")
     ] = None,
     size: Annotated[
         int, typer.Option(help="Width and height in pixels. 0 stands for 512, or 1024 for SDXL.")
     ] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 20,
+    steps: SamplerStepsOption = 20,
     rounds: Annotated[int, typer.Option(help="Repetitions of each timed call.")] = 3,
     seconds: Annotated[float, typer.Option(help="Seconds after which no further row is measured.")] = 3600.0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write all results to this file.")
-    ] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Time images of each release and model with stock's code, stock in channels-last, and sdfastgn.
 
@@ -119,13 +119,6 @@ def main(
             print(f"{time.perf_counter() - start:.0f} s", line_of(row), flush=True)
             if json_path is not None:
                 write_json(json_path, content)
-
-
-def check_checkouts(folders: list[Path]) -> None:
-    """Raises typer.BadParameter if one of ``folders`` is no checkout of ComfyUI."""
-    for folder in folders:
-        if not (folder / "comfy").is_dir():
-            raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folders")
 
 
 def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:

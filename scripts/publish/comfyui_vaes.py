@@ -20,14 +20,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from scripts.publish import comfyui_models
-from scripts.publish.comfyui import check_checkouts
 from scripts.publish.comfyui_images import end_of_node
+from scripts.publish.comfyui_options import FoldersArgument, check_checkouts
 from scripts.publish.runs import in_a_process, release_memory
 from sdfastgn.bench import timing
 from sdfastgn.bench.documents import FAILED, OK, document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.cli import comfyui_checkout
+from sdfastgn.cli.options import JsonOption
 from sdfastgn.kernels.common.failures import one_line
 
 _HUNYUAN = "comfy.ldm.hunyuan_video.vae_refiner"
@@ -92,11 +93,9 @@ DECODES = (
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(help="Checkouts of ComfyUI, one for each release.")],
+    folders: FoldersArgument,
     rounds: Annotated[int, typer.Option(help="Repetitions of each decode.")] = 3,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write all results to this file.")
-    ] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Time each release in a separate process."""
     check_checkouts(folders)

@@ -23,12 +23,14 @@ from safetensors.torch import load_file, save_file
 
 from scripts.publish import comfyui
 from scripts.publish.comfyui_images import Images, deterministic
+from scripts.publish.comfyui_options import FoldersArgument, SamplerStepsOption, check_checkouts
 from scripts.publish.runs import in_a_process
 from sdfastgn.bench import timing
 from sdfastgn.bench.documents import FAILED, OK, document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.cli import comfyui_checkout
+from sdfastgn.cli.options import JsonOption
 from sdfastgn.kernels.common.failures import one_line
 
 MODEL = "sdxl"
@@ -64,19 +66,17 @@ def settings(free: float, only: str = "") -> list[Setting]:
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(help="Checkouts of ComfyUI, one for each release.")],
+    folders: FoldersArgument,
     size: Annotated[int, typer.Option(help="Width and height in pixels.")] = 1024,
-    steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 8,
+    steps: SamplerStepsOption = 8,
     rounds: Annotated[int, typer.Option(help="Repetitions of each run of the sampler.")] = 3,
     only: Annotated[
         str, typer.Option(help='Time only settings whose name contains this text, such as "main memory".')
     ] = "",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write all results to this file.")
-    ] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Time each release and setting in a separate process."""
-    comfyui.check_checkouts(folders)
+    check_checkouts(folders)
     machine = environment(torch.device("cuda"))
     # ComfyUI's main.py chooses this allocator. The variable is for the processes below.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
