@@ -186,3 +186,9 @@ def gpu_at_hand(monkeypatch):
     from sdfastgn.patches.comfyui import report
 
     monkeypatch.setattr(report, "_has_gpu", lambda: True)
+
+
+@pytest.fixture
+def attention_of_pytorch(monkeypatch):
+    """Makes ComfyUI's autoencoders use PyTorch's attention on the CPU too, as on a GPU."""
+    monkeypatch.setattr("comfy.model_management.pytorch_attention_enabled_vae", lambda: True)

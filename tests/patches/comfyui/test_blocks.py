@@ -24,19 +24,12 @@ from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 from tests.patches.comfyui.comfy_models import snapshot  # noqa: E402
 
-# On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it.
 pytestmark = [
     pytest.mark.fused_on_cpu,
     pytest.mark.usefixtures(
         "attention_of_pytorch", "on_each_device", "without_gradients", "statistics_always_pay"
     ),
 ]
-
-
-@pytest.fixture
-def attention_of_pytorch(monkeypatch):
-    monkeypatch.setattr(vae, "vae_attention", lambda: vae.pytorch_attention)
-
 
 C = 32
 CONFIG = {

@@ -10,7 +10,6 @@ comfy_checkout.import_for_cpu()
 
 from comfy import model_management  # noqa: E402
 from comfy.ldm.models.autoencoder import AutoencoderKL  # noqa: E402
-from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
 
 from sdfastgn.patches.comfyui.inject import eject, has_blocks, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
@@ -22,12 +21,6 @@ pytestmark = [
     pytest.mark.fused_on_cpu,
     pytest.mark.usefixtures("attention_of_pytorch", "on_each_device", "without_gradients"),
 ]
-
-
-@pytest.fixture
-def attention_of_pytorch(monkeypatch):
-    """On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it."""
-    monkeypatch.setattr(comfy_model, "vae_attention", lambda: comfy_model.pytorch_attention)
 
 
 def build(**options):

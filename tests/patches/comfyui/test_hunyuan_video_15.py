@@ -26,12 +26,6 @@ pytestmark = [
 KIND = "comfy.ldm.hunyuan_video.vae_refiner"
 
 
-@pytest.fixture
-def attention_of_pytorch(monkeypatch):
-    """On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it."""
-    monkeypatch.setattr(comfy_model, "vae_attention", lambda: comfy_model.pytorch_attention)
-
-
 def build(regularizer="EmptyRegularizer", **options):
     """Two resamplings: one of space alone, and one of time too."""
     sizes = {

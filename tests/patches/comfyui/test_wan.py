@@ -14,7 +14,6 @@ comfy_checkout.import_for_cpu()
 import comfy.ops  # noqa: E402
 import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
-from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
 from comfy.ldm.wan import vae, vae2_2  # noqa: E402
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
@@ -29,12 +28,6 @@ pytestmark = [
     pytest.mark.fused_on_cpu,
     pytest.mark.usefixtures("attention_of_pytorch", "on_each_device", "without_gradients"),
 ]
-
-
-@pytest.fixture
-def attention_of_pytorch(monkeypatch):
-    """On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it."""
-    monkeypatch.setattr(vae, "vae_attention", lambda: comfy_model.pytorch_attention)
 
 
 def wan(levels=1):
