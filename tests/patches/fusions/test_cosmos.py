@@ -9,13 +9,14 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import cosmos as fusion
-from tests.kernels.samples import kernels
 from tests.patches import cases, video_cases
-from tests.patches.samples import randomize, snapshot
+from tests.patches.samples import randomize
 from tests.patches.video_cases import (
     codes,
     decode_of,
+    hooks_see_the_same,
     is_no_less_exact,
+    is_restored_bit_by_bit,
     video,
 )
 
@@ -109,18 +110,7 @@ def test_strided_input():
 
 def test_restored_bit_by_bit():
     stock = autoencoder().to(cases.WHERE["device"])
-    calls = decode_of(codes(2)), encode_of(pixels(9))
-    expected = [call(stock) for call in calls]
-    before = snapshot(stock)
-    sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
-    for call in calls:
-        call(stock)
-    sdfastgn.restore(stock)
-    assert snapshot(stock) == before
-    with kernels():  # on a GPU stock's convolutions choose by the layout
-        for call, want in zip(calls, expected, strict=True):
-            assert torch.equal(call(stock), want)
+    is_restored_bit_by_bit(stock, decode_of(codes(2)), encode_of(pixels(9)))
 
 
 HOOKED = ["conv_in", "mid_block.resnets.0.conv1.conv_t", "mid_block.attentions.0.to_q",
@@ -166,16 +156,9 @@ PARTS = ["norm1", "norm1.norm", "conv1", "conv1.conv_s", "norm2", "conv2.conv_t"
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_a_layer_sees_what_it_saw(name):
-    seen = [], []
     models = cases.twins(block())
-    for model, found in zip(models, seen, strict=True):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, found=found: found.append(y.clone())
-        )
-    cases.agree(*(m(video(1, 8, 3, 4, 6)) for m in models))
-    assert seen[0]
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
+    x = video(1, 8, 3, 4, 6)
+    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x) for m in models)))
 
 
 CHANGES = {

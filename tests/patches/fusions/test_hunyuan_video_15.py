@@ -9,14 +9,15 @@ from torch import nn
 import sdfastgn
 from sdfastgn.patches.fusions import hunyuan_video_15 as fusion
 from sdfastgn.patches.fusions import wrapped_conv
-from tests.kernels.samples import kernels
 from tests.patches import cases, video_cases
-from tests.patches.samples import randomize, snapshot
+from tests.patches.samples import randomize
 from tests.patches.video_cases import (
     codes,
     decode_of,
     encode_of,
+    hooks_see_the_same,
     is_no_less_exact,
+    is_restored_bit_by_bit,
     recorded,
     video,
 )
@@ -160,18 +161,7 @@ def test_calls_leave_nothing_for_the_next_one(family):
 @each_family
 def test_restored_bit_by_bit(family):
     stock = autoencoder(family).to(cases.WHERE["device"])
-    calls = decode_of(codes(2, latents=(1, 2))), encode_of(pixels(3, latents=(1, 2)))
-    expected = [call(stock) for call in calls]
-    before = snapshot(stock)
-    sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
-    for call in calls:
-        call(stock)
-    sdfastgn.restore(stock)
-    assert snapshot(stock) == before
-    with kernels():  # on a GPU stock's convolutions choose by the layout
-        for call, want in zip(calls, expected, strict=True):
-            assert torch.equal(call(stock), want)
+    is_restored_bit_by_bit(stock, decode_of(codes(2, latents=(1, 2))), encode_of(pixels(3, latents=(1, 2))))
 
 
 HOOKED = ["decoder.mid_block.resnets.0.conv1", "decoder.mid_block.attentions.0.to_q", "decoder.conv_out",
@@ -235,16 +225,9 @@ PARTS = ["norm1", "norm2", "nonlinearity", "conv1", "conv1.conv", "conv2", "conv
 @each_family
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_a_layer_sees_what_it_saw(family, name):
-    seen = [], []
     models = cases.twins(block(family))
-    for model, found in zip(models, seen, strict=True):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, found=found: found.append(y.clone())
-        )
-    cases.agree(*(m(video(1, 6, 3, 3, 4)) for m in models))
-    assert seen[0]
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
+    x = video(1, 6, 3, 3, 4)
+    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x) for m in models)))
 
 
 CHANGES = {

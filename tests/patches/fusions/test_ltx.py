@@ -7,13 +7,15 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import ltx as fusion
-from tests.kernels.samples import kernels
 from tests.patches import cases
-from tests.patches.samples import randomize, snapshot
+from tests.patches.samples import randomize
 from tests.patches.video_cases import (
     codes,
+    drop_all,
     encode_of,
+    hooks_see_the_same,
     is_no_less_exact,
+    is_restored_bit_by_bit,
     recorded,
     same,
     video,
@@ -179,18 +181,7 @@ def test_strided_input(build):
 @each_family
 def test_restored_bit_by_bit(build):
     stock = randomize(build()).to(cases.WHERE["device"])
-    calls = decode_of(codes(2, latents=(2, 2))), encode_of(pixels(stock, 9))
-    expected = [call(stock) for call in calls]
-    before = snapshot(stock)
-    sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
-    for call in calls:
-        call(stock)
-    sdfastgn.restore(stock)
-    assert snapshot(stock) == before
-    with kernels():  # on a GPU stock's convolutions choose by the layout
-        for call, want in zip(calls, expected, strict=True):
-            assert torch.equal(call(stock), want)
+    is_restored_bit_by_bit(stock, decode_of(codes(2, latents=(2, 2))), encode_of(pixels(stock, 9)))
 
 
 HOOKED = ["conv_in", "mid_block.resnets.0.conv1", "mid_block.resnets.0.norm2", "conv_out.conv", "norm_out",
@@ -265,21 +256,9 @@ PARTS = [
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_a_layer_sees_what_it_saw(name):
-    seen = [], []
     models = cases.twins(block())
-    for model, found in zip(models, seen, strict=True):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, found=found: found.append(y.clone())
-        )
-    cases.agree(*(m(video(1, 6, 3, 3, 4)) for m in models))
-    assert seen[0]
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
-
-
-def _dropout_of_all(model):
-    model.dropout.p = 1.0
-    model.dropout.train()
+    x = video(1, 6, 3, 3, 4)
+    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x) for m in models)))
 
 
 CHANGES = {
@@ -290,7 +269,7 @@ CHANGES = {
     "a-norm-with-weights": lambda m: setattr(m, "norm1", fusion.RMSNorm(6, 1e-2)),
     "another-eps": lambda m: setattr(m.norm1, "eps", 0.5),
     "another-activation": lambda m: setattr(m, "nonlinearity", nn.Tanh()),
-    "dropout": _dropout_of_all,
+    "dropout": drop_all,
 }
 
 
