@@ -2,13 +2,15 @@
 
 import copy
 
+import pytest
 import torch
+from comfy import model_management
 from comfy.ldm.modules.diffusionmodules import model as comfy_model
 from comfy.ops import disable_weight_init
 
-from sdfastgn.patches.comfyui.inject import inject
+from sdfastgn.patches.comfyui.inject import eject, inject
 from tests.patches import cases
-from tests.patches.comfyui.comfy_models import with_random_parameters
+from tests.patches.comfyui.comfy_models import snapshot, with_random_parameters
 
 
 def twins(model):
@@ -33,6 +35,30 @@ def agree(models, call, *, last_is_fused=True):
     assert theirs.std() > 1e-2
     assert ours.stride() == theirs.stride() or not last_is_fused
     cases.agree(ours, theirs, 1e-4)
+
+
+def ejected_as_before(model):
+    """Ejection restores all that injection changes."""
+    before = snapshot(with_random_parameters(model))
+    inject(model)
+    assert snapshot(model) != before
+    eject(model)
+    assert snapshot(model) == before
+
+
+def is_stock_after_ejection(models, call):
+    """After ejection the injected model has stock's classes, and ``call`` gives stock's bits."""
+    fused, stock = models
+    expected = call(stock)
+    eject(fused)
+    assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
+    assert torch.equal(call(fused), expected)
+
+
+def stops_when_interrupted(fused, call):
+    model_management.interrupt_current_processing()
+    with pytest.raises(model_management.InterruptProcessingException):
+        call(fused)
 
 
 def a_hook_sees_what_it_saw(models, layer, call):

@@ -8,10 +8,9 @@ from tests.patches.comfyui import comfy_checkout
 
 comfy_checkout.import_for_cpu()
 
-from comfy import model_management  # noqa: E402
 from comfy.ldm.models.autoencoder import AutoencoderKL  # noqa: E402
 
-from sdfastgn.patches.comfyui.inject import eject, has_blocks, inject  # noqa: E402
+from sdfastgn.patches.comfyui.inject import has_blocks, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from tests.patches.comfyui import carried_cases  # noqa: E402
 from tests.patches.comfyui.carried_cases import agree  # noqa: E402
@@ -57,7 +56,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_as_stock(call, launches):
-    models = fused, stock = twins()
+    models = fused, _ = twins()
     parts, reasons = parts_of(fused)
     assert reasons == {}
     assert parts == {
@@ -65,10 +64,7 @@ def test_as_stock(call, launches):
     }  # fmt: skip
     agree(models, call)
     assert "frames" in {name for name, *_ in launches}
-    expected = call(stock)
-    eject(fused)
-    assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
-    assert torch.equal(call(fused), expected)
+    carried_cases.is_stock_after_ejection(models, call)
 
 
 @pytest.mark.parametrize("call", [CALLS["decode"], CALLS["encode"]], ids=["decode", "encode"])
@@ -88,12 +84,7 @@ def test_in_inference_mode():
 
 
 def test_ejected_as_before():
-    model = with_random_parameters(build())
-    before = snapshot(model)
-    inject(model)
-    assert snapshot(model) != before
-    eject(model)
-    assert snapshot(model) == before
+    carried_cases.ejected_as_before(build())
 
 
 @pytest.mark.parametrize(
@@ -122,10 +113,7 @@ def test_convolutions_that_cast(launches):
 
 
 def test_a_run_is_interrupted():
-    fused, _ = twins()
-    model_management.interrupt_current_processing()
-    with pytest.raises(model_management.InterruptProcessingException):
-        decode_of(1)(fused)
+    carried_cases.stops_when_interrupted(twins()[0], decode_of(1))
 
 
 def test_models_of_other_convolutions_stay_as_they_are():

@@ -1,19 +1,17 @@
 """ComfyUI's autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner, in chunks and in one."""
 
 import pytest
-import torch
 
 from tests.patches import cases
 from tests.patches.comfyui import comfy_checkout
 
 comfy_checkout.import_for_cpu()
 
-from comfy import model_management  # noqa: E402
 from comfy.ldm.hunyuan_video import vae_refiner  # noqa: E402
 from comfy.ldm.models.autoencoder import AutoencodingEngine  # noqa: E402
 from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
 
-from sdfastgn.patches.comfyui.inject import eject, has_blocks, inject  # noqa: E402
+from sdfastgn.patches.comfyui.inject import has_blocks, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from tests.patches.comfyui import carried_cases  # noqa: E402
 from tests.patches.comfyui.carried_cases import agree  # noqa: E402
@@ -61,16 +59,13 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_as_stock(call, launches):
-    models = fused, stock = twins()
+    models = fused, _ = twins()
     assert not parts_of(fused)[1]
     agree(models, call)
     names = [name for name, *_ in launches]
     # No norm of a convolution's input runs by itself: only attention's.
     assert names.count("channel_norm") == 1 < names.count("frames")
-    expected = call(stock)
-    eject(fused)
-    assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
-    assert torch.equal(call(fused), expected)
+    carried_cases.is_stock_after_ejection(models, call)
 
 
 def test_resampling_that_keeps_the_number_of_channels():
@@ -84,12 +79,7 @@ def test_the_mean_of_the_refiners_latents():
 
 
 def test_ejected_as_before():
-    model = with_random_parameters(build())
-    before = snapshot(model)
-    inject(model)
-    assert snapshot(model) != before
-    eject(model)
-    assert snapshot(model) == before
+    carried_cases.ejected_as_before(build())
 
 
 @pytest.mark.parametrize(
@@ -119,10 +109,7 @@ def test_convolutions_that_cast(launches):
 
 
 def test_a_run_is_interrupted():
-    fused, _ = twins()
-    model_management.interrupt_current_processing()
-    with pytest.raises(model_management.InterruptProcessingException):
-        decode_of(1)(fused)
+    carried_cases.stops_when_interrupted(twins()[0], decode_of(1))
 
 
 def test_models_of_other_convolutions_stay_as_they_are():

@@ -17,10 +17,12 @@ from comfy import model_management  # noqa: E402
 from comfy.ldm.wan import vae, vae2_2  # noqa: E402
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
-from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
+from sdfastgn.patches.comfyui.inject import inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.fusions import causal  # noqa: E402
+from tests.patches.comfyui import carried_cases  # noqa: E402
+from tests.patches.comfyui.carried_cases import agree, twins  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, snapshot, with_random_parameters  # noqa: E402
 from tests.patches.video_cases import recorded  # noqa: E402
 
@@ -44,13 +46,6 @@ FAMILIES = [wan, wan_22]
 each_family = pytest.mark.parametrize("build", FAMILIES)
 
 
-def twins(stock):
-    """(injected, stock)"""
-    fused = copy.deepcopy(with_random_parameters(stock))
-    inject(fused)
-    return fused, stock
-
-
 def decode_of(frames, batch=1):
     return lambda model: model.decode(cases.noise(batch, 4, frames, 2, 3, mean=0.0))
 
@@ -71,14 +66,6 @@ a_decode_and_an_encode = pytest.mark.parametrize(
 )
 
 
-def agree(models, call, *, last_is_fused=True):
-    """The results agree. On a GPU a last convolution that runs stock's code returns the layout it gets."""
-    ours, theirs = (call(model) for model in models)
-    assert theirs.std() > 1e-2
-    assert ours.stride() == theirs.stride() or not last_is_fused
-    cases.agree(ours, theirs, 1e-4)
-
-
 @each_family
 @each_call
 def test_as_stock(build, levels, call, launches):
@@ -88,10 +75,7 @@ def test_as_stock(build, levels, call, launches):
     names = [name for name, *_ in launches]
     # No norm of a convolution's input runs by itself: only attention's, once in a chunk.
     assert names.count("channel_norm") == len(chunks_of(call, stock)) <= names.count("frames")
-    expected = call(stock)
-    eject(fused)
-    assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
-    assert torch.equal(call(fused), expected)
+    carried_cases.is_stock_after_ejection(models, call)
 
 
 def chunks_of(call, model):
@@ -109,12 +93,7 @@ def chunks_of(call, model):
 
 @each_family
 def test_ejected_as_before(build):
-    model = with_random_parameters(build())
-    before = snapshot(model)
-    inject(model)
-    assert snapshot(model) != before
-    eject(model)
-    assert snapshot(model) == before
+    carried_cases.ejected_as_before(build())
 
 
 @each_family
@@ -309,7 +288,4 @@ def test_another_number_of_cached_frames(monkeypatch):
 
 
 def test_a_run_is_interrupted():
-    fused, _ = twins(wan())
-    model_management.interrupt_current_processing()
-    with pytest.raises(model_management.InterruptProcessingException):
-        decode_of(1)(fused)
+    carried_cases.stops_when_interrupted(twins(wan())[0], decode_of(1))
