@@ -18,10 +18,11 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
-from sdfastgn.patches.graphs import capture
+from sdfastgn.patches.graphs import capture, install
 from tests.patches import samples
 from tests.patches.graphs.cases import (
     agree,
+    built,
     make,
     optimized,
     reasons_of,
@@ -428,3 +429,11 @@ def test_a_forked_process_waits_for_no_lock_of_its_parent(monkeypatch):
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_reason_to_leave_a_model_is_looked_for_once(monkeypatch):
+    walks = []
+    monkeypatch.setattr(install, "reason_to_leave", lambda root: walks.append(root) or "it is left")
+    root = nn.ModuleList(copy.deepcopy(built("tiny", "cpu")) for _ in range(3))
+    assert [graphs.eager for graphs, _ in install.inspect(root)] == [{"it is left": 0}] * 3
+    assert walks == [root]
