@@ -147,6 +147,8 @@ def times_of(
 
 def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
     """Returns what ``times_of`` returns. ComfyUI must be imported with its options."""
+    import comfy.model_management
+
     from sdfastgn.patches.comfyui.model_patcher import optimize_model
     from sdfastgn.patches.comfyui.report import text_of
 
@@ -157,6 +159,9 @@ def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
     device = torch.device("cuda")
 
     def run(model: Any, name: str) -> tuple[Any, dict[str, float]]:
+        # Otherwise ComfyUI would leave less memory for the weights of the second model, because the first is
+        # still there.
+        comfy.model_management.unload_all_models()
         latents = images.sample(model)
         torch.cuda.reset_peak_memory_stats()
         seconds = [timing.time_once(lambda: images.sample(model), device)[0] for _ in range(rounds)]
