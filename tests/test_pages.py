@@ -189,7 +189,8 @@ def _python(monkeypatch, first, *arguments):
     elif first == "-m" and arguments[0].startswith("scripts."):
         module = importlib.import_module(arguments[0])
         text = Path(module.__file__).read_text(encoding="utf-8")
-        if function := re.search(r"(?:main\(__doc__, |typer\.run\()(\w+)\)", text):
+        function = re.search(r"(?:main\(__doc__, |typer\.run\()(\w+)\)", text)
+        if function and arguments[1:]:
             click_command(getattr(module, function[1])).make_context(arguments[0], [*arguments[1:]])
         else:
             assert all(f'"{option}"' in text for option in arguments if option.startswith("--"))
