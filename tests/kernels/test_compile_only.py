@@ -22,9 +22,9 @@ KERNELS = Path(launch.__file__).parents[1]
 # whose multiprocessors hold 1536 threads. A tile that does not fit, or lies the wrong way round,
 # spills hundreds of bytes.
 MAX_STACK = 32
-# BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice. Turing has products of
-# ranks above 16 in registers, which spill: that kernel only runs when an adapter changes.
-MAX_STACK_OF = {"channels_kernel": 160, "add_low_rank_kernel": 648}
+# BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice. On Turing the
+# operands of products lie in registers, which spill: that kernel only runs when an adapter changes.
+MAX_STACK_OF = {"channels_kernel": 160, "add_low_rank_kernel": 128}
 # Threads of a program on every GPU.
 MAX_THREADS = 1024
 # Bytes. A scalar a warp, and what the compiler reserves. A row of channels a warp made the three

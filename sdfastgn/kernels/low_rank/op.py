@@ -27,14 +27,13 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.sizes import ceil_div
+from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 # (rows, columns) of a program's tile.
-_TILE = (64, 128)
-# Number of ranks that one ``tl.dot`` multiplies: the first number if all ranks are at most this number, else
-# the second. ``tl.dot`` needs at least 16.
-_DEPTHS = (16, 32)
-_WARPS = 8
+_TILE = (64, 64)
+# Number of ranks that one ``tl.dot`` multiplies. ``tl.dot`` needs at least 16.
+_DEPTH = 16
+_WARPS = 4
 # Maximum number of elements of a matrix, because offsets in the kernel are int32.
 _MOST_ELEMENTS = 2**31 - 1
 # Number of results of ``_tables`` that are cached. Each holds tables in GPU memory.
@@ -232,11 +231,11 @@ def _tables(
     of = torch.repeat_interleave(torch.arange(len(matrices)), counts)
     number = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]
+    rank = max(_DEPTH, next_power_of_2(max(pair[2] for pair in flat)))
     launch = Launch(
         add_low_rank_kernel, len(of), _WARPS,
         WEIGHT=_triton_dtype(kind.weight), A=_triton_dtype(kind.a), B=_triton_dtype(kind.b),
-        DEPTH=_DEPTHS[0] if max(pair[2] for pair in flat) <= _DEPTHS[0] else _DEPTHS[1],
-        ROWS=_TILE[0], COLUMNS=_TILE[1], ALIGNED=kind.is_aligned,
+        RANK=rank, DEPTH=_DEPTH, ROWS=_TILE[0], COLUMNS=_TILE[1], ALIGNED=kind.is_aligned,
     )  # fmt: skip
     return _Tables(
         launch,
