@@ -212,8 +212,9 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # ``graph`` is None if a capture without a warm-up failed. Since the earlier call of this kind, the model
-    # or the alignment of a tensor may have changed. So the capture is tried once more, with a warm-up.
+    # ``graph`` is None if the capture failed and ``is_warm`` is True: an earlier call of this kind had warmed
+    # up. Since then the model or the alignment of a tensor may have changed. So the capture is tried once
+    # more, with a warm-up.
     if graph is None:
         return capture_call(kind, forward, call, backend, watch_of_now, is_warm=False, scratch=scratch)
     _refuse_writes(watch, module, writes, versions != [buffer._version for buffer in buffers])
@@ -329,9 +330,9 @@ class CudaBackend:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # A graph may be dropped while the GPU still runs it. Then no other work may get the memory of its
-        # inputs. PyTorch's allocator reuses freed memory only on the stream where it was allocated, so the
-        # inputs are allocated on a stream that runs nothing but captures.
+        # If a model is deleted, its graphs go at once, perhaps while the GPU still runs one. Then no other
+        # work may get the memory of the graph's inputs. PyTorch's allocator reuses freed memory only on the
+        # stream where it was allocated. So the inputs are allocated on a stream that runs only captures.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

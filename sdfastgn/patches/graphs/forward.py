@@ -82,8 +82,8 @@ class _Current(NamedTuple):
         call: the arguments.
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
-        survey: the module's layers with merged weights of adapters. In calls with gradients no layer has any;
-            then a ``Flags`` records which parameters require gradients.
+        survey: the module's layers with merged weights of adapters. In calls with gradients no layer has
+            merged weights. Their survey is a ``Flags``, which records which parameters require gradients.
         scale: the scale for all adapters, if the arguments contain one.
     """
 
@@ -372,7 +372,7 @@ class GraphedForward(InstanceEntry):
         return self._policy.is_warm(key)
 
     def _make_room(self) -> None:
-        """Make room in the store for one more graph. May raise Unsupported to have no more graphs."""
+        """Make room in the store for one more graph, or raise Unsupported."""
         self._store.make_room()
 
     # ---- steps of a call
@@ -419,8 +419,8 @@ class GraphedForward(InstanceEntry):
         is_warm = self._is_warm(key)
         self._make_room()
         try:
-            # The first replay also runs inside of ``undrawn``, which checks that no random numbers are drawn:
-            # on a GPU only a replay draws them.
+            # ``undrawn`` checks that no random numbers are drawn. On a GPU a capture only records the kernels
+            # that draw them, so the first replay must run inside of ``undrawn`` too.
             with (
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, forward, call, backend)),

@@ -38,8 +38,8 @@ _MAX_PAUSE = 256
 class Policy:
     """Decides from the past calls of one module whether its next call is captured or runs eagerly.
 
-    Calls with the same key in the store are of one kind. The caller of a method must hold the backend's lock,
-    except for ``is_rehearsed``, ``pause_without_memory`` and ``check_pause``.
+    Calls with equal keys are of one kind: one graph serves them all. The caller of a method must hold the
+    backend's lock, except for ``is_rehearsed``, ``pause_without_memory`` and ``check_pause``.
 
     Attributes:
         last_change: the last change of the model that made its graphs invalid; empty if there was none.
@@ -77,10 +77,10 @@ class Policy:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 
     def pause_without_memory(self) -> None:
-        """Begin a pause of 256 calls, because memory is short. Does nothing within such a pause.
+        """Begin a pause, because memory is short. Does nothing within such a pause.
 
-        Each further such pause is twice as long. So a model whose graphs never fit is captured less and less
-        often.
+        The first pause has 256 calls, and each further one is twice as long. So a model whose graphs never
+        fit is captured less and less often.
         """
         if self._pause[0] and self._pause[1] == NO_MEMORY:
             return
@@ -159,8 +159,8 @@ class Policy:
     def is_rehearsed(self, key: Any) -> bool:
         """True if the kernels of calls of the kind ``key`` were compiled before (``_rehearse``).
 
-        After False the caller must compile them: this method already remembers the kind as compiled. A change
-        of the model does not change that, because kernels stay compiled.
+        The first call for a kind returns False, and already records the kind as compiled. So the caller must
+        compile the kernels then. A change of the model does not matter, because kernels stay compiled.
         """
         if key in self._rehearsed:
             return True

@@ -138,9 +138,9 @@ class Watch:
 
     Attributes:
         factors: the numbers in the model's attributes that are inputs of its graphs.
-        reason: why the module must not be captured, or None. If there is a reason, the record is complete
-            only up to the object that gave it, and ``unchanged`` returns False once the reason no longer
-            holds.
+        reason: why the module must not be captured, or None. The constructor stops at the object that gives
+            the reason, so later objects are not recorded. ``unchanged`` returns False as soon as the reason
+            no longer holds.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Watch:
         self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
         self.factors = Factors()
-        # The quickest comparison comes first, because the first that finds a change is the last that runs.
+        # Quick comparisons come first: ``unchanged`` stops at the first one that finds a change.
         # ``_memory`` comes before those that read tensors: if the memory of a tensor was freed, they must not
         # run.
         self._comparisons: tuple[Comparison, ...] = (
