@@ -212,9 +212,8 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # ``graph`` is None if the capture failed and ``is_warm`` is True: an earlier call of this kind had warmed
-    # up. Since then the model or the alignment of a tensor may have changed. So the capture is tried once
-    # more, with a warm-up.
+    # The capture failed although an earlier call of this kind had warmed up. Since then the model or the
+    # alignment of a tensor may have changed. So the capture is tried once more, with a warm-up.
     if graph is None:
         return capture_call(kind, forward, call, backend, watch_of_now, is_warm=False, scratch=scratch)
     _refuse_writes(watch, module, writes, versions != [buffer._version for buffer in buffers])
