@@ -61,7 +61,8 @@ def optimize(
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
             one kind. ``"auto"`` captures the second call of a kind, and replays it for later calls of
-            this kind. True captures the first call of a kind. False captures none. ``"training"`` is
+            this kind. After ``enable_model_cpu_offload`` it captures the seventh call of a kind in each
+            image. True captures the first call of a kind. False captures none. ``"training"`` is
             ``"auto"``, and also captures calls with gradients of ``UNet2DConditionModel`` and
             ``ControlNetModel``, with their backwards (docs/training.md). If the model changes, its graphs
             are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.

@@ -24,8 +24,9 @@ _SHOWN_PATHS = 3
 # from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
 # The report warns of a UNet whose calls ran without CUDA graphs. It does not warn if each reason ends in one
-# of these texts. Then later calls may run as graphs (after a first call, or once FP8's scales are known), or
-# the user does something that excludes graphs (training, a compiled or traced call).
+# of these texts. Then later calls may run as graphs (after the first call, or the first six of an offloaded
+# model, or once FP8's scales are known), or the user does something that excludes graphs (training, a
+# compiled or traced call).
 _NO_LOSS = (
     "first call of its kind",
     "a capture takes as long as several calls",

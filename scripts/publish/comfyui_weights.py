@@ -71,7 +71,7 @@ def main(
     steps: SamplerStepsOption = 8,
     rounds: Annotated[int, typer.Option(help="Repetitions of each run of the sampler.")] = 3,
     only: Annotated[
-        str, typer.Option(help='Time only settings whose name contains this text, such as "main memory".')
+        str, typer.Option(help='Time only settings whose name contains this text, such as "on the GPU".')
     ] = "",
     json_path: JsonOption = None,
 ) -> None:
@@ -159,8 +159,8 @@ def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
     device = torch.device("cuda")
 
     def run(model: Any, name: str) -> tuple[Any, dict[str, float]]:
-        # Otherwise ComfyUI would leave less memory for the weights of the second model, because the first is
-        # still there.
+        # Otherwise the weights of an earlier run would still be on the GPU, and ComfyUI would load fewer
+        # weights of this model.
         comfy.model_management.unload_all_models()
         latents = images.sample(model)
         torch.cuda.reset_peak_memory_stats()

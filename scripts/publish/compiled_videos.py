@@ -3,9 +3,9 @@
 python -m scripts.publish.compiled_videos --folder benchmarks/by_hand/compiled_videos
 
 torch.compile runs as in the variant ``compile_channels_last`` of ``sdfastgn bench``: on weights in
-channels-last, in its default mode. Each network is timed in a process of its own, which writes a file of its
-own. In this process calls of stock, of torch.compile and of sdfastgn take turns. It can take minutes to
-compile a network. If the time limit ends before that, the file has the times of stock and sdfastgn alone.
+channels-last, in its default mode. Each network has a process and a file of its own. In this process, calls
+of stock, torch.compile and sdfastgn take turns. Compiling a network can take minutes. If the time limit
+(``--limit``) ends earlier, the file has only the times of stock and sdfastgn.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ NAMES = (
     "AnimateDiff UNet, 16 x 512²",
     "SVD UNet, 14 x 576 x 1024",
 )
-# A function that gets the row of a network each time when more of it is known.
+# A function that is called with a network's row whenever more of its times are known.
 Note = Callable[[CompiledRow], None]
 
 
 def chosen(names: Sequence[str]) -> list[Case]:
-    """Returns the cases of ``NAMES``; if ``names`` is not empty, only those whose names begin so."""
+    """Returns the cases of ``NAMES``. With ``names``, only those that begin with one of ``names``."""
     by_name = {case.name: case for case in CASES}
     return [by_name[name] for name in NAMES if not names or name.startswith(tuple(names))]
 
@@ -115,7 +115,7 @@ def _compiled(
 
 
 def in_turns(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
-    """Returns the median milliseconds of each of ``calls``, which must have run once before."""
+    """Times ``calls`` in turns. Returns the median milliseconds of each. They must have run once before."""
     for call in calls:
         for _ in range(WARM_UP):
             timing.time_once(call, device)

@@ -43,7 +43,7 @@ from sdfastgn.cli import digits, digits_pipeline
 from sdfastgn.cli.session import exit_code
 from sdfastgn.models.pipelines import load_pipeline
 
-# (model, part, pixels along a side, batch, True if errors against fp32, and torchao, are measured too).
+# (model, part, pixels along a side, batch, True if errors against fp32 and torchao's FP8 are measured too).
 CASES = (
     ("sd15", "unet", 512, 2, True),
     ("sdxl", "unet", 1024, 2, True),
@@ -52,7 +52,8 @@ CASES = (
 )
 TINY = (("tiny", "unet", 64, 2, True),)
 IMAGES, STEPS = 200, 30
-# Number of steps of the images that are not timed, with ``mlperf``.
+# ``mlperf`` draws images that are not timed, such as those for the comparison with stock, in this number of
+# steps.
 FEW_STEPS = 2
 # Number of images in a call of the pipeline.
 BATCH = 50
@@ -71,7 +72,7 @@ def _torchao_reason(device: torch.device) -> str | None:
 def _torchao(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     """Quantizes the linear layers of transformer blocks with torchao, and compiles the model."""
     quantization = importlib.import_module("torchao.quantization")
-    # torchao's own settings of inductor try many forms of each kernel. With them, SD1.5's UNet compiles for
+    # torchao's own settings make inductor try many variants of each kernel: compiling SD1.5's UNet then took
     # more than 230 s on 16 cores.
     config = quantization.Float8DynamicActivationFloat8WeightConfig(
         granularity=quantization.PerTensor(), set_inductor_config=False
@@ -115,8 +116,8 @@ def mlperf_config(device: str, *, is_tiny: bool) -> BenchConfig:
 def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> None:
     """Times one call of the pipeline with each of ``VARIANTS``. Calls ``on_row`` with each row.
 
-    A call takes many seconds, so everything else is done with fewer steps or images: the comparison with
-    stock's images, learning of scales, and capture of CUDA graphs.
+    A call takes many seconds. So fewer steps or images are drawn to compare with stock's images, to learn
+    FP8's scales and to capture CUDA graphs.
     """
     device = config.torch_device
     pipe = workload.load(config)

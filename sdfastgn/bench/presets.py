@@ -132,7 +132,7 @@ _EVERY = (
         "images/s",
         "https://github.com/mlcommons/inference_results_v4.1/tree/main/closed/NVIDIA/results",
         "2024-08-28",
-        "scenario Offline; TensorRT runs the UNet in FP8 and many captions; here one prompt in fp16; "
+        "scenario Offline; TensorRT runs the UNet in FP8 there, for many captions; here one prompt; "
         "v5.1 is closed/Cisco/results/C885_H200x8_TRT in inference_results_v5.1",
         (
             Case(

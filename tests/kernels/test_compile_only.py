@@ -22,8 +22,9 @@ KERNELS = Path(launch.__file__).parents[1]
 # whose multiprocessors hold 1536 threads. A tile that does not fit, or lies the wrong way round,
 # spills hundreds of bytes.
 MAX_STACK = 32
-# BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice. On Turing the
-# operands of products lie in registers, which spill: that kernel only runs when an adapter changes.
+# channels_kernel is BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice.
+# add_low_rank_kernel keeps the operands of products in registers on Turing, and spills some. It runs only
+# when an adapter changes, so this costs little.
 MAX_STACK_OF = {"channels_kernel": 160, "add_low_rank_kernel": 128}
 # Threads of a program on every GPU.
 MAX_THREADS = 1024

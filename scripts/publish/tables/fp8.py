@@ -123,14 +123,14 @@ def _time(row: Row) -> str:
 
 
 def _peer(row: Row | None) -> tuple[str, str]:
-    """The time of ``TORCHAO`` and its error. A CUDA graph of the same call counts if it is faster."""
+    """The time of ``TORCHAO`` and its error. Of a call's time and its CUDA graph's, the shorter is shown."""
     if row is None or row.median_ms is None:
         return NOTHING, NOTHING
     return number(min(row.median_ms, row.graph_ms or row.median_ms)), error_text(row.error_fp32)
 
 
 def fp8_mlperf_markdown(results: Path) -> str:
-    """Returns a table of images per second with MLPerf's settings, and of published results of others."""
+    """Returns a table of images per second: measured at MLPerf's settings, and published by others."""
     preset = PRESETS["mlperf"]
     case = preset.cases[0]
     body, sources = [], []

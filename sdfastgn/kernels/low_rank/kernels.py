@@ -38,7 +38,8 @@ def add_low_rank_kernel(
 
     Constants:
         WEIGHT, A, B: dtypes of weight and out, of a and of b.
-        RANK: the largest rank of all pairs, rounded up to a multiple of ``DEPTH``.
+        RANK: the largest rank of all pairs, rounded up to a power of 2, and at least ``DEPTH``. For pairs of
+            a lower rank, the kernel multiplies zeros.
         DEPTH: number of ranks that one ``tl.dot`` multiplies.
         ROWS, COLUMNS: size of a tile.
         ALIGNED: True if all addresses of weight and out are multiples of 16 bytes, and all numbers of columns
@@ -79,8 +80,8 @@ def add_low_rank_kernel(
         b_row = tl.load(factor + 6).to(tl.int32)
         a_at = (n % inner) * a_inner + (n // inner) * a_outer
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        # The compiler unrolls this loop. With ``range(0, rank, DEPTH)``, which it cannot unroll, the kernel
-        # took 40 % longer for SDXL's linear layers and rank 16 on an H100.
+        # ``RANK`` is a constant, so the compiler unrolls this loop. It cannot unroll a loop up to ``rank``:
+        # with that the kernel took 40 % longer on an H100 (SDXL's linear layers, rank 16).
         for start in tl.static_range(0, RANK, DEPTH):
             k = start + tl.arange(0, DEPTH)
             in_b = (m < rows)[:, None] & (k < rank)[None, :]

@@ -31,8 +31,9 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 # (rows, columns) of a program's tile.
 _TILE = (64, 64)
-# Number of ranks that one ``tl.dot`` multiplies. ``tl.dot`` needs at least 16.
-_DEPTH = 16
+# Smallest number of ranks that one ``tl.dot`` multiplies, and largest number of these products in a program,
+# which are unrolled.
+_DEPTH, _MOST_PRODUCTS = 16, 16
 _WARPS = 4
 # Maximum number of elements of a matrix, because offsets in the kernel are int32.
 _MOST_ELEMENTS = 2**31 - 1
@@ -235,7 +236,8 @@ def _tables(
     launch = Launch(
         add_low_rank_kernel, len(of), _WARPS,
         WEIGHT=_triton_dtype(kind.weight), A=_triton_dtype(kind.a), B=_triton_dtype(kind.b),
-        RANK=rank, DEPTH=_DEPTH, ROWS=_TILE[0], COLUMNS=_TILE[1], ALIGNED=kind.is_aligned,
+        RANK=rank, DEPTH=max(_DEPTH, rank // _MOST_PRODUCTS),
+        ROWS=_TILE[0], COLUMNS=_TILE[1], ALIGNED=kind.is_aligned,
     )  # fmt: skip
     return _Tables(
         launch,

@@ -11,7 +11,7 @@ VRAM). ComfyUI changes these attributes only when it loads or unloads weights. B
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
   class with the weights that ComfyUI has prepared for this call.
 - With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call. A step takes as long as
-  these moves, so fusions would gain nothing. So the whole model stays stock (``reason_of_moves``).
+  these moves, so fusions would gain nothing, and the whole model stays stock (``reason_of_moves``).
 
 If the user interrupts a run, ComfyUI's layers notice this at their next call, and PyTorch's layers do not. So
 the run ends a little later: at the next call of a layer with ComfyUI's class, or at the next step.

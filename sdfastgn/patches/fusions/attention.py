@@ -184,7 +184,8 @@ class FusedAttention(Attention):
     ) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head).
 
-        ``product``: the result of the method ``product`` if it runs in E4M3; else None.
+        ``product``: None, or the result of the method ``product``. It computes the layers that read
+        ``hidden_states``, which are in E4M3 then.
         """
         heads = self.heads
         if torch.is_grad_enabled() and any(map(is_wrapper, layers := self._projections())):
@@ -196,8 +197,8 @@ class FusedAttention(Attention):
         own_q, own_k, own_v = self._projections()
         to_k, to_v = plain_layer(own_k), plain_layer(own_v)
         # Weights that lie side by side in memory belong to an owner, by which ``joined`` finds them. Without
-        # adapters, this module owns the weights of its layers. With adapters, the local variables ``to_q``,
-        # ``to_k`` and ``to_v`` are plain layers with merged weights, and ``to_v`` is the owner.
+        # adapters, this module owns the weights of its layers. With adapters, ``plain_layer`` returns layers
+        # with merged weights, and that of ``to_v`` is the owner.
         owner = self if to_v is own_v else to_v
         if context is None:
             if product is not None:
@@ -216,7 +217,7 @@ class FusedAttention(Attention):
         return [layer_of(self, name) for name in ("to_q", "to_k", "to_v")]
 
     def _readers_of_tokens(self, context: Tensor | None) -> list[Any]:
-        """The layers that read the tokens of the queries: ``to_q``, and without a context the others too."""
+        """The layers that read the module's input: ``to_q``; without a context ``to_k`` and ``to_v`` too."""
         return self._projections() if context is None else [layer_of(self, "to_q")]
 
     def _train(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:

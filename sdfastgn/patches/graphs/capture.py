@@ -329,9 +329,10 @@ class CudaBackend:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # If a model is deleted, its graphs go at once, perhaps while the GPU still runs one. Then no other
-        # work may get the memory of the graph's inputs. PyTorch's allocator reuses freed memory only on the
-        # stream where it was allocated. So the inputs are allocated on a stream that runs only captures.
+        # If a model is deleted, its graphs are freed at once, perhaps while the GPU still runs one. Until the
+        # GPU is done, no other work may get the memory of the graph's inputs. PyTorch's allocator reuses
+        # freed memory only on the stream where it was allocated. So the inputs are allocated on a stream that
+        # runs only captures.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -83,7 +83,7 @@ class _Current(NamedTuple):
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
         survey: the module's layers with merged weights of adapters. In calls with gradients no layer has
-            merged weights. Their survey is a ``Flags``, which records which parameters require gradients.
+            merged weights. Then the survey is a ``Flags``: it records which parameters require gradients.
         scale: the scale for all adapters, if the arguments contain one.
     """
 
@@ -121,7 +121,7 @@ class GraphedForward(InstanceEntry):
 
     Args:
         module: the module.
-        mode: ``"auto"``: the second call of a kind is captured, or a later one if the model is offloaded.
+        mode: ``"auto"``: the second call of a kind is captured, or the seventh if the model is offloaded.
             True: the first call of a kind is captured. False: all calls run eagerly. ``"training"``: like
             ``"auto"``, but calls with gradients become graphs too. Calls are of one kind if one graph serves
             them all.
@@ -397,7 +397,7 @@ class GraphedForward(InstanceEntry):
     def _replay_or_capture(self, current: _Current) -> Any:
         """Run the graph of the call and return its result. If it has no graph yet, capture it first.
 
-        Returns None for the first call of a kind in mode "auto", which is not captured. Raises Unsupported,
+        Returns None for the first call of a kind in the modes "auto" and "training". Raises Unsupported,
         with the reason, if the call must run eagerly.
         """
         module, forward, call, backend, key = current[:5]
@@ -415,7 +415,7 @@ class GraphedForward(InstanceEntry):
                 return None
             self._rehearse(current)
         elif self.mode is not True:
-            policy.check_calls_back(key, module)
+            policy.check_offloaded(key, module)
         is_warm = self._is_warm(key)
         self._make_room()
         try:

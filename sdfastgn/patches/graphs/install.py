@@ -133,7 +133,8 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     A graphable module that another one contains is left out. In mode "training" each module has a second pair
     about its calls with gradients: (``Graphs``, None).
     """
-    left = functools.cache(functools.partial(reason_to_leave, root))  # walks through the whole model
+    # ``reason_to_leave`` walks through the whole model, so it is called at most once.
+    why_left = functools.cache(functools.partial(reason_to_leave, root))
     for path, module in outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
@@ -145,7 +146,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
         else:
             if _place_in(module) is None:
                 reasons[f"other code replaced its {method_of(module)}"] = 0
-            elif (reason := left()) is not None:
+            elif (reason := why_left()) is not None:
                 reasons[reason] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
 

@@ -246,7 +246,7 @@ def lora_scale_of(module: nn.Module) -> str | None:
 
 
 def reason_now(module: nn.Module) -> str | None:
-    """Why this thread cannot now run any call of ``module`` as a graph; None if it can."""
+    """Why this thread can now run no call of ``module`` as a graph; None if it can run some."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if module.training:

@@ -1,7 +1,8 @@
 """Decides whether a call is captured now or runs eagerly.
 
 Calls of a kind that could not be captured run eagerly until the model changes. All calls of a module run
-eagerly for a while (a *pause*) if the module changes too often, or if memory was short.
+eagerly for a while (a *pause*) if the module changes too often, or if memory was short. If a model is
+offloaded as a whole, its first six calls of a kind run eagerly after each move to the GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ __all__ = ["FEW_CALLS", "NO_MEMORY", "Policy"]
 
 # The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
-# The reason given for calls of an offloaded model after the first, until one is captured.
+# The reason given for an offloaded model's second to sixth call of a kind, which are too early for a capture.
 FEW_CALLS = "it is offloaded, and a capture takes as long as several calls"
 # Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
-# Number of replays after which a capture has saved more time than it took.
-_WORTHWHILE = 3
-# Number of calls of a kind that run eagerly, since a model that is offloaded as a whole came back to the GPU,
-# before a call is captured. On an H100 a capture of SDXL's UNet took as long as six replays saved. So images
-# with few steps have no graphs.
-_CALLS_BACK = 6
+# Number of replays after which a capture has saved as much time as it took. For SDXL's UNet on an H100, a
+# capture took 132 ms, and each replay saved 23 ms. If a model is offloaded as a whole, this number of calls
+# of a kind also run eagerly after each move to the GPU, before one is captured. So images of few steps have
+# no graph.
+_WORTHWHILE = 6
 # Number of calls that run eagerly in the longest pause after changes of the model, and in the first pause
 # after memory was short.
 _MAX_PAUSE = 256
@@ -123,13 +123,14 @@ class Policy:
         """Record that this thread makes the first call of the kind ``key``."""
         _remember(self._called, key, (threading.get_ident(), 1))
 
-    def check_calls_back(self, key: Any, module: nn.Module) -> None:
-        """Count this call. Raise Unsupported if an offloaded model has made too few calls for a capture.
+    def check_offloaded(self, key: Any, module: nn.Module) -> None:
+        """Count this call if ``module`` is offloaded as a whole.
 
-        ``key``: a kind of calls for which ``first_call`` was called.
+        Raises Unsupported if the weights were moved to the GPU only a few calls ago, so that a capture would
+        hardly save its time. ``first_call`` must have been called for ``key``.
         """
         thread, calls = self._called[key]
-        if calls < _CALLS_BACK and is_offloaded_whole(module):
+        if calls < _WORTHWHILE and is_offloaded_whole(module):
             self._called[key] = thread, calls + 1
             raise Unsupported(FEW_CALLS)
 
@@ -141,7 +142,7 @@ class Policy:
         return self._called.get(key, (None, 0))[0] == threading.get_ident()
 
     def was_captured(self, key: Any) -> None:
-        """Forget the first call of the kind ``key``, because the kind now has a graph.
+        """Forget the earlier calls of the kind ``key``, because the kind now has a graph.
 
         If the graph is dropped later, the next call of this kind counts as a first call.
         """
@@ -159,8 +160,9 @@ class Policy:
     def is_rehearsed(self, key: Any) -> bool:
         """True if the kernels of calls of the kind ``key`` were compiled before (``_rehearse``).
 
-        The first call for a kind returns False, and already records the kind as compiled. So the caller must
-        compile the kernels then. A change of the model does not matter, because kernels stay compiled.
+        If this method is called for the first time with ``key``, it returns False and records the kind as
+        compiled. So the caller must then compile the kernels. A change of the model does not matter, because
+        kernels stay compiled.
         """
         if key in self._rehearsed:
             return True

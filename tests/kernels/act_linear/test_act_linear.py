@@ -138,6 +138,7 @@ def test_real_shapes_on_the_gpu(shape, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.gigabytes
 def test_a_weight_of_more_than_two_to_the_31_elements():
     x = torch.full((1, 2**16), 0.5, dtype=torch.float16, device="cuda")
     weight = torch.zeros((2**15 + 8, 2**16), dtype=torch.float16, device="cuda")

@@ -77,6 +77,13 @@ def test_factors_in_fp32_and_channels_last(name, device):
     check(total)
 
 
+@pytest.mark.parametrize("rank", [100, 300])
+def test_high_ranks(rank, device):
+    total = made((9, 24), None, (rank, 4), torch.float16, device)
+    run([total])
+    check(total)
+
+
 def test_factors_of_different_dtypes(device):
     total = made(*LAYERS["linear"], torch.float16, device)
     a, b, scale = total.pairs[0]

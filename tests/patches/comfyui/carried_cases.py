@@ -47,7 +47,10 @@ def ejected_as_before(model):
 
 
 def is_stock_after_ejection(models, call):
-    """After ejection the injected model has stock's classes, and ``call`` gives stock's bits."""
+    """Assert that after ejection the model has stock's classes, and that ``call`` returns stock's bits.
+
+    ``models``: (injected, stock).
+    """
     fused, stock = models
     expected = call(stock)
     eject(fused)

@@ -42,7 +42,7 @@ def test_an_offloaded_model_has_graphs_after_several_calls(when):
 
 
 def test_calls_count_from_the_last_move():
-    """Images of six steps would hardly replay a graph before the model leaves the GPU."""
+    """The weights move after each six calls, so no call is the seventh since a move, and none is captured."""
     unet, stock, inputs = offloaded("after", mode="auto")
     for _ in range(3):
         same_results(unet, stock, inputs, calls=6)
@@ -128,7 +128,7 @@ def test_an_offloaded_text_encoder_has_none():
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_each_image_of_an_offloaded_pipeline_has_graphs(when):
-    steps = 9  # the scheduler calls the UNet once more
+    steps = 12  # the scheduler calls the UNet once more
     pipe = build_pipeline("tiny", dtype=torch.float16, device="cuda")
     expected = generate(pipe, num_inference_steps=steps, **SIZE)
     pipe.to("cpu")
@@ -140,4 +140,4 @@ def test_each_image_of_an_offloaded_pipeline_has_graphs(when):
     for image in range(1, 4):
         assert psnr(generate(pipe, num_inference_steps=steps, **SIZE), expected) > 35
         unet = state(pipe.unet)
-        assert (unet.captured, unet.alive, unet.replays) == (image, 0, image * 4)
+        assert (unet.captured, unet.alive, unet.replays) == (image, 0, image * 7)

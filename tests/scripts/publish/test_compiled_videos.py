@@ -36,8 +36,9 @@ class Network(nn.Module):
 
 @pytest.fixture
 def networks(monkeypatch):
-    """Makes two networks the cases. Returns a list; the first network refuses the memory format in it.
+    """Replaces the cases by two small networks. Returns an empty list for a test to fill.
 
+    If a test puts a memory format into it, the call of the network "first" fails for weights in this format.
     Nothing is compiled: the variant "channels_last" takes the place of torch.compile.
     """
     refuses = []
