@@ -25,11 +25,12 @@ NO_MEMORY = "memory was short"
 FEW_CALLS = "it is offloaded, and a capture takes as long as several calls"
 # Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
-# Number of replays after which a capture has saved as much time as it took. For SDXL's UNet on an H100, a
-# capture took 132 ms, and each replay saved 23 ms. If a model is offloaded as a whole, this number of calls
-# of a kind also run eagerly after each move to the GPU, before one is captured. So images of few steps have
-# no graph.
-_WORTHWHILE = 6
+# Graphs that are replayed fewer times than this, because the model changes, had a short life.
+_SHORT_LIFE = 3
+# If a model is offloaded as a whole, this number of calls of a kind run eagerly after each move to the GPU,
+# before one is captured. For SDXL's UNet on an H100, a capture took 132 ms, and each replay saved 23 ms. So
+# images of few steps have no graph.
+_CALLS_AFTER_MOVE = 6
 # Number of calls that run eagerly in the longest pause after changes of the model, and in the first pause
 # after memory was short.
 _MAX_PAUSE = 256
@@ -72,7 +73,7 @@ class Policy:
         If there were too few replays twice in a row, the next 4 calls run eagerly. Each further change in a
         row after too few replays doubles this pause, up to 256 calls.
         """
-        self._short_lives = self._short_lives + 1 if replays < _WORTHWHILE else 0
+        self._short_lives = self._short_lives + 1 if replays < _SHORT_LIFE else 0
         if self._short_lives > 1:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 
@@ -130,7 +131,7 @@ class Policy:
         hardly save its time. ``first_call`` must have been called for ``key``.
         """
         thread, calls = self._called[key]
-        if calls < _WORTHWHILE and is_offloaded_whole(module):
+        if calls < _CALLS_AFTER_MOVE and is_offloaded_whole(module):
             self._called[key] = thread, calls + 1
             raise Unsupported(FEW_CALLS)
 
