@@ -169,10 +169,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--alone", action="store_true", help="time one network, in this process")
     options = parser.parse_args(arguments)
+    cases = chosen(options.only)
+    if not cases:
+        parser.error(
+            f"--only {' '.join(options.only)}: no network begins so. The names are: {'; '.join(NAMES)}"
+        )
     end, code = time.monotonic() + options.seconds, 0
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for case in chosen(options.only):
+    for case in cases:
         if options.alone:
             name = "_".join(re.findall("[a-z0-9]+", case.name.lower()))
             return alone(case, folder / f"{name}.json", torch.device(options.device))

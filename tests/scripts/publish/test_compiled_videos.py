@@ -151,3 +151,10 @@ def test_a_later_run_takes_the_place_of_an_earlier_one(tmp_path):
     text = TABLES["compiled_videos"](tmp_path)
     assert text.count("| a VAE | bfloat16 | 50 |") == text.count("| a VAE |") == 1
     assert text.count("commit") == 2
+
+
+def test_no_network_has_the_name(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        compiled_videos.main(["--only", "Sora", "--folder", str(tmp_path / "new")])
+    assert "--only Sora: no network begins so. The names are: Qwen-Image VAE" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
