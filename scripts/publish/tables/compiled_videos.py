@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.publish.tables.markdown import documents, markdown, speed_up
+from scripts.publish.tables.markdown import failed_cells, latest_rows, markdown, speed_up
 from sdfastgn.bench.documents import OK
-from sdfastgn.bench.tables.cells import NOTHING, number, source_line
+from sdfastgn.bench.tables.cells import number, source_line
 
 KIND = "compiled_videos"
 _HEADER = (
@@ -51,17 +51,15 @@ def compiled_videos_markdown(results: Path) -> str:
 
     If several runs have timed a network, its line shows the latest run.
     """
-    runs = sorted(documents(results, KIND), key=lambda content: str(content["environment"]["date"]))
-    latest = {values["model"]: (CompiledRow(**values), run) for run in runs for values in run["rows"]}
-    body = [_cells(latest[name][0]) for name in sorted(latest)]
-    used = [source_line(run) for run in runs if any(run is one for _, one in latest.values())]
-    return markdown(_HEADER, body, used)
+    latest = latest_rows(results, KIND)
+    body = sorted(_cells(CompiledRow(**values)) for values, _ in latest)
+    return markdown(_HEADER, body, [source_line(run) for _, run in latest])
 
 
 def _cells(row: CompiledRow) -> list[str]:
     first = [row.model, row.dtype]
     if row.status != OK or row.stock_ms is None or row.optimized_ms is None:
-        return [*first, f"{row.status} {row.reason}".strip(), *[NOTHING] * (len(_HEADER) - len(first) - 1)]
+        return failed_cells(first, row.status, row.reason, len(_HEADER))
     return [
         *first,
         number(row.stock_ms),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench.documents import checked, load
-from sdfastgn.bench.tables.cells import LOSS
+from sdfastgn.bench.tables.cells import LOSS, NOTHING
 
 NO_RESULTS = "No results are committed yet."
 
@@ -36,6 +36,25 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
     return [
         checked(path, each) for path, each in found if isinstance(each, dict) and each.get("kind") == kind
     ]
+
+
+def latest_rows(results: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns (row, run) for each model in the results of this kind, with the oldest run first.
+
+    If several runs have measured a model, the row is of the latest of them. A run is the content of its file.
+    """
+    runs = sorted(documents(results, kind), key=_date)
+    latest = {row["model"]: (row, run) for run in runs for row in run["rows"]}
+    return sorted(latest.values(), key=lambda pair: _date(pair[1]))
+
+
+def _date(run: dict[str, Any]) -> str:
+    return str(run["environment"]["date"])
+
+
+def failed_cells(first: Sequence[str], status: str, reason: str, columns: int) -> list[str]:
+    """Returns the cells of a row without times: ``first``, then status and reason, then no values."""
+    return [*first, f"{status} {reason}".strip(), *[NOTHING] * (columns - len(first) - 1)]
 
 
 def run_apart(what: str, content: dict[str, Any]) -> str:

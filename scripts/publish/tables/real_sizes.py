@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.publish.tables.markdown import documents, markdown, speed_up
+from scripts.publish.tables.markdown import failed_cells, latest_rows, markdown, speed_up
 from sdfastgn.bench.documents import FAILED, OK
-from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
+from sdfastgn.bench.tables.cells import error_text, number, source_line
 
 _HEADER = (
     "model", "GPU", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "CPU ms", "peak MiB, stock",
@@ -70,17 +70,16 @@ def video_markdown(results: Path) -> str:
 
 
 def _table(results: Path, is_shown: Callable[[SizeRow], bool]) -> str:
-    runs = sorted(documents(results, "real_sizes"), key=lambda content: str(content["environment"]["date"]))
-    latest = {values["model"]: (SizeRow(**values), run) for run in runs for values in run["rows"]}
-    shown = [(row, run) for row, run in latest.values() if is_shown(row)]
+    latest = [(SizeRow(**values), run) for values, run in latest_rows(results, "real_sizes")]
+    shown = [(row, run) for row, run in latest if is_shown(row)]
     body = sorted(_cells(row, str(run["environment"].get("gpu"))) for row, run in shown)
-    return markdown(_HEADER, body, [source_line(run) for run in runs if any(run is one for _, one in shown)])
+    return markdown(_HEADER, body, [source_line(run) for _, run in shown])
 
 
 def _cells(row: SizeRow, gpu: str) -> list[str]:
     first = [row.model, _short(gpu), row.dtype]
     if row.status != OK or row.stock_ms is None or row.optimized_ms is None:
-        return [*first, f"{row.status} {row.reason}".strip(), *[NOTHING] * (len(_HEADER) - len(first) - 1)]
+        return failed_cells(first, row.status, row.reason, len(_HEADER))
     return [
         *first,
         number(row.stock_ms),
