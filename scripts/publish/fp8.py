@@ -30,7 +30,6 @@ from torch import nn
 import sdfastgn
 from scripts.publish.runs import finite, release_memory
 from scripts.publish.tables.fp8 import MLPERF, QUALITY, TIMES, TORCHAO, VARIANTS, QualityRow
-from sdfastgn import model_inputs
 from sdfastgn.bench import documents, gate, timing, workload
 from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.environment import environment
@@ -120,26 +119,11 @@ def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> N
     FP8's scales and to capture CUDA graphs.
     """
     device = config.torch_device
-    pipe = workload.load(config)
-    pipe.set_progress_bar_config(disable=True)
-    if config.batch * config.size**2 > workload.MOST_DECODED_PIXELS:
-        pipe.vae.enable_slicing()
-    pixels = config.size // pipe.vae_scale_factor
-    shape = config.batch, pipe.unet.config.in_channels, pixels, pixels
-    noise = model_inputs.randn(*shape, dtype=config.torch_dtype, device=device, seed=config.seed)
-
-    def draw(steps: int, count: int = config.batch) -> Any:
-        return pipe(
-            [config.prompt] * count,
-            latents=noise[:count],
-            height=config.size,
-            width=config.size,
-            num_inference_steps=steps,
-            guidance_scale=config.guidance,
-            output_type="np",
-        ).images
-
-    stock = gate.Reference(draw(FEW_STEPS))
+    whole = workload.build_pipeline(config)
+    pipe = whole.target
+    few = workload.build_pipeline(replace(config, steps=FEW_STEPS), pipe)
+    one = workload.build_pipeline(replace(config, steps=STEPS, batch=1), pipe)
+    stock = gate.Reference(few.call())
     for variant in (EVERY[name] for name in VARIANTS):
         what = config.model, config.part, config.size, config.batch, config.dtype, variant.name
         if (reason := variant.available(device)) is not None:
@@ -148,9 +132,9 @@ def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> N
         with prepared(variant, pipe, config.part):
             start = time.monotonic()
             if not variant.is_ready(pipe):
-                draw(STEPS, 1)
-            draw(FEW_STEPS)
-            found = gate.judge(config, draw(FEW_STEPS), stock, variant.slack)
+                one.call()
+            few.call()
+            found = gate.judge(config, few.call(), stock, variant.slack)
             row = end_to_end.Row(
                 *what,
                 documents.WRONG if found.reason else documents.OK,
@@ -161,7 +145,7 @@ def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> N
                 steps=config.steps,
             )
             if not found.reason:
-                seconds, _ = timing.time_once(lambda: draw(config.steps), device)
+                seconds, _ = timing.time_once(whole.call, device)
                 row.median_ms, row.note = 1e3 * seconds, variant.describe(pipe)
         on_row(row)
         release_memory()

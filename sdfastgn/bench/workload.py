@@ -197,9 +197,12 @@ def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict
     return {"latents": noise, "height": config.size, "width": config.size}
 
 
-def build_pipeline(config: BenchConfig) -> Workload:
-    """The workload of a whole pipeline, from prompt to image."""
-    pipe = load(config)
+def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
+    """The workload of a whole pipeline, from prompt to image.
+
+    ``pipe``: the pipeline, if another workload has it already. None: it is built or loaded here.
+    """
+    pipe = load(config) if pipe is None else pipe
     pipe.set_progress_bar_config(disable=True)
     if config.scheduler:
         import diffusers
