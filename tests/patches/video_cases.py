@@ -87,7 +87,7 @@ def is_no_less_exact(models, *calls):
         assert errors[0] <= 1.1 * errors[1] + 1e-6
 
 
-def hooks_see_the_same(models, layer, call):
+def hooks_see_the_same(models, layer, call, bound=2e-5):
     """Assert that a hook on ``layer`` sees stock's results while ``call`` calls both models."""
     seen = [], []
     for model, found in zip(models, seen, strict=True):
@@ -97,7 +97,7 @@ def hooks_see_the_same(models, layer, call):
     call()
     assert seen[0]
     for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs)
+        cases.agree(ours, theirs, bound)
 
 
 def drop_all(model):

@@ -11,6 +11,7 @@ from comfy.ops import disable_weight_init
 from sdfastgn.patches.comfyui.inject import eject, inject
 from tests.patches import cases
 from tests.patches.comfyui.comfy_models import snapshot, with_random_parameters
+from tests.patches.video_cases import hooks_see_the_same
 
 
 def twins(model):
@@ -66,15 +67,9 @@ def stops_when_interrupted(fused, call):
 
 def a_hook_sees_what_it_saw(models, layer, call):
     """``layer``: path of the layer in the decoder that gets a hook."""
-    seen = [], []
-    for model, found in zip(models, seen, strict=True):
-        model.decoder.get_submodule(layer).register_forward_hook(
-            lambda m, args, y, found=found: found.append(y.clone())
-        )
-    agree(models, call, last_is_fused=False)
-    assert len(seen[0]) == len(seen[1]) > 0
-    for ours, theirs in zip(*seen, strict=True):
-        cases.agree(ours, theirs, 1e-4)
+    hooks_see_the_same(
+        models, f"decoder.{layer}", lambda: agree(models, call, last_is_fused=False), bound=1e-4
+    )
 
 
 def carried_frames_stay(models, call):
