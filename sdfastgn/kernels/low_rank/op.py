@@ -31,9 +31,11 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 # (rows, columns) of a program's tile.
 _TILE = (64, 64)
-# Smallest number of ranks that one ``tl.dot`` multiplies, and largest number of these products in a program,
-# which are unrolled.
-_DEPTH, _MOST_PRODUCTS = 16, 16
+# Smallest number of ranks that one ``tl.dot`` multiplies.
+_DEPTH = 16
+# Maximum number of ``tl.dot`` in a program, because the compiler unrolls the loop over them. For higher ranks
+# each of them multiplies more ranks.
+_MOST_PRODUCTS = 16
 _WARPS = 4
 # Maximum number of elements of a matrix, because offsets in the kernel are int32.
 _MOST_ELEMENTS = 2**31 - 1
