@@ -41,12 +41,12 @@ RANK = 16
 # An IP-Adapter gets an image as an embedding with IMAGE_CHANNELS channels, and makes IMAGE_TOKENS tokens from
 # it.
 IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
-# Number of timed calls after the second call. As in the steps of an image, the CPU does not wait for the GPU
-# between them.
-LATER = 10
+# Number of timed calls after the second call, as many as an image with 30 steps makes. As in the steps of an
+# image, the CPU does not wait for the GPU between them.
+LATER = 30
 # Number of calls, with a change before each call, that run before the timed calls. By then an optimized UNet
 # has stopped capturing CUDA graphs for a while (a pause), so the timed calls run eagerly.
-CALLS_UNTIL_PAUSE = 20
+CALLS_UNTIL_PAUSE = 78
 
 
 @dataclass

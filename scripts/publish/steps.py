@@ -78,23 +78,23 @@ STEPS = (
             " --variants eager,sdfastgn,sdfastgn_eager",
             f"{_BENCH} --batch 1",
             ("results",),
-            45,
+            budget,
         )
-        for model, batch in (("sd15", 4), ("sdxl", 1))
+        for model, batch, budget in (("sd15", 4, 70), ("sdxl", 1, 56))
     ),
     Step(
         "adapters.json",
         "scripts.publish.adapters",
         "--model tiny --device cpu",
         ("adapters",),
-        93,
+        190,
     ),
     Step(
         "tiled_decode.json",
         "scripts.publish.tiled_decode",
         "--model tiny --device cpu --size 64",
         ("tiled_decode",),
-        60,
+        58,
     ),
     # ---- UNet steps, VAE decodes and pipelines
     Step(
@@ -103,7 +103,7 @@ STEPS = (
         " --variants eager,sdfastgn,sdfastgn_eager,compile",
         _BENCH,
         ("headline", "results", "compared", "times.png"),
-        160,
+        100,
     ),
     Step(
         "sdxl.json",
@@ -111,21 +111,21 @@ STEPS = (
         " --variants eager,sdfastgn,sdfastgn_eager,compile",
         _BENCH,
         ("headline", "results", "compared", "times.png"),
-        230,
+        160,
     ),
     Step(
         "pipeline_sd15.json",
         "sdfastgn bench --model sd15 --part pipeline --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --steps 2",
         ("headline", "results", "compared", "times.png"),
-        45,
+        35,
     ),
     Step(
         "pipeline_sdxl.json",
         "sdfastgn bench --model sdxl --part pipeline --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --steps 2",
         ("headline", "results", "compared", "times.png"),
-        55,
+        52,
     ),
     # ---- batches, few steps, first images, where the time goes
     Step(
@@ -133,7 +133,7 @@ STEPS = (
         "sdfastgn bench --model sdxl --part unet --batch 1,8 --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --batch 1,2",
         ("batches",),
-        45,
+        32,
     ),
     Step(
         "latency_sdxl.json",
@@ -141,21 +141,21 @@ STEPS = (
         " --guidance 0 --steps 1,4 --repeats 10 --variants eager,sdfastgn",
         f"{_BENCH} --steps 1,2",
         ("latency",),
-        45,
+        32,
     ),
     Step(
         "warm_up_sdxl.json",
         "scripts.publish.warm_up --model sdxl",
         f"{_MODEL} --dtype fp32 --steps 2",
         ("warm_up",),
-        80,
+        66,
     ),
     Step(
         "profile_sdxl.json",
         "sdfastgn bench --model sdxl --part unet --part vae --profile --repeats 10 --variants eager,sdfastgn",
         _BENCH,
         ("profile", "profile_sdxl.png"),
-        60,
+        45,
     ),
     # ---- single operations
     Step(
@@ -163,14 +163,14 @@ STEPS = (
         "sdfastgn kernels --repeats 10 --providers eager_nchw,eager_nhwc,inductor,sdfastgn",
         f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn",
         ("kernels", "roofline_fp16.png"),
-        100,
+        130,
     ),
     Step(
         "kernels_layer_norm.json",
         "sdfastgn kernels --suite layer_norm --shapes unet",
         f"{_KERNELS} --shapes 8x32",
         ("layer_norm",),
-        25,
+        14,
     ),
     # ---- other networks: each step times a quarter of them
     *(
@@ -179,9 +179,9 @@ STEPS = (
             f"scripts.publish.real_sizes --part {part}",
             "--device cpu --only UNet1DModel",
             ("real_sizes", "video"),
-            98,
+            110,
         )
         for part in (1, 2, 3, 4)
     ),
-    Step("demo.png", "sdfastgn demo", "", ("demo.png",), 20, option="--output"),
+    Step("demo.png", "sdfastgn demo", "", ("demo.png",), 18, option="--output"),
 )

@@ -26,13 +26,16 @@ CPU = torch.device("cpu")
 NAMES = [name for name, _ in adapters.CHANGES]
 # Changes after which the output is the same: weights in another place, and new objects that compute the same.
 SAME_OUTPUT = {"`fuse_lora`", "new attention processors before each call"}
+# The fixture ``few_calls`` replaces these by smaller numbers.
+REAL = {name: getattr(adapters, name) for name in ("LATER", "CALLS_UNTIL_PAUSE")}
 ROW = ChangeRow("sdxl", "one LoRA", [80.0, 70.0, 60.0], [90.0, 40.0, 30.0], 5000.0, 5100.0, 1e-3)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_calls():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapters, "LATER", 2)
+        for name in REAL:
+            patch.setattr(adapters, name, 2)
         yield
 
 
@@ -70,6 +73,8 @@ def test_a_shorter_list_of_changes(monkeypatch):
 def test_calls_after_changes_before_each_call_are_timed_in_a_pause(monkeypatch):
     backend = TapeBackend()
     monkeypatch.setattr(forward, "backend_of", lambda device: backend)
+    for name, value in REAL.items():
+        monkeypatch.setattr(adapters, name, value)
     config = UNETS["tiny"]
     unet = diffusers.UNet2DConditionModel(**config).eval()
     inputs = unet_inputs(
