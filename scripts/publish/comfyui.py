@@ -200,10 +200,10 @@ def times_of(case: Case) -> dict[str, Any]:
     ``changed_strength_s``: seconds for an image after the LoRA got another strength.
 
     Rows of sdfastgn also have the text that sdfastgn's node shows. If the stock variant was measured before,
-    they also have the differences from its latents and pixels, and two dicts: name of an output -> bool. The
-    outputs for these dicts are computed with PyTorch's deterministic algorithms. ``exact_after_ejection`` is
-    True if the output has stock's bits after sdfastgn was removed. ``stock_repeats_itself`` is True if two
-    runs of stock gave the same bits.
+    they also have the differences from its latents and pixels, and two dicts with the keys "sampler" and
+    "vae". ``exact_after_ejection``: True for each output that has stock's bits after sdfastgn was removed.
+    ``stock_repeats_itself``: True for each output that had the same bits in two runs of stock. The outputs
+    for these dicts are computed with PyTorch's deterministic algorithms.
     """
     device = torch.device("cuda")
     images = Images(case.model, case.size, case.steps, case.files, case.variant == "sdfastgn")

@@ -81,7 +81,7 @@ def drawn(row: MemoryRow, pipe: Any, call: Callable[[], Any], device: torch.devi
         for _ in range(IMAGES):
             took, images = timing.time_once(call, device)
             seconds.append(took)
-    except Exception as error:  # cuDNN and cuBLAS raise errors of other classes if they get no memory
+    except Exception as error:  # without memory, cuDNN and cuBLAS raise other errors than OutOfMemoryError
         row, images = replace(row, status=documents.FAILED, reason=one_line(error)), None
     else:
         most = (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)

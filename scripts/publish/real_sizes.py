@@ -42,8 +42,8 @@ MAX_CALLS = 20
 # ``--part`` divides the networks into this number of runs.
 RUNS = 4
 MIN_CALLS = 3
-# Number of calls after the first call (which compiles kernels) and before the timed calls. Of an optimized
-# model, one captures a CUDA graph and one replays it.
+# Number of calls between the first call, which compiles kernels, and the timed calls. In an optimized model,
+# the first of these calls captures a CUDA graph, and the second replays it.
 WARM_UP = 2
 # Maximum relative error of an optimized output. It is large because random weights amplify rounding errors.
 MAX_ERROR = 0.05

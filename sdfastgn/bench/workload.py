@@ -262,8 +262,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # ``output`` keeps all saved tensors alive. If they were freed during ``forward``, a later tensor
-        # could get the address of one of them, and would not be counted.
+        # ``output`` keeps all saved tensors alive. If one was freed during ``forward``, a later tensor could
+        # get its address, and only the later tensor would be counted.
         output = forward()
     del output
     return sum(found.values())

@@ -50,7 +50,7 @@ CPU_CALLS = CPU_REPEATS = 3
 
 @dataclass
 class _Inputs:
-    """The inputs of one call of an operation, which runs its forward, its backward, or one after the other.
+    """The inputs of one call of an operation. The call runs the operation's forward, its backward, or both.
 
     Attributes:
         operands: the arguments of the forward.

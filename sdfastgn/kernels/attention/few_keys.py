@@ -67,8 +67,8 @@ def attention_config(D: int, S: int) -> AttentionConfig:
     if head == tail:
         head, tail = 2 * head, 0
     # A program has 64 queries. With 128 queries a thread took 195 registers, and SDXL's 320 programs did not
-    # all run at once on an H200. Four warps are enough for 64 queries, but for more than 128 channels the
-    # fp32 results alone need the registers of eight warps.
+    # all run at once on an H200. Four warps are enough for up to 128 channels. For more channels, the fp32
+    # results alone would take half of the registers of four warps. So there are eight.
     return AttentionConfig(64, block_d, head, tail, 8 if block_d > 128 else 4)
 
 

@@ -72,11 +72,11 @@ class Shared(NamedTuple):
 def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> Gradients:
     """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
-    The gradient of x has the strides of x if x has no gaps.
+    The gradient of x has the strides of x if x is channels-first or channels-last.
 
-    Usually mean and var are computed from x again, so that second derivatives are right. There are two
-    exceptions, in which mean and var of ``call`` are used: they are running averages, or ``shared`` is given,
-    because x is then only a part of the batch.
+    Usually mean and var are computed from x again, so that second derivatives are right. The mean and var of
+    ``call`` are used instead in two cases: if they are running averages, and if ``shared`` is given, because
+    x is then only a part of the batch.
     """
     x, weight, residual = call.x, call.weight, call.residual
     dims = [0, *range(2, x.dim())]

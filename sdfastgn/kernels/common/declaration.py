@@ -272,7 +272,7 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
             found.append(int(part))
             continue
         place = names.index(part)
-        # Axes after ``*spatial`` or ``...``, which have no fixed length, are counted from the end.
+        # ``*spatial`` and ``...`` stand for any number of axes, so axes after them are counted from the end.
         start = place if place <= rest else place - len(names)
         stop = (place if place < rest else place - len(names)) + 1
         found.append((start, stop or None))

@@ -320,7 +320,7 @@ def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     ways: list[_Way] = [(None, own)]
     try:
         found = algorithms(shape, device)
-    except Refused:  # not every GPU and version of cuBLASLt has products in E4M3 that are added
+    except Refused:  # some GPUs and versions of cuBLASLt cannot add a product in E4M3 to a tensor
         found = []
     for algorithm in found:
         try:

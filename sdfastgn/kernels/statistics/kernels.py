@@ -336,9 +336,9 @@ class StatisticsLaunch:
         pdl = gpu.has_programmatic_launch(x.device)
         loops = config.rows > config.tile_rows
         even = not tail and is_even(config, C, HW, channels_last)
-        # If C is a constant of the kernel, offsets take fewer registers, and one more program fits on a
+        # If C is a compile-time constant, offsets take fewer registers, and one more program fits on a
         # multiprocessor. That makes a loop over tiles or the sum of two tensors faster. In other launches C
-        # is a number, so that all channel counts share one compiled kernel.
+        # is a run-time argument, so that all channel counts share one compiled kernel.
         known = loops or (producer and even)
         self._launch = Launch(
             _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,

@@ -53,8 +53,8 @@ __all__ = [
     "state_of",
 ]
 
-# Number of calls in which a product learns. Most images take 20 to 50 steps, and the magnitudes of a step are
-# close to those of the steps beside it.
+# Number of calls in which a product learns. Most images take 20 to 50 steps of one call each, so these are
+# all or most steps of an image. From one step to the next, the magnitudes of the inputs change little.
 CALLS = 30
 # The scale leaves room for values that are larger than the largest value so far by this factor. The room
 # costs little: E4M3 has the same relative error for all but its smallest values.

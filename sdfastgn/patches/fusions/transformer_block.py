@@ -49,10 +49,11 @@ __all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
 
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):
-    """``BasicTransformerBlock`` on sdfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.
+    """``BasicTransformerBlock`` with sdfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.
 
-    Upstream's forward runs for calls with GLIGEN or a deprecated argument, for feed-forward in chunks, and
-    for hidden states that are images.
+    Upstream's forward runs for calls with GLIGEN or the deprecated ``scale``, for feed-forward in chunks, for
+    hidden states that are images, for adaptive norms and for positional embeddings. It also runs under a
+    compiler, and where no kernels run.
     """
 
     def forward(
