@@ -25,7 +25,7 @@ _TIMES = (
     "", "fp16: ms", "FP8: ms", "FP8's time, of fp16's", "fp16: error against fp32", "FP8: error against fp32",
     "FP8: seconds until ready",
 )  # fmt: skip
-_PEER = "torch.compile + torchao, FP8: ms", "its error against fp32"
+_PEER = "torch.compile + torchao, FP8: ms", "its error against fp32", "its seconds until ready"
 _QUALITY = (
     "pipeline", "PSNR to fp32, dB", "PSNR of the worst image, dB", "SSIM to fp32", "read as the prompt says",
     "values beyond the range",
@@ -122,11 +122,12 @@ def _time(row: Row) -> str:
     return number(row.median_ms) if row.status == OK else row.status
 
 
-def _peer(row: Row | None) -> tuple[str, str]:
-    """The time of ``TORCHAO`` and its error. Of a call's time and its CUDA graph's, the shorter is shown."""
+def _peer(row: Row | None) -> tuple[str, str, str]:
+    """The cells of ``TORCHAO``. Of the times of a call and of its CUDA graph, the shorter is shown."""
     if row is None or row.median_ms is None:
-        return NOTHING, NOTHING
-    return number(min(row.median_ms, row.graph_ms or row.median_ms)), error_text(row.error_fp32)
+        return NOTHING, NOTHING, NOTHING
+    shorter = min(row.median_ms, row.graph_ms or row.median_ms)
+    return number(shorter), error_text(row.error_fp32), number(row.ready_s)
 
 
 def fp8_mlperf_markdown(results: Path) -> str:

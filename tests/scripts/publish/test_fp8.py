@@ -76,17 +76,14 @@ def test_table_of_times(tmp_path: Path) -> None:
     missing = dataclasses.replace(
         quick, batch=64, status=UNAVAILABLE, median_ms=None, error_fp32=None, ready_s=None
     )
-    peer = dataclasses.replace(quick, variant=TORCHAO, median_ms=18.0, graph_ms=17.0, error_fp32=0.05)
+    peer = dataclasses.replace(
+        quick, variant=TORCHAO, median_ms=18.0, graph_ms=17.0, error_fp32=0.05, ready_s=60.0
+    )
     save(tmp_path, "times.json", TIMES, [ROW, quick, peer, large, missing])
     lines = TABLES["fp8_times"](tmp_path).splitlines()
-    assert (
-        lines[2]
-        == "| SDXL UNet step 1024², batch 2, fp16 | 20 | 15 | 0.75 | 2.0e-03 | 1.0e-01 | 9 | 17 | 5.0e-02 |"
-    )
-    assert (
-        lines[3]
-        == "| SDXL UNet step 1024², batch 64, fp16 | 20 | unavailable | - | 2.0e-03 | - | - | - | - |"
-    )
+    step = "| SDXL UNet step 1024², batch"
+    assert lines[2] == f"{step} 2, fp16 | 20 | 15 | 0.75 | 2.0e-03 | 1.0e-01 | 9 | 17 | 5.0e-02 | 60 |"
+    assert lines[3] == f"{step} 64, fp16 | 20 | unavailable | - | 2.0e-03 | - | - | - | - | - |"
     assert lines[-1] == SOURCE
 
 
