@@ -62,7 +62,7 @@ _GRAPHS_INPUT = Input(
 _TEXT = Output(
     "text",
     "STRING",
-    "Whether it is faster, which parts run ComfyUI's own code (stock) and why, and memory of CUDA graphs.",
+    "The report: what is faster, which parts run ComfyUI's own code (stock) and why, memory of CUDA graphs.",
 )
 
 

@@ -21,7 +21,9 @@ KEPT: Any = object()
 
 
 def check(call: str, roots: Iterable[nn.Module], precision: Any) -> None:
-    """Raise ValueError if ``precision`` is no valid option, or if no model in ``roots`` can run in it.
+    """Raise ValueError if ``precision`` is no valid option, or if products of ``roots`` cannot run in it.
+
+    That is, if there are no such products, or if the device or dtype of one of their weights does not fit.
 
     ``call``: the name of the public function, for the error.
     """

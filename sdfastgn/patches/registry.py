@@ -1,6 +1,7 @@
-"""All fusions, in the order in which they are applied. They are undone in reverse.
+"""All fusions that ``optimize`` uses, in the order in which they are applied. They are undone in reverse.
 
-``patcher.py`` takes every fusion from here, and has no code for particular models.
+``patcher.py`` takes every fusion from here, and has no code for particular models. The fusions for ComfyUI
+are in ``comfyui/inject.py``.
 """
 
 from __future__ import annotations

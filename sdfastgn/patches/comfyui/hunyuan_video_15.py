@@ -58,7 +58,7 @@ _ops: Any = comfy.ops
 
 
 def is_video_block(block: Any) -> bool:
-    """True if the ``ResnetBlock`` ``block`` is a part of HunyuanVideo 1.5's or HunyuanImage's autoencoder."""
+    """True if the ``ResnetBlock`` ``block`` is of the VAE of HunyuanVideo 1.5 or HunyuanImage's refiner."""
     return isinstance(block.conv1, CarriedConv3d) and isinstance(block.norm1, vae_refiner.RMS_norm)
 
 
@@ -94,7 +94,7 @@ def result_of(
 
 
 def is_video_attention(block: Any) -> bool:
-    """True if the ``AttnBlock`` ``block`` is a part of HunyuanVideo 1.5's or HunyuanImage's autoencoder."""
+    """True if the ``AttnBlock`` ``block`` is of the VAE of HunyuanVideo 1.5 or HunyuanImage's refiner."""
     return isinstance(block.q, Conv3d) and isinstance(block.norm, vae_refiner.RMS_norm)
 
 

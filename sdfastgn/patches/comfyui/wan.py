@@ -5,15 +5,15 @@ Its blocks compute what diffusers' blocks compute (``fusions/wan.py``), and use 
 releases of ComfyUI differ in two ways:
 
 - ``feat_cache`` has an entry for each convolution: the last frames of the previous chunk. After a chunk of
-  one frame, the entry also has the frame before the chunk until ComfyUI 0.16, and only this one frame since
-  0.22.
+  one frame, the entry has this frame. Until ComfyUI 0.16, it also has the frame before the chunk; since 0.22,
+  it does not.
 - Until ComfyUI 0.8, a causal convolution puts zeros on all sides of its input, which copies the input. In
   later releases it only puts frames before the input, and PyTorch's convolution pads the sides.
 
 Entries of ``feat_cache`` are never written to, because every kernel writes into new memory. 3-D convolutions
 call ComfyUI's ``_conv_forward``, which avoids a fault of some releases of cuDNN.
 
-A block runs stock's code if a convolution in it has hooks or casts its weights (``layers.py``), and where
+A block runs stock's code if a 3-D convolution in it has hooks or casts its weights (``layers.py``), and where
 kernels cannot run.
 """
 

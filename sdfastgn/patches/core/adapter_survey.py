@@ -68,8 +68,9 @@ class Survey:
     def refresh(self, factor: float = 1.0, compares_later: bool = False) -> bool:
         """Bring all merged weights up to date, in the current stream.
 
-        Returns False if the adapters of a layer cannot be merged any more, or if the plain layer that holds
-        its merged weights (its stand-in) has another shape, dtype or setting than they need.
+        Returns False if the adapters of a layer cannot be merged any more, if the plain layer that holds its
+        merged weights (its stand-in) has another shape, dtype or setting than they need, or if another thread
+        changes the adapters meanwhile.
 
         Args:
             factor: number by which all scales are multiplied.

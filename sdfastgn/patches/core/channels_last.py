@@ -9,8 +9,8 @@ Channels-last is faster only where this project's kernels run. So a weight is co
 the kernels support its dtype. A weight that is not on a GPU yet is converted when the model is moved there.
 ``.to()`` and similar methods call the method ``_apply``, which the function ``apply`` of this file replaces
 in the ``__dict__`` of the model's root. A weight that leaves the GPU stays channels-last, because it usually
-comes back. If the model then runs on a device without kernels, its first forward gives the weights their
-former layout.
+comes back. If the model then runs on a device without kernels, the hook on its first 2-D convolution gives
+the weights their former layout.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Two kinds of modules are left out: modules that an adapter added, because adapters are saved contiguous,
     and modules that FSDP shards, because FSDP manages their memory. The result is empty for a model that
-    would become slower (``left_alone.py``).
+    ``optimize`` leaves as it is (``left_alone.py``).
     """
     if reason_to_leave(root) is not None:
         return iter(())

@@ -51,8 +51,8 @@ def is_offloaded_whole(module: nn.Module) -> bool:
     """True if accelerate's hook ``CpuOffload`` is on ``module``, as after ``enable_model_cpu_offload``.
 
     Before a call of ``module``, this hook moves all its weights to the GPU, unless they are there. They stay
-    there until another model of the pipeline is called. The hook keeps the ``forward`` that it wraps as the
-    attribute ``_old_forward`` of ``module``.
+    there until the next model of the pipeline is called or the image is done. The hook keeps the ``forward``
+    that it wraps as the attribute ``_old_forward`` of ``module``.
     """
     hook = type(vars(module).get("_hf_hook"))
     return (hook.__module__, hook.__qualname__) == ("accelerate.hooks", "CpuOffload")

@@ -59,9 +59,9 @@ CALLS = 30
 # The scale leaves room for values that are larger than the largest value so far by this factor. The room
 # costs little: E4M3 has the same relative error for all but its smallest values.
 HEADROOM = 2.0
-# Maximum relative error of a product in E4M3. For random numbers it is 0.037.
+# Maximum relative error of a product in E4M3. For random numbers the error is 0.037.
 MOST_ERROR = 0.06
-# The error is measured with about this many rows of the input, because large images have many.
+# The error is measured with at most this many rows of the input, because large images have more.
 _ROWS = 4096
 # The sizes of weights must be multiples of this number.
 _SIZES = 16
@@ -83,7 +83,8 @@ class Fp8:
         learning: number of products that still learn.
         unused: number of products that were not called while the others learned. They stay in the model's
             dtype until they are called.
-        inexact: names of the products that stay in the model's dtype because of their error in E4M3.
+        inexact: names of the products that stay in the model's dtype because of their error in E4M3, or
+            because their inputs were all 0 or had an infinity or NaN.
         adapted: number of products that run in the model's dtype because a layer has LoRA adapters that are
             not merged.
         error: the largest error of the products that run in E4M3; NaN if there is none.
@@ -232,7 +233,7 @@ class Product:
         """The quantizer to write the input with; None if the product needs the model's dtype."""
         if not self.is_on:
             return None
-        # A rehearsal runs kernels on uninitialized memory. Its values must not be counted.
+        # In a rehearsal kernels may run on uninitialized memory. Its values must not be counted.
         return self.quantizer if rehearsal.get() is None else self.quantizer.clone()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -256,7 +257,8 @@ class Product:
 
     def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
         """Learn from an input x (..., depth) in the model's dtype, unless learning is over."""
-        # Kernels do not run in rehearsals. A capture would learn again at each replay.
+        # In a rehearsal some kernels do not run, so x may be uninitialized. A capture would learn again at
+        # each replay.
         if self.calls >= CALLS or rehearsal.get() is not None or _is_capturing():
             return
         model = self.model()
@@ -322,7 +324,7 @@ def _is_capturing() -> bool:
 
 # Model -> its products.
 _models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
-# Module -> its product. It is the linear layer, or the module that owns the layers with the same input.
+# Module -> its product. The module is the linear layer, or the owner of the layers with the same input.
 _products: weakref.WeakKeyDictionary[nn.Module, Product] = weakref.WeakKeyDictionary()
 
 
@@ -429,7 +431,10 @@ def refresh(model: nn.Module) -> None:
 
 
 def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
-    """Yields what the report says about each model in ``root`` that has products. ``path``: of ``root``."""
+    """Yields what the report says about each model in ``root`` that has products.
+
+    ``path``: the path of ``root`` in its pipeline.
+    """
     for name, model in root.named_modules(prefix=path):
         if model in _models:
             wrappers = [module for module in model.modules() if is_wrapper(module) and not is_merged(module)]

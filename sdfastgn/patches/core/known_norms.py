@@ -1,8 +1,8 @@
-"""Recognizes two subclasses of ``nn.GroupNorm`` in other projects by the code of their ``forward``.
+"""Recognizes three subclasses of ``nn.GroupNorm`` in other projects by the code of their ``forward``.
 
-The subclasses are GroupNorm32 and GroupNormAct. They cannot be recognized by their class objects. GroupNorm32
-is copied from repository to repository, so each repository has its own class of this name. timm, which
-defines GroupNormAct, may not be installed.
+These are GroupNorm32, GroupNormAct and GroupNorm1Act. They cannot be recognized by their class objects.
+GroupNorm32 is copied from repository to repository, so each repository has its own class of this name. timm,
+which defines the other two, may not be installed.
 """
 
 from __future__ import annotations

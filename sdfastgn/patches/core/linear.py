@@ -1,6 +1,6 @@
 """Faster calls of linear layers, in two ways.
 
-While a CUDA graph is captured, ``call_linear`` chooses the fastest algorithm for the layer's matrix product.
+While a CUDA graph is captured, ``call_linear`` uses the fastest algorithm for the layer's matrix product.
 For an input with few rows, ``fused_linear`` computes the activation that precedes the layer, the matrix
 product and the bias in one kernel. Both need a plain ``nn.Linear``, and a call on a GPU without gradients.
 Every other layer is called as in stock.
@@ -61,8 +61,8 @@ def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
 def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
     """Computes ``linear(act(x)) + extra_bias`` in one kernel, for x (N, K) and extra_bias (C,).
 
-    Returns None if the kernel cannot compute this: if gradients are needed, if x has many rows, or if
-    ``linear`` or ``act`` is not a plain layer.
+    Returns None if the kernel cannot compute this: for example if gradients are needed, if x has many rows,
+    or if ``linear`` or ``act`` is not a plain layer.
     """
     is_dynamo = torch.compiler.is_dynamo_compiling()
     if is_dynamo or type(x) is not Tensor or x.dim() != 2 or not has_few_rows(x.shape[0]):

@@ -15,8 +15,8 @@ again into the same memory. So a CUDA graph that reads this memory stays valid.
   loops that run in C. If the replay has read old weights, it is repeated.
 
 With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
-where no kernels run, and for every layer for which ``source_of`` returns a reason, such as hooks, dropout or
-DoRA.
+where no kernels run, if merging is forbidden (``allow``) or memory is too short for it, and for every layer
+for which ``source_of`` returns a reason, such as hooks, dropout or DoRA.
 
 One change is not noticed: a write through ``.data`` into a tensor that came from ``model.parameters()``.
 PyTorch does not count such a write, and the wrapper does not see that its tensor was read (``may_change``).
@@ -52,8 +52,7 @@ _siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = we
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Wrappers that get no merged weights, because memory was too short. They run peft's code.
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# The classes that wrappers with a stand-in have (``peft_layers.py``); empty until a model has a layer of
-# peft.
+# The classes that wrappers with a stand-in have (``peft_layers.py``); empty until that file is imported.
 _classes: tuple[type, ...] = ()
 # True inside of ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)

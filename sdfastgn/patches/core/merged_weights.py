@@ -108,11 +108,11 @@ class Record:
     def note_prepared(
         self, key: tuple[Any, ...], kept: Any, written: tuple[int, torch.cuda.Event | None]
     ) -> None:
-        """Record that the merged weights were computed with tables made earlier (``prepared_adapters.py``).
+        """Record that the merged weights were computed from prepared parts (``prepared_adapters.py``).
 
         Args:
             key: ``Source.key`` of the tensors from which the weights were computed: the layer's own weight
-                and the matrices of its adapters.
+                and bias, and the matrices and biases of its adapters.
             kept: (these tensors, their storages), in the order of ``key``. If a storage is freed, ``has_key``
                 returns False.
             written: the same as for ``note``.

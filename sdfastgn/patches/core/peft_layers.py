@@ -3,7 +3,8 @@
 With gradients nothing is merged: ``MergedLinear`` runs the code of ``trained_adapters.py`` if possible, and
 ``MergedConv2d`` runs peft's code.
 
-This file imports peft. So it is only imported when a model has a layer of peft, or when one is unpickled.
+This file imports peft. So it is only imported after other code has imported peft's layers (diffusers does so
+if peft is installed), or when one of these classes is unpickled.
 """
 
 from __future__ import annotations

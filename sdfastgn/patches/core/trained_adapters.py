@@ -15,6 +15,7 @@ by the scale, and each sum.
 peft's own code runs
 
 - for adapters that ``source_of`` refuses, such as adapters with dropout or hooks, and DoRA;
+- for wrappers without active adapters;
 - for adapters with biases, and for convolutions;
 - for layers whose own weights are trained;
 - if dtypes differ, except under autocast;

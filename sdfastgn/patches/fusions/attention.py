@@ -14,7 +14,8 @@ channels each product has 80 tiles of 128 x 256, and an H200 computes 132 tiles 
 three rounds, and one product of 240 tiles takes two rounds.
 
 diffusers' own forward runs for other processors (IP-Adapter, xformers, sliced attention,
-``fuse_qkv_projections``), with masks, with arguments that the processor warns about, and under a compiler.
+``fuse_qkv_projections``), with masks, with arguments that the processor warns about, under a compiler, and
+where no kernels run.
 The three layers are called one by one with gradients, under autocast, in traces, and if one of them has
 hooks, quantized weights or an adapter that is not merged. But frozen layers with LoRA adapters that are
 trained are one product and two small ones, also under autocast (``core/trained_adapters.py``).

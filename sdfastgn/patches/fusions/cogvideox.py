@@ -15,11 +15,12 @@ Further differences from stock:
   norm upsamples its result. These convolutions get no entry in ``conv_cache``, because stock never reads it.
 - In a residual block, the kernels of norm2 add conv1's bias. The kernel of the sum adds conv2's bias, and
   computes the statistics that the next norm reads.
-- Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``). This
-  convolution computes each frame by itself, so frames are repeated after it instead of before.
+- Upsampling and the convolution after it are one convolution at low resolution where that is faster
+  (``upsampling.py``). This convolution computes each frame by itself, so frames are repeated after it instead
+  of before.
 - Downsampling along time writes the means of pairs of frames directly into the padded input of the
   convolution.
-- A 1x1x1 convolution is a matrix product.
+- A 1x1x1 convolution in fp16 or bf16 is a matrix product.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls

@@ -5,11 +5,12 @@ before its input. Each norm normalizes every frame by itself. Differences from s
 
 - A norm and its SiLU are one pass. The convolution over space after them is 2-D, with frames as images.
 - One kernel (``pad_frames``) adds the bias of the convolution over space, upsamples, puts copies of the first
-  frame before the result, and writes it as the input of the convolution over time. The bias of the
-  convolution over time is added by the next norm or by the sum with the residual.
-- A 1x1x1 convolution is a matrix product. Attention within a frame runs as in ``attention.py``.
+  frame before the result, and writes it as the input of the convolution over time. In a residual block, the
+  bias of the convolution over time is added by the next norm or by the sum with the residual.
+- A 1x1x1 convolution in fp16 or bf16 is a matrix product. Attention within a frame runs as in
+  ``attention.py``.
 - Stock computes the Haar wavelets of a video with 14 grouped convolutions for each factor of 2. Here they are
-  one matrix product, with a matrix of ones and minus ones.
+  one matrix product, with a matrix of zeros, ones and minus ones.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. The convolutions that it calls are still

@@ -2,9 +2,10 @@
 
 The model computes a video in batches of frames. Each causal convolution reads two frames before its input:
 the last frames of the previous batch, which it keeps in its attribute ``prev_features``, or copies of the
-first frame. Stock makes one pass over memory for each of these steps: the norm, SiLU, upsampling, the
-concatenation with the kept frames, and the copy of the new ones. Then it convolves frame by frame. Here one
-kernel (``pad_frames``) does all of these steps. It writes the padded input of the convolution and the new
+first frame. (With a stride of 2 along time, it reads only one of the previous batch's frames.) Stock makes
+one pass over memory for each of these steps: the norm, SiLU, upsampling, the concatenation with the kept
+frames, and the copy of the new ones. Then it convolves frame by frame. Here one kernel (``pad_frames``) does
+all of these steps. It writes the padded input of the convolution and the new
 ``prev_features``, which have the same frames and values as stock's. Then one convolution computes all frames.
 
 Further differences from stock:
@@ -13,7 +14,7 @@ Further differences from stock:
   kernels that add other biases or the residual also compute the statistics that the next norm reads.
 - The pass that adds the bias of an upsampling convolution also repeats frames.
 - A downsampling block writes the padded input of its convolution without further copies.
-- A 1x1x1 convolution is a matrix product.
+- A 1x1x1 convolution in fp16 or bf16 is a matrix product.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls

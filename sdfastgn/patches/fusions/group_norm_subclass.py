@@ -58,8 +58,8 @@ class FusedGroupNorm32(_MadeLater):
         return super()._fused(x, activation, **operands).to(x.dtype)
 
     def _in_pytorch(self, input: Tensor) -> Tensor:
-        # Weights are in fp64 only if ``verify`` computes a reference. Then x is not cast to fp32 as upstream
-        # does, because PyTorch's norm needs x and weights of one dtype.
+        # Weights are in fp64 if ``verify`` computes a reference. Then x is not cast to fp32 as upstream does,
+        # because PyTorch's norm needs x and weights of one dtype.
         is_wide = self.weight is not None and self.weight.dtype is torch.float64
         return super()._in_pytorch(input if is_wide else input.float()).to(input.dtype)
 

@@ -7,11 +7,12 @@ Differences from stock:
 - An upsampling block moves channels to positions twice: for the result of its convolution, and for its input,
   which is the shortcut. Stock writes both and then their sum. Here one pass reads both and writes the sum.
   Downsampling moves positions to channels in the same way.
-- The 1x1 convolutions of attention run as matrix products. Attention itself runs as in ``attention.py``.
+- In fp16 and bf16, the 1x1 convolutions of attention run as matrix products. Attention itself runs as in
+  ``attention.py``.
 
 If a layer has hooks, another dtype or an adapter that is not merged, the fused forward calls the layer as
-stock does. If gradients are wanted, only ResNet blocks run fused, and stock's forward runs in all other
-blocks.
+stock does. With gradients enabled, under autocast, compilers and traces, only ResNet blocks run fused, and
+stock's forward runs in all other blocks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Further differences from stock:
 
 - In a residual block, the kernels of norm2 add conv1's bias, and the kernel of the sum adds conv2's bias. The
   kernels that add the bias of conv2 and of other convolutions also compute the next norm's statistics.
-- A 1x1x1 convolution is a matrix product.
+- A 1x1x1 convolution in fp16 or bf16 is a matrix product.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. The convolutions that it calls are still

@@ -9,7 +9,7 @@ Further differences from stock:
 - An upsampling block moves channels to positions twice: for the result of its convolution, and for its input,
   which is the shortcut. Stock writes both and then their sum. Here one pass reads both and writes the sum.
   Downsampling moves positions to channels in the same way.
-- A 1x1x1 convolution is a matrix product.
+- A 1x1x1 convolution in fp16 or bf16 is a matrix product.
 - In HunyuanVideo 1.5, a frame attends to itself and to earlier frames. Stock computes the scores of all
   frames and masks later ones, with a mask that it fills in a Python loop. Here each frame is one attention
   call, which gets only the keys of itself and of earlier frames.

@@ -11,7 +11,7 @@ Further differences from stock:
 - In a residual block, the kernel of norm2 adds conv1's bias, and the kernel of the sum adds conv2's bias.
 - Upsampling moves channels to positions. Here one pass does that and also adds the bias or the residual. It
   does not write the frames that stock writes and drops.
-- A 1x1x1 convolution is a matrix product.
+- A 1x1x1 convolution in fp16 or bf16 is a matrix product.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, or if a timestep is given for several samples, stock's forward

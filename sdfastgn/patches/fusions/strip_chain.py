@@ -2,8 +2,9 @@
 
 ``conv_in`` and the middle block run on the whole image, because attention in the middle block needs all
 positions. The maps after them are larger. There is a limit for the memory of maps (``_held_bytes``): what
-stock takes for a tile, but at least 1.75 GiB. A map stays in memory if it fits into this limit. All other
-maps are computed again whenever strips of them are needed (docs/adr/0023-tiled-decode.md).
+stock takes for a tile, or attention in the middle block, but at least 1.75 GiB. A map stays in memory if it
+fits into this limit. All other maps are computed again whenever strips of them are needed
+(docs/adr/0023-tiled-decode.md).
 
 ``fusions/tiled_decode.py`` uses this file for the VAEs of diffusers, and ``comfyui/tiled_decode.py`` for
 those of ComfyUI.

@@ -52,7 +52,8 @@ __all__ = [
     "write",
 ]
 
-# Minimum number of rows of a strip. In thinner strips, too many of the computed rows would be halo.
+# A map of H rows is divided into at most ceil(H / LEAST_ROWS) strips. In much thinner strips, too many of the
+# computed rows would be halo.
 LEAST_ROWS = 32
 
 

@@ -35,7 +35,7 @@ _TRAINING_ELEMENTS = 2**24
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     """Computes ``a * gelu(b)``, where a and b are the halves of ``layer(x)``.
 
-    The kernel of GELU adds the layer's bias.
+    If ``layer`` is plain, the kernel of GELU adds the layer's bias.
     """
     layer = plain_layer(layer)
     parameters = parameters_of_plain(layer)

@@ -14,9 +14,10 @@ Further differences from stock:
 - A convolution of several frames is also 2-D where that is faster (``is_faster_in_2d``). Then the three
   frames that it reads lie side by side as channels.
 - In a residual block, the kernel of norm2 adds conv1's bias, and the kernel of the sum adds conv2's bias.
-- Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``).
-- A 1x1x1 convolution is a matrix product of its input. Stock first copies the input, because it calls
-  ``F.pad`` with zero widths.
+- Upsampling and the convolution after it are one convolution at low resolution where that is faster
+  (``upsampling.py``).
+- A 1x1x1 convolution in fp16 or bf16 is a matrix product of its input. Stock first copies the input, because
+  it calls ``F.pad`` with zero widths.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls

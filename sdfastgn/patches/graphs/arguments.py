@@ -101,8 +101,9 @@ class Call:
             ``numbers`` names are in this list too.
         device: the device of all tensors.
 
-    Raises Unsupported for tensors on several devices, and for objects other than tensors, plain values,
-    lists, tuples and dicts.
+    Raises Unsupported if there is no tensor, for tensors on several devices, and for objects other than
+    tensors, plain values, lists, tuples and dicts. A 0-d tensor on the CPU counts as a number where
+    ``numbers`` allows a number that is no factor.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``value`` in new containers, with each tensor t in it replaced by ``fn(t)``.
 
     Raises Unsupported if ``value`` contains anything but tensors, plain values, lists, tuples, dicts and
-    outputs of diffusers.
+    outputs of diffusers or transformers (dataclasses that are dicts).
     """
     kind = type(value)
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Captures one call of a module as a CUDA graph. Only ``CudaBackend`` in this file calls CUDA."""
+"""Captures one call of a module as a CUDA graph. Only ``CudaBackend`` and its helpers call CUDA."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ def capture_call(
     Raises:
         Unsupported: with the reason, if the capture fails, or if the forward changes the model, its tensors
             or its arguments. A replay would leave out changes that Python code makes, and would repeat writes
-            into tensors. Only one change is allowed, because it can be repeated: items that the forward takes
-            from the front of a list.
+            into tensors. Two changes are allowed: the forward may set the attributes ``scratch``, and may
+            take items from the front of a list, which can be repeated after a replay.
     """
     module: Any = forward.__self__
     buffers = _buffers_of(call, backend)
@@ -443,8 +443,8 @@ def _free_locks() -> None:
     """Make new locks in a forked process.
 
     If a thread held an old lock during the fork, this lock would never be released: the thread does not exist
-    in the forked process, so a call there would hang. CUDA cannot be used in a forked process. With new locks
-    a call raises CUDA's error about this.
+    in the forked process, so a call there would hang. CUDA cannot be used in a process that was forked after
+    CUDA was initialized. With new locks a call raises CUDA's error about this.
     """
     global _backends_lock
     _backends_lock = threading.Lock()
@@ -456,7 +456,7 @@ os.register_at_fork(after_in_child=_free_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:
-    """The backend of ``device``, made at the first call; None if ``device`` has no CUDA graphs."""
+    """The backend of ``device``, made at the first call; None if ``device`` is no NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     backend = _backends.get(device)

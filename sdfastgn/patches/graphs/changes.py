@@ -38,7 +38,10 @@ class Place(NamedTuple):
     keys: tuple[Any, ...]
 
     def child(self, key: Any) -> str:
-        """The path of the item ``key``, for example ``conv_in.weight`` or ``processor.scales[3]``."""
+        """The path of the item ``key``, for example ``conv_in.weight`` or ``processor.scales[3]``.
+
+        For the scale of a LoRA: "LoRA scale of " and the path of the LoRA's layer.
+        """
         if self.kind == "LoRA scale":
             return f"LoRA scale of {self.name.removesuffix('.scaling')}"
         return f"{self.name}[{_shown(key)}]" if self.kind == "item" else joined(self.name, key)

@@ -7,7 +7,7 @@ Each class is for one kind of state, and has these methods:
 - ``same`` is True if all parts still have the recorded values. It runs at each call of the model, so its
   loops run in C;
 - ``difference`` returns a sentence that describes the first change, or None if there is none. It runs only
-  after ``same`` was False.
+  when a change of the model is put into words.
 """
 
 from __future__ import annotations

@@ -121,10 +121,10 @@ class GraphedForward(InstanceEntry):
 
     Args:
         module: the module.
-        mode: ``"auto"``: the second call of a kind is captured, or the seventh if the model is offloaded.
-            True: the first call of a kind is captured. False: all calls run eagerly. ``"training"``: like
-            ``"auto"``, but calls with gradients become graphs too. Calls are of one kind if one graph serves
-            them all.
+        mode: ``"auto"``: the second call of a kind is captured. If the model is offloaded as a whole, the
+            seventh after each move to the GPU is captured instead. True: the first call of a kind is
+            captured. False: all calls run eagerly. ``"training"``: like ``"auto"``, but calls with gradients
+            become graphs too. Calls are of one kind if one graph serves them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
         stands_over_own: True if the module's ``__dict__`` already had an entry ``method`` with the method of
@@ -318,7 +318,8 @@ class GraphedForward(InstanceEntry):
         if reason is not None:
             raise Unsupported(reason)
         if not len(self._store):
-            # Before anything else: in a pause, a call must cost no more than one of a model without graphs.
+            # Before the arguments are looked at: in a pause, a call must cost hardly more than one of a model
+            # without graphs.
             self._policy.check_pause()
         survey = self._store.survey or self._survey_of(module)
         scale = LoraScale(module, kwargs, survey)

@@ -61,7 +61,8 @@ class Graphs:
         alive: number of graphs that exist now.
         replays: number of calls whose result came from a graph.
         dropped: number of graphs dropped so far.
-        eager: reason -> number of calls that ran without a graph for this reason.
+        eager: reason -> number of calls that ran without a graph for this reason; 0 if ``inspect`` has found
+            the reason without a call.
         last_change: the last change of the model that made its graphs invalid; empty if there was none.
     """
 

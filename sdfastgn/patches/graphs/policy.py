@@ -2,7 +2,8 @@
 
 Calls of a kind that could not be captured run eagerly until the model changes. All calls of a module run
 eagerly for a while (a *pause*) if the module changes too often, or if memory was short. If a model is
-offloaded as a whole, its first six calls of a kind run eagerly after each move to the GPU.
+offloaded as a whole, its first six calls of a kind run eagerly after each move to the GPU, except with
+``cuda_graphs=True``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _MAX_REMEMBERED = 64
 # Graphs that are replayed fewer times than this, because the model changes, had a short life.
 _SHORT_LIFE = 3
 # If a model is offloaded as a whole, this number of calls of a kind run eagerly after each move to the GPU,
-# before one is captured. For SDXL's UNet on an H100, a capture took 132 ms, and each replay saved 23 ms. So
-# images of few steps have no graph.
+# before one is captured (in the modes "auto" and "training"). For SDXL's UNet on an H100, a capture took
+# 132 ms, and each replay saved 23 ms. So images of few steps have no graph.
 _CALLS_AFTER_MOVE = 6
 # Number of calls that run eagerly in the longest pause after changes of the model, and in the first pause
 # after memory was short.

@@ -61,8 +61,8 @@ def _states(device: torch.device | None) -> list[Tensor]:
 def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator[None]:
     """A context for code that runs ``call``. At its end, it checks whether ``call`` drew random numbers.
 
-    If PyTorch's default generators have the same states as before, no random numbers were drawn. Otherwise
-    either ``call`` or another thread drew them. To find out, ``call`` runs once more, and is stopped before
+    If PyTorch's default generators have the same states as before, none were drawn from them. Otherwise
+    either ``call`` or another thread drew some. To find out, ``call`` runs once more, and is stopped before
     it draws. If it would draw, the generators get their former states again, and Unsupported is raised. If
     not, another thread drew the numbers, and the generators stay as they are.
     """

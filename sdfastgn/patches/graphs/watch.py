@@ -22,7 +22,7 @@ because ``functools.wraps`` copies it.
 
 Four changes are not noticed:
 
-- a class attribute or a module-level function is replaced;
+- a class attribute, or a function or variable of a Python module, is replaced;
 - the ``.data`` of a tensor becomes another view of the same memory;
 - a number or list is replaced by an equal one of a user's class;
 - a module's dict of buffers or hooks is replaced as a whole.

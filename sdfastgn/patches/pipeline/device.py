@@ -36,7 +36,8 @@ def _device_without_hooks(pipe: Any) -> torch.device | None:
     """The device of all models of ``pipe``.
 
     None if diffusers' own code must find the device: because the models are on several devices, a module has
-    an offload hook, a model has no parameters, or a model's class defines ``device`` in another way.
+    an offload hook or is of TorchScript, a model has no parameters, or a model's class defines ``device`` in
+    another way.
     """
     roots = {part for part in vars(pipe).values() if isinstance(part, nn.Module)}
     devices = set()

@@ -10,8 +10,9 @@ view of the allocation as the joined weight. So a write into a parameter takes e
 that a parameter was moved (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading).
 Only a weak reference to the allocation is kept, so the allocation is freed with the last parameter in it.
 
-Parameters are never packed during a call of the model. Packing frees their old memory, and a CUDA graph that
-was captured earlier would still read it.
+The model's own parameters are never packed during a call of the model. Packing frees their old memory, and a
+CUDA graph that was captured earlier would still read it. New merged weights of adapters may be packed then,
+because no graph reads them yet.
 """
 
 from __future__ import annotations
