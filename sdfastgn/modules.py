@@ -194,14 +194,13 @@ class BatchNorm(_NormBase):
             raise TypeError(f"sdfastgn.BatchNorm: module must be one of {known}, got {type(module).__name__}")
         stock: Any = module
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if (
-            any(getattr(stock, each) for each in hooks)
-            or "forward" in vars(stock)
-            or not {*stock._parameters, *stock._modules} <= {"weight", "bias"}
-        ):
+        own = [each for each in hooks if getattr(stock, each)]
+        own += {"forward"} & vars(stock).keys()
+        own += sorted({*stock._parameters, *stock._modules} - {"weight", "bias"})
+        if own:
             raise TypeError(
-                "sdfastgn.BatchNorm: module must have no hooks and no forward or parameters of its own, "
-                f"got {type(module).__name__} with {', '.join(stock._parameters)}"
+                "sdfastgn.BatchNorm: module must have no hooks, and no forward, parameter or module of its "
+                f"own, got {type(module).__name__} with {', '.join(own)}"
             )
         group = (stock.process_group or WORLD) if type(module) is nn.SyncBatchNorm else None
         sizes = stock.num_features, stock.eps, stock.momentum, stock.affine, stock.track_running_stats

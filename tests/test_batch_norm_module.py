@@ -132,11 +132,11 @@ def test_errors():
         (lambda: sdfastgn.BatchNorm(6, process_group="all"), ValueError, "got 'all'"),
         (lambda: sdfastgn.BatchNorm(6, process_group=3), ValueError, "process_group must be a group or"),
         (lambda: sdfastgn.BatchNorm.from_module(Other(6)), TypeError, "got Other"),
-        (lambda: sdfastgn.BatchNorm.from_module(_hooked()), TypeError, "no hooks"),
+        (lambda: sdfastgn.BatchNorm.from_module(_hooked()), TypeError, "got BatchNorm2d with _forward_hooks"),
         (
             lambda: sdfastgn.BatchNorm.from_module(_pruned()),
             TypeError,
-            "got BatchNorm2d with bias, weight_orig",
+            "got BatchNorm2d with _forward_pre_hooks, weight_orig",
         ),
         (
             lambda: sdfastgn.BatchNorm(6)(torch.ones(2, 5, 3)),
