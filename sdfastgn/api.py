@@ -53,10 +53,10 @@ def optimize(
     (``exact_tiling``).
 
     Args:
-        obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component with a
-            GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. Also made
-            faster are the image processor, the property that finds the pipeline's device, and the PNDM,
-            DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers.
+        obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component is optimized
+            that has parts to fuse or calls to capture (docs/coverage.md): UNet, VAE, ControlNets, CLIP text
+            encoders and others. Also made faster are the image processor, the property that finds the
+            pipeline's device, and the PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers.
         strict: True raises a ValueError if anything must be skipped.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
@@ -77,30 +77,32 @@ def optimize(
             could not be verified. Verification takes memory for a copy of one part in fp32 (or fp64), and the
             time to compile the kernels for small images.
         fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
-            ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode and without
-            gradients. Parameters stay as they are. The folded weights take additional memory. They are
-            computed again if a parameter is replaced or written in place. A write through ``.data`` is not
-            noticed: after it, call ``restore`` and ``optimize`` again.
-        merge_adapters: True runs layers with LoRA adapters as plain layers with merged weights. The merged
-            weights are a copy: the parameters of layers and adapters stay as they are. The copy is as large
-            as the weights of the layers that have adapters. If there is no memory for it, these layers run
-            as in stock. The next call notices a change of adapters or scales, merges again, and keeps its
-            graphs. A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs
-            layers with adapters as in stock.
-        exact_tiling: matters after ``enable_vae_tiling()``, if the latents are larger than a tile. True
-            computes the same image as the decoder without tiles, except for rounding. Memory stays bounded,
-            and decoding takes more time than with stock's tiles (docs/memory.md). False decodes in stock's
+            ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode, in calls
+            without gradients, autocast and CUDA graphs. Parameters stay as they are. The folded weights take
+            additional memory. They are computed again if a parameter is replaced or written in place. A
+            write through ``.data`` is not noticed: after it, call ``restore`` and ``optimize`` again.
+        merge_adapters: True runs layers with LoRA adapters as plain layers with merged weights, in calls
+            without gradients. Some kinds of adapters cannot be merged (docs/lora.md). The merged weights are
+            a copy: the parameters of layers and adapters stay as they are. The copy is as large as the
+            weights of the layers that have adapters. If there is no memory for it, these layers run as in
+            stock. The next call notices a change of adapters or scales, merges again, and keeps its graphs.
+            A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs these
+            calls of layers with adapters as in stock.
+        exact_tiling: matters after ``enable_vae_tiling()`` for the VAEs of Stable Diffusion and Flux, if the
+            latents are larger than a tile. True computes the same image as the decoder without tiles, except
+            for rounding. Memory stays bounded, and large images take more work than in stock's tiles. Where
+            this is impossible, stock's tiles are decoded (docs/memory.md). False always decodes in stock's
             tiles.
         precision: ``"fp8"`` computes matrix products of transformer blocks (``BasicTransformerBlock``) in
             E4M3: queries, keys and values of self-attention, queries of cross-attention, and the feed-forward
             network. None computes them in the model's dtype. FP8 needs weights in fp16 or bf16, on an NVIDIA
             GPU of compute capability 8.9 or later. The first 30 calls of a model (up to 60 if some calls
             leave layers out) run in the model's dtype and without CUDA graphs, to find the scales of all
-            inputs. Two kinds of products stay in the model's dtype: those whose error in E4M3 is large, and
-            those of layers with LoRA adapters that are not merged. The copy of the weights in E4M3 takes half
-            as much memory as these weights. A weight that is written in place is quantized again, except
-            after a write through ``.data``. A deepcopy and an unpickled model run without FP8 until
-            ``optimize`` is called for them.
+            inputs. Calls with gradients run in the model's dtype. Two kinds of products stay in it too: those
+            whose error in E4M3 is large, and those of layers with LoRA adapters that are not merged. The copy
+            of the weights in E4M3 takes half as much memory as these weights. A weight that is written in
+            place is quantized again, except after a write through ``.data``. A deepcopy and an unpickled
+            model run without FP8 until ``optimize`` is called for them.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
@@ -115,9 +117,9 @@ def optimize(
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: ``cuda_graphs`` is none of the four values, ``precision`` is none of the two, or another
             option is no bool. Or ``obj`` cannot run in FP8; the message says why. Or there is nothing to
-            optimize, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is True and something must
-            be skipped, or ``verify`` finds a wrong part; the message says what and why. Or the model is
-            wrapped in DistributedDataParallel: call ``optimize`` before you wrap it.
+            optimize, ``missing_ok`` is False, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is
+            True and something must be skipped, or ``verify`` finds a wrong part; the message says what and
+            why. Or the model is wrapped in DistributedDataParallel: call ``optimize`` before you wrap it.
         RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
             it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
             waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
@@ -209,8 +211,8 @@ def optimized(
 def verdicts(obj: Any) -> list[Verdict]:
     """Compare the output of every fused part of ``obj`` with the output of stock's code.
 
-    Parts whose output is wrong get stock's code again. The CUDA graphs of ``obj`` are removed. Returns a
-    Verdict for each part.
+    Parts whose output is wrong get stock's code again. The CUDA graphs and the products in FP8 of ``obj`` are
+    removed. Returns a Verdict for each part.
     """
     found = []
     roots = _roots("verify", obj)
@@ -288,7 +290,7 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of ``optimize`` that select fusions, as ``patcher.inspect`` takes them.
+    """The options of ``optimize`` that decide what is changed. ``patcher.inspect`` takes the first three.
 
     ``asked``: names of fusions that are off by default (``ASKED_FUSIONS``) and that the user has turned on.
     ``merges``: the option ``merge_adapters``. ``left_out``: names of fusions that the user has turned off.
@@ -338,7 +340,11 @@ def _before(name: str, component: Any, options: _Options) -> _Before:
 
 
 def _changes(was: _Before, options: _Options) -> bool:
-    """True if ``optimize`` with these options has something to change in the model ``was.component``."""
+    """True if ``optimize`` may change fusions, layout, merged weights or FP8 of ``was.component``, a model.
+
+    Modes of CUDA graphs, and fusions that are left out, do not count: they may change while other threads run
+    the model.
+    """
     return (
         patcher.needs_change(was.component, was.findings)
         or merged_adapters.must_release(was.component, options.merges)
@@ -481,7 +487,7 @@ def _in_ddp(call: str, obj: Any, advice: str) -> str:
 
 def _nothing_in(obj: Any) -> str:
     kind = type(obj).__name__
-    return f"no GroupNorm and no part of diffusers' transformer blocks in {kind}, nothing to optimize"
+    return f"no GroupNorm and no other part that sdfastgn can fuse in {kind}, nothing to optimize"
 
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:

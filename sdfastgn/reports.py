@@ -66,8 +66,8 @@ class Report:
     ``channels_last_weights``: number of convolutions whose weights ``optimize`` has made channels-last.
     ``layout_copies_removed``: number of copies from channels-last to channels-first that the stock model
     makes in each call, and that the optimized model does not make. ``runs_kernels``: False if all components
-    run stock's code on their present device. Then the modules in ``fused`` run fused only after the model is
-    moved to a device with kernels. ``graphs``: the state of each module whose calls can run as CUDA graphs.
+    run stock's code now. Then the modules in ``fused`` run stock's code too, for example until the model is
+    moved to a GPU. ``graphs``: the state of each module whose calls can run as CUDA graphs.
     ``graph_memory_bytes``: size of the memory pools that contain the graphs. The pools may also contain
     graphs of other models in the process. ``merged``: the models with layers whose LoRA adapters are merged
     into weights. ``fp8``: the models with matrix products in FP8.

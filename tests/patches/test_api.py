@@ -60,7 +60,7 @@ class PlainPipeline(DiffusionPipeline):
         self.register_modules(vae=vae, scheduler=scheduler)
 
 
-NOTHING = "no GroupNorm and no part of diffusers' transformer blocks in {}, nothing to optimize"
+NOTHING = "no GroupNorm and no other part that sdfastgn can fuse in {}, nothing to optimize"
 
 
 def test_a_module_with_nothing_to_optimize():

@@ -7,8 +7,8 @@ Formula, with x (N, K), weight (C, K), and biases (C,) or None:
 The ResNet blocks of a diffusion model compute this from the time embedding, about twenty times in each step,
 with N of 1 or 2.
 
-On a GPU the kernel of ``act_linear/kernels.py`` runs; that file explains layouts and numerics. Everywhere
-else, and with gradients, ``reference_act_linear`` runs.
+On a GPU the kernel of ``act_linear/kernels.py`` runs; that file explains layouts and numerics. Under autocast
+PyTorch's linear layer runs. Everywhere else, and with gradients, ``reference_act_linear`` runs.
 
 Source: torch.nn.functional.linear for the interface.
 """

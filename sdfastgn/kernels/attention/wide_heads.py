@@ -84,12 +84,13 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     Shapes: the output is (N, heads, L, D).
     Dtypes: fp16, bf16, fp32 or fp64, the same for all tensors. The output has this dtype, unless autocast
         chooses another one.
-    Layout: any. Tensors whose channels are not contiguous are copied first. The output is contiguous. In
-        three cases it has the layout that PyTorch's attention returns: autocast changes the dtype; gradients
-        are wanted; or the call is compiled, traced or transformed.
+    Layout: any. Tensors are copied first if their channels are not contiguous, or if no view joins the
+        dimensions N and heads. The output is contiguous. In three cases it has the layout that PyTorch's
+        attention returns: autocast changes the dtype; gradients are wanted; or the call is compiled, traced
+        or transformed.
     Grad: q, k and v have gradients, which PyTorch's attention computes.
-    Memory: besides the output and copies, 96 MiB for up to 131072 keys. With more keys the memory grows in
-        proportion to them.
+    Memory: besides the output and copies, about 96 MiB at most for up to 131072 keys. With more keys the
+        memory grows in proportion to them.
     Raises:
         TypeError: a tensor is not strided or has another dtype, the dtypes differ, or scale is not a number.
         ValueError: a shape, a device or the scale does not fit.
@@ -111,8 +112,8 @@ def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and not is_tracing()  # under torch.jit.trace, sizes are tensors and not numbers
         and torch.version.hip is None  # only cuBLAS multiplies 16-bit matrices to fp32 results
-        # ``pays`` comes before slower checks. It is False for all attention layers of a UNet, so their calls
-        # go on to PyTorch's attention without these checks.
+        # ``pays`` comes before slower checks. It is False for heads of at most 256 channels, as UNets usually
+        # have. So their calls go on to PyTorch's attention without these checks.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0

@@ -179,6 +179,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # cuBLAS needs contiguous channels. A tensor without them is copied once here, instead of in each chunk.
+    # ``flatten`` copies a tensor if no view joins the dimensions N and heads.
     q, k, v = (_side_by_side(t).flatten(0, 1) for t in (q, k, v))
     key = (q.shape, k.shape, scale, q.dtype, q.device)
     plan = _plans.get(key)

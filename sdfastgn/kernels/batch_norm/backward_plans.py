@@ -51,8 +51,8 @@ class BatchNormGradPlan:
         self.sums: Launch | None = None
         self.merge: Launch | None = None
         self.apply: Launch | None = None
-        # dz is stored in the residual's dtype. If this dtype is narrower than the dtype of x, the stored dz
-        # is not exact enough for dx. Then ``apply`` computes dz again, from dy and the residual.
+        # dz is stored in the residual's dtype. If this dtype cannot hold all values of the dtype of x, the
+        # stored dz is not exact enough for dx. Then ``apply`` computes dz again, from dy and the residual.
         residual = call.residual
         self.reads_dz = (
             call.dresidual

@@ -61,9 +61,9 @@ MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
 class Rows(NamedTuple):
     """How the kernels see x: ``samples`` samples of ``rows`` rows of ``width`` columns.
 
-    Channels-last: the positions of all samples are contiguous, so they are one sample. If the channels of a
-    position are not a whole number of 16-byte loads, a row has ``width // C`` neighboring positions, so that
-    longer loads fit.
+    Channels-last: the positions of all samples are contiguous, so the whole batch is one sample. If the
+    channels of a position are not a whole number of 16-byte loads, a row has ``width // C`` neighboring
+    positions, so that longer loads fit.
 
     Channels-first: a row is a position, and a column is a channel.
     """
@@ -105,7 +105,7 @@ def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
 def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
     """The configuration of the kernel that computes statistics, which ``merge_kernel`` then merges.
 
-    ``merge_kernel`` treats all chunks of a channel as chunks of one sample, in which only the last chunk may
+    ``merge_kernel`` treats all chunks of a channel as chunks of one sample, in which only the last chunks may
     be shorter. So if a channel has several samples or several columns, all its chunks must have the same
     size.
     """

@@ -35,12 +35,13 @@ GroupNorm, and each channel is a group:
   and not the table of scales that GroupNorm's merge writes.
 
 If the gradient of the residual is wanted, ``sums_kernel`` stores dz. ``batch_apply_grad_kernel`` then reads
-dz instead of dy and the residual, unless the residual's dtype is narrower than the dtype of x.
+dz instead of dy and the residual, unless the residual's dtype cannot hold all values of the dtype of x.
 
 Programmatic dependent launch works as in ``group_norm/kernels.py``. The apply kernels read x, dy and the
 residual before their wait (``AHEAD``) if an earlier kernel of the same call has waited for these tensors.
 
-Numerics: fp32, rounded once at the store. Sums have a fixed order and no atomics.
+Numerics: fp32, and each result is rounded once at its store. If ``batch_apply_grad_kernel`` reads dz, dz has
+been rounded before. Sums have a fixed order and no atomics.
 """
 
 from __future__ import annotations

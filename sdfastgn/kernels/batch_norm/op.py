@@ -111,7 +111,7 @@ def _check(name: str, call: BatchNormCall) -> None:
 
 
 # Checks the call of one process of a group. Unlike in ``_check``, the process may have only one value of each
-# channel, because the other processes have more.
+# channel, because mean and variance are taken over the values of all processes.
 check_share = checks_of(BatchNormCall, lambda name, call: None)
 
 
@@ -247,8 +247,8 @@ def batch_norm(
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. All other tensors may have any of the
         four dtypes. The output has the dtype of x, also under autocast, as with
         torch.nn.functional.batch_norm.
-    Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if the
-        channels of x have stride 1.
+    Layout: any. The output has the strides of x if x is channels-first or channels-last. Else it is
+        channels-last if the channels of x have stride 1, and channels-first otherwise.
     Grad: x, weight, bias and residual have gradients. x, two values for each channel and, if there is an
         activation, the residual are kept for the backward. Second derivatives, the transforms of torch.func
         and forward-mode AD run in plain PyTorch.

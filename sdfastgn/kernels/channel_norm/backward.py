@@ -8,7 +8,8 @@ samples:
     dweight = sum_rows dz * xhat * scale         dbias = sum_rows dz
 
 On a GPU the kernels of ``channel_norm/backward_kernels.py`` run. They compute ||x|| from x again, because the
-forward does not save it. Everywhere else, and for second derivatives, ``reference_channel_norm_grads`` runs.
+forward does not save it. Everywhere else, if the channels of a position do not fit into registers, and for
+second derivatives, ``reference_channel_norm_grads`` runs.
 
 Source: the chain rule.
 """

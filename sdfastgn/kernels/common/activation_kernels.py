@@ -44,7 +44,7 @@ def _sigmoid(z, PAIRS: tl.constexpr):
     the two neighbors, then 1/a = b * (1/(ab)) and 1/b = a * (1/(ab)). So a pair takes three special-function
     instructions instead of four. These instructions limit the speed of kernels whose x comes from the L2
     cache. With ``PAIRS``, exp(-z) is cut off at 2^60, so that ab stays finite. For z < -41 the result is then
-    2^-60 instead of a smaller number. This makes no difference in 16-bit results.
+    2^-60 instead of a smaller number. This error does not matter in 16-bit results.
     """
     if not PTX:
         s = 1 / (1 + tl.exp(-z))
@@ -68,7 +68,7 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
     Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply the
     difference by powers of z, which enlarges its error. So without ``PAIRS`` the second value is computed as
     exp(-z) * sigmoid(z). With ``PAIRS`` (see ``_sigmoid``) the subtraction is used: its error does not matter
-    for 16-bit results.
+    for 16-bit results. The subtraction is also used where there is no PTX.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)

@@ -1,9 +1,10 @@
 """Exports compiled kernels to a file, and imports such a file into Triton's cache on another machine.
 
-Both machines must have the same GPU and the same versions of Triton, torch, Python and sdfastgn. The file is
-a zip archive. It has a manifest, and for each kernel its code for the GPU and Triton's description of it. In
-Triton's cache, the name of a kernel is a hash of its source, constants and compiler, so Triton never launches
-a kernel that does not fit. ``load`` compares the manifest with this machine before it adds any kernel.
+Both machines must have the same GPU, the same versions of Triton, torch and Python, CPUs of the same
+architecture, and the same source code of the kernels. The file is a zip archive. It has a manifest, and for
+each kernel its code for the GPU and Triton's description of it. In Triton's cache, the name of a kernel is a
+hash of its source, constants and compiler, so Triton never launches a kernel that does not fit. ``load``
+compares the manifest with this machine before it adds any kernel.
 
 The archive has no code for the CPU: Triton builds its launchers (up to Triton 3.6 one for each signature)
 with the C compiler of the machine on which they run.

@@ -82,7 +82,7 @@ def _prepare(device: torch.device) -> None:
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call`` in order to compile its kernels, in parallel threads.
+    """Run ``call`` once, and compile in parallel threads the kernels that it would launch.
 
     Kernels that are not compiled yet are not launched, so the results of ``call`` are meaningless.
     Compilation begins while ``call`` still runs: ``call`` may spend seconds on loading cuDNN and cuBLAS.

@@ -48,9 +48,9 @@ Gradients = dict[str, Tensor | None]
 
 # --- annotations ------------------------------------------------------------------------------------
 
-# Values for ``Operand(whole=...)``: one function for each memory layout that kernels can read.
-# A function returns the tensor itself if the tensor has this layout, else a copy with this layout.
-# ``call`` is the op's call, with all its arguments.
+# Values for ``Operand(whole=...)``: functions for the memory layouts that kernels of several ops read. Some
+# ops have further functions of their own. A function returns the tensor itself if the tensor has its layout,
+# else a copy with this layout. ``call`` is the op's call, with all its arguments.
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
@@ -69,7 +69,7 @@ def channels_last(x: Tensor, call: Any) -> Tensor:
 
 
 def even_rows(x: Tensor, call: Any) -> Tensor:
-    """Returns ``x`` (..., D), or a contiguous copy if its rows are not contiguous or not evenly spaced."""
+    """Returns ``x`` (..., D), or a contiguous copy if kernels cannot read its rows (``row_stride``)."""
     return x.contiguous() if layout.row_stride(x) is None else x
 
 

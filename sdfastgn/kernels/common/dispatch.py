@@ -38,9 +38,10 @@ _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dt
 
 
 class KernelError(Exception):
-    """Raised if Triton cannot compile or load a kernel. All kernels are then already off (``turn_off``).
+    """Raised if the GPU is too old, or if Triton cannot compile or load a kernel.
 
-    An op that catches this error repeats the call, which then runs in plain PyTorch.
+    All kernels are then already off (``turn_off``). An op that catches this error repeats the call, which
+    then runs in plain PyTorch.
     """
 
 
@@ -122,7 +123,7 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch. None means the dtype of x."""
+    """The dtype of a norm's result: fp32 under CUDA autocast if kernels run. None means the dtype of x."""
     if any_autocast() and torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None

@@ -10,8 +10,9 @@ import triton.language as tl
 def start_of_e4m3():
     """Returns 0, of which the compiler only knows that it is a multiple of 8. Add it to a store's offsets.
 
-    Otherwise each thread would store 16 bytes: elements from two threads that have loaded 16 bytes of fp16.
-    Those would be exchanged through shared memory.
+    Then a thread stores at most 8 elements at once, as many as it has loaded as 16 bytes of fp16. Without
+    this 0 a thread would store 16 elements, half of them loaded by another thread, and the threads would
+    exchange them through shared memory.
     """
     return tl.program_id(0) // 1073741824 * 8
 

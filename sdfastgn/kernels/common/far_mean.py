@@ -1,9 +1,9 @@
 """Finds inputs whose mean is far larger than their deviation. PyTorch's norms lose digits for such inputs.
 
 PyTorch computes x * a + b with a = weight / deviation and b = bias - mean * a. If the mean is large, x * a
-and b are both about as large as |mean| / deviation, and so are their rounding errors, while their sum is
-small. For example, in fp32 the error is 0.5 if all values of a group are 3e4. So for such inputs this
-package's functions in plain PyTorch first subtract the mean.
+and b are both about as large as |mean| / deviation, but their sum is small. So their rounding errors are
+large compared with the sum. For example, in fp32 the error is 0.5 if all values of a group are 3e4. So for
+such inputs this package's functions in plain PyTorch first subtract the mean.
 """
 
 from __future__ import annotations

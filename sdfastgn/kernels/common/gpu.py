@@ -25,7 +25,8 @@ TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
 # True: a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call has
-# already waited for x (ADR 7). False: every kernel waits before it reads. Only tests set it to False.
+# already waited for x (docs/adr/0007-programmatic-dependent-launch.md). False: every kernel waits before it
+# reads. Only tests set it to False.
 READS_AHEAD = True
 # Lowest compute capability for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)

@@ -74,7 +74,8 @@ class Launch:
         self.constants = {name: arguments[name] for name in constants}
         self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*self.numbers, *self.constants.values())
-        # (launcher of the compiled kernel, the launcher's first arguments); None before the first call.
+        # (launcher of the compiled kernel, its arguments between the stream and the pointers); None before
+        # the first call.
         # Both are in one tuple, so that another thread never sees a launcher without its arguments.
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
@@ -86,7 +87,7 @@ class Launch:
             tensors: one for each pointer, in the order of the kernel's parameters.
 
         Raises:
-            KernelError: the kernel cannot be compiled.
+            KernelError: the kernel cannot be compiled or loaded, or the GPU is too old.
             torch.OutOfMemoryError: there is no memory for the kernel's code.
         """
         pointers: list[int | None] = []

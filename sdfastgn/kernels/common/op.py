@@ -2,8 +2,9 @@
 
 A call is *plain* if its arguments are ordinary tensors and numbers, a kernel can run, and PyTorch neither
 traces nor transforms the call (``dispatch.is_plain``). ``torch.compile``, export and fake tensors need the
-registration (ADR 2), and plain calls do not. Plain calls skip PyTorch's dispatcher, because the dispatcher
-takes more CPU time than a small kernel runs on the GPU. So calls run in one of these ways:
+registration (docs/adr/0002-op-registration.md), and plain calls do not. Plain calls skip PyTorch's
+dispatcher, because the dispatcher takes more CPU time than a small kernel runs on the GPU. So calls run in
+one of these ways:
 
 - a plain call without gradients launches the kernels directly;
 - a plain call with gradients launches them inside an ``autograd.Function``, which takes a fifth of the CPU
@@ -215,8 +216,8 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
     """Returns the function ``save`` of an op. The function from ``_backward_by`` reads what ``save`` stores.
 
     ``save`` stores in ``ctx`` the first operand, the last ``saved`` results, the other operands that may have
-    a gradient, and the arguments that are no tensors, in this order. The declaration that ``backward_of``
-    makes has the same order.
+    a gradient, and the arguments that are neither tensors nor dtypes, in this order. The declaration that
+    ``backward_of`` makes has the same order.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
     picked = picker(operands)

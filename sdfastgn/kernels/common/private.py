@@ -1,12 +1,13 @@
-"""All private names of PyTorch that this package uses, each with a replacement if a version lacks it.
+"""Private names of PyTorch that a version of PyTorch may lack, each with a replacement for that case.
 
 A private name is used if PyTorch has no public function for the same purpose, or if the public function takes
-microseconds and the private one nanoseconds. If a version of PyTorch lacks the private name, the replacement
-gives the same results, but less speed. For example, calls then go through PyTorch's dispatcher, or CUDA
-graphs are not captured.
+microseconds and the private one nanoseconds. If a version of PyTorch lacks the private name, most
+replacements give the same results, but less speed. For example, calls then go through PyTorch's dispatcher.
+Some give less: without ``_scaled_mm`` there is no FP8, and graphs do not notice changes of some switches
+(``_SWITCHES``).
 
-Private names of Triton are in ``launch.py`` and ``compile_ahead.py``. Private attributes that every
-``nn.Module`` has, such as ``_parameters``, are used where they are needed.
+Private names of Triton are in ``launch.py``, ``compile_ahead.py``, ``failures.py`` and ``archive.py``.
+Private attributes that every ``nn.Module`` has, such as ``_parameters``, are used where they are needed.
 """
 
 from __future__ import annotations

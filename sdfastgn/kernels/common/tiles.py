@@ -7,9 +7,9 @@ A tile of a reduction has four axes: lanes, warps, steps and block.
 - steps: further elements in the registers of the same thread. A sum over this axis takes plain additions;
 - block, always the last axis: elements that are contiguous in memory, several of them in one thread.
 
-Triton itself decides which axis it distributes over the lanes of a warp. Triton 3.6 begins with the first
-axis, Triton 3.7 and later with the third. So lanes are the first axis and steps the third, or the other way
-round (``LANE_AXIS``, ``STEP_AXIS``). In the wrong order results are the same, but sums go through shared
+Triton itself decides which axis it distributes over the lanes of a warp. Up to 3.6, Triton begins with the
+first axis, Triton 3.7 and later with the third. So lanes are the first axis and steps the third, or the other
+way round (``LANE_AXIS``, ``STEP_AXIS``). In the wrong order results are the same, but sums go through shared
 memory and registers spill. ``tests/kernels/test_compile_only.py`` fails if the order is wrong.
 
 Elementwise kernels have tiles of two axes (``map_tile``).
@@ -104,9 +104,10 @@ def tile_sums(d, squares):
 
 @triton.jit
 def load_ahead(pointers, mask, AHEAD: tl.constexpr):
-    """Loads values. ``AHEAD``: True if the kernel calls this before its ``gdc_wait``.
+    """Loads values. ``AHEAD``: True if the kernel calls this before it waits for the previous kernel.
 
-    Then the load bypasses the L1 cache, which may have old values of this memory (ADR 7).
+    Then the load bypasses the L1 cache, which may have old values of this memory
+    (docs/adr/0007-programmatic-dependent-launch.md).
     """
     return tl.load(pointers, mask=mask, cache_modifier=".cg" if AHEAD else "")
 

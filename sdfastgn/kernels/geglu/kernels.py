@@ -17,8 +17,8 @@ With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts whil
 runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. The normal distribution is approximated for
-16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. Offsets
-that can be 2^31 or more are int64.
+16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. The
+exception is a quantizer's count of values beyond the range. Offsets that can be 2^31 or more are int64.
 """
 
 from __future__ import annotations

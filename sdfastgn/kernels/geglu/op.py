@@ -148,8 +148,8 @@ def geglu(x: Tensor, bias: Tensor | None = None, *, quantizer: Tensor | None = N
     Shapes: the output is (..., D).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of the four dtypes.
         The output has the dtype of x, or is in E4M3 with a quantizer.
-    Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
-        contiguous.
+    Layout: any. x is copied first if its rows have gaps, overlap or are far apart, or if distances between
+        rows differ. The output is contiguous.
     Grad: x and bias have gradients. x and bias are kept for the backward. Second derivatives, the transforms
         of torch.func and forward-mode AD run in plain PyTorch.
     Raises:

@@ -7,6 +7,8 @@ and dz the gradient of the activation's argument:
     d ada_scale = sum_hw dz * (xhat * weight + bias)   d weight = sum_n,hw dz * a * xhat
     du = rstd * (dz w' - mean_group(dz w') - xhat * mean_group(dz w' xhat)),   d shift = sum_hw du
 
+If all samples share ada_shift, ada_scale or shift, its gradient is also summed over n.
+
 On a GPU the kernels of ``group_norm/backward_kernels.py`` run. They use the mean and rstd that the forward
 saved. Everywhere else, and for second derivatives, ``reference_group_norm_grads`` runs. It computes the
 statistics of x again.
@@ -36,8 +38,8 @@ def reference_group_norm_grads(call: Any) -> Gradients:
             ``dweight`` ...).
 
     Returns:
-        The wanted gradients in the shapes and dtypes of their operands. The gradient of x has the strides of
-        x if x has no gaps.
+        The wanted gradients in the shapes and dtypes of their operands. The gradient of x has the layout of
+        x if x is channels-first or channels-last.
 
     Every step can be differentiated, so second derivatives are right.
     """

@@ -16,7 +16,8 @@ used:
 
 The gradients of all operands but x are computed last, from the sums
 (``group_norm/parameter_kernels.py``). In the split way the first programs of ``apply_grad_kernel`` compute
-them. In the other two ways, and if dx is not wanted, a further launch computes them.
+them. In the other two ways, and if dx is not wanted, a further launch computes them, or two if there are
+many samples.
 
 Pointers, in addition to the ones in ``group_norm/kernels.py``:
 
@@ -24,7 +25,7 @@ Pointers, in addition to the ones in ``group_norm/kernels.py``:
 - ``dx``: the gradient of x, in the layout of x, or None if it is not wanted;
 - ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: the gradients in the shapes of their
   operands, or None;
-- ``scratch``: fp32 memory with three parts:
+- ``scratch``: fp32 memory. In the split way it has three parts, in the other two ways only ``totals``:
   ``sums`` has planes of (N, P, C) with the sums of P chunks. ``totals``, at ``totals_offset``, has planes of
   (N, C): the sums of dz and of dz * xhat, and the gradient of the shift. The table, at ``table_offset``, has
   planes of (N, C): scale, offset, slope, level and centre (``merge_sums_kernel``).
@@ -149,7 +150,7 @@ def small_grad_kernel(
         DY_LAST: True if dy is channels-last.
         EACH_CHANNEL: True if each channel is a group and x is channels-last.
         IMAGE: as in ``channels_kernel``. If it is not None, x and dy are channels-first, although
-            CHANNELS_LAST and DY_LAST must be True.
+            CHANNELS_LAST, DY_LAST and EACH_CHANNEL must be True.
         EPS: added to BatchNorm's variance. None for other norms.
         IN_EVAL: True if BatchNorm normalized x with its running averages, which do not depend on x.
     """

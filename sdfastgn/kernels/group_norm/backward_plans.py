@@ -140,7 +140,7 @@ class GroupNormGradPlan:
     def _plan_rest(self, call: Any, sizes: Sizes, sms: int) -> None:
         """Plan the launch for the gradients of all operands but x.
 
-        It is ``apply``, which also computes dx in the split way, or else ``parameters``.
+        If dx is wanted in the split way, it is ``apply``, which also computes dx. Else it is ``parameters``.
         """
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)

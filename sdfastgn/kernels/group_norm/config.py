@@ -56,7 +56,8 @@ _APPLY_WARPS_OF_FEW_TILES = 4
 # A forward has few tiles if there are at most this many for each multiprocessor. If x is channels-last, its
 # programs then get ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 _APPLY_FEW_TILES = 12
-# Channels of a channels-last tile of the forward's apply kernel.
+# Channels of a channels-last tile of the forward's apply kernel, if C is a multiple of this number.
+# Otherwise a tile has 64 channels, or fewer if C is at most 32.
 _APPLY_CHANNELS = 128
 # Channels of a channels-last tile of the backward's apply kernel, which keeps five values of each channel
 # beside x and dy. With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the
@@ -67,8 +68,9 @@ _APPLY_BACKWARD_CHANNELS = 64
 
 # (samples, channels) of the tile in which a program sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
-# Maximum number of tiles of samples for which one program sums all samples of its channels. With more,
-# samples are divided into parts for several programs, and a second launch adds up the parts' sums.
+# Maximum number of tiles of samples for which one program of ``parameter_grad_kernel`` sums all samples of
+# its channels. With more, samples are divided into parts for several programs, and a second launch adds up
+# the parts' sums.
 _PARAMETER_MOST_TILES = 16
 # Minimum number of tiles of samples in a part. With fewer there would be more parts, and the second launch,
 # which adds up the parts' sums, would take too long.

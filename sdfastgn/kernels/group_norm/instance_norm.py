@@ -28,7 +28,8 @@ def instance_norm(
     """InstanceNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
 
     Args:
-        x: (N, C, *spatial), with at least one spatial dimension and two positions.
+        x: (N, C, *spatial), with at least one spatial dimension. There may be no position or several, but
+            not exactly one.
         weight, bias: (C,) or None, independently of each other.
         eps: added to the variance of each channel of each sample.
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
@@ -53,7 +54,7 @@ def instance_norm(
     if not fits:
         check_input(name, "x", x)
         raise ValueError(
-            f"{name}: x must be (N, C, *spatial) with more than one spatial element, "
+            f"{name}: x must be (N, C, *spatial), not with exactly one spatial element, "
             f"got shape {tuple(x.shape)}"
         )
     eps = eps if type(eps) is float else as_eps(name, eps)

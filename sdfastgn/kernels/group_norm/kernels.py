@@ -1,7 +1,7 @@
 """Triton kernels of GroupNorm + activation. Formula and op: ``group_norm/op.py``.
 
 There are two ways to launch these kernels. If the caller gives the statistics of x, the way is always split.
-Otherwise ``launch_config`` chooses a way from the sizes:
+Otherwise ``launch_config`` chooses a way from the sizes, the layout and the dtype of x:
 
 - *small*, for small groups: a program holds a whole group in registers. One launch reads x and writes y
   (``small_kernel``). If each channel is a group and x is channels-last, a program holds several channels
@@ -33,7 +33,8 @@ one sample, each channel is a group, and ``rstd`` gets the variance. Only BatchN
 Programmatic dependent launch (``PDL``, from sm_90 on): a kernel starts while the kernel before it still
 runs, and calls ``gdc_wait`` before it reads what that kernel writes. With ``AHEAD``,
 ``apply_kernel`` reads x before its wait, and its loads bypass the L1 cache. Reading early is safe: the
-kernels that run earlier in the call let the next kernel start only when x is complete and in L2 (ADR 7).
+kernels that run earlier in the call let the next kernel start only when x is complete and in L2
+(docs/adr/0007-programmatic-dependent-launch.md).
 
 Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves. Chan's
 formula merges the sums of squared deviations in a fixed order without atomics, so every run gives the same
@@ -63,8 +64,8 @@ from sdfastgn.kernels.common.tiles import (
 from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum, update_average
 
 # Triton's ``do_not_specialize`` keeps sizes out of the compiled kernels, so that a new resolution compiles
-# few kernels. Constants tell the compiler what it must know about a size. For example, ``C_FACTOR`` is a
-# power of 2 that divides C, in kernels whose tiles do not depend on C.
+# few kernels. Constants tell the compiler what it must know about a size. For example, kernels in which C is
+# no constant have the constant ``C_FACTOR``, a power of 2 that divides C.
 _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 # (pivot - mean)^2 / variance above which ``small_kernel`` computes the variance in a second pass.
 _FAR = tl.constexpr(64.0)

@@ -250,8 +250,8 @@ def group_norm(
             ``z * (1 + ada_scale) + ada_shift`` before the activation.
         statistics: (2, N, P, C) fp32, P >= 1, the statistics of x without ``shift``, which save a pass
             over x. They come from ``sdfastgn.channel_statistics``, or together with x from
-            ``add_with_statistics`` or ``cat_with_statistics``. This function does not check whether they are
-            the statistics of x. Calls that run in plain PyTorch ignore them.
+            ``add_with_statistics``, ``cat_with_statistics`` or ``upsample_conv2d``. This function does not
+            check whether they are the statistics of x. Calls that run in plain PyTorch ignore them.
         tokens: return contiguous tokens (N, HW, C), as attention takes them. HW is the product of the
             spatial sizes.
 
@@ -259,10 +259,11 @@ def group_norm(
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. All other tensors except
         ``statistics`` may have any of the four dtypes. The output has the dtype of x, but fp32 under CUDA
         autocast, as with torch.nn.functional.group_norm.
-    Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if
-        the channels of x have stride 1.
+    Layout: any. The output has the strides of x if x is channels-first or channels-last. Else it is
+        channels-last if the channels of x have stride 1, and channels-first otherwise.
     Grad: every tensor except ``statistics`` has gradients. The gradient of x is the whole gradient, as if the
-        statistics were computed from x. x and two fp32 values for each group are kept for the backward.
+        statistics were computed from x. The operands and two fp32 values for each group are kept for the
+        backward.
         Second derivatives, the transforms of torch.func (vmap, jacrev) and forward-mode AD run in plain
         PyTorch.
     Raises:

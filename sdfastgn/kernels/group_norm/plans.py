@@ -188,9 +188,9 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
     blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(call.x.device))
     folds = call.x.dtype != torch.float32
     out_last = channels_last or call.tokens
-    # If there are few tiles, norms without activation and with SiLU share one compiled kernel with a branch.
-    # If there are many, the registers for the branch would leave room for one program less on each
-    # multiprocessor.
+    # If x is channels-last and there are few tiles, norms without activation and norms with SiLU share one
+    # compiled kernel with a branch. If there are many tiles, the registers for the branch would leave room
+    # for one program less on each multiprocessor.
     optional = blocks.few and call.activation in ("identity", "silu")
     programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
     return Launch(

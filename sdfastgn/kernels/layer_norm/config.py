@@ -1,10 +1,11 @@
 """The launch configurations of LayerNorm's kernels: pure functions of sizes and the number of SMs.
 
 A program loads whole rows into registers if a row, padded to a power of 2, has at most ``_MAX_IN_REGISTERS``
-elements. Its tile has the axes (lanes, warps, steps, block) of ``common/tiles.py``. A block is the part of a
-row that a warp loads by one instruction. If a block needs only some lanes of the warp, the other lanes load
-blocks of other rows by the same instruction. For example, in 16 bits a row of 320 columns has five blocks of
-64 columns, and a load of a warp reads blocks of four rows.
+elements, or ``_MAX_WITH_SUMS`` in a backward with column sums. Its tile has the axes (lanes, warps, steps,
+block) of ``common/tiles.py``. A block is the part of a row that a warp loads by one instruction. If a block
+needs only some lanes of the warp, the other lanes load blocks of other rows by the same instruction. For
+example, in 16 bits a row of 320 columns has five blocks of 64 columns, and a load of a warp reads blocks of
+four rows.
 
 Longer rows are divided into chunks, so that even ten rows of ten million elements keep a whole GPU busy.
 """

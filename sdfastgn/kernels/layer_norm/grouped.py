@@ -10,8 +10,9 @@ Formula, for row i of x (rows, D), with g = i // period % groups:
 positional embedding of a frame. diffusers adds ``added`` and ``position`` in a separate pass each.
 
 On a GPU ``_rows_kernel`` of ``layer_norm/kernels.py`` computes this in one pass. The kernel is for inference
-only: there is no registered op and no backward. Everywhere else, if gradients are wanted, and for rows that
-do not fit into registers, PyTorch adds the vectors, and ``layer_norm`` normalizes the sum.
+only: there is no registered op and no backward. Everywhere else, if gradients are wanted, if an operand is
+not contiguous, and for rows that do not fit into registers, PyTorch adds the vectors, and ``layer_norm``
+normalizes the sum.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def grouped_layer_norm(
         residual: a tensor with the shape, dtype and device of x, or None.
         total_bias: (D,) or None. It is added to total, but not to the sum that is normalized.
 
-    The arguments are not checked. Both results have the shape and dtype of x. They are new, contiguous
-    tensors, but if nothing is added, total may be x itself.
+    The arguments are not checked. Both results have the shape and dtype of x. They are new tensors, and
+    contiguous if x is. But if nothing is added, total may be x itself.
     """
     operands = (x, residual, groups.added, total_bias, weight, bias, groups.position)
     if dispatch.is_plain_inference(x, operands[1:]) and x.numel() < _MOST_ROWS * x.shape[-1]:

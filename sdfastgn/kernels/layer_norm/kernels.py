@@ -33,8 +33,9 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
 Programmatic dependent launch (``PDL``, from sm_90 on; ``docs/adr/0007-programmatic-dependent-launch.md``):
 before ``gdc_wait`` a kernel reads only x, and only if no kernel of this call writes it.
 
-Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics. The
-first element of a row is subtracted from all its values before they are summed. Squares are squares of
+Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics,
+except for a quantizer's count of values beyond the range. The first element of a row is subtracted from all
+its values before they are summed. Squares are squares of
 differences from a mean: ``_rows_kernel`` takes the mean of the row, ``_chunk_kernel`` the mean of a chunk's
 first block. Squares of the values themselves would lose digits. Chan's formula merges the means and M2 of
 chunks.

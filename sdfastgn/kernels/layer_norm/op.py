@@ -316,8 +316,8 @@ def layer_norm(
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of the
         four dtypes. The output has the dtype of x, but fp32 under CUDA autocast, as with
         torch.nn.functional.layer_norm.
-    Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
-        contiguous.
+    Layout: any. x is copied first if its rows have gaps, overlap or are far apart, or if distances between
+        rows differ. The output is contiguous.
     Grad: every tensor has gradients. x and 8 bytes for each row (12 bytes if the output is fp32) are kept for
         the backward. Second derivatives, the transforms of torch.func and forward-mode AD run in plain
         PyTorch.
@@ -370,8 +370,8 @@ def add_layer_norm(
     Shapes: y and total have the shape of x.
     Dtypes: x, weight and all biases as in ``layer_norm``. total has the dtype of x. y has the dtype of x, but
         is fp32 under CUDA autocast.
-    Layout: any. x and residual are copied first if their rows have gaps, or if distances between rows differ.
-        y and total are contiguous.
+    Layout: any. x and residual are copied first if their rows have gaps, overlap or are far apart, or if
+        distances between rows differ. y and total are contiguous.
     Grad: every tensor has gradients, from both results, as in ``layer_norm``. The sum is kept for the
         backward. If gradients are wanted, total_bias takes further passes in plain PyTorch, and memory for a
         second sum.

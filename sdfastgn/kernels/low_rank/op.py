@@ -2,7 +2,7 @@
 
 A LoRA layer computes ``weight @ x + scale * b @ (a @ x)``. One product of x with the sum
 ``weight + scale * b @ a`` gives the same result. ``add_low_rank`` computes such sums for many layers in one
-launch:
+launch if their devices, dtypes and alignments are equal:
 
     out = weight + sum over pairs of scale * b @ a
 

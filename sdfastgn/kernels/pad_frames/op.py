@@ -23,8 +23,8 @@ in torch.nn.functional.pad. Mode "reflect" does the same along T. Along H and W,
 outermost lines and columns, which are not repeated.
 
 On a GPU the kernel of ``pad_frames/kernels.py`` runs; that file explains layouts and numerics. For a
-GroupNorm, the kernels that compute its statistics run first. Everywhere else, and if gradients are wanted,
-``reference_pad_frames`` runs.
+GroupNorm, the kernels that compute its statistics run first. Everywhere else, if gradients are wanted, and
+for calls that the kernel cannot run (``_has_kernel``), ``reference_pad_frames`` runs.
 
 Source: the convolutions of Wan's and HunyuanVideo's autoencoders in diffusers (``WanCausalConv3d``,
 ``HunyuanVideoCausalConv3d``, ``HunyuanVideoUpsampleCausal3D``).
@@ -341,8 +341,8 @@ def pad_frames(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the input of a causal convolution with padding 0, in one pass.
 
-    x + shift is normalized and upsampled. Then the frames of ``cache`` are put before it, and borders are
-    added.
+    x + shift is normalized and upsampled. Its sizes are then T'', H'' and W''. Then the frames of ``cache``
+    are put before it, and borders are added.
 
     Args:
         x: (N, C, T, H, W).
@@ -459,8 +459,8 @@ def _check_modulation(name: str, call: PadFramesCall) -> None:
     fits = modulation.dim() == 5 and modulation.shape[:2] == (N, 2 * C)
     if not fits or modulation_times(x.shape, modulation.shape) is None:
         raise ValueError(
-            f"{name}: modulation must have shape ({N}, {2 * C}, t, h, w) with sizes that divide those of x, "
-            f"{tuple(x.shape[2:])}, got {tuple(modulation.shape)}"
+            f"{name}: modulation must have shape ({N}, {2 * C}, t, h, w) with sizes that can be upsampled to "
+            f"those of x, {tuple(x.shape[2:])}, got {tuple(modulation.shape)}"
         )
     check_device(name, "modulation", modulation, x)
 

@@ -4,9 +4,9 @@ cuBLASLt has several algorithms for a matrix product. PyTorch uses the one that 
 the fastest one can take a third less time. sdfastgn finds and uses it in two steps:
 
 - In a *rehearsal* (``chosen_after``) a model is called once, and the shapes of its products are recorded.
-  After the call, each product is timed in PyTorch and with all algorithms that give the same bits as PyTorch.
+  After the call, each product is timed in PyTorch and with the algorithms that give the same bits as PyTorch.
 - When a graph is captured later, each product uses its fastest algorithm. So a graph computes exactly the
-  same bits as PyTorch.
+  same bits as PyTorch. The only exceptions are sums with a product in E4M3 (``add_linear_e4m3_``).
 
 Outside of graphs PyTorch's own products run, because a call through ctypes takes more CPU time.
 """
@@ -30,7 +30,8 @@ from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
 from sdfastgn.kernels.product.e4m3 import scaled_product
 
-# An algorithm is chosen only for products of these dtypes. PyTorch computes all others.
+# An algorithm is chosen only for products of these dtypes, and for products of E4M3 tensors. PyTorch computes
+# all others.
 _DTYPES = (torch.float16, torch.bfloat16)
 # Minimum number of rows of x. For fewer rows, choosing an algorithm took more time than it saved.
 _FEWEST_ROWS = 1024
@@ -49,7 +50,8 @@ _ROUNDS = 3
 _HEAD_START = 400_000
 # Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
-# Maximum relative distance between two sums of a tensor and a product in E4M3, if one was rounded once more.
+# cuBLASLt rounds the sum of a tensor and a product in E4M3 once, PyTorch twice. Their results count as near
+# (``_ways_of_e4m3``) if their relative distance is smaller than this.
 _NEAR_SUM = 0.01
 # An algorithm is only chosen if it takes less than this fraction of PyTorch's time. A smaller gain may be
 # noise.
@@ -227,9 +229,9 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 def chosen_after() -> Iterator[None]:
     """A context for a rehearsal: it finds the fastest algorithms for the products inside.
 
-    It records the products of ``linear`` and ``add_linear_`` on the current device. At its end it times the
-    algorithms of each, on the current stream, and remembers the fastest. Products that were timed before in
-    this process are not timed again.
+    It records the products of ``linear``, ``add_linear_``, ``linear_e4m3`` and ``add_linear_e4m3_`` on the
+    current device. At its end it times the algorithms of each, on the current stream, and remembers the
+    fastest. Products that were timed before in this process are not timed again.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for timing. Products that were not timed yet will be
@@ -252,7 +254,7 @@ _Way = tuple[Algorithm | None, Callable[[], object]]
 
 @torch.no_grad()
 def _fastest(kind: _Kind) -> Algorithm | None:
-    """Times all algorithms that give the same bits as PyTorch, and returns the fastest.
+    """Times the algorithms that ``_ways`` or ``_ways_of_e4m3`` finds, and returns the fastest.
 
     None if none is clearly faster than PyTorch (``_WORTHWHILE``).
     """

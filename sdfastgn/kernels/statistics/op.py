@@ -340,7 +340,8 @@ def add_with_statistics(
         (sum, statistics). The sum is computed in fp32 (fp64 for fp64 input) and rounded once to the dtype of
         x. The statistics are (2, N, P, C) fp32, as in ``channel_statistics``.
 
-    Layout: any. The sum has the strides of x if x has no gaps, else it is dense.
+    Layout: any. The sum has the strides of x if x is channels-first or channels-last. Else it is
+        channels-last if the channels of x have stride 1, and channels-first otherwise.
     Grad: x, residual and bias have gradients. Nothing is differentiated through the statistics.
     Raises:
         TypeError: a tensor is not strided or has another dtype, x and residual have different dtypes, or

@@ -18,8 +18,8 @@ three steps:
 3. A kernel interleaves the phases and adds the bias:
    y[n, c, 2h + a, 2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c].
 
-These steps run for channels-last images on a GPU if they are faster (``phases_pay``). Otherwise the image is
-upsampled and convolved.
+These steps run for channels-last images on a GPU, in calls without gradients, if they are faster
+(``phases_pay``). Otherwise the image is upsampled and convolved.
 
 Numerics: the weights of the phases are summed in fp32 and rounded once to the weight's dtype. A convolution
 of the upsampled image has no such rounding. t is rounded to the dtype of x. The bias is added in fp32.

@@ -7,8 +7,8 @@ Formula, for x (N, C, H, W) and y (N, C, 2H, 2W):
     y[n, c, i, j] = x[n, c, i // 2, j // 2]
     dx[n, c, h, w] = sum of dy[n, c, 2h + a, 2w + b] over a, b in {0, 1}
 
-Channels-last tensors on a GPU run in the kernels of ``nearest_kernels.py``, all others in PyTorch. PyTorch's
-own channels-last kernel for GPUs is slower, because it writes element by element.
+Channels-last tensors in fp16, bf16 or fp32 on a GPU run in the kernels of ``nearest_kernels.py``, all others
+in PyTorch. PyTorch's own channels-last kernel for GPUs is slower, because it writes element by element.
 
 Numerics: the forward copies values. The backward sums in fp32, or in fp64 for fp64 input, and rounds once.
 
@@ -152,7 +152,7 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
         x: (N, C, H, W).
 
     Shapes: the output is (N, C, 2H, 2W).
-    Dtypes: x is fp16, bf16, fp32 or fp64. The output has the dtype of x.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. The output has the dtype of x.
     Layout: the output is channels-last if x is, else channels-first. On a GPU a kernel runs for channels-last
         x, and PyTorch for channels-first x. If x has gaps in memory it is copied first: to channels-last if
         its channels have stride 1, else to channels-first.

@@ -2,7 +2,8 @@
 
 Tensors are fp16, bf16 or fp32, and channels-last: x and dx (N, H, W, C), y and dy (N, 2H, 2W, C). A program
 processes a tile of pixels and channels of x. The forward reads each pixel once, and writes its four copies in
-y. The backward reads the four pixels of dy, and writes their sum to dx. All loads and stores are vectors.
+y. The backward reads the four pixels of dy, and writes their sum to dx. Loads and stores go along the
+channels, so they are vectors if C is even.
 
 The pixels of all samples are numbered consecutively. So kernels need to know W but not H: pixel i of x is in
 row r = i // W, and the first of its four copies is pixel 2 * (i + r * W) of y.
