@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 
 import sdfastgn
 from tests.kernels.samples import kernels
@@ -104,3 +105,10 @@ def drop_all(model):
     """A dropout that drops all."""
     model.dropout.p = 1.0
     model.dropout.train()
+
+
+def adapt(model, *layers):
+    """Put a LoRA around the layers ``layers`` of ``model``, which are 3-D convolutions."""
+    torch.manual_seed(5)
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=list(layers))
+    inject_adapter_in_model(config, model)

@@ -59,8 +59,10 @@ __all__ = ["FUSIONS"]
 
 def _is_pointwise(conv: Any, x: Tensor) -> bool:
     """True if ``conv`` is a plain 1x1x1 convolution that ``_pointwise`` can run on x (N, C, T, H, W)."""
+    if not is_plain_conv3d(conv, x, x.shape[1]):
+        return False
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.groups
-    return sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1) and is_plain_conv3d(conv, x, x.shape[1])
+    return sizes == ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1)
 
 
 def _pointwise(conv: Any, x: Tensor) -> Tensor:
@@ -195,7 +197,8 @@ class _FusedHalf(nn.Module):
         """
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv_in, x, x.shape[1])):
             return None
-        if not is_plain_wrapper(self.conv_out, x, self.conv_out.conv.in_channels):
+        # An adapter's wrapper around the ``nn.Conv3d`` has no ``in_channels``.
+        if not is_plain_wrapper(self.conv_out, x, getattr(self.conv_out.conv, "in_channels", 0)):
             return None
         return norm_of(self.norm_out, self.conv_act, x)
 

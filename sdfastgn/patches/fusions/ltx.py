@@ -76,6 +76,11 @@ def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
     )
 
 
+def _channels_into(conv: Any) -> int:
+    """Number of channels that ``conv`` reads. 0 if an adapter has replaced its ``nn.Conv3d`` by a wrapper."""
+    return getattr(conv.conv, "in_channels", 0)
+
+
 def _is_larger(x: Tensor, padding: Any) -> bool:
     """True if the frames of x are larger than the borders, so that the borders can mirror them."""
     return all(size > border for size, border in zip(x.shape[3:], padding[1:], strict=True))
@@ -293,7 +298,7 @@ class _FusedEncoder(nn.Module):
     def forward(self: Any, hidden_states: Tensor, causal: Any = None) -> Tensor:
         x = hidden_states
         given = () if not hasattr(self, "is_causal") else (causal,)
-        C = self.conv_out.conv.in_channels
+        C = _channels_into(self.conv_out)
         norm = _norm_of(self.norm_out, self.conv_act, C, None, None)
         if norm is None or not (is_plain_inference(x) and _is_plain_conv(self.conv_out, x, C)):
             return super().forward(x, *given)
@@ -317,7 +322,7 @@ class _FusedDecoder(nn.Module):
     def forward(self: Any, hidden_states: Tensor, temb: Any = None, causal: Any = None) -> Tensor:
         x = hidden_states
         given = () if not hasattr(self, "is_causal") else (causal,)
-        C = self.conv_out.conv.in_channels
+        C = _channels_into(self.conv_out)
         table = self.scale_shift_table
         fits = table is None or (temb is not None and len(x) == 1 and table.dtype == x.dtype)
         if not (

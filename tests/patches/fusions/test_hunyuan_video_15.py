@@ -12,6 +12,7 @@ from sdfastgn.patches.fusions import wrapped_conv
 from tests.patches import cases, video_cases
 from tests.patches.samples import randomize
 from tests.patches.video_cases import (
+    adapt,
     codes,
     decode_of,
     encode_of,
@@ -176,6 +177,16 @@ def test_a_hook_within_a_whole_model(family, layer):
     for model in models:
         model.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
     video_cases.same(models, decode_of(codes(2, latents=(1, 2))))  # the result's layout is that of the hook's
+
+
+@each_family
+@pytest.mark.parametrize("layer", ["conv_out.conv", "mid_block.attentions.0.to_q"])
+def test_a_lora_within_a_model(family, layer):
+    models = twins(family)
+    for model in models:
+        adapt(model, f"decoder.{layer}", f"encoder.{layer}")
+    video_cases.same(models, decode_of(codes(2, latents=(1, 2))))
+    video_cases.same(models, encode_of(pixels(3, latents=(1, 2))))
 
 
 @each_family

@@ -10,6 +10,7 @@ from sdfastgn.patches.fusions import ltx as fusion
 from tests.patches import cases
 from tests.patches.samples import randomize
 from tests.patches.video_cases import (
+    adapt,
     codes,
     drop_all,
     encode_of,
@@ -203,6 +204,15 @@ def test_a_hook_within_an_encoder(build, layer):
     models = twins(build)
     for model in models:
         model.encoder.get_submodule(layer).register_forward_hook(lambda m, args, y: 2 * y)
+    same(models, encode_of(pixels(models[0], 1)))
+
+
+@each_family
+def test_a_lora_within_a_model(build):
+    models = twins(build)
+    for model in models:
+        adapt(model, *(f"{part}.conv_{end}.conv" for part in ("encoder", "decoder") for end in ("in", "out")))
+    same(models, decode_of(codes(1, latents=(2, 2))))
     same(models, encode_of(pixels(models[0], 1)))
 
 
