@@ -15,8 +15,9 @@ are in the memory of the GPU, where graphs read them.
 
 The model's parameters are never changed. If a weight is written to or replaced, it is quantized again, into
 the same memory: by the next call without a graph (``product_of``), or before the next graph (``refresh``). A
-write through ``.data`` is not noticed. A layer with LoRA adapters runs in E4M3 if the adapters are merged
-(``merged_adapters.py``), with the merged weights; else in the model's dtype.
+write through ``.data`` is not noticed, with one exception: ``fuse_lora`` writes in this way, and then
+``unload_lora_weights`` puts the layer back into the model (``_put_into``). A layer with LoRA adapters runs in
+E4M3 if the adapters are merged (``merged_adapters.py``), with the merged weights; else in the model's dtype.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.compile_ahead import rehearsal
@@ -207,6 +210,13 @@ class Product:
         """True if the id of one of the weights is in ``ids``."""
         return any(id(ref()) in ids for ref in self.weights)
 
+    def touch(self) -> None:
+        """Mark the weights in E4M3 as outdated: the next call or graph quantizes the weights again."""
+        self._state = []
+        model = self.model()
+        if model is not None:
+            model.changed(is_replaced=False)
+
     def refresh(self) -> None:
         """Quantize the weights again if they were written to."""
         weights = [weight for ref in self.weights if (weight := ref()) is not None]
@@ -326,6 +336,8 @@ def _is_capturing() -> bool:
 _models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
 # Module -> its product. The module is the linear layer, or the owner of the layers with the same input.
 _products: weakref.WeakKeyDictionary[nn.Module, Product] = weakref.WeakKeyDictionary()
+# The registration of ``_put_into``; None while no model has products.
+_hook: RemovableHandle | None = None
 
 
 def device_reason(device: torch.device) -> str | None:
@@ -374,6 +386,9 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
 
     ``found``: the owner of each product, and its weights. Drop the graphs of the model first.
     """
+    global _hook
+    if _hook is None:
+        _hook = register_module_module_registration_hook(_put_into)
     own = _models[model] = _Model()
     for owner, weights in found:
         if not _has(owner, weights):
@@ -389,8 +404,28 @@ def _has(owner: nn.Module, weights: Sequence[Tensor]) -> bool:
 
 def forget(module: nn.Module) -> None:
     """Drop all that this file keeps for ``module``."""
+    global _hook
     _models.pop(module, None)
     _products.pop(module, None)
+    if _hook is not None and not _products:
+        _hook.remove()
+        _hook = None
+
+
+def _put_into(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """PyTorch calls this when a module gets a child. Products of the child's weight are outdated from now on.
+
+    The child may be a layer from which an adapter was taken off. peft writes adapters into the layer's weight
+    through ``.data``, and PyTorch does not count such a write.
+    """
+    weight = None if child is None else child._parameters.get("weight")
+    if weight is None:
+        return
+    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    owners = [owner for ref in _products.keyrefs() if (owner := ref()) is not None]
+    for product in filter(None, map(_products.get, owners)):
+        if product.is_any_of({id(weight)}):
+            product.touch()
 
 
 def is_used() -> bool:

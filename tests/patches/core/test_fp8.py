@@ -1,10 +1,12 @@
 """``optimize(..., precision="fp8")``: products of transformer blocks in E4M3."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
+from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
@@ -244,6 +246,43 @@ def test_layers_with_adapters(merges, options):
     assert error(y, quick) > 0.05
     assert (state(fused).in_e4m3, state(fused).adapted) == ((4, 0) if merges else (1, 3))
     assert merges or "3 have LoRA adapters" in str(sdfastgn.report(fused))
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_adapters_that_were_fused_and_unloaded(calls):
+    """peft writes into the weights in a way that PyTorch does not count."""
+    fused, plain, _ = twins()
+    learn(fused)
+    quick = call(fused)
+    fp8.refresh(fused)
+    assert not fp8.is_outdated(fused)
+    config = LoraConfig(r=2, target_modules=["to_q", "net.2"], init_lora_weights=False)
+    for block in (fused, plain):
+        torch.manual_seed(3)
+        inject_adapter_in_model(config, block)
+        block.to(WHERE["device"], torch.float16)
+        for _ in range(calls):
+            call(block)
+        for module in [module for module in block.modules() if hasattr(module, "merge")]:
+            module.merge()
+        recurse_remove_peft_layers(block)
+    assert fp8.is_outdated(fused)
+    y = call(fused)
+    assert 0 < error(y, call(plain)) < 0.05 < error(y, quick)
+    assert state(fused).in_e4m3 == 4
+
+
+def test_the_hook_that_sees_new_layers_goes_with_the_last_product(monkeypatch):
+    monkeypatch.setattr(fp8, "_products", weakref.WeakKeyDictionary())  # not those of other tests
+    monkeypatch.setattr(fp8, "_hook", None)
+    hooks = nn.modules.module._global_module_registration_hooks
+    before = len(hooks)
+    first, second = (sdfastgn.optimize(made(), precision="fp8") for _ in range(2))
+    assert len(hooks) == before + 1
+    sdfastgn.restore(first)
+    assert len(hooks) == before + 1
+    sdfastgn.optimize(second, precision=None)
+    assert len(hooks) == before
 
 
 def hooked(block):
