@@ -114,3 +114,16 @@ def test_adapters_that_come_and_go(learned):
     quick.unload_lora()
     for _ in range(4):
         assert torch.equal(run(quick, inputs), without)
+
+
+def test_adapters_that_were_fused_and_unloaded(learned):
+    quick, plain, inputs = learned(none)
+    without = run(quick, inputs)
+    for unet in (quick, plain):
+        add(unet, "a", 5)
+        unet.to("cuda", torch.float16)
+        unet.fuse_lora()
+        unet.unload_lora()
+    expected = run(plain, inputs)
+    for _ in range(4):
+        assert error(run(quick, inputs), expected) < 0.1 < error(without, expected)
