@@ -108,9 +108,10 @@ def reference_add_low_rank(total: Sum) -> None:
     """Computes ``add_low_rank`` for one layer in plain PyTorch: writes the sum into ``total.out``."""
     dtype = torch.promote_types(total.weight.dtype, torch.float32)
     y = total.weight.to(dtype)
-    for a, b, scale in total.pairs:
-        product = b.flatten(1).to(dtype) @ a.flatten(1).to(dtype)
-        y = y + scale * product.view(y.shape)
+    with torch.autocast(y.device.type, enabled=False):  # autocast would compute the product in half precision
+        for a, b, scale in total.pairs:
+            product = b.flatten(1).to(dtype) @ a.flatten(1).to(dtype)
+            y = y + scale * product.view(y.shape)
     total.out.copy_(y)
 
 

@@ -95,6 +95,16 @@ def test_factors_of_different_dtypes(device):
     check(one)
 
 
+def test_autocast_changes_no_product(device):
+    """The kernel does not take factors of different dtypes, so PyTorch computes their products."""
+    total = made(*LAYERS["linear"], torch.float32, device)
+    a, b, scale = total.pairs[0]
+    mixed = total._replace(pairs=(total.pairs[0], Factors(a.half(), b.half(), scale)))
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        run([mixed])
+    check(mixed)
+
+
 def test_a_scale_changes_and_the_tables_stay(device):
     total = made(*LAYERS["window"], torch.float16, device)
     for scale in (0.5, -2.0, 0.0):
