@@ -7,14 +7,26 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["OF_CONV", "Source", "active_adapters", "adapter_of", "is_plain_adapter", "source_of", "state_of"]
+__all__ = [
+    "NUMBERS",
+    "OF_CONV",
+    "Source",
+    "active_adapters",
+    "adapter_of",
+    "is_plain_adapter",
+    "source_of",
+    "state_of",
+]
 
+# Classes of scales that can be merged. Scales are often taken from ``np.linspace``.
+NUMBERS = (float, int, np.floating, np.integer)
 # Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
 # weights, must have the same settings as the wrapped convolution.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
@@ -146,10 +158,10 @@ def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
     if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
         return "its adapter has a dropout"
     scale = own["scaling"][name]
-    if type(scale) not in (float, int):
+    if not isinstance(scale, NUMBERS):
         return f"the adapter's scale is a {type(scale).__name__}"
     a, b = first._parameters["weight"], second._parameters["weight"]
-    return a, b, second._parameters.get("bias"), scale
+    return a, b, second._parameters.get("bias"), float(scale)
 
 
 def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:

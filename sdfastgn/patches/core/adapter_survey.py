@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import expiring, is_expired, refers_to, version_of
 from sdfastgn.kernels.low_rank.op import LowRankSums
-from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, source_of
+from sdfastgn.patches.core.adapter_sources import NUMBERS, OF_CONV, Source, active_adapters, source_of
 from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
 from sdfastgn.patches.core.merged_weights import read_on, records, write_prepared
 from sdfastgn.patches.core.prepared_adapters import PreparedLayer
@@ -153,11 +153,13 @@ class Survey:
     def _differ_in_adapters(self, settings: list[Any]) -> bool:
         """True if only active adapters and scales differ from the last settings.
 
-        False if adapters are fused, or if a scale is not a plain number.
+        False if adapters are fused, or if a scale is no number.
         """
         (touched, _, fused, _, kinds, scales), old = settings, self._settings
         is_same = (touched, fused, kinds) == (old[0], old[2], old[4])
-        return is_same and not any(fused) and set(map(type, scales)) <= {float, int}
+        return (
+            is_same and not any(fused) and all(issubclass(kind, NUMBERS) for kind in set(map(type, scales)))
+        )
 
     def _write(self, factor: float, settings: list[Any] | None = None) -> int | None:
         """Writes all merged weights that are outdated, from prepared parts (``PreparedLayer``).
@@ -180,7 +182,7 @@ class Survey:
         flat: list[float] = []
         for place, (layer, own, its_names) in enumerate(zip(self._prepared, self._owns, names, strict=True)):
             now, record = own["scaling"], layer.record
-            scales = tuple([now[name] * factor for name in its_names])
+            scales = tuple([float(now[name]) * factor for name in its_names])
             key = (*layer.key, scales)
             if record.has_key(key):
                 record.wait()  # an eager call may have written the weights in another stream
@@ -189,7 +191,7 @@ class Survey:
             places.append(place)
             flat += scales
             if layer.with_bias:
-                flat += [now[name] * factor for name in layer.with_bias]
+                flat += [float(now[name]) * factor for name in layer.with_bias]
         self._names = names
         if not outdated:
             return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from sdfastgn.patches.core.adapter_sources import NUMBERS
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.models import lora_scale_of
 
@@ -36,9 +37,9 @@ class LoraScale:
         self.kwargs, self.factor, self.in_forward = kwargs, 1.0, 1.0
         name = lora_scale_of(module) or ""
         options = kwargs.get(name)
-        if type(options) is not dict or type(options.get(_ITEM)) not in (int, float):
+        if type(options) is not dict or not isinstance(options.get(_ITEM), NUMBERS):
             return
-        self.factor = options[_ITEM]
+        self.factor = float(options[_ITEM])
         if survey.takes_scale:
             self.in_forward = self.factor
             others = {key: value for key, value in options.items() if key != _ITEM}

@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from diffusers.utils.peft_utils import set_weights_and_activate_adapters
@@ -320,6 +321,19 @@ def test_a_scale_in_the_arguments_shares_the_graph():
         values = inputs if scale is None else {**inputs, "cross_attention_kwargs": {"scale": scale}}
         agree(run(unet, values), run(stock, values))
     assert (state(unet).captured, state(unet).replays) == (1, 6)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64])
+def test_scales_of_numpy(kind):
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 2)
+    for scale in map(kind, (0.5, -1, 1)):
+        weights(["a"], [scale])(unet), weights(["a"], [scale])(stock)
+        same_results(unet, stock, inputs, 1)
+        values = {**inputs, "cross_attention_kwargs": {"scale": kind(-1)}}
+        agree(run(unet, values), run(stock, values))
+    assert (state(unet).captured, state(unet).replays) == (1, 7)
 
 
 def test_scale_0_in_the_arguments_resets_the_scales_as_in_stock():
