@@ -15,7 +15,8 @@ from filelock import FileLock
 
 pytest_plugins = ["tests.plugin"]
 
-if not torch.cuda.is_available():
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
     if importlib.util.find_spec("triton") is not None:
         from tests.interpreter import make_quick
@@ -37,18 +38,6 @@ def pytest_unconfigure():
     gc.unfreeze()  # else extension modules report leaks at the end of the process
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    """Seeds PyTorch, so that a test's random numbers do not depend on the tests before it."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def no_terminal(monkeypatch):
-    """Unsets COLUMNS, so that the width of printed tables does not depend on the terminal of the tests."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def warned_once():
     """Triggers ``optimize``'s warnings about this machine before the first test.
@@ -63,18 +52,22 @@ def warned_once():
 
 
 @pytest.fixture(autouse=True)
-def no_tf32(request):
-    """Turns TF32 off in cuDNN for tests marked ``gpu``, so that fp32 convolutions are as exact as on a CPU.
+def surroundings(request, monkeypatch):
+    """Sets what every test relies on, and resets global state after the test.
 
-    With TF32, two ways to compute the same convolution already differ in the third digit.
+    It is one fixture because each fixture takes pytest 0.1 ms, in each of over 10,000 tests.
     """
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = request.node.get_closest_marker("gpu") is None and before
-    yield
-    torch.backends.cudnn.allow_tf32 = before
+    from tests.plugin import apply_markers
+
+    # A test's random numbers do not depend on the tests before it. ``torch.manual_seed`` takes 0.1 ms.
+    (torch if HAS_GPU else torch.default_generator).manual_seed(0)
+    monkeypatch.delenv("COLUMNS", raising=False)  # nor do printed tables depend on the terminal
+    apply_markers(request.node, monkeypatch)
+    with on_gpu(request) if HAS_GPU else contextlib.nullcontext(), kernels_stay_on(monkeypatch):
+        yield
 
 
-@pytest.fixture(autouse=True)
+@contextlib.contextmanager
 def kernels_stay_on(monkeypatch):
     """Fails a test that turned the kernels off, and turns them on again.
 
@@ -89,19 +82,24 @@ def kernels_stay_on(monkeypatch):
     assert after == before
 
 
-@pytest.fixture(autouse=True)
-def memory_shared(request):
-    """Leaves GPU memory to the other test processes, which share the GPU.
+@contextlib.contextmanager
+def on_gpu(request):
+    """Turns TF32 off for tests marked ``gpu``, and leaves GPU memory to the other test processes.
 
-    Tests with the marker ``gigabytes`` run one at a time. After each test PyTorch's memory cache is emptied
-    if it is above 1 GiB.
+    With TF32, two ways to compute the same fp32 convolution in cuDNN already differ in the third digit.
+
+    The test processes share the GPU. Tests with the marker ``gigabytes`` run one at a time. After each test
+    PyTorch's memory cache is emptied if it is above 1 GiB.
     """
     turn = contextlib.nullcontext()
     if request.node.get_closest_marker("gigabytes"):
         # All processes of one pytest-xdist run have this folder in common.
         folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent
         turn = FileLock(folder / "gigabytes.lock")
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = request.node.get_closest_marker("gpu") is None and before
     with turn:
         yield
-        if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+        if torch.cuda.memory_reserved() > 2**30:
             torch.cuda.empty_cache()
+    torch.backends.cudnn.allow_tf32 = before

@@ -1,4 +1,4 @@
-"""Fixtures that tests request by name, and fixtures that implement markers of ``pyproject.toml``.
+"""Fixtures that tests request by name, and what the markers of ``pyproject.toml`` do.
 
 No folder of tests has a ``conftest.py`` with fixtures of its own, because pytest 9.1 can lose such fixtures.
 It happens when the command line names files of that folder, then a file of the parent folder, then further
@@ -18,14 +18,16 @@ from tests.devices import DEVICES
 # ---- markers
 
 
-@pytest.fixture(autouse=True)
-def fused_on_cpu(request, monkeypatch):
-    """Implements the markers ``fused_on_cpu`` and ``without_kernels``."""
-    markers = {marker.name for marker in request.node.iter_markers()}
+def apply_markers(node, monkeypatch):
+    """Does what the markers ``fused_on_cpu``, ``without_kernels`` and ``multiprocessors`` of a test say."""
+    markers = {marker.name: marker for marker in reversed([*node.iter_markers()])}
     if "fused_on_cpu" in markers:
         pack_on_cpu(monkeypatch)
         if "without_kernels" not in markers:
             run_fused_on_cpu(monkeypatch)
+    if "multiprocessors" in markers and not torch.cuda.is_available():
+        (count,) = markers["multiprocessors"].args
+        monkeypatch.setattr("sdfastgn.kernels.common.gpu.num_sms", lambda device: count)
 
 
 def pack_on_cpu(monkeypatch):
@@ -43,14 +45,6 @@ def run_fused_on_cpu(monkeypatch):
         "has_kernels",
         lambda x: dispatch.is_on() and x.dtype in dispatch.KERNEL_DTYPES if x.is_cpu else has_kernels(x),
     )
-
-
-@pytest.fixture(autouse=True)
-def multiprocessors(request, monkeypatch):
-    """Implements the marker ``multiprocessors``."""
-    marker = request.node.get_closest_marker("multiprocessors")
-    if marker is not None and not torch.cuda.is_available():
-        monkeypatch.setattr("sdfastgn.kernels.common.gpu.num_sms", lambda device: marker.args[0])
 
 
 # ---- fixtures of any folder

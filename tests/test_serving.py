@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import io
 import json
+import logging
 import sys
 import threading
 import types
@@ -115,13 +116,15 @@ def test_a_batch_has_its_most_images(example: types.ModuleType, watched: Watched
 
 @pytest.mark.usefixtures("pairs")
 def test_an_error_is_answered_and_the_server_goes_on(
-    example: types.ModuleType, watched: Watched, caplog: pytest.LogCaptureFixture
+    example: types.ModuleType, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heard = io.StringIO()
+    monkeypatch.setattr(example.log, "handlers", [logging.StreamHandler(heard)])
     app = example.serve(watched)
     wrong, right = answers(app, WRONG, CAT)
     assert (wrong.status_code, wrong.json()) == (500, {"detail": "the image could not be drawn"})
     assert right.status_code == 200  # alone, after both together have failed
-    assert "ValueError: no such prompt" in caplog.text
+    assert "ValueError: no such prompt" in heard.getvalue()
     assert answers(app, DOG)[0].status_code == 200
 
 
