@@ -49,6 +49,7 @@ def make_quick() -> None:
     _convert_quickly()
     _insert_axes_quickly()
     _remember_signatures()
+    _convert_bf16_quickly()
     _round_to_e4m3()
 
 
@@ -95,12 +96,14 @@ def _remember_tensors() -> None:
     make = tl.tensor.__init__
 
     def init(self, handle, type):
-        attributes = vars(type).get("of_tensors")
-        if attributes is None:
+        try:
+            shape, numel, dtype = type.of_tensors
+        except AttributeError:
             make(self, handle, type)
-            type.of_tensors = {key: value for key, value in vars(self).items() if key != "handle"}
-        else:
-            self.__dict__.update(attributes, handle=handle)
+            type.of_tensors = self.shape, self.numel, self.dtype
+            return
+        # Python keeps attributes without a dict as long as they are set one by one.
+        self.handle, self.shape, self.numel, self.type, self.dtype = handle, shape, numel, type, dtype
 
     tl.tensor.__init__ = init
 
@@ -239,7 +242,7 @@ def _remember_operators() -> None:
 
 
 def _quick_operator(method: str, slow):
-    operators = f"operators {method}"
+    operators, new_handle = f"operators {method}", object.__new__
 
     def operator(self, other):
         kind = type(other)
@@ -254,13 +257,15 @@ def _quick_operator(method: str, slow):
         found = known.get(key)
         if found is None:
             result, function = _watch(slow, self, other)
-            known[key] = function, result.type, other_type  # kept alive, so that its id stays its own
+            known[key] = function, result.type, result.type.scalar, other_type  # alive, so its id is its own
             return result
-        function, result_type, _ = found
+        function, result_type, dtype, _ = found
         if function is None:
             return slow(self, other)
         data = function(self.handle.data, None if other_type is None else other.handle.data)
-        return tl.tensor(interpreter.TensorHandle(data, result_type.scalar), result_type)
+        handle = new_handle(interpreter.TensorHandle)  # the size of its data was checked with the first one
+        handle.data, handle.dtype, handle.attr = data, dtype, {}
+        return tl.tensor(handle, result_type)
 
     return operator
 
@@ -398,6 +403,23 @@ def _remember_signatures() -> None:
             "getcallargs": getcallargs,
         }
     )
+
+
+def _convert_bf16_quickly() -> None:
+    """Converts between bf16 and fp32 by a shift, with the interpreter's results for all normal numbers.
+
+    The interpreter gets subnormal numbers wrong.
+    """
+    convert = interpreter._convert_float
+
+    def convert_float(data, input_dtype, output_dtype, rounding_mode):
+        if rounding_mode is None and (input_dtype, output_dtype) == (tl.bfloat16, tl.float32):
+            return data.view(numpy.uint16).astype(numpy.uint32) << 16
+        if rounding_mode is None and (input_dtype, output_dtype) == (tl.float32, tl.bfloat16):
+            return (data.view(numpy.uint32) >> 16).astype(numpy.uint16)
+        return convert(data, input_dtype, output_dtype, rounding_mode)
+
+    interpreter._convert_float = convert_float
 
 
 def _round_to_e4m3() -> None:
