@@ -272,11 +272,12 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
         over = any(rule.is_over_applied(component) for rule in OBJECT_FUSIONS)
         return [(prefix, component)] if over else []
     _left_out.pop(component, None)
+    modules = list(component.modules())  # no undo adds or removes one
     for fusion in reversed(_in_order(component)):
-        for module in component.modules():
+        for module in modules:
             if fusion.is_applied(module):
                 fusion.undo(module)
-    for module in component.modules():
+    for module in modules:
         # Some fusions reach the modules to restore through a parent. If other code has replaced the parent,
         # ``fusion.undo`` has missed these modules.
         restore_class(module)
