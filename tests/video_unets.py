@@ -10,6 +10,8 @@ from diffusers import (
     UNetSpatioTemporalConditionModel,
 )
 
+from tests.copies import Original
+
 _TEXT = 32
 _BLOCKS = {"block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": _TEXT}
 _PLAIN = {
@@ -61,6 +63,12 @@ def built(name):
             if parameter.dim() == 1 or not parameter.any():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + 0.2)
     return unet
+
+
+@functools.cache
+def original(name):
+    """``built(name)``, of which tests take quick copies."""
+    return Original(built(name))
 
 
 def inputs(name, batch=2, frames=3, size=(4, 6), seed=0):

@@ -33,8 +33,8 @@ OVER_FRAMES = {
 
 def twins(name):
     """(optimized UNet, stock UNet with the same weights)"""
-    stock = copy.deepcopy(video_unets.built(name))
-    return sdfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False), stock
+    unet, stock = (video_unets.original(name).copy() for _ in range(2))
+    return sdfastgn.optimize(unet, cuda_graphs=False), stock
 
 
 def call(unet, name, **options):

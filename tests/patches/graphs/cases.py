@@ -14,6 +14,7 @@ from torch import nn
 import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import install as cuda_graphs
+from tests.copies import Original
 from tests.patches.cases import ip_adapter_weights
 from tests.patches.graphs.tape import TapeBackend
 
@@ -35,9 +36,15 @@ def built(model, device):
     return build_unet(model, torch.float32, device)
 
 
+@functools.cache
+def original(model, device):
+    """``built(model, device)``, of which tests take quick copies."""
+    return Original(built(model, device))
+
+
 def make(device="cpu", mode="auto", model="tiny", backend=None, merge_adapters=True):
     """(optimized UNet, stock UNet with the same weights, arguments)"""
-    unet, stock = (copy.deepcopy(built(model, device)) for _ in range(2))
+    unet, stock = (original(model, device).copy() for _ in range(2))
     inputs = unet_inputs(model, size=64, batch=1, dtype=torch.float32, device=device, seed=0)
     return optimized(unet, mode, backend, merge_adapters=merge_adapters), stock, inputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 import time
@@ -19,7 +20,8 @@ import sdfastgn
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs import training
 from tests.controlnet import build_controlnet
-from tests.patches.graphs.cases import DEVICES, built, make, optimized, settled
+from tests.copies import Original
+from tests.patches.graphs.cases import DEVICES, built, make, optimized, original, settled
 from tests.patches.graphs.tape import TapeBackend
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -43,12 +45,17 @@ def with_lora(unet):
 TRAINED = {"lora": with_lora, "all": lambda unet: None}
 
 
+@functools.cache
+def prepared(device, prepare):
+    """The UNet "tiny" after ``prepare``, in train mode."""
+    unet = original("tiny", device).copy()
+    prepare(unet)
+    return Original(unet.train())
+
+
 def pair(device="cpu", prepare=with_lora):
     """(UNet with graphs of training, the same UNet optimized without graphs, function: seed -> batch)"""
-    unet, other = (copy.deepcopy(built("tiny", device)) for _ in range(2))
-    for model in (unet, other):
-        prepare(model)
-        model.train()
+    unet, other = (prepared(device, prepare).copy() for _ in range(2))
     optimized(unet, "training")
     sdfastgn.optimize(other, cuda_graphs=False)
 

@@ -1,7 +1,5 @@
 """CUDA graphs of UNets for video."""
 
-import copy
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ NAMES = [pytest.param(name, id=name) for name in video_unets.UNETS]
 
 def make(name):
     """(optimized UNet, stock UNet with the same weights)"""
-    return tuple(copy.deepcopy(video_unets.built(name)) for _ in range(2))
+    return tuple(video_unets.original(name).copy() for _ in range(2))
 
 
 @pytest.mark.parametrize("name", NAMES)
