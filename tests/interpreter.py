@@ -46,6 +46,7 @@ def make_quick() -> None:
     _remember_broadcasts()
     _remember_operands()
     _remember_operators()
+    _remember_cache_policies()
     _convert_quickly()
     _insert_axes_quickly()
     _remember_signatures()
@@ -229,6 +230,11 @@ def _remember_types_of_pointers() -> None:
     tl.str_to_ty = functools.cache(tl.str_to_ty)
 
 
+def _remember_cache_policies() -> None:
+    """Makes one object of the cache policy of each load and store."""
+    tl.core._normalize_cache_policy = functools.cache(tl.core._normalize_cache_policy)
+
+
 def _remember_operators() -> None:
     """Remembers what an operator does with two operands: one function of NumPy, on their data.
 
@@ -253,13 +259,13 @@ def _quick_operator(method: str, slow):
             other_type, key = None, (kind, other)
         else:
             return slow(self, other)
-        known = vars(self.type).setdefault(operators, {})
-        found = known.get(key)
-        if found is None:
+        try:
+            function, result_type, dtype, _ = vars(self.type)[operators][key]
+        except KeyError:
             result, function = _watch(slow, self, other)
+            known = vars(self.type).setdefault(operators, {})
             known[key] = function, result.type, result.type.scalar, other_type  # alive, so its id is its own
             return result
-        function, result_type, dtype, _ = found
         if function is None:
             return slow(self, other)
         data = function(self.handle.data, None if other_type is None else other.handle.data)
