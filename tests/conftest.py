@@ -98,8 +98,10 @@ def on_gpu(request):
         turn = FileLock(folder / "gigabytes.lock")
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = request.node.get_closest_marker("gpu") is None and before
-    with turn:
-        yield
-        if torch.cuda.memory_reserved() > 2**30:
-            torch.cuda.empty_cache()
-    torch.backends.cudnn.allow_tf32 = before
+    try:
+        with turn:
+            yield
+            if torch.cuda.memory_reserved() > 2**30:
+                torch.cuda.empty_cache()
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
