@@ -35,7 +35,7 @@ from sdfastgn.patches.comfyui.carried import (
     with_carries,
 )
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
-from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.fusion import drops_nothing, is_unhooked
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import TestedSource, tested
 from sdfastgn.patches.fusions.video import (
@@ -71,8 +71,8 @@ class FusedVideoResnetBlock(comfy_model.ResnetBlock):
         return add(y, x, self.conv2.conv.bias)
 
     def _runs_fused(self, x: Tensor, carry_in: Any) -> bool:
-        C, C_out, dropout = self.in_channels, self.out_channels, self.dropout
-        if (dropout.training and dropout.p) or not is_unhooked(dropout):
+        C, C_out = self.in_channels, self.out_channels
+        if not drops_nothing(self.dropout):
             return False
         if C_out != C and (self.use_conv_shortcut or not is_plain_wrapper(self.nin_shortcut, x, C, 1)):
             return False

@@ -34,7 +34,7 @@ from sdfastgn.patches.comfyui.carried import (
     run_stages,
     with_carries,
 )
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import downsampled, means_of, upsampled
 from sdfastgn.patches.fusions.video import (
@@ -69,10 +69,10 @@ def result_of(
 
     x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last.
     """
-    dropout, C, C_out = block.dropout, block.in_channels, block.out_channels
+    C, C_out = block.in_channels, block.out_channels
     if temb is not None or not is_plain_inference(x) or block.use_conv_shortcut:
         return None
-    if (dropout.training and dropout.p) or not is_unhooked(dropout):
+    if not drops_nothing(block.dropout):
         return None
     if not (is_plain_wrapper(block.conv1, x, C) and is_plain_wrapper(block.conv2, x, C_out)):
         return None

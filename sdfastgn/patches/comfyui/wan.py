@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
 from sdfastgn.patches.comfyui.layers import prepared, reason_to_cast
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions.video import NORMS, FusedRMSNorm, add_into, is_plain_inference, norm_of
@@ -132,7 +132,7 @@ class ResidualBlockBase(_Chunked):
             return None
         norm1, act1, conv1, norm2, act2, dropout, conv2 = self.residual
         shortcut = self.shortcut
-        if type(dropout) is not nn.Dropout or (dropout.training and dropout.p) or not is_unhooked(dropout):
+        if not drops_nothing(dropout):
             return None
         if not (type(shortcut) is nn.Identity and is_unhooked(shortcut)) and not _is_plain_conv(shortcut, x):
             return None

@@ -19,6 +19,7 @@ __all__ = [
     "activation_of",
     "activation_reason",
     "dropped_out",
+    "drops_nothing",
     "foreign_class",
     "foreign_override",
     "is_about",
@@ -230,11 +231,14 @@ def is_unhooked(*modules: nn.Module) -> bool:
     return not has_any_global_hook()
 
 
+def drops_nothing(layer: Any) -> bool:
+    """True if ``layer`` is a Dropout whose call would only return its input."""
+    return type(layer) is nn.Dropout and not (layer.training and layer.p) and is_unhooked(layer)
+
+
 def dropped_out(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``. A Dropout in eval mode is not called, because it would return x."""
-    if type(layer) is nn.Dropout and not layer.training and is_unhooked(layer):
-        return x
-    return layer(x)
+    """``layer(x)``. A Dropout that would return x is not called."""
+    return x if drops_nothing(layer) else layer(x)
 
 
 def layer_of(module: nn.Module, name: str) -> Any:

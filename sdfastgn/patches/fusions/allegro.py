@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.layout import empty_laid_out
 from sdfastgn.kernels.pad_frames.op import pad_frames
 from sdfastgn.kernels.statistics.op import channel_statistics
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing, is_unhooked
 from sdfastgn.patches.core.statistics import add, as_video, take_statistics
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import unpack_sum
@@ -61,7 +61,7 @@ def _is_plain(step: Any, x: Tensor, C: int, C_out: int) -> bool:
     norm, act, *dropouts, conv = step
     return (
         can_fuse(norm, act, x, C)
-        and all(type(d) is nn.Dropout and not (d.training and d.p) and is_unhooked(d) for d in dropouts)
+        and all(map(drops_nothing, dropouts))
         and is_plain_conv3d(conv, x, C)
         and (conv.out_channels, conv.bias is None) == (C_out, False)
     )

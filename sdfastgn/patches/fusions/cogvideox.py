@@ -50,7 +50,7 @@ from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv
-from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_reason, drops_nothing, is_unhooked
 from sdfastgn.patches.core.statistics import add, add_bias
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
@@ -225,7 +225,7 @@ class FusedCogVideoXResnetBlock3D(CogVideoXResnetBlock3D):
         return add(h, x, self.conv2.conv.bias), new
 
     def _runs_fused(self, x: Tensor, zq: Tensor | None, cache: Any) -> bool:
-        if (self.dropout.training and self.dropout.p) or not is_unhooked(self.dropout):
+        if not drops_nothing(self.dropout):
             return False
         C, C_out = self.in_channels, self.out_channels
         if C_out != C:

@@ -33,7 +33,7 @@ from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.pad_frames.op import pad_frames
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 from sdfastgn.patches.fusions.packing import packed
@@ -199,7 +199,7 @@ class FusedCosmosResnetBlock3d(cosmos.CosmosResnetBlock3d):
         return add_into(h, residual, self.conv2.conv_t.bias)
 
     def _runs_fused(self, x: Tensor) -> bool:
-        if (self.dropout.training and self.dropout.p) or not is_unhooked(self.dropout):
+        if not drops_nothing(self.dropout):
             return False
         C, shortcut = x.shape[1], self.conv_shortcut
         if not (type(shortcut) is nn.Identity and is_unhooked(shortcut)) and not _is_plain_conv(
@@ -273,15 +273,13 @@ class FusedCosmosCausalAttention(cosmos.CosmosCausalAttention):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = hidden_states
         convs = self.to_q, self.to_k, self.to_v, self.to_out[0]
-        dropout = self.to_out[1]
         if not (
             attention_mask is None
             and type(self.processor) is cosmos.CosmosSpatialAttentionProcessor2_0
             and is_plain_inference(x)
             and _is_plain_norm(self.norm, x, x.shape[1])
             and all(_is_plain_conv(conv, x, x.shape[1]) for conv in convs)
-            and is_unhooked(dropout)
-            and not (dropout.training and dropout.p)
+            and drops_nothing(self.to_out[1])
         ):
             return super().forward(x, attention_mask)
         x = laid_out(x, channels_last=True)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
 from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing, is_unhooked
 from sdfastgn.patches.core.statistics import add, add_bias, as_video
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.video import (
@@ -183,7 +183,7 @@ class FusedEasyAnimateResidualBlock3D(EasyAnimateResidualBlock3D):
         return as_video(y, x.shape[2])
 
     def _runs_fused(self, x: Tensor) -> bool:
-        if (self.dropout.training and self.dropout.p) or not is_unhooked(self.dropout):
+        if not drops_nothing(self.dropout):
             return False
         C, shortcut, image = x.shape[1], self.shortcut, x.shape[3:]
         is_identity = type(shortcut) is nn.Identity and is_unhooked(shortcut)

@@ -31,7 +31,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 )
 from torch import Tensor
 
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing
 from sdfastgn.patches.core.left_alone import pads_quickly
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
@@ -75,7 +75,7 @@ class FusedHunyuanVideoResnetBlockCausal3D(HunyuanVideoResnetBlockCausal3D):
         return add(h, residual, self.conv2.conv.bias)
 
     def _runs_fused(self, x: Tensor) -> bool:
-        if (self.dropout.training and self.dropout.p) or not is_unhooked(self.dropout):
+        if not drops_nothing(self.dropout):
             return False
         C, shortcut = x.shape[1], self.conv_shortcut
         if not is_plain_wrapper(self.conv1, x, C) or not (

@@ -31,7 +31,13 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import (
+    ClassSwap,
+    activation_of,
+    activation_reason,
+    drops_nothing,
+    is_unhooked,
+)
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import Cell, cells_of
 from sdfastgn.patches.fusions.video import add_into, in_channels_last, is_plain_inference
@@ -237,9 +243,7 @@ class _FusedResnetBlock(nn.Module):
         if not (is_plain_inference(x) and _is_plain_conv(self.conv1, x, x.shape[1])):
             return None
         C = self.conv1.conv.out_channels
-        if not _is_plain_conv(self.conv2, x, C) or not is_unhooked(self.dropout):
-            return None
-        if self.dropout.training and self.dropout.p:
+        if not (_is_plain_conv(self.conv2, x, C) and drops_nothing(self.dropout)):
             return None
         modulation: tuple[Tensor | None, ...] = (None,) * 4
         table = self.scale_shift_table

@@ -10,11 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.models.resnet import ResnetBlock2D
-from torch import Tensor, nn
+from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, dropped_out, is_unhooked, layer_of
+from sdfastgn.patches.core.fusion import (
+    ClassSwap,
+    activation_reason,
+    dropped_out,
+    drops_nothing,
+    layer_of,
+)
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
@@ -71,11 +77,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
         # ``conv1.out_channels`` is not read below, because conv1 may be a LoRA's wrapper around the
         # convolution.
         conv1, norm2 = layer_of(self, "conv1"), layer_of(self, "norm2")
-        dropout = layer_of(self, "dropout")
-        drops = (
-            type(dropout) is not nn.Dropout or (dropout.training and dropout.p) or not is_unhooked(dropout)
-        )
-        reader = None if drops else layer_of(self, "conv2")
+        reader = layer_of(self, "conv2") if drops_nothing(layer_of(self, "dropout")) else None
         return conv_norm_act(h, conv1, norm2, act, self.out_channels, embedding, reader)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions.video import (
@@ -108,11 +108,7 @@ class _FusedResidualBlock(nn.Module):
 
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
         """The operands for the kernels of both norms and their SiLU. None if stock's forward has to run."""
-        if (
-            not is_plain_inference(x)
-            or (self.dropout.training and self.dropout.p)
-            or not is_unhooked(self.dropout)
-        ):
+        if not (is_plain_inference(x) and drops_nothing(self.dropout)):
             return None
         shortcut = self.conv_shortcut
         if not (type(shortcut) is nn.Identity and is_unhooked(shortcut)) and not _is_plain_conv(shortcut, x):

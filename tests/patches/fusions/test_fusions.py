@@ -376,6 +376,35 @@ def doubled(layer):
     return lambda *args, **kwargs: 2 * layer(*args, **kwargs)
 
 
+class Doubled(nn.Module):
+    """Like ``nn.Identity``, it has no ``p``."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            f"{family}_resnet_block"
+            for family in ("hunyuan_video", "cogvideox", "easyanimate", "ltx", "cosmos")
+        ),
+        "cosmos_attention",
+        "wan_residual_block",
+    ],
+)
+def test_a_layer_in_the_place_of_a_dropout_is_called(name):
+    build, call = samples.sample(name)
+    models = cases.random_twins(build())
+    for model in models:
+        for path, layer in list(model.named_modules()):
+            if isinstance(layer, nn.Dropout):
+                model.set_submodule(path, Doubled())
+        model.train()
+    cases.agree(*(output(model, call) for model in models))
+
+
 def test_conv_norm_out_called_by_itself_is_only_a_norm():
     unet = samples.randomize(samples.unet())
     x = samples.image(2, 20, 8, 8)
