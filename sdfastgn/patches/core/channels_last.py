@@ -65,9 +65,12 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a model's first convolution: makes its input channels-last.
 
     If the input is on a device without kernels, the hook instead gives the model's weights their former
-    layout.
+    layout. In the transforms of torch.func it does nothing, because torch.vmap does not support
+    ``contiguous`` with a memory format.
     """
     if not args or not isinstance(args[0], Tensor) or args[0].dim() != 4:
+        return None
+    if not torch.compiler.is_compiling() and dispatch.is_transformed():
         return None
     if dispatch.has_kernels(args[0]):
         return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])

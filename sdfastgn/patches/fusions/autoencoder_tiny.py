@@ -34,6 +34,7 @@ def _runs_fused(module: Any, x: Tensor, layers: nn.Module) -> bool:
         and x.dim() == 4
         and dispatch.has_kernels(x)
         and not torch.compiler.is_compiling()
+        and not dispatch.is_transformed()
         and is_unhooked(layers)
     )
 

@@ -88,6 +88,18 @@ def test_images_go_in_and_out_as_ever_where_adapters_were_first():
         assert CALL(unet).is_contiguous()
 
 
+def test_a_model_under_vmap():
+    stock = samples.randomize(samples.unet())
+    unet = sdfastgn.optimize(copy.deepcopy(stock))
+    images, texts = torch.randn(2, 1, 4, 8, 8), torch.randn(2, 1, 3, 12)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.vmap(lambda x, text, model=model: model(x, 10, text).sample)(images, texts)
+            for model in (unet, stock)
+        )
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
 def test_exchanged_weights_are_laid_out_by_the_next_optimize():
     stock = samples.unet()
     unet = sdfastgn.optimize(copy.deepcopy(stock))

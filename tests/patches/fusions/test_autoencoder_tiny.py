@@ -89,6 +89,18 @@ def test_a_replaced_conv_forward_is_called(as_cudnn):
     torch.testing.assert_close(fused.decode(latents).sample, stock.decode(latents).sample)
 
 
+@torch.no_grad()
+def test_under_vmap_stocks_code_runs():
+    fused, stock = twins()
+    latents, pixels = torch.randn(2, 1, 4, 4, 4), torch.rand(2, 1, 3, 16, 16)
+    for call, x in (
+        (lambda model: lambda z: model.decode(z).sample, latents),
+        (lambda model: lambda image: model.encode(image).latents, pixels),
+    ):
+        ours, theirs = (torch.vmap(call(model))(x) for model in (fused, stock))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_and_checkpointing():
     fused, stock = twins()
     latents = torch.randn(1, 4, 4, 4)
