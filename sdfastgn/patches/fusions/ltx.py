@@ -205,21 +205,26 @@ class _FusedResnetBlock(nn.Module):
     """
 
     def forward(
-        self: Any, inputs: Tensor, temb: Tensor | None = None, generator: Any = None, **options: Any
+        self: Any,
+        inputs: Tensor,
+        temb: Tensor | None = None,
+        generator: Any = None,
+        *causal: Any,
+        **options: Any,
     ) -> Tensor:
         x = inputs
         norms = self._norms(x, temb)
         if norms is None:
-            return super().forward(x, temb, generator, **options)
+            return super().forward(x, temb, generator, *causal, **options)
         x = laid_out(x, channels_last=True)
-        causal = [_is_causal(conv, **options) for conv in (self.conv1, self.conv2)]
+        are_causal = [_is_causal(conv, *causal, **options) for conv in (self.conv1, self.conv2)]
         bias = self.conv1.conv.bias
         has_noise = self.per_channel_scale1 is not None
-        h = _convolve(self.conv1, x, causal[0], norm=norms[0], has_bias=has_noise)
+        h = _convolve(self.conv1, x, are_causal[0], norm=norms[0], has_bias=has_noise)
         if has_noise:
             h = self._with_noise(h, self.per_channel_scale1, generator)
         shift = None if has_noise else bias
-        h = _convolve(self.conv2, h, causal[1], shift=shift, norm=norms[1], has_bias=False)
+        h = _convolve(self.conv2, h, are_causal[1], shift=shift, norm=norms[1], has_bias=False)
         bias = self.conv2.conv.bias
         if self.per_channel_scale2 is not None:
             h = h if bias is None else h + bias.view(-1, 1, 1, 1)

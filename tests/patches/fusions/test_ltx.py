@@ -297,6 +297,19 @@ def test_gradients_are_stocks(convolutions):
     assert not convolutions
 
 
+@each_family
+def test_gradient_checkpointing(build):
+    found = []
+    for model in twins(build):
+        model.enable_gradient_checkpointing()
+        x = pixels(model, 9).requires_grad_()
+        with torch.enable_grad():
+            y = encode_of(x)(model.train())
+            found.append((y.detach(), *torch.autograd.grad(y.square().mean(), x)))
+    for ours, theirs in zip(*found, strict=True):
+        cases.agree(ours, theirs)
+
+
 def test_autocast_runs_stocks_code(convolutions):
     models = cases.twins(block())
     with torch.autocast(cases.WHERE["device"], torch.bfloat16):
