@@ -98,7 +98,7 @@ def _runs_fused(half: Any, x: Tensor) -> bool:
     """
     if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return False
-    C = half.conv_norm_out.num_channels
+    C = getattr(half.conv_norm_out, "num_channels", 0)  # other code may have put a wrapper around it
     return can_fuse(half.conv_norm_out, half.conv_act, x, C) and is_plain_wrapper(half.conv_out, x, C)
 
 

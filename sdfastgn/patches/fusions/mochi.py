@@ -134,7 +134,7 @@ class FusedMochiEncoder3D(MochiEncoder3D):
 
     def forward(self, hidden_states: Tensor, conv_cache: Any = None) -> tuple[Tensor, dict[str, Any]]:
         x, norm, act = hidden_states, self.norm_out, self.nonlinearity
-        C = self.proj_out.in_features
+        C = getattr(self.proj_out, "in_features", 0)  # other code may have put a wrapper around it
         if not (is_plain_inference(x) and _has_plain_norm(norm, act, x, C)):
             return super().forward(x, conv_cache)
         cache, new = conv_cache or {}, {}

@@ -405,6 +405,25 @@ def test_a_layer_in_the_place_of_a_dropout_is_called(name):
     cases.agree(*(output(model, call) for model in models))
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("cosmos_encoder", "conv_out.conv_s"),
+        ("cosmos_decoder", "conv_out.conv_s"),
+        ("hunyuan_video_encoder", "conv_norm_out"),
+        ("hunyuan_video_decoder", "conv_norm_out"),
+        ("mochi_encoder", "proj_out"),
+    ],
+)
+def test_a_wrapper_around_a_last_layer(name, layer):
+    """The wrapper does not have the attributes of the layer."""
+    build, call = samples.sample(name)
+    models = cases.random_twins(build())
+    for model in models:
+        model.set_submodule(layer, nn.Sequential(model.get_submodule(layer)))
+    cases.agree(*(output(model, call) for model in models), bound=5e-5)
+
+
 def test_conv_norm_out_called_by_itself_is_only_a_norm():
     unet = samples.randomize(samples.unet())
     x = samples.image(2, 20, 8, 8)
