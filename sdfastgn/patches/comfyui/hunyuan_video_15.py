@@ -174,7 +174,8 @@ def _last_norm(half: Any, x: Tensor) -> Norm | None:
     """
     if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return None
-    if not is_plain_wrapper(half.conv_out, x, half.conv_out.conv.in_channels):
+    # Other code may have put a wrapper around the convolution, which has no ``in_channels``.
+    if not is_plain_wrapper(half.conv_out, x, getattr(half.conv_out.conv, "in_channels", 0)):
         return None
     norm = norm_of(half.norm_out, None, x)
     return None if norm is None else norm._replace(activation="silu")
