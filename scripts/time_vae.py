@@ -1,4 +1,4 @@
-"""Time VAE decodes to images of 512x512 (for SDXL use ``--size 1024``) with each variant.
+"""Time VAE decodes with each variant, to images of the model's own size (512x512 for SD1.5, the default).
 
 python scripts/time_vae.py --size 1024 --model sdxl --json vae_1024.json
 """

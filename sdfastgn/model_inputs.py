@@ -14,8 +14,8 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 # Names of the classes of models whose inputs ``unet_inputs`` makes for ``small_call``.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
 # Class of an autoencoder -> number of frames of the video with which ``small_call`` calls it; 0 for an
-# autoencoder of images. These autoencoders encode a video's first frame alone and further frames in chunks.
-# So the video has the first frame and one chunk of four or eight frames.
+# autoencoder of images. In the latents of a video, the first latent frame stands for the video's first frame,
+# and each further one for four or eight frames. So these videos have two latent frames.
 _VIDEO_AUTOENCODERS = {
     "AutoencoderKLWan": 5,
     "AutoencoderKLQwenImage": 5,
@@ -31,9 +31,9 @@ _VIDEO_AUTOENCODERS = {
 }
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
-# Number of latents along a side when ``small_call`` calls an autoencoder of images.
+# Number of latents along a side when ``small_call`` calls ``AutoencoderKL`` or ``AutoencoderTiny``.
 _LATENTS = 8
-# Number of latents along a side when ``small_call`` calls an autoencoder of videos.
+# Number of latents along a side when ``small_call`` calls any other autoencoder.
 _VIDEO_LATENTS = 2
 # Number of latent frames when ``small_call`` calls Allegro's autoencoder.
 _ALLEGRO_FRAMES = 2
@@ -49,14 +49,16 @@ def unet_inputs(
     seed: int,
     scale: int = 8,
 ) -> dict[str, Any]:
-    """Random keyword arguments for one step of a UNet, with all embeddings that its configuration needs.
+    """Random keyword arguments for one step of a UNet, with embeddings of text, size, guidance and class.
+
+    Each embedding is only made if the UNet's configuration needs it. Embeddings of images are never made.
 
     Args:
         config: the UNet's configuration.
         size: pixels along a side of the square image.
         batch: the batch size.
         dtype, device: dtype and device of the tensors.
-        seed: the seed of the first tensor. Each further tensor is drawn from the next seed.
+        seed: the seed of the first tensor. Each further tensor has a fixed larger seed.
         scale: pixels along a side of one latent.
     """
     draw = functools.partial(randn, batch, dtype=dtype, device=device)

@@ -20,7 +20,8 @@ OWN_PROCESS = "own process"
 class OptionError(ValueError):
     """Raised if an option that the user gave cannot be used.
 
-    The message is one line. It names the option, its value, and what is allowed.
+    The message is one line that says what is wrong. Most messages name the option, its value, and what is
+    allowed.
     """
 
 
@@ -44,5 +45,5 @@ def launched() -> bool:
 
 
 def is_main() -> bool:
-    """True in the process of rank 0, which prints and writes the results of all launched processes."""
+    """True in the process of rank 0, which prints the results of all launched processes."""
     return os.environ.get("RANK", "0") == "0"

@@ -3,7 +3,8 @@
 python scripts/digits/train.py --output /tmp/digits
 
 The script uses stock diffusers. It first trains an autoencoder, then a UNet and a text encoder together, as
-Stable Diffusion was trained. It also trains a classifier on the same digits. At the end the pipeline draws
+in the paper below. (Stable Diffusion itself was trained with a frozen text encoder.) The script also trains
+a classifier on the same digits. At the end the pipeline draws
 100 images, and the classifier reads the digit in each image. The exit code is 1 if the classifier reads the
 digit of the prompt in fewer than 90 images. Training takes minutes on a GPU. On a CPU try --steps 50.
 

@@ -3,8 +3,8 @@
 python -m scripts.publish.adapters --json adapters.json
 
 The changes are LoRAs and their scales, FreeU, an IP-Adapter, the residuals of a ControlNet or T2I-Adapter,
-and another prompt. They are made one after the other to the same UNet, as the list ``CHANGES`` says. A UNet
-in ``FEWER`` has fewer of them. LoRAs and the IP-Adapter have random weights.
+another prompt, and other attention processors. They are made one after the other to the same UNet, as the
+list ``CHANGES`` says. A UNet in ``FEWER`` has fewer of them. LoRAs and the IP-Adapter have random weights.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
 # Number of timed calls after the second call, as many as an image with 30 steps makes. As in the steps of an
 # image, the CPU does not wait for the GPU between them.
 LATER = 30
-# Number of calls, with a change before each call, that run before the timed calls. By then an optimized UNet
-# has stopped capturing CUDA graphs for a while (a pause), so the timed calls run eagerly.
+# Only for the change "new attention processors before each call": number of calls that run before the timed
+# calls. By then an optimized UNet has stopped capturing CUDA graphs for a while (a pause), so the timed calls
+# run eagerly.
 CALLS_UNTIL_PAUSE = 78
 
 

@@ -2,8 +2,8 @@
 
 python -m scripts.publish.comfyui_weights build/ComfyUI --json benchmarks/by_hand/comfyui_weights.json
 
-The weights are in fp8, or some of them are in main memory because ComfyUI is told to leave GPU memory free.
-DynamicVRAM is off.
+The weights are in fp8 on the GPU, or in fp16 with half or all of them in main memory. For comparison they are
+also timed in fp16 on the GPU, where ComfyUI neither casts nor moves them. DynamicVRAM is off.
 """
 
 from __future__ import annotations

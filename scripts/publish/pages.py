@@ -1,7 +1,7 @@
 """Writes the tables and pictures of the published pages from the committed JSON files.
 
-``python -m scripts.publish.pages`` renews all tables and pictures. On a page, a table is between the lines
-``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``.
+``python -m scripts.publish.pages`` renews all tables of ``PAGES`` and the pictures of ``plots.PICTURES``. On
+a page, a table is between the lines ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``.
 """
 
 from __future__ import annotations

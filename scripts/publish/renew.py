@@ -33,6 +33,7 @@ from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
 # A step is stopped after its budget times this number, so that a step that hangs does not block the others.
+# It is stopped earlier if the time of the whole call (``--budget``) is up.
 PATIENCE = 3
 
 
@@ -222,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="skip steps that earlier calls finished")
     parser.add_argument("--tiny", action="store_true", help="dry run: tiny models on the CPU, no useful time")
     parser.add_argument("--archive", type=Path, metavar="FILE", help="also write the results as this .tar.gz")
-    parser.add_argument("--unpack", type=Path, metavar="FILE", help="put an archive into benchmarks/renewal")
+    parser.add_argument(
+        "--unpack", type=Path, metavar="FILE", help="put an archive into benchmarks/renewal and docs/images"
+    )
     options = parser.parse_args(arguments)
     if options.unpack is not None:
         try:

@@ -88,7 +88,10 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` as JSON without NaN and infinity. Each row, and each setting, has its own line."""
+    """Write ``content`` as JSON. Each row, and each setting, has its own line.
+
+    Raises ValueError if ``content`` has NaN or infinity.
+    """
     lines = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
     path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 

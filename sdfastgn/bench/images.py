@@ -13,8 +13,8 @@ from torch import Tensor
 
 # The window of SSIM, from its paper: pixels along a side, and standard deviation of the Gaussian weights.
 WINDOW, SIGMA = 11, 1.5
-# Constants that SSIM adds to its denominators, for values in [0, 1]. Without C2 the denominator would be zero
-# in areas of one color, and without C1 in black areas.
+# Constants that SSIM adds to its numerators and denominators, for values in [0, 1]. Without C2 a denominator
+# would be zero in areas of one color, and without C1 in black areas.
 C1, C2 = 0.01**2, 0.03**2
 
 

@@ -26,8 +26,8 @@ from sdfastgn.kernels.common.failures import one_line
 
 # Number of timed replays of each CUDA graph of a pipeline. Few are enough, because replays vary little.
 GRAPH_REPEATS = 20
-# A variant is called until ``Variant.is_ready`` returns True, but at most this number of times. Then its
-# output is compared with stock's.
+# A variant is called until ``Variant.is_ready`` returns True, but at most this number of times. Then it is
+# called once more, and this output is compared with stock's.
 _MOST_FIRST_CALLS = 64
 # Number of calls of eager that are timed after each variant, to see whether the machine's speed has changed.
 EAGER_REPEATS = 3
@@ -39,10 +39,12 @@ class Row:
 
     Attributes:
         note: what the variant did to the model.
-        ready_s: seconds from the start of the preparation to the end of the first call. Eager's first call is
-            the first of all, and includes cuDNN's search for the fastest algorithms.
-        graph_ms: time of a replay, if the call was captured as one CUDA graph. If it was not captured,
-            ``graph_reason`` says why.
+        ready_s: seconds from the start of the preparation to the end of the first call whose output is
+            compared. For most variants this is the first call. FP8 first makes calls in which it learns its
+            scales. Eager's first call is the first of all, and includes cuDNN's search for the fastest
+            algorithms.
+        graph_ms: time of a replay, if the call was captured as one CUDA graph. If it was not captured, or if
+            the replay's output was wrong, ``graph_reason`` says why.
         its: iterations per second. For a pipeline, its number of denoising steps divided by the time of the
             whole call, with text encoder and decode. For other parts, calls per second.
         images_s: images per second of all processes together, if a launcher started several processes. It is
@@ -51,8 +53,8 @@ class Row:
         p99_ms: the 99th percentile of the calls' times. With few calls it is almost the slowest time.
         graphs_ms: sum of the times of all CUDA graphs that a call of a pipeline replays. Each graph is timed
             separately, so this is None for variants whose graphs cannot be replayed separately.
-        eager_ms: medians of eager's calls just before and just after the variant's calls. None for eager, if
-            eager has no time, and in runs with profiles.
+        eager_ms: medians of eager's calls just before and just after the variant's calls. None in eager's own
+            row, in a row after which eager was not timed, and in runs with profiles.
         steps: denoising steps of a pipeline.
         frames, width: number of frames of a video, and width of a frame in pixels; the height of a frame is
             ``size``. None if the model is not in ``VIDEO_NETWORKS``.

@@ -1,8 +1,8 @@
 """Times one call, many calls, a captured CUDA graph, a kernel with a hot or a cold L2, or a call's CPU time.
 
 Many calls on CUDA are timed with events. A single call, calls on the CPU, and a call's CPU time are timed
-with ``time.perf_counter``. Results for many calls are medians. Nothing in this file depends on a model or a
-variant.
+with ``time.perf_counter``. Results for many calls are medians, and in ``Timing`` also percentiles. Nothing in
+this file depends on a model or a variant.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sdfastgn.kernels.common.private import tf32
 T = TypeVar("T")
 
 # A measurement with a cold L2 cache rotates among several copies of the inputs (input sets). This is the
-# number of bytes that it reads and writes before it comes to the same copy again: several times the L2 cache
-# of an H200, which has 60 MB.
+# number of bytes that it should read and write before it comes to the same copy again: several times the L2
+# cache of an H200, which has 60 MB. For small inputs ``MAX_COLD_SETS`` makes the number smaller.
 COLD_BYTES = 256 * 2**20
 # Maximum number of copies of the inputs (input sets) in a measurement with a cold L2. Small inputs would need
 # thousands of copies.

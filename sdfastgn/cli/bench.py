@@ -29,7 +29,7 @@ PresetOption = Annotated[
     str | None,
     typer.Option(
         "--preset",
-        help=f"Settings of a published benchmark, shown beside its numbers: {', '.join(PRESETS)}.",
+        help=f"Use the settings of a published benchmark, and show its numbers too: {', '.join(PRESETS)}.",
     ),
 ]
 BenchModelOption = Annotated[

@@ -45,16 +45,18 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
 
     The native size is that of the model's images, in pixels.
 
-    ``model``: the name that the user gave. If it is None, the name follows from the configuration of
-    ``weights``. Raises OptionError if ``weights`` are of another model, or lack one of ``parts``.
+    ``model``: the name that the user gave. If it is None, the name is the model whose UNet has the
+    configuration of ``weights``, or the last part of the path if there is no such model. Raises OptionError
+    if ``weights`` are of another model or have a UNet that cannot be timed, or if ``parts`` has a pipeline
+    and ``weights`` are no text-to-image pipeline.
     """
     if weights == "random":
         name = model or "tiny"
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = unet_config("--weights", weights)
-    # The UNet of SD-Turbo is the same as SD2's. So unless the user has named sd_turbo, such weights count as
-    # SD2's.
+    # The UNet of SD-Turbo is the same as SD2's. So such weights count as sd_turbo only if the user has named
+    # it. Otherwise they fit no known model.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:

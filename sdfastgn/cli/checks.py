@@ -1,7 +1,7 @@
 """Checks of options that need neither torch nor diffusers, so that a bad option is reported at once.
 
-Each check returns the value if it is valid, and raises OptionError if it is not. ``option``: the name of the
-option, for the error.
+A check raises OptionError if a value is not valid. Most checks return the value if it is valid. ``option``:
+the name of the option, for the error.
 """
 
 from __future__ import annotations

@@ -81,8 +81,9 @@ def _load_aimdo() -> None:
     """Load comfy-aimdo's C library if ComfyUI's arguments turn DynamicVRAM on.
 
     With DynamicVRAM, ComfyUI's layers request their weights at each call, through the package comfy-aimdo.
-    The modules of this package look for their library when they are imported, and ComfyUI's modules import
-    them. So call this function before ComfyUI's modules are imported.
+    The modules of this package look for their library when they are imported, and modules of ComfyUI import
+    them. So call this function before any module of ComfyUI is imported except ``comfy.options`` and
+    ``comfy.cli_args``.
     """
     from comfy.cli_args import enables_dynamic_vram
 

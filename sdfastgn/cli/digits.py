@@ -28,7 +28,7 @@ STEPS = digits_pipeline.STEPS
 INK_WORDS = tuple(ink for ink in INKS if ink != "orange")
 DIGITS = tuple(range(len(NUMERALS)))
 # Device -> minimum PSNR in dB of the optimized images against stock's images. Both are drawn in fp32. On a
-# CPU they differ at most by the order of additions. On a GPU convolutions run in TF32, and use another
+# CPU they should be equal, because no kernel runs. On a GPU convolutions run in TF32, and use another
 # algorithm for the channels-last images of the optimized pipeline than for stock's channels-first images.
 LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
 # Sizes in the picture, in pixels. A cell shows an image at twice the image's size.

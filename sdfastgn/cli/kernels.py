@@ -33,7 +33,7 @@ ProvidersOption = Annotated[
     typer.Option(
         "--providers",
         help="Implementations: all, or a list of {providers}.",
-        show_default="all but inductor, gnnhwc and apex",
+        show_default="all but inductor, inductor_ndhwc, gnnhwc and apex",
     ),
 ]
 DtypesOption = Annotated[

@@ -30,7 +30,7 @@ def sources(
         bool, typer.Option("--accept", help="Mark the unknown code as tested. First read what changed.")
     ] = False,
 ) -> None:
-    """List upstream methods that fusions rely on, and whose installed code was never tested."""
+    """List upstream methods that fusions or CUDA graphs rely on and whose installed code was never tested."""
     from sdfastgn.cli import light_imports, terminal
 
     if context.obj == OWN_PROCESS and comfyui is None:

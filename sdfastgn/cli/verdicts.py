@@ -15,9 +15,9 @@ _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
 def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
     """A table with a row for each fusion.
 
-    A row says how many of the modules with this fusion were right, wrong and put back, or not verified. It
-    has the largest error among these modules, and the error of stock's code in the module with the largest
-    error.
+    A row counts the modules with this fusion in three columns: those that were right, those that were wrong
+    (they got stock's code back), and those that were not verified. It also has the largest error among these
+    modules, and the error of stock's code in the module with the largest error.
     """
     parts: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:

@@ -52,8 +52,9 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
     """Says in which setting ``config`` first differs from the UNet of ``model``; empty if there is none.
 
-    For example ``"layers_per_block (1, 1), not (2, 2)"``. The image size is not compared, nor the number of
-    input channels, of which UNets for inpainting have more.
+    For example ``"layers_per_block (1, 1), not (2, 2)"``. Only settings that ``UNETS`` has for any model are
+    compared, without the image size. So the number of input channels is not compared: UNets for inpainting
+    have more.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
         expected, found = _setting(UNETS[model], key), _setting(config, key)

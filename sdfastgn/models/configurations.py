@@ -7,9 +7,10 @@ The configurations are the public ones of four models:
 - ``lcm``: SimianLuo/LCM_Dreamshaper_v7, which is SD1.5 with embedded guidance, here at 512 pixels;
 - ``sd_turbo``: stabilityai/sd-turbo, image to image, with the autoencoder of madebyollin/taesd.
 
-``tiny`` and ``tiny_xl`` are small models for tests, with the kinds of blocks of SD1.5 and SDXL. A group of
-their GroupNorms has five channels or a multiple, and so not a power of two. Settings that equal the defaults
-of diffusers and transformers are left out: diffusers' default UNet is that of SD1.5.
+``tiny`` and ``tiny_xl`` are small models for tests, with the kinds of blocks of SD1.5 and SDXL. In their
+GroupNorms the number of channels of a group is no power of two: it is a multiple of five in the UNets, and
+a multiple of three in the VAEs. Settings that equal the defaults of diffusers and transformers are left out:
+diffusers' default UNet is that of SD1.5, except for ``sample_size`` and ``cross_attention_dim``.
 
 ``VIDEO_NETWORKS`` are single networks (no whole pipelines) of other models, most of them of video:
 
@@ -175,8 +176,8 @@ VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
         "unet": VideoNetwork(
             "UNetSpatioTemporalConditionModel", "fp16", 14, 576, 1024, batch=2, config={"num_frames": 14}
         ),
-        # SVD's pipeline decodes its frames in several calls, because all frames in one call need much memory.
-        # The call that is timed decodes four frames.
+        # With ``decode_chunk_size``, SVD's pipeline decodes its frames in several calls, because all frames
+        # in one call need much memory. The call that is timed decodes four frames.
         "vae": VideoNetwork(
             "AutoencoderKLTemporalDecoder",
             "fp16",

@@ -31,8 +31,9 @@ _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "to
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
     """A complete pipeline of ``model`` with random weights, without any download.
 
-    Every component has its real architecture, except for the tokenizer, whose vocabulary consists of single
-    bytes. A prompt is still padded or cut to 77 tokens. The pipeline can be saved and loaded again.
+    There is no safety checker. Every component has its real architecture, except for the tokenizer, whose
+    vocabulary consists of single bytes. A prompt is still padded or cut to 77 tokens. The pipeline can be
+    saved and loaded again.
     """
     scheduler, options = configurations.SCHEDULERS[model]
     first, *second = configurations.TEXT_ENCODERS[model]

@@ -60,7 +60,7 @@ def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tupl
     Args:
         weights: the pipeline's folder or Hub id.
         unet: the UNet's configuration.
-        without_vae: the number of pixels to return if the pipeline has no configuration of a VAE.
+        without_vae: the pixels along a side of one latent, if the pipeline has no configuration of a VAE.
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))

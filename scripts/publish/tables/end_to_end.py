@@ -36,6 +36,7 @@ HEADLINE = (
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
 # Kind of the results with stable-fast. These are separate runs, because stable-fast must be built by hand.
+# ``sdfastgn bench`` does not write this kind: it was set in the committed file.
 STABLE_FAST = "stable_fast"
 # Title of the first column in tables of times.
 TIMES = "milliseconds (speed-up over eager)"
@@ -80,9 +81,10 @@ class _Line:
 
 
 def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
-    """Returns the lines of a table of all results of this kind, sorted by part, model, size, batch and dtype.
+    """Returns the lines of a table of all results of this kind.
 
-    If the kind is ``sweep``, there is also a line for each number of steps.
+    There is a line for each part, model, size, batch, dtype and rank of a LoRA, and if the kind is ``sweep``,
+    also for each number of steps. The lines are sorted in this order, with the steps before the rank.
     """
     found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
     for row, source in rows_of_runs(results, kind):

@@ -73,7 +73,7 @@ class QualityRow:
         variant: ``"fp32"`` or ``"fp16"`` (stock), or one of ``VARIANTS``.
         images: number of images.
         read: number of images in which the classifier reads the digit that the prompt names.
-        psnr_db, ssim: of all images. None for stock in fp32, and for equal images.
+        psnr_db, ssim: of all images. Both are None for stock in fp32. For equal images ``psnr_db`` is None.
         least_psnr_db: the smallest PSNR of one image.
         products: number of matrix products of linear layers in the UNet that may run in E4M3. Layers with the
             same input can share a product.

@@ -37,7 +37,7 @@ from sdfastgn.bench.tables.kernels import (
 )
 
 # Kind of the results of separate runs of the suite ``inference``, which time competitors ("peers") that users
-# must build by hand.
+# must build by hand. ``sdfastgn kernels`` does not write this kind: it was set in the committed file.
 PEERS = "kernel_peers"
 
 

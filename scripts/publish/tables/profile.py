@@ -12,7 +12,10 @@ from sdfastgn.bench.variants import PARTS
 
 
 def profile_markdown(results: Path) -> str:
-    """Returns a table for each part of each model, from all committed runs with ``--profile``."""
+    """Returns a table for each part and size of each model, from all committed runs with ``--profile``.
+
+    If several runs have profiled the same, the run whose file comes last by path is shown.
+    """
     blocks: dict[tuple[int, str, int], str] = {}
     for content in documents(results, "profile"):
         parts: dict[tuple[int, str, int], list[Row]] = {}

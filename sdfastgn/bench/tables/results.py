@@ -154,7 +154,7 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """A table for each measured preset: this run's numbers and the published ones, in the same unit."""
+    """A table for each measured case of a preset: this run's and the published numbers, in the same unit."""
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():
