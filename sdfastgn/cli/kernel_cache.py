@@ -25,7 +25,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.models import pipelines
 from sdfastgn.models.architectures import DTYPES
-from sdfastgn.models.configurations import MODELS, PROMPT, VAES
+from sdfastgn.models.configurations import PROMPT, TEXT_TO_IMAGE, VAES
 from sdfastgn.models.saved import latent_scale
 from sdfastgn.program import OptionError, counted, program
 
@@ -51,8 +51,8 @@ def run(
     Returns 0, or 1 if a kernel cannot be compiled.
 
     Args:
-        model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline. None: only
-            ``archive`` is read.
+        model: a name of ``TEXT_TO_IMAGE``, which gets random weights, or a saved text-to-image pipeline.
+            None: only ``archive`` is read.
         sizes: pixels of the images, ``512`` or ``768x512`` (width first). Empty: the model's own size.
         batch: images per call. With guidance the UNet gets each image twice.
         dtype, device: as in ``bench``. Kernels are compiled for GPUs of the same generation as ``device``.
@@ -66,8 +66,8 @@ def run(
             raise OptionError("MODEL: give the model whose kernels are compiled")
         _import(archive, _gpu("--device", device))
         return 0
-    checks.weights_source("MODEL", model, words=MODELS)
-    if model in MODELS:
+    checks.weights_source("MODEL", model, words=TEXT_TO_IMAGE)
+    if model in TEXT_TO_IMAGE:
         native, scale = VAES[model]["sample_size"], latent_scale(VAES[model])
     else:
         native, scale = loading.text_to_image("MODEL", model)
@@ -78,7 +78,7 @@ def run(
     if archive is not None:
         _import(archive, device)
     weights = DTYPES[loading.dtype_name("--dtype", dtype, device)]
-    if model in MODELS:
+    if model in TEXT_TO_IMAGE:
         pipe = pipelines.build_pipeline(model, dtype=weights, device=device)
     else:
         pipe = pipelines.load_pipeline("MODEL", model, weights, device)

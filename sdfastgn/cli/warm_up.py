@@ -10,7 +10,7 @@ import typer
 from sdfastgn.cli.app import command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import DeviceOption, DtypeOption
-from sdfastgn.models.configurations import MODELS
+from sdfastgn.models.configurations import TEXT_TO_IMAGE
 
 
 @command(name="warm-up")
@@ -18,7 +18,8 @@ def warm_up(
     model: Annotated[
         str | None,
         typer.Argument(
-            help=f"Model: {', '.join(MODELS)}, a saved pipeline's path, or a Hub id. Optional with --import."
+            help=f"Model: {', '.join(TEXT_TO_IMAGE)}, a saved pipeline's path, or a Hub id. "
+            "Optional with --import."
         ),
     ] = None,
     size: Annotated[

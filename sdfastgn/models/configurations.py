@@ -108,6 +108,7 @@ VAES: dict[str, dict[str, Any]] = {
 TINY_AUTOENCODERS = ("sd_turbo",)
 # Models whose pipeline makes an image from a prompt and another image. All other models need only a prompt.
 IMAGE_TO_IMAGE = ("sd_turbo",)
+TEXT_TO_IMAGE = tuple(name for name in MODELS if name not in IMAGE_TO_IMAGE)
 
 
 def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:

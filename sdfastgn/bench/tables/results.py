@@ -112,7 +112,7 @@ def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
     return [
         row
         if i <= recorded or row is first[row.part] or row.variant in replays
-        else replace(row, median_ms=None, p10_ms=None, p90_ms=None, its=None)
+        else replace(row, median_ms=None, p10_ms=None, p90_ms=None, p99_ms=None, its=None)
         for i, row in enumerate(rows)
     ]
 
