@@ -59,7 +59,7 @@ class Settings(BaseModel):
 
 
 class Wanted(BaseModel):
-    """A request for one image. The default size is the model's own. Any other value gets the status 422."""
+    """A request for one image. Invalid values get the status 422. The default size is the model's own."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -118,7 +118,7 @@ class Painter:
             raise drawn
         return await asyncio.to_thread(_png, drawn)  # in a thread: the next call need not wait
 
-    # Ray only batches requests with the same multiplexed model id. Here the id is ``Wanted.kind``.
+    # Ray batches only requests with the same multiplexed model id. Here the id is ``Wanted.kind``.
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=WAIT_S)
     async def _batch(self, batch: list[Wanted]) -> list[Any]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._drawn, batch)

@@ -42,7 +42,7 @@ log = logging.getLogger("uvicorn.error")
 
 
 class Wanted(BaseModel):
-    """A request for one image. The default size is the model's own. Any other value gets the status 422."""
+    """A request for one image. Invalid values get the status 422. The default size is the model's own."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -69,7 +69,10 @@ class Waiting:
 
 
 class Batcher:
-    """Collects requests from all threads into batches. A single thread calls the pipeline, once per batch."""
+    """Collects requests from all threads into batches.
+
+    A single thread draws each batch in one call of the pipeline, or one by one if this call fails.
+    """
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe

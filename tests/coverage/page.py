@@ -32,8 +32,9 @@ In a step of Kandinsky 3, separate activations take 2.5 % of the time on an H100
 between the two 1x1 convolutions of a feed-forward. cuBLASLt computes these convolutions, and it
 cannot apply SiLU to a product before it writes the result.
 
-The columns "fused" and "CUDA graphs" name the components of the pipeline. Text encoders and
-vocoders have no GroupNorm, so the last column leaves them out. [Fusions](fusions.md) explains what
+The columns "fused" and "CUDA graphs" name components of the pipeline, or if the row is one model,
+the model or its parts. Text encoders and vocoders have no GroupNorm, so the last column leaves them
+out. [Fusions](fusions.md) explains what
 each fusion does, and lists what is left alone on purpose.
 """
 _TAIL = """## Real sizes
@@ -45,7 +46,7 @@ guidance, or a decode or an encode of an autoencoder. "Optimized" means the defa
   slowly than the GPU runs them, this is the time of the CPU.
 - "Graph" says whether the optimized calls were replays of a CUDA graph.
 - "CPU ms" is the time until the CPU has launched all work of an optimized call. If it is shorter
-  than the call, the GPU does not wait for the CPU, and a graph would gain nothing.
+  than the call, the GPU hardly waits for the CPU, and a graph would gain little.
 - Errors are relative to the same call in fp32. They were measured only for models of video, and for
   models that ran in bf16. With random weights, the priors of Stable Cascade and Wuerstchen amplify
   rounding errors of bf16 so much that the errors of stock and of sdfastgn are both above 1.
