@@ -84,7 +84,8 @@ def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int
 def _fitting_block(K: int, widest: int, narrowest: int) -> int:
     """The largest block, from ``widest`` elements down to ``narrowest``, that leaves few lanes idle.
 
-    Lanes are idle if the last block goes beyond the end of a row of ``K`` elements.
+    Lanes are idle if the last block goes beyond the end of a row of ``K`` elements. If a row is not longer
+    than ``narrowest``, one block covers it, and may be smaller than ``narrowest``.
     """
     if narrowest >= K:
         return next_power_of_2(K)

@@ -8,9 +8,9 @@ A declaration is a NamedTuple class with one annotated field for each argument o
         activation: Annotated[str, Value(check_activation)]
         eps: float
 
-Each function here derives one thing from such a class, for example the op's schema. ``ScaleCall`` is the
-example in the functions' docstrings. ``common/op.py`` and ``common/grad_op.py`` use the functions to register
-ops.
+Most functions here derive one thing from such a class, for example the op's schema. ``ScaleCall`` is the
+example in their docstrings. ``common/op.py`` and ``common/grad_op.py`` use them to register ops. The others
+are values for ``Operand(whole=...)``, or prepare the tensors of a call.
 
 An instance of such a class is a *call*: the values of the op's arguments.
 

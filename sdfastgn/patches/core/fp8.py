@@ -185,7 +185,10 @@ class Product:
         return self._e4m3.nbytes
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
-        """True if this can be the product of ``weights``: their sizes, dtype and device are as before."""
+        """True if this can be the product of ``weights``.
+
+        Their dtype, device and number of columns must be as before, and so must the sum of their rows.
+        """
         return sum(map(len, weights)) == self._shape[0] and all(
             (w.dtype, w.device, w.shape[1]) == (self._dtype, self._device, self._shape[1]) for w in weights
         )

@@ -260,7 +260,10 @@ class GraphedForward(InstanceEntry):
         return class_forward(module, self.method)(*args, **kwargs)
 
     def clear(self) -> int:
-        """Drop all graphs and the record of the module's state. Returns the number of dropped graphs."""
+        """Drop this object's graphs and its record of the module's state. Returns the number of graphs.
+
+        Graphs with gradients belong to ``training``, whose own ``clear`` drops them.
+        """
         backend = self._store.backend
         if backend is None:
             return 0
