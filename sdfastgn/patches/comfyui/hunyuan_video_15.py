@@ -41,6 +41,7 @@ from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
     add_into,
+    channels_into,
     in_channels_last,
     is_plain_inference,
     norm_of,
@@ -174,8 +175,7 @@ def _last_norm(half: Any, x: Tensor) -> Norm | None:
     """
     if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return None
-    # Other code may have put a wrapper around the convolution, which has no ``in_channels``.
-    if not is_plain_wrapper(half.conv_out, x, getattr(half.conv_out.conv, "in_channels", 0)):
+    if not is_plain_wrapper(half.conv_out, x, channels_into(half.conv_out.conv)):
         return None
     norm = norm_of(half.norm_out, None, x)
     return None if norm is None else norm._replace(activation="silu")

@@ -37,7 +37,7 @@ from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 from sdfastgn.patches.fusions.packing import packed
-from sdfastgn.patches.fusions.video import add_into, images_of, is_plain_inference, video_of
+from sdfastgn.patches.fusions.video import add_into, channels_into, images_of, is_plain_inference, video_of
 
 __all__ = ["FUSIONS"]
 
@@ -361,7 +361,7 @@ class FusedCosmosUnpatcher3d(cosmos.CosmosUnpatcher3d):
 
 def _leaves_fused(half: Any, x: Tensor) -> bool:
     """True if the last layers of an encoder or decoder can run fused: the norm, SiLU and two convolutions."""
-    C = getattr(half.conv_out.conv_s, "in_channels", 0)  # other code may have put a wrapper around it
+    C = channels_into(half.conv_out.conv_s)
     return _is_plain_norm(half.norm_out, x, C) and _is_plain_projection(half.conv_out, x, C)
 
 

@@ -38,6 +38,7 @@ from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
     add_into,
+    channels_into,
     convolve_padded,
     is_plain_conv3d,
     is_plain_inference,
@@ -197,8 +198,7 @@ class _FusedHalf(nn.Module):
         """
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv_in, x, x.shape[1])):
             return None
-        # An adapter's wrapper around the ``nn.Conv3d`` has no ``in_channels``.
-        if not is_plain_wrapper(self.conv_out, x, getattr(self.conv_out.conv, "in_channels", 0)):
+        if not is_plain_wrapper(self.conv_out, x, channels_into(self.conv_out.conv)):
             return None
         return norm_of(self.norm_out, self.conv_act, x)
 

@@ -40,7 +40,7 @@ from sdfastgn.patches.core.fusion import (
 )
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import Cell, cells_of
-from sdfastgn.patches.fusions.video import add_into, in_channels_last, is_plain_inference
+from sdfastgn.patches.fusions.video import add_into, channels_into, in_channels_last, is_plain_inference
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_ltx2 as ltx2
@@ -80,11 +80,6 @@ def _is_plain_conv(conv: Any, x: Tensor, C: int) -> bool:
         and (inner.weight.dtype, inner.weight.device) == (x.dtype, x.device)
         and (inner.padding_mode == "zeros" or _is_larger(x, inner.padding))
     )
-
-
-def _channels_into(conv: Any) -> int:
-    """Number of channels that ``conv`` reads. 0 if an adapter has replaced its ``nn.Conv3d`` by a wrapper."""
-    return getattr(conv.conv, "in_channels", 0)
 
 
 def _is_larger(x: Tensor, padding: Any) -> bool:
@@ -307,7 +302,7 @@ class _FusedEncoder(nn.Module):
     def forward(self: Any, hidden_states: Tensor, causal: Any = None) -> Tensor:
         x = hidden_states
         given = () if not hasattr(self, "is_causal") else (causal,)
-        C = _channels_into(self.conv_out)
+        C = channels_into(self.conv_out.conv)
         norm = _norm_of(self.norm_out, self.conv_act, C, None, None)
         if norm is None or not (is_plain_inference(x) and _is_plain_conv(self.conv_out, x, C)):
             return super().forward(x, *given)
@@ -331,7 +326,7 @@ class _FusedDecoder(nn.Module):
     def forward(self: Any, hidden_states: Tensor, temb: Any = None, causal: Any = None) -> Tensor:
         x = hidden_states
         given = () if not hasattr(self, "is_causal") else (causal,)
-        C = _channels_into(self.conv_out)
+        C = channels_into(self.conv_out.conv)
         table = self.scale_shift_table
         fits = table is None or (temb is not None and len(x) == 1 and table.dtype == x.dtype)
         if not (

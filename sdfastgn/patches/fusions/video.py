@@ -27,6 +27,7 @@ __all__ = [
     "FusedRMSNorm",
     "add_into",
     "can_fuse",
+    "channels_into",
     "convolve_padded",
     "convolve_windows",
     "images_of",
@@ -101,6 +102,15 @@ def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: t
     weight = conv.weight.permute(0, 3, 4, 2, 1).flatten(3).contiguous().movedim(-1, 1)
     y = F.conv2d(images_of(windows), weight, bias, conv.stride[1:], padding, conv.dilation[1:])
     return video_of(y, windows.shape[0])
+
+
+def channels_into(conv: Any) -> int:
+    """Number of channels that the convolution ``conv`` reads.
+
+    0 if an adapter or other code has put a wrapper around it. Then checks such as ``is_plain_conv3d`` return
+    False.
+    """
+    return getattr(conv, "in_channels", 0)
 
 
 def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:
