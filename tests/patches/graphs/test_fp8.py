@@ -46,6 +46,11 @@ def write_adapter(unet):
             weight.mul_(-2)
 
 
+def one(unet):
+    add(unet, "a", 5)
+    unet.to("cuda", torch.float16)
+
+
 def two(unet):
     add(unet, "a", 5)
     add(unet, "b", 6)
@@ -101,15 +106,19 @@ def test_a_replay_reads_new_weights(prepare, change, learned):
     assert found.in_e4m3 == found.products
 
 
+def replays_differ(quick, plain, inputs, without):
+    """Assert that ``quick`` gives the results of ``plain``, and that both differ from ``without``."""
+    expected = run(plain, inputs)
+    for _ in range(4):
+        assert error(run(quick, inputs), expected) < 0.1 < error(without, expected)
+
+
 def test_adapters_that_come_and_go(learned):
     quick, plain, inputs = learned(none)
     without = run(quick, inputs)
     for unet in (quick, plain):
-        add(unet, "a", 5)
-        unet.to("cuda", torch.float16)
-    expected = run(plain, inputs)
-    for _ in range(4):
-        assert error(run(quick, inputs), expected) < 0.1 < error(without, expected)
+        one(unet)
+    replays_differ(quick, plain, inputs, without)
     assert state(quick).captured == 2
     quick.unload_lora()
     for _ in range(4):
@@ -120,10 +129,7 @@ def test_adapters_that_were_fused_and_unloaded(learned):
     quick, plain, inputs = learned(none)
     without = run(quick, inputs)
     for unet in (quick, plain):
-        add(unet, "a", 5)
-        unet.to("cuda", torch.float16)
+        one(unet)
         unet.fuse_lora()
         unet.unload_lora()
-    expected = run(plain, inputs)
-    for _ in range(4):
-        assert error(run(quick, inputs), expected) < 0.1 < error(without, expected)
+    replays_differ(quick, plain, inputs, without)
