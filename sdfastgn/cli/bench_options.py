@@ -26,7 +26,7 @@ from sdfastgn.cli.checks import (
 )
 from sdfastgn.cli.loading import device_name, dtype_name, pipeline_reason
 from sdfastgn.models import architectures
-from sdfastgn.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES, VIDEO_NETWORKS
+from sdfastgn.models.configurations import MODELS, TEXT_TO_IMAGE, UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
@@ -57,7 +57,7 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     config = unet_config("--weights", weights)
     # The UNet of SD-Turbo is the same as SD2's. So such weights count as sd_turbo only if the user has named
     # it. Otherwise they fit no known model.
-    named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
+    named = [known for known in MODELS if known == model or known in TEXT_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
         difference = architectures.unet_difference(config, model)
