@@ -32,6 +32,7 @@ class _Rehearsal:
         # (kernel, dtypes) -> lock. Up to Triton 3.6, all compiled forms of a kernel for the same dtypes share
         # a launcher. A thread holds the lock while it builds the launcher.
         self._launchers: defaultdict[tuple[Any, ...], threading.Lock] = defaultdict(threading.Lock)
+        self._caches = threading.Lock()
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
         # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key has no
@@ -39,13 +40,34 @@ class _Rehearsal:
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
-        prepare(self._device).join()
-        with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
-            # Reading this entry creates the kernel's cache for the device. It is created here, before the
-            # threads run, because two threads could create two caches.
-            launch.kernel.device_caches[self._device.index]
         launcher = self._launchers[launch.kernel, dtypes]
-        self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device, launcher)
+        self.jobs[key] = self.pool.submit(self._compile, launch, dtypes, prepare(self._device), launcher)
+
+    def _compile(
+        self,
+        launch: Any,
+        dtypes: tuple[torch.dtype | None, ...],
+        prepared: threading.Thread,
+        launcher: threading.Lock,
+    ) -> None:
+        prepared.join()
+        with self._caches, contextlib.suppress(AttributeError):
+            # Reading this entry creates the kernel's cache for the device. Without the lock, two threads
+            # could create two caches. ``device_caches`` is private, and may be missing.
+            launch.kernel.device_caches[self._device.index]
+        with torch.cuda.device(self._device):  # the current device is a setting of each thread
+            compiled = launch.kernel.warmup(
+                *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
+            )
+            try:
+                # Reading ``run`` loads the kernel on the device and builds the launcher, by a C compiler,
+                # unless Triton's cache has it. So the first launch finds both. Without the lock, several
+                # threads would build the same launcher.
+                with launcher:
+                    _ = compiled.run
+            except Exception:
+                forget(launch.kernel, self._device)
+                raise
 
 
 # The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` whose kernel is
@@ -85,7 +107,8 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
     """Run ``call`` once, and compile in parallel threads the kernels that it would launch.
 
     Kernels that are not compiled yet are not launched, so the results of ``call`` are meaningless.
-    Compilation begins while ``call`` still runs: ``call`` may spend seconds on loading cuDNN and cuBLAS.
+    Triton is prepared and compiles while ``call`` still runs, because ``call`` may spend seconds on loading
+    cuDNN and cuBLAS.
 
     Returns the number of kernels, including those whose compilation failed.
 
@@ -105,21 +128,3 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
         # After an error or an interrupt, compilations that have not started are canceled.
         found.pool.shutdown(cancel_futures=True)
     return len(found.jobs)
-
-
-def _compile(
-    launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device, launcher: threading.Lock
-) -> None:
-    with torch.cuda.device(device):  # the current device is a setting of each thread
-        compiled = launch.kernel.warmup(
-            *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
-        )
-        try:
-            # Reading ``run`` loads the kernel on the device and builds the launcher, by a C compiler, unless
-            # Triton's cache has it. So the first launch finds both. Without the lock, several threads would
-            # build the same launcher.
-            with launcher:
-                _ = compiled.run
-        except Exception:
-            forget(launch.kernel, device)
-            raise

@@ -159,6 +159,15 @@ def test_no_kernel_is_compiled_before_triton_is_prepared(without_gpu, monkeypatc
     assert seen == [CPU, "compiled", "compiled"]
 
 
+def test_the_call_goes_on_while_triton_is_prepared(without_gpu, monkeypatch):
+    _, launch = made()
+    launched, seen = threading.Event(), []
+    monkeypatch.setattr(compile_ahead, "_prepare", lambda device: seen.append(launched.wait(timeout=10)))
+    compile_ahead.prepare.cache_clear()
+    rehearse(lambda: (launch.run(X), launched.set()), CPU)
+    assert seen == [True]
+
+
 def test_compilations_run_beside_the_call(without_gpu):
     kernel = Kernel(threading.Barrier(2, timeout=60))
     _, launch = made(kernel=kernel)
