@@ -42,6 +42,11 @@ _WORKSPACE = 4096
 # Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16
 
+# Functions that may take milliseconds: other threads run Python meanwhile. All other functions only set or
+# free a few bytes. They keep Python's global interpreter lock, because a thread that gives it up may wait for
+# it for milliseconds, while other threads compile kernels.
+_SLOW = ("cublasLtCreate", "cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic")
+
 _Pointer = ctypes.c_void_p
 
 
@@ -95,22 +100,24 @@ class _Arguments(NamedTuple):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library(loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | None:
     """The library cuBLASLt of the CUDA version that PyTorch was built for.
+
+    ``loader``: ``ctypes.CDLL``, or ``ctypes.PyDLL``, whose calls keep Python's global interpreter lock.
 
     None if not found, as on Windows.
     """
     if torch.version.cuda is None:
         return None
     try:
-        return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+        return loader(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:
         return None
 
 
 def _call(name: str, *arguments: object) -> None:
     """Call a function of cuBLASLt. Raises ``Refused`` if it returns another status than 0."""
-    status = getattr(_library(), name)(*arguments)
+    status = getattr(_library(ctypes.CDLL if name in _SLOW else ctypes.PyDLL), name)(*arguments)
     if status != 0:
         raise Refused(f"sdfastgn: {name} returned {status}")
 

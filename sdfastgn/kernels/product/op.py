@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -248,17 +248,32 @@ def chosen_after() -> Iterator[None]:
             _chosen[kind] = _fastest(kind)
 
 
+@torch.no_grad()
+def load_algorithms() -> None:
+    """Load the code of the algorithms that ``chosen_after`` will time at its end.
+
+    Call it at the end of a rehearsal, while other threads compile kernels. The GPU's driver loads the code of
+    an algorithm when it first runs. This takes three times as long as timing all algorithms. Timing itself
+    cannot run beside a compilation, because launches that come late would count as slow.
+    """
+    # If there is no memory, ``chosen_after`` raises the error again.
+    with suppress(torch.OutOfMemoryError):
+        for kind in _noted.get() or ():
+            if kind not in _chosen:
+                _ways_of(kind)
+
+
 # An algorithm, or None for PyTorch's own, and a function that runs it.
 _Way = tuple[Algorithm | None, Callable[[], object]]
 
 
 @torch.no_grad()
 def _fastest(kind: _Kind) -> Algorithm | None:
-    """Times the algorithms that ``_ways`` or ``_ways_of_e4m3`` finds, and returns the fastest.
+    """Times the algorithms that ``_ways_of`` finds, and returns the fastest.
 
     None if none is clearly faster than PyTorch (``_WORTHWHILE``).
     """
-    ways = _ways_of_e4m3(kind) if kind.shape.is_e4m3 else _ways(kind)
+    ways = _ways_of(kind)
     times = [_microseconds(way) for _, way in ways]
     for _ in range(_ROUNDS - 1):
         # Further rounds time only PyTorch (index 0) and the algorithms whose times are close to the best
@@ -270,6 +285,11 @@ def _fastest(kind: _Kind) -> Algorithm | None:
     return ways[best][0] if times[best] < _WORTHWHILE * times[0] else None
 
 
+def _ways_of(kind: _Kind) -> list[_Way]:
+    """The ways to compute the product, PyTorch's first. Runs each of them once."""
+    return _ways_of_e4m3(kind) if kind.shape.is_e4m3 else _ways(kind)
+
+
 def _random(kind: _Kind) -> Callable[..., Tensor]:
     """Returns a function that makes random tensors: sizes -> tensor."""
     # They come from a separate generator, so that the user's random numbers do not change.
@@ -278,7 +298,7 @@ def _random(kind: _Kind) -> Callable[..., Tensor]:
 
 
 def _ways(kind: _Kind) -> list[_Way]:
-    """The ways to compute the product, PyTorch's first."""
+    """``_ways_of`` for a product of tensors in fp16 or bf16."""
     shape, device = kind.shape, kind.device
     random = _random(kind)
     x, weight = random(shape.rows, shape.depth), random(shape.columns, shape.depth)
@@ -303,7 +323,7 @@ def _ways(kind: _Kind) -> list[_Way]:
 
 
 def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
-    """``_ways`` for a product of E4M3 tensors.
+    """``_ways_of`` for a product of E4M3 tensors.
 
     PyTorch rounds a product in E4M3 before it is added, and an algorithm does not. So the first algorithm
     whose result is near that of PyTorch decides which bits the others must give.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
-from sdfastgn.kernels.product.op import chosen_after
+from sdfastgn.kernels.product.op import chosen_after, load_algorithms
 from sdfastgn.patches.core.merged_adapters import frozen
 from sdfastgn.patches.graphs.arguments import (
     Call,
@@ -340,8 +340,12 @@ class CudaBackend:
         current.wait_stream(self._stream)
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
+        def call() -> None:
+            fn()
+            load_algorithms()  # other threads still compile kernels
+
         with torch.cuda.device(self._device), chosen_after():
-            rehearse(fn, self._device)
+            rehearse(call, self._device)
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()

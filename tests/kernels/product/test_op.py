@@ -119,6 +119,33 @@ def test_a_sum_is_added_to_in_place(library, monkeypatch):
         assert stub.called == called
 
 
+def test_algorithms_are_loaded_before_they_are_timed(library):
+    stub = library(fast=(8.0, 0.0))
+    with op.chosen_after():
+        op.linear(*make()[:3])
+        op.load_algorithms()
+        assert stub.called == ["fast"]
+        assert stub.timed == 0
+    assert set(op._chosen.values()) == {"fast"}
+    op.load_algorithms()  # outside of a rehearsal there is nothing to load
+
+
+def test_algorithms_that_find_no_memory_are_loaded_when_they_are_timed(library, monkeypatch):
+    stub = library(fast=(8.0, 0.0))
+    ways = op._ways
+
+    def short(kind):
+        monkeypatch.setattr(op, "_ways", ways)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(op, "_ways", short)
+    with op.chosen_after():
+        op.linear(*make()[:3])
+        op.load_algorithms()
+        assert stub.called == []
+    assert set(op._chosen.values()) == {"fast"}
+
+
 def test_each_kind_is_timed_once(library):
     stub = library(fast=(8.0, 0.0))
     x, weight, bias, _ = make()

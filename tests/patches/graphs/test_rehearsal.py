@@ -1,9 +1,12 @@
 """The rehearsal before the first call of a kind compiles its kernels in parallel, and has no other effect."""
 
+import contextlib
+
 import pytest
 import torch
 
 import sdfastgn
+from sdfastgn.patches.graphs import capture
 from tests.patches import samples
 from tests.patches.graphs.cases import make, replaced_parameter, run, same_results, state
 from tests.patches.graphs.tape import TapeBackend
@@ -72,15 +75,23 @@ def test_a_rehearsal_that_fails_costs_nothing():
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
+def test_algorithms_are_loaded_while_kernels_are_compiled(monkeypatch):
+    backend, order = object.__new__(capture.CudaBackend), []
+    backend._device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(capture, "load_algorithms", lambda: order.append("load"))
+    monkeypatch.setattr(capture, "rehearse", lambda fn, device: (fn(), order.append("wait for kernels")))
+    backend.rehearse(lambda: order.append("call"))
+    assert order == ["call", "load", "wait for kernels"]
+
+
 @pytest.mark.gpu
 def test_no_kernel_is_compiled_after_the_rehearsal(monkeypatch, tmp_path):
     """The numbers of channels are in no other test, so every kernel is new."""
     import triton
 
-    from sdfastgn.patches.graphs import capture as graph_backend
-
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    rehearse, inside, compiled = graph_backend.rehearse, [], {True: 0, False: 0}
+    rehearse, inside, compiled = capture.rehearse, [], {True: 0, False: 0}
 
     def noted(fn, device):
         inside.append(True)
@@ -90,7 +101,7 @@ def test_no_kernel_is_compiled_after_the_rehearsal(monkeypatch, tmp_path):
     def compiles(**_):
         compiled[bool(inside)] += 1
 
-    monkeypatch.setattr(graph_backend, "rehearse", noted)
+    monkeypatch.setattr(capture, "rehearse", noted)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", compiles)
     torch.manual_seed(0)
     unet = samples.unet(
