@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -163,8 +164,11 @@ def is_tested(module: nn.Module) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """True for an int or float. Other values (bool, tensors, subclasses) are never factors."""
-    return type(value) in (int, float)
+    """True for an int, a float or a ``np.float64``. Other values (bool, tensors) are never factors.
+
+    Values of ``np.linspace`` are ``np.float64``. Some code of diffusers refuses NumPy's other numbers.
+    """
+    return type(value) in (int, float, np.float64)
 
 
 class Factors:

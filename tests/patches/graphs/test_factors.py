@@ -3,6 +3,7 @@
 import copy
 import threading
 
+import numpy as np
 import pytest
 import torch
 from diffusers import ControlNetXSAdapter, UNet2DConditionModel, UNetControlNetXSModel
@@ -110,6 +111,15 @@ def test_freeu_of_other_code_is_captured_anew(monkeypatch):
     assert state(unet).captured == 2
 
 
+def test_freeu_with_numbers_of_numpy():
+    unet, stock, inputs = make()
+    for b1 in np.linspace(1.1, 1.5, 3):
+        for model in (unet, stock):
+            model.enable_freeu(0.9, 0.2, b1, 1.6)
+        same_results(unet, stock, inputs, calls=3)
+    assert (state(unet).captured, state(unet).eager) == (1, {"first call of its kind": 1})
+
+
 def test_a_list_of_scales_as_a_union_of_controlnets_takes_it():
     numbers, x = {"scale": Number(1, is_factor=True)}, torch.ones(2)
     calls = [Call((x,), {"scale": scales}, numbers) for scales in ([0.5, 2], [0.25, 3])]
@@ -130,7 +140,7 @@ def test_a_controlnets_scale(guess_mode):
     optimized(controlnet)
     inputs = {**make()[2], "controlnet_cond": torch.ones(1, 3, 64, 64), "guess_mode": guess_mode}
     outputs = []
-    for scale in (0.9, 0.5, 0, 1):
+    for scale in (0.9, 0.5, 0, 1, np.float64(0.7)):
         with torch.no_grad():
             found, expected = (
                 model(**inputs, conditioning_scale=scale, return_dict=False) for model in (controlnet, stock)
@@ -138,7 +148,7 @@ def test_a_controlnets_scale(guess_mode):
         for a, b in zip([*found[0], found[1]], [*expected[0], expected[1]], strict=True):
             agree(a, b)
         outputs.append(found[1])
-    assert (state(controlnet).captured, state(controlnet).replays) == (1, 3)
+    assert (state(controlnet).captured, state(controlnet).replays) == (1, 4)
     assert not torch.equal(outputs[0], outputs[1])
 
 
