@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["GUARDS", "InstanceEntry", "guard", "moved", "unguard"]
+__all__ = ["GUARDS", "InstanceEntry", "Moves", "guard", "moved", "unguard"]
 
 
 class InstanceEntry:
@@ -75,6 +76,22 @@ def moved(root: nn.Module) -> None:
         for value in list(vars(module).values()):
             if isinstance(value, InstanceEntry):
                 value.moved()
+
+
+class Moves(InstanceEntry):
+    """Replaces the method ``_apply`` of its module, which ``.to()`` and similar methods call.
+
+    After the original method it calls ``moved`` of all entries in the module.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = self.module
+        type(module)._apply(module, fn, recurse)
+        if recurse:
+            moved(module)
+        return module
 
 
 class _GetState(InstanceEntry):

@@ -13,12 +13,13 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.models.architectures import build_vae
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.graphs.arguments import Unsupported
 from sdfastgn.patches.graphs.capture import CudaBackend, pool_sizes
 from sdfastgn.patches.graphs.install import install
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.store import MAX_GRAPHS
-from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
+from tests.patches.graphs.cases import agree, make, optimized, replaced_parameter, run, state
 from tests.patches.graphs.tape import TapeBackend
 from tests.patches.samples import each_copy, pickled
 
@@ -209,6 +210,19 @@ def test_weights_that_move_take_their_graphs_with_them():
     assert (state(unet).alive, state(unet).dropped) == (0, 1)
     assert "has other memory" in state(unet).last_change
     agree(run(unet, inputs), run(stock, inputs))
+
+
+def test_a_text_encoder_that_moves_drops_its_graphs():
+    """It has no convolutions. All models on a GPU share one pool of memory, so one graph would keep it."""
+    encoder = optimized(build_pipeline("tiny", dtype=torch.float32, device="cpu").text_encoder)
+    with torch.no_grad():
+        for _ in range(3):
+            encoder(torch.ones(1, 77, dtype=torch.int64))
+    assert state(encoder).alive == 1
+    moved(encoder)
+    assert state(encoder).alive == 0
+    sdfastgn.restore(encoder)
+    assert "_apply" not in vars(encoder)
 
 
 def test_a_part_that_moves_with_its_whole_drops_its_graphs():
