@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
-from diffusers.models.activations import GEGLU
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
@@ -164,6 +163,8 @@ def feed_forward_weights(
     layer with adapters it returns the layer inside of peft's wrapper, and the merged weight.
     ``without_adapters``: returns this layer's own weight instead.
     """
+    from diffusers.models.activations import GEGLU  # ComfyUI, which has no FP8 products, may lack diffusers
+
     if layers is None or len(layers) < 2 or stock_class(layers[0]) is not GEGLU or not is_unhooked(layers[0]):
         return None
     first, *others, last = layers
