@@ -1,8 +1,10 @@
-"""House rules that neither ruff nor import-linter checks: sizes of functions, names, and a marker."""
+"""House rules that neither ruff nor import-linter checks: sizes of functions, names, imports, a marker."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +91,19 @@ def test_the_tests_of_patches_run_fused_code() -> None:
     }
     assert len(texts) > 0
     assert not [name_of(path) for path, text in texts.items() if not any(mark in text for mark in marks)]
+
+
+def test_the_comfyui_node_needs_no_diffusers() -> None:
+    """It imports what the node imports, except ComfyUI and the files that need ComfyUI."""
+    folders = [ROOT / "sdfastgn" / "patches" / "comfyui", ROOT / "integrations" / "comfyui"]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for each in folders for path in each.glob("*.py")]
+    nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ImportFrom)]
+    lines = {ast.unparse(node) for node in nodes if (node.module or "").startswith("sdfastgn.")}
+    lines = {line for line in lines if "comfyui" not in line}
+    assert any("patches.fusions.tokens" in line for line in lines)
+    # If ``sys.modules`` has None for a package, an import of the package raises ImportError.
+    code = "\n".join(["import sys", "sys.modules['diffusers'] = None", *sorted(lines)])
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_docstrings_do_not_count_as_lines() -> None:
