@@ -71,7 +71,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             fusions[finding.module].append(finding)
     if not fusions:
         return []
-    with torch.no_grad(), _evaluating(root):
+    with torch.no_grad(), _without_autocast(), _evaluating(root):
         recorded, reason = _recorded(root, list(fusions))
         verdicts = []
         for module in sorted(fusions, key=lambda module: -fusions[module][0].path.count(".")):
@@ -234,6 +234,13 @@ def _kept_tensors(root: nn.Module) -> Iterator[None]:
     finally:
         for attributes, kept in before:
             attributes.update(kept)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """A context without autocast, which would also cast the operations of stock's code in a wider dtype."""
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 @contextlib.contextmanager

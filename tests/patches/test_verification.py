@@ -239,6 +239,12 @@ def test_a_healthy_model_stays_fused(build, recwarn):
     assert snapshot(model) == before
 
 
+def test_under_autocast_a_healthy_model_stays_fused():
+    with torch.autocast("cpu", torch.bfloat16):
+        model = sdfastgn.optimize(vae(), verify=True)
+    assert set(statuses(model).values()) == {"fused"}
+
+
 class Keeps(nn.Module):
     """Adds the input of the call before."""
 
