@@ -141,4 +141,5 @@ def _call_halves(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
     """Normal random numbers. They are drawn on the CPU in fp32: the same for every device and dtype."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)

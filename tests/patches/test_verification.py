@@ -245,6 +245,13 @@ def test_under_autocast_a_healthy_model_stays_fused():
     assert set(statuses(model).values()) == {"fused"}
 
 
+def test_another_default_device_is_not_the_models(recwarn):
+    model = vae()
+    with torch.device("meta"):
+        sdfastgn.optimize(model, verify=True)
+    assert not [w for w in recwarn if "verify" in str(w.message)]
+
+
 class Keeps(nn.Module):
     """Adds the input of the call before."""
 
