@@ -277,9 +277,9 @@ def _unconvert(module: nn.Module) -> None:
     layout = vars(module).get(_STOCK_LAYOUT)
     if layout is None:
         return
-    # The weight is searched among all parameters, because parametrizations, pruning and weight_norm rename
-    # it.
-    for weight in (*module.parameters(), _offloaded(module)):
+    # The weight is searched among all parameters and buffers: parametrizations, pruning and weight_norm
+    # rename it, and other code may make it a buffer. Pruning also adds a mask with the strides of the weight.
+    for weight in (*module.parameters(), *module.buffers(), _offloaded(module)):
         # If the shape differs, the converted weight was replaced by another one, for instance by one with
         # more input channels for inpainting. The old strides do not fit the shape of the new weight.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:

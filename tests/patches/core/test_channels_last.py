@@ -178,14 +178,21 @@ def test_a_weight_of_another_shape_survives_restore(shape, layout):
     assert not [name for name in vars(unet.conv_in) if "sdfastgn" in name]
 
 
+def frozen(conv):
+    weight = conv.weight.detach()
+    del conv.weight
+    conv.register_buffer("weight", weight)
+
+
 @pytest.mark.parametrize(
     "rename",
     [
         lambda conv: parametrize.register_parametrization(conv, "weight", Half()),
         lambda conv: prune.random_structured(conv, "weight", 0.5, dim=0),
         parametrizations.weight_norm,
+        frozen,
     ],
-    ids=["parametrized", "pruned", "weight-norm"],
+    ids=["parametrized", "pruned", "weight-norm", "frozen"],
 )
 def test_a_weight_by_another_name_is_laid_out_as_before(rename):
     stock = samples.unet()
@@ -193,7 +200,9 @@ def test_a_weight_by_another_name_is_laid_out_as_before(rename):
     for model in (unet, stock):
         rename(model.conv_in)
     sdfastgn.restore(unet)
-    assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
+    tensors = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (unet, stock)]
+    strides, expected = ({name: t.stride() for name, t in found.items()} for found in tensors)
+    assert strides == expected
 
 
 @pytest.mark.parametrize("mode", [False, True], ids=["normal", "inference_mode"])
