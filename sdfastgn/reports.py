@@ -31,7 +31,7 @@ _NO_LOSS = (
     "first call of its kind",
     "a capture takes as long as several calls",
     "gradients are enabled",
-    "it is in training mode",
+    "is in training mode",
     "is compiled by torch.compile",
     "the call is traced or transformed",
     "the scales of its FP8 products are not known yet",

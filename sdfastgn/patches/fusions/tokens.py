@@ -18,7 +18,14 @@ from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
 from sdfastgn.patches.core import fp8
-from sdfastgn.patches.core.fusion import dropped_out, is_unhooked, layer_of, parameters_of, stock_class
+from sdfastgn.patches.core.fusion import (
+    dropped_out,
+    drops_nothing,
+    is_unhooked,
+    layer_of,
+    parameters_of,
+    stock_class,
+)
 from sdfastgn.patches.core.linear import parameters_of_plain
 from sdfastgn.patches.core.merged_adapters import plain_layer, wrapped_layer
 from sdfastgn.patches.fusions.rounding import rounded
@@ -168,9 +175,7 @@ def feed_forward_weights(
     if layers is None or len(layers) < 2 or stock_class(layers[0]) is not GEGLU or not is_unhooked(layers[0]):
         return None
     first, *others, last = layers
-    is_plain = all(
-        type(layer) is nn.Dropout and is_unhooked(layer) and not layer.training for layer in others
-    )
+    is_plain = all(map(drops_nothing, others))
     linears = [layer_of(first, "proj"), last]
     run = map(wrapped_layer if without_adapters else plain_layer, linears)
     parameters = [found for found in map(parameters_of_plain, run) if found is not None]

@@ -249,8 +249,6 @@ def reason_now(module: nn.Module) -> str | None:
     """Why this thread can now run no call of ``module`` as a graph; None if it can run some."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
-    if module.training:
-        return "it is in training mode"
     return _reason_with_or_without_gradients(module) or fp8.reason_now(module)
 
 

@@ -389,7 +389,17 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
         return f"accelerate's hooks are on {path}"
     if not is_root and has_foreign_forward(module):
         return f"other code replaced the forward of {path}"
+    if module.training and _learns_in_forward(module):
+        return f"{path} is in training mode"
     return None
+
+
+def _learns_in_forward(module: nn.Module) -> bool:
+    """True if each forward in training mode changes buffers of ``module``.
+
+    These are the running statistics of a norm, or the vectors of a spectral norm.
+    """
+    return getattr(module, "track_running_stats", False) or type(module).__name__ == "_SpectralNorm"
 
 
 def _is_leaf(value: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from accelerate import cpu_offload
 from diffusers import UNet2DConditionModel
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
@@ -57,7 +58,14 @@ class Odd:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        pytest.param(lambda u: u.train(), "training mode", id="training"),
+        pytest.param(
+            lambda u: u.add_module("extra", nn.BatchNorm2d(2)), "extra is in training mode", id="batch norm"
+        ),
+        pytest.param(
+            lambda u: u.add_module("extra", spectral_norm(nn.Linear(2, 2))),
+            "extra.parametrizations.weight.0 is in training mode",
+            id="spectral norm",
+        ),
         pytest.param(
             lambda u: u.mid_block.register_forward_pre_hook(lambda m, a: None),
             "a forward hook on mid_block",
@@ -102,6 +110,30 @@ def test_not_captured_with_a_reason(spoil, reason):
     assert state(unet).captured == 0
     assert reason in reasons_of(unet)
     assert reason in str(sdfastgn.report(unet))
+
+
+def test_a_model_in_training_mode():
+    """diffusers' pipelines leave the UNets of AnimateDiff and ControlNet-XS in this mode."""
+    unet, stock, inputs = make()
+    for toggle in (nn.Module.train, nn.Module.eval):
+        toggle(unet), toggle(stock)
+        same_results(unet, stock, inputs, calls=3)
+    assert (state(unet).captured, state(unet).eager) == (2, {"first call of its kind": 2})
+
+
+def test_a_dropout_in_training_mode_draws_as_without_graphs():
+    unet, stock, inputs = make()
+    eager = optimized(stock, mode=False)
+    for model in (unet, eager):
+        model.train().mid_block.resnets[0].dropout.p = 0.5
+    for seed in range(4):
+        outputs = []
+        for model in (unet, eager):
+            torch.manual_seed(seed)
+            outputs.append(run(model, inputs))
+        agree(*outputs)
+    assert (state(unet).captured, state(unet).replays) == (1, 0)
+    assert "its forward draws random numbers" in reasons_of(unet)
 
 
 @pytest.mark.parametrize("how", ["compile", "wrapper", "blocks"])
