@@ -12,13 +12,16 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?=
 # A checkout of ComfyUI, from the environment or the command line.
 COMFYUI ?=
-# What is not installed of a checkout's requirements: PyTorch is there, torchvision and torchaudio have no build for each PyTorch,
-# kornia and spandrel need torchvision, and no test needs the others. Where the tests import one, an empty module takes its place.
+# Packages among a checkout's requirements that are not installed. PyTorch is installed already.
+# torchvision and torchaudio have no build for some releases of PyTorch, and kornia and spandrel
+# need torchvision. If ComfyUI imports one of these four in a test, an empty module takes its place.
+# No test needs the other packages.
 COMFYUI_NOT := torch|torchvision|torchaudio|kornia|spandrel|pyopengl|comfy-angle|comfyui-workflow-templates|comfyui-embedded-docs
 NO_GPU := import torch; print("" if torch.cuda.is_available() else "not gpu")
 NOX_ARGS ?=
 
-# The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
+# The first interpreter that runs and has a supported version. Each is run to find out, because
+# pyenv has a command (a shim) also for versions that are not installed.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do $$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
@@ -35,9 +38,11 @@ PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQU
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
 
-# torch comes first and by its exact version: asked for through a range, pip may look past a build that is at hand. A CUDA build of
-# torch brings the one Triton that it was made for, a CPU build none: constraints.txt pins Triton for the second case only. Build
-# isolation is off because an isolated build would fetch its own setuptools, whatever constraints.txt says.
+# torch is installed first, and by its exact version: with a range of versions, pip may pass over a
+# build that is available. A CUDA build of torch requires the Triton that it was made for, and a CPU
+# build requires none. So the line for Triton in constraints.txt is used only with a CPU build.
+# Build isolation is off because an isolated build would fetch its own setuptools, whatever
+# constraints.txt says.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12" >&2; exit 1; }
@@ -50,7 +55,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-install: $(STAMP)  ## create .venv with everything that the other targets need
+install: $(STAMP)  ## create .venv with what most other targets need
 
 demo: $(STAMP)  ## draw digits with a small trained pipeline, stock and optimized, and compare; needs no GPU
 	$(BIN)/sdfastgn demo --output demo-output
@@ -64,7 +69,7 @@ test: $(STAMP)  ## the quick tests that need no GPU
 test-slow: $(STAMP)  ## the tests that start processes, build packages or try all cases; need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu" -n 2 --dist worksteal $(PYTEST_ARGS)
 
-test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs none
+test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs no GPU
 	$(QUIET_PYTEST) -m every_gpu -n 2 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
@@ -123,8 +128,8 @@ hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub
 
 check: format-check lint types docs dist test test-slow test-compile test-serve  ## all that CI looks at
 
-bench: $(STAMP)  ## measure all that is published, on one GPU; JSON goes to build/renewal
+bench: $(STAMP)  ## measure most of what is published, on one GPU; JSON goes to build/renewal
 	$(BIN)/python -m scripts.publish.renew --archive build/renewal.tar.gz $(BENCH_ARGS)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .nox build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

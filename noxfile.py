@@ -1,7 +1,8 @@
-"""``make matrix``: what depends on releases, tested in one environment for each row of ROWS.
+"""``make matrix``: runs the tests that depend on releases, in an environment for each row of ROWS.
 
-uv makes the environments. Each session leaves ``build/matrix/<row>.json``; the last one writes
-``docs/compatibility.md`` from these files, so the page holds only what ran.
+uv makes the environments. Each session ``matrix`` writes ``build/matrix/<row>.json``. The session
+``page`` writes the table in ``docs/compatibility.md`` from these files. So the table has only rows
+that ran.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ nox.options.sessions = ["matrix", "page"]
 
 RESULTS = Path("build/matrix")
 PAGE = Path("docs/compatibility.md")
-# What follows upstream: its methods, its pipelines, torch's compiler and private names, Python's frames.
+# Tests of code that relies on other packages: on diffusers' methods and pipelines, on PyTorch's
+# compiler and private names, and on Python's frames.
 TESTS = (
     "tests/patches/test_releases.py",
     "tests/patches/fusions/test_fusions.py",
@@ -67,7 +69,8 @@ ROWS = (
     Row("3.13", "2.15.0", "2.4.6", "0.42.1", *_NEW),
 )
 
-# Of small models, so that each row counts the same parts. Prints JSON.
+# A program that counts the fused parts of two small models and prints JSON. The models are the same
+# in each row, so the counts can be compared.
 PROBE = """
 import json, warnings
 from importlib.metadata import version
@@ -111,7 +114,7 @@ def matrix(session: nox.Session, row: Row) -> None:
 
 @nox.session(python=False)
 def page(session: nox.Session) -> None:
-    """The table in docs/compatibility.md, from what ran."""
+    """Writes the table in docs/compatibility.md, with a line for each row that ran."""
     results = [json.loads((RESULTS / f"{row.name}.json").read_text()) for row in ROWS if _ran(row)]
     head = ("Python", "torch", "Triton", "diffusers", "transformers", "parts fused", "tests passed")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]

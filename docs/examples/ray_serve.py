@@ -1,4 +1,7 @@
-"""An image server on Ray Serve, with one replica per GPU. Requests for images of one size share a call.
+"""An image server on Ray Serve, with one replica per GPU. It draws similar requests in one call.
+
+Requests can share a call if they have the same size, steps and guidance, and if all or none have a
+negative prompt.
 
 pip install ".[serve]"
 serve run --app-dir docs/examples --working-dir docs/examples ray_serve:build model=path/to/pipeline
@@ -93,7 +96,8 @@ def load(settings: Settings) -> Any:
     pipe.to(settings.device).set_progress_bar_config(disable=True)
     if not settings.stock:
         sdfastgn.optimize(pipe)
-    # Before the first request, compile the kernels and capture the CUDA graphs for each number of images.
+    # Before the first request, compile the kernels and capture the CUDA graphs for each number of
+    # images of the default size. Other sizes are captured when they are first asked for.
     for count in range(1, MAX_BATCH + 1):
         for _ in range(2):
             pipe(prompt=["a cat"] * count, num_inference_steps=2)

@@ -196,7 +196,8 @@ def create_app() -> FastAPI:
     pipe = DiffusionPipeline.from_pretrained(model, dtype=torch.float16).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     sdfastgn.optimize(pipe)
-    # Before the first request, compile the kernels and capture the CUDA graphs for each number of images.
+    # Before the first request, compile the kernels and capture the CUDA graphs for each number of
+    # images of the default size. Other sizes are captured when they are first asked for.
     for count in range(1, MAX_BATCH + 1):
         for _ in range(2):
             pipe(prompt=["a cat"] * count, num_inference_steps=2)

@@ -53,8 +53,8 @@ guidance, or a decode or an encode of an autoencoder. "Optimized" means the defa
 - The UNets and VAEs of SD1.5 and SDXL are in the [benchmarks](benchmarks.md#end-to-end). Single
   layers, and networks in which nothing is fused, are not in the table.
 
-If `optimize` would make a network slower, the network keeps stock's code and layout, and the report
-says why. This can happen with the autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's
+Some networks keep stock's code and layout, because `optimize` would make them slower. The report
+says so. This can happen with the autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's
 refiner and Mochi. They repeat the border of a video before each convolution, which PyTorch does
 slowly in channels-last. A kernel of sdfastgn does it fast. But if one of these convolutions cannot
 be fused, its border would be repeated by PyTorch, so the whole autoencoder stays as it is.
