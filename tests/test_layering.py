@@ -93,8 +93,11 @@ def test_the_tests_of_patches_run_fused_code() -> None:
     assert not [name_of(path) for path, text in texts.items() if not any(mark in text for mark in marks)]
 
 
-def test_the_comfyui_node_needs_no_diffusers() -> None:
-    """It imports what the node imports, except ComfyUI and the files that need ComfyUI."""
+def test_the_comfyui_node_needs_neither_diffusers_nor_fork() -> None:
+    """It imports what the node imports, except ComfyUI and the files that need ComfyUI.
+
+    Windows has no ``fork``, and so no ``os.register_at_fork``.
+    """
     folders = [ROOT / "sdfastgn" / "patches" / "comfyui", ROOT / "integrations" / "comfyui"]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for each in folders for path in each.glob("*.py")]
     nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -102,7 +105,8 @@ def test_the_comfyui_node_needs_no_diffusers() -> None:
     lines = {line for line in lines if "comfyui" not in line}
     assert any("patches.fusions.tokens" in line for line in lines)
     # If ``sys.modules`` has None for a package, an import of the package raises ImportError.
-    code = "\n".join(["import sys", "sys.modules['diffusers'] = None", *sorted(lines)])
+    missing = "import os, sys; sys.modules['diffusers'] = None; import torch; del os.register_at_fork"
+    code = "\n".join([missing, *sorted(lines)])
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

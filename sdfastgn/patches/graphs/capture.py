@@ -395,8 +395,10 @@ class CudaBackend:
         # and then refuses to draw. The end of a small capture that succeeds corrects this.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        torch.zeros(1, device=self._device)
-        graph.capture_end()
+        try:
+            torch.zeros(1, device=self._device)
+        finally:
+            graph.capture_end()
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -456,7 +458,8 @@ def _free_locks() -> None:
         backend.lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_free_locks)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_free_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:
