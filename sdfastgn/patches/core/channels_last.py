@@ -177,7 +177,7 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
         if _format_now(module) is not None:
             yield functools.partial(_convert, module)
         has_convolution = has_convolution or isinstance(module, tuple(_FORMATS))
-    if has_convolution and "_apply" not in vars(root):
+    if has_convolution and not isinstance(vars(root).get("_apply"), _Apply):
         yield functools.partial(_follow_moves, root)
 
 

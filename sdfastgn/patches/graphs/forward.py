@@ -249,15 +249,15 @@ class GraphedForward(InstanceEntry):
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
-        try:
-            return class_forward(module, self.method)(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            # A call that succeeds in the stock model must not fail because graphs take memory. So graphs or
-            # merged weights are dropped. If there were any, the call is repeated below.
-            if not self._give_memory_back():
-                raise
-        refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
-        return class_forward(module, self.method)(*args, **kwargs)
+        while True:
+            try:
+                return class_forward(module, self.method)(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                # A call that succeeds in the stock model must not fail because graphs or merged weights take
+                # memory. So the graphs are dropped and the call is repeated, then the merged weights.
+                if not self._give_memory_back():
+                    raise
+            refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
 
     def clear(self) -> int:
         """Drop this object's graphs and its record of the module's state. Returns the number of graphs.
@@ -272,7 +272,10 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def moved(self) -> None:
-        """Drop the graphs if the weights have other addresses now, so that other models get the memory."""
+        """Drop the graphs if the weights were moved or replaced, so that other models get the memory.
+
+        The ``Watch`` refers to the weights of the capture. So it is dropped too.
+        """
         if self.training is not None:
             self.training.moved()
         store = self._store
@@ -280,7 +283,9 @@ class GraphedForward(InstanceEntry):
             return
         with store.backend.lock:
             watch = store.watch
-            if watch is not None and len(store) and not watch.is_in_place():
+            if watch is None or not len(store):
+                return
+            if not (watch.is_in_place() and watch.unchanged(self.module)):
                 self._policy.model_changed(store.replays_of_state)
                 self._policy.last_change = watch.what_changed(self.module)
                 self.clear()

@@ -225,6 +225,26 @@ def test_a_text_encoder_that_moves_drops_its_graphs():
     assert "_apply" not in vars(encoder)
 
 
+def test_a_model_that_was_optimized_inside_of_another_follows_its_moves():
+    unet = make()[0]
+    sdfastgn.restore(unet)
+    sdfastgn.optimize(nn.Sequential(unet))
+    sdfastgn.optimize(unet)
+    alone = sdfastgn.optimize(copy.deepcopy(sdfastgn.restore(make()[0])))
+    assert type(vars(unet)["_apply"]) is type(vars(alone)["_apply"])
+
+
+def test_replaced_weights_are_freed_when_the_model_moves():
+    unet, _, inputs = make()
+    run(unet, inputs, calls=3)
+    old = weakref.ref(unet.conv_in.weight)
+    unet.load_state_dict({name: t.clone() for name, t in unet.state_dict().items()}, assign=True)
+    moved(unet)
+    assert state(unet).alive == 0
+    gc.collect()
+    assert old() is None
+
+
 def test_a_part_that_moves_with_its_whole_drops_its_graphs():
     """In an autoencoder, only the decoder has graphs."""
     vae = sdfastgn.optimize(build_vae("tiny", torch.float32, "cpu"))

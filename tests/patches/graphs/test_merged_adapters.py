@@ -498,6 +498,26 @@ def test_merged_weights_are_given_back_if_memory_is_short():
     assert "no memory for merged weights" in report.skipped[0].reason
 
 
+def test_merged_weights_are_given_back_after_graphs():
+    """The first call of a kind runs eagerly. First the graphs of other calls are dropped."""
+    unet, stock, inputs = make()
+    two(unet), two(stock)
+    same_results(unet, stock, inputs, 3)
+    forward, alive = type(unet).forward, []
+
+    def run_out(model, *args, **kwargs):
+        if model is unet and any(map(merged_adapters.is_merged, unet.modules())):
+            alive.append(state(unet).alive)
+            raise torch.OutOfMemoryError("for the test")
+        return forward(model, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(unet), "forward", run_out)
+        shorter = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :5]}
+        same_results(unet, stock, shorter, 1)
+    assert alive[-2:] == [1, 0]
+
+
 def test_not_merged_if_not_wanted():
     unet, stock, inputs = make(merge_adapters=False)
     two(unet), two(stock)
