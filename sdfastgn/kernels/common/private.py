@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._device as _device_modes
 from torch import Tensor, nn
 from torch.autograd import forward_ad as _autograd_forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -79,9 +80,15 @@ def _has_no_memory(t: Tensor) -> bool:
 # always 1, because a mode may be active.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 # Returns True inside a ``TorchFunctionMode``.
-in_function_mode: Callable[[], bool] = getattr(
+_in_any_function_mode: Callable[[], bool] = getattr(
     _C, "_is_torch_function_mode_enabled", lambda: torch.overrides.has_torch_function((None,))
 )
+# Returns all active ``TorchFunctionMode``s. If PyTorch lacks the private function, there is one unknown mode.
+_function_modes: Callable[[], list[Any]] = getattr(
+    torch.overrides, "_get_current_function_mode_stack", lambda: [None]
+)
+# Class of the mode of ``torch.set_default_device`` and ``with torch.device(...)``.
+_DefaultDevice: Any = getattr(_device_modes, "DeviceContext", None)
 # Returns True inside ``torch.jit.trace``.
 is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing)
 # Returns something other than None inside a torch.func transform.
@@ -103,6 +110,16 @@ any_autocast: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambd
 _saved_tensors_hooks: Callable[[bool], Any] = getattr(
     getattr(_C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda ignores_tracing: True
 )
+
+
+def in_function_mode() -> bool:
+    """True inside a ``TorchFunctionMode``, except modes that only choose a default device."""
+    return _in_any_function_mode() and not all(type(mode) is _DefaultDevice for mode in _function_modes())
+
+
+def default_device() -> torch.device | None:
+    """PyTorch's default device if the user has chosen one, else None."""
+    return torch.get_default_device() if _in_any_function_mode() else None
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from sdfastgn.kernels.common.private import copy_each, sdp_priority_order, switches
+from sdfastgn.kernels.common.private import copy_each, default_device, sdp_priority_order, switches
 from sdfastgn.patches.graphs.factors import Factor, is_number
 
 __all__ = [
@@ -245,6 +245,7 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
+        default_device(),
         torch.are_deterministic_algorithms_enabled(),
         None if (order := tuple(sdp_priority_order())) in _UNTOUCHED_ORDERS else order,
         *[switch() for switch in switches],

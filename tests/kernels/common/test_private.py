@@ -36,6 +36,12 @@ def test_modes(names):
     assert not names.in_function_mode()
     with TorchFunctionMode():
         assert names.in_function_mode()
+    with torch.device("meta"):
+        assert names.in_function_mode() is (names is not private)
+        assert names.default_device() == torch.device("meta")
+        with TorchFunctionMode():
+            assert names.in_function_mode()
+    assert names.default_device() is None
     with TorchDispatchMode():
         assert names.dispatch_modes() > 0
     assert names is not private or names.dispatch_modes() == 0

@@ -161,6 +161,20 @@ def test_vae_and_controlnet(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_default_device(device):
+    unet, stock, inputs = make(device)
+    for model in (unet, stock):
+        lora(model)
+    with torch.device(device):
+        same_results(unet, stock, inputs, calls=3)
+        for model in (unet, stock):
+            model.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+        same_results(unet, stock, inputs, calls=2)
+    same_results(unet, stock, inputs, calls=2)  # a call without a default device is of another kind
+    assert (state(unet).captured, state(unet).eager) == (3, {"first call of its kind": 3})
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_text_encoders(name, device):
     """Hooks collect hidden states. The first call that asks for hidden states adds these hooks."""
