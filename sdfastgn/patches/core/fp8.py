@@ -421,7 +421,9 @@ def _put_into(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     The child may be a layer from which an adapter was taken off. peft writes adapters into the layer's weight
     through ``.data``, and PyTorch does not count such a write.
     """
-    weight = None if child is None else child._parameters.get("weight")
+    parameters = getattr(child, "_parameters", None)
+    # In modules of TorchScript ``_parameters`` is no dict. They have no products.
+    weight = parameters.get("weight") if isinstance(parameters, dict) else None
     if weight is None:
         return
     # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.

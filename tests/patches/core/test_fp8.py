@@ -285,6 +285,14 @@ def test_the_hook_that_sees_new_layers_goes_with_the_last_product(monkeypatch):
     assert len(hooks) == before
 
 
+def test_a_scripted_module_becomes_a_child_beside_products():
+    block = sdfastgn.optimize(made(), precision="fp8")
+    parent = nn.Module()
+    parent.child = torch.jit.script(nn.Linear(2, 2))
+    assert fp8.is_allowed(block)
+    assert parent.child.weight.shape == (2, 2)
+
+
 def hooked(block):
     block.attn1.to_v.register_forward_hook(lambda m, i, o: 2 * o)
 
