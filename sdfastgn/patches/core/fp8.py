@@ -22,6 +22,7 @@ E4M3 if the adapters are merged (``merged_adapters.py``), with the merged weight
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.e4m3 import AMAX, BEYOND, E4M3, INVERSE, LARGEST, SCALE, quantized
 from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
+from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
 from sdfastgn.patches.core.merged_adapters import is_merged, is_wrapper, wrapped_layer
 from sdfastgn.patches.core.merged_weights import wait_for, written_now
 
@@ -150,8 +152,7 @@ class _Model:
 
     def _versions_now(self) -> list[int]:
         if self._weights is None:
-            found = [ref() for product in self.products for ref in product.weights]
-            self._weights = [weight for weight in found if weight is not None]
+            self._weights = [weight for product in self.products for weight in product.living()]
         return list(map(private.version_of, self._weights))
 
 
@@ -222,9 +223,27 @@ class Product:
 
     def refresh(self) -> None:
         """Quantize the weights again if they were written to."""
-        weights = [weight for ref in self.weights if (weight := ref()) is not None]
+        weights = self.living()
         if len(weights) == len(self.weights):
             self.is_of(weights)
+
+    def living(self) -> list[Tensor]:
+        """The weights that still exist."""
+        return [weight for ref in self.weights if (weight := ref()) is not None]
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """A context in which the weights may move.
+
+        With ``torch.__future__.set_swap_module_params_on_conversion``, PyTorch moves no tensor that has a
+        weak reference.
+        """
+        weights = self.living()
+        self.weights = ()
+        try:
+            yield
+        finally:
+            self.weights = tuple(map(weakref.ref, weights))
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
         """Bring the copy of the weights in E4M3 up to date, if there is one."""
@@ -397,6 +416,9 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
         if not _has(owner, weights):
             _products[owner] = Product(weights)
         _products[owner].model = weakref.ref(own)
+        if "_apply" not in vars(owner):
+            vars(owner)["_apply"] = _Moves(owner)
+            guard(owner)
     own.products = [_products[m] for m in model.modules() if m in _products]
 
 
@@ -410,9 +432,25 @@ def forget(module: nn.Module) -> None:
     global _hook
     _models.pop(module, None)
     _products.pop(module, None)
+    if isinstance(vars(module).get("_apply"), _Moves):
+        del vars(module)["_apply"]
+        unguard(module)
     if _hook is not None and not _products:
         _hook.remove()
         _hook = None
+
+
+class _Moves(InstanceEntry):
+    """Replaces the method ``_apply`` of a product's owner, which ``.to()`` and similar methods call."""
+
+    __slots__ = ()
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = self.module
+        product = _products.get(module)  # a deepcopy of the owner has none
+        with contextlib.nullcontext() if product is None else product.moving():
+            type(module)._apply(module, fn, recurse)
+        return module
 
 
 def _put_into(parent: nn.Module, name: str, child: nn.Module | None) -> None:

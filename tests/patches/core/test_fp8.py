@@ -285,6 +285,29 @@ def test_the_hook_that_sees_new_layers_goes_with_the_last_product(monkeypatch):
     assert len(hooks) == before
 
 
+@pytest.fixture(params=[False, True], ids=["data", "swap"])
+def swaps(request):
+    """Both ways in which ``.to()`` changes parameters: it replaces their ``.data``, or swaps the tensors."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.usefixtures("swaps")
+def test_a_model_that_changes_its_dtype_and_back():
+    fused, plain, _ = twins()
+    learn(fused)
+    before = call(fused)
+    for block in (fused, plain):
+        block.to(torch.float32)
+    assert torch.equal(call(fused), call(plain))
+    copy.deepcopy(fused).to(torch.float16)
+    assert torch.equal(call(fused.to(torch.float16)), before)
+    sdfastgn.restore(fused)
+    assert not any(name in vars(m) for m in fused.modules() for name in ("_apply", "__getstate__"))
+
+
 def test_a_scripted_module_becomes_a_child_beside_products():
     block = sdfastgn.optimize(made(), precision="fp8")
     parent = nn.Module()
