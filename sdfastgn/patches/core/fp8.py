@@ -18,6 +18,9 @@ the same memory: by the next call without a graph (``product_of``), or before th
 write through ``.data`` is not noticed, with one exception: ``fuse_lora`` writes in this way, and then
 ``unload_lora_weights`` puts the layer back into the model (``_put_into``). A layer with LoRA adapters runs in
 E4M3 if the adapters are merged (``merged_adapters.py``), with the merged weights; else in the model's dtype.
+
+If ``.to()`` or a similar method moves a weight, its copy in E4M3 is freed (``_Moves``). It is made again in
+the same way, once the weight is on the GPU again.
 """
 
 from __future__ import annotations
@@ -115,7 +118,7 @@ class _Model:
     Attributes:
         calls: number of calls of the model so far in which products learned.
         products: the products.
-        replaced: counts how often a product got other weights, such as merged ones.
+        replaced: counts how often a product got other weights, such as merged ones, or freed its copy.
     """
 
     def __init__(self) -> None:
@@ -134,7 +137,7 @@ class _Model:
         return None
 
     def changed(self, *, is_replaced: bool) -> None:
-        """A product was quantized again. ``is_replaced``: from now on it has other weights."""
+        """A copy in E4M3 is new or outdated. ``is_replaced``: older graphs must not run again."""
         self._versions = []
         if is_replaced:
             self.replaced += 1
@@ -203,8 +206,8 @@ class Product:
         # A capture would repeat the quantization at each replay.
         if not self.fits(weights) or _is_capturing():
             return False
-        self.weights = tuple(map(weakref.ref, weights))
         self._quantize(weights)
+        self.weights = tuple(map(weakref.ref, weights))
         model = self.model()
         if model is not None:
             model.changed(is_replaced=not is_known)
@@ -232,25 +235,44 @@ class Product:
         return [weight for ref in self.weights if (weight := ref()) is not None]
 
     @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """A context in which the weights may move.
+    def moving(self, owner: nn.Module) -> Iterator[None]:
+        """A context in which parameters of ``owner`` may move. If one moves, the copy in E4M3 is freed.
 
-        With ``torch.__future__.set_swap_module_params_on_conversion``, PyTorch moves no tensor that has a
-        weak reference.
+        A weight is a parameter of ``owner``, or the merged weight of such a parameter and its adapters.
         """
-        weights = self.living()
+        weights, before = self.living(), _addresses(owner.parameters())
+        # With ``torch.__future__.set_swap_module_params_on_conversion``, PyTorch moves no tensor that has a
+        # weak reference.
         self.weights = ()
         try:
             yield
         finally:
             self.weights = tuple(map(weakref.ref, weights))
+            if self.is_on and _addresses(owner.parameters()) != before:
+                self._free()
+
+    def _free(self) -> None:
+        """Free the copy in E4M3. If the product is on, the next call or graph makes it again."""
+        self._e4m3 = self._scale = self.quantizer[:0]
+        self._state = []
+        model = self.model()
+        if model is not None:
+            model.changed(is_replaced=True)  # graphs read the freed memory
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
-        """Bring the copy of the weights in E4M3 up to date, if there is one."""
-        self._state = _state(weights)
-        if not self.nbytes:
-            return
+        """Bring the copy of the weights in E4M3 up to date, if the product is on."""
+        state = _state(weights)
+        self._state = []  # remains if the GPU runs out of memory
+        if self.is_on:
+            self._write(weights)
+        self._state = state
+
+    def _write(self, weights: Sequence[Tensor]) -> None:
+        """Write the weights into the copy in E4M3, which is allocated if it does not exist."""
         with torch.inference_mode(False), torch.no_grad():
+            if not self.nbytes:
+                self._scale = torch.empty(1, dtype=torch.float32, device=self._device)
+                self._e4m3 = torch.empty(self._shape, dtype=E4M3, device=self._device)
             largest = torch.stack([_largest(weight) for weight in weights]).amax()
             self._scale.copy_((largest / LARGEST).clamp(min=_LEAST))
             start = 0
@@ -311,10 +333,8 @@ class Product:
             return
         scale = HEADROOM * largest / LARGEST
         self.quantizer[SCALE], self.quantizer[INVERSE] = scale, 1 / scale
-        with torch.inference_mode(False):
-            self._e4m3 = torch.empty(self._shape, dtype=E4M3, device=self._device)
-            self._scale = torch.empty(1, dtype=torch.float32, device=self._device)
-        self._quantize(weights)
+        self._state = _state(weights)
+        self._write(weights)
         x = x.reshape(-1, x.shape[-1])
         x = x[:: -(-len(x) // _ROWS)]
         expected = torch.cat([F.linear(x.float(), weight.float()) for weight in weights], -1)
@@ -323,7 +343,7 @@ class Product:
         self.quantizer[BEYOND] = 0
         self.is_on = self.error <= MOST_ERROR
         if not self.is_on:
-            self._e4m3 = self._e4m3[:0].clone()  # frees the memory
+            self._free()
 
 
 def linear(product: Product | None, x: Tensor, weight: Tensor) -> Tensor:
@@ -341,6 +361,10 @@ def linear(product: Product | None, x: Tensor, weight: Tensor) -> Tensor:
 def _largest(x: Tensor) -> Tensor:
     """The largest magnitude in x, fp32 without dimensions. NaN if x has a NaN."""
     return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _state(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -448,7 +472,7 @@ class _Moves(InstanceEntry):
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
         product = _products.get(module)  # a deepcopy of the owner has none
-        with contextlib.nullcontext() if product is None else product.moving():
+        with contextlib.nullcontext() if product is None else product.moving(module):
             type(module)._apply(module, fn, recurse)
         return module
 

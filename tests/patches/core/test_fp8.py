@@ -308,6 +308,46 @@ def test_a_model_that_changes_its_dtype_and_back():
     assert not any(name in vars(m) for m in fused.modules() for name in ("_apply", "__getstate__"))
 
 
+@pytest.mark.usefixtures("swaps")
+@pytest.mark.parametrize("merges", [False, True], ids=["plain", "merged"])
+def test_a_model_that_moves_away_frees_its_weights_in_e4m3(merges):
+    fused, _, _ = twins()
+    learn(fused)
+    if merges:
+        config = LoraConfig(r=2, target_modules=["to_q", "net.2"], init_lora_weights=False)
+        inject_adapter_in_model(config, fused).to(WHERE["device"], torch.float16)
+        sdfastgn.optimize(fused, precision="fp8", merge_adapters=True)
+    before, weights = call(fused), [p.detach().clone() for p in fused.parameters()]
+    fp8.refresh(fused)
+    size, generation = state(fused).bytes, fp8.generation(fused)
+    assert size > 0
+    fused.to(WHERE["device"])
+    copy.deepcopy(fused).to("meta")
+    assert (state(fused).bytes, fp8.generation(fused)) == (size, generation)
+    fused.to("meta")
+    assert state(fused).bytes == 0
+    assert fp8.generation(fused) > generation  # no graph reads the freed memory
+    fused.to_empty(device=WHERE["device"])
+    for p, weight in zip(fused.parameters(), weights, strict=True):
+        p.data.copy_(weight)
+    assert torch.equal(call(fused), before)
+    assert (state(fused).bytes, state(fused).in_e4m3) == (size, 4)
+
+
+def test_weights_that_return_to_their_address_are_quantized_again():
+    """PyTorch does not count moves as writes, and its allocator may give a weight its old address again."""
+    fused, _, stock = twins()
+    learn(fused)
+    weight = fused.ff.net[2].weight
+    old, version = weight.data, weight._version
+    fused.to(torch.float32)
+    stock.ff.net[2].weight.mul_(-2)
+    weight.data = old.copy_(stock.ff.net[2].weight)
+    assert (weight.data_ptr(), weight._version) == (old.data_ptr(), version)
+    fused.to(torch.float16)
+    assert error(call(fused), call(stock)) < 0.05
+
+
 def test_a_scripted_module_becomes_a_child_beside_products():
     block = sdfastgn.optimize(made(), precision="fp8")
     parent = nn.Module()

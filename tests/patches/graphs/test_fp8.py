@@ -125,6 +125,23 @@ def test_adapters_that_come_and_go(learned):
         assert torch.equal(run(quick, inputs), without)
 
 
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "in_parts"])
+def test_a_model_that_moves_away_and_back(is_whole, learned):
+    quick, _, inputs = learned(none)
+    expected, (before,) = run(quick, inputs), sdfastgn.report(quick).fp8
+    # If only parts of the model move, its graphs are not dropped before the next call.
+    for device in ("cpu", "cuda"):
+        for module in [quick] if is_whole else quick.children():
+            module.to(device)
+        (found,) = sdfastgn.report(quick).fp8
+        assert found.bytes == 0
+    for _ in range(4):
+        assert error(run(quick, inputs), expected) < 0.01
+    (found,) = sdfastgn.report(quick).fp8
+    assert (found.bytes, found.in_e4m3) == (before.bytes, before.products)
+    assert state(quick).captured == 2
+
+
 def test_adapters_that_were_fused_and_unloaded(learned):
     quick, plain, inputs = learned(none)
     without = run(quick, inputs)
