@@ -464,7 +464,8 @@ class GraphedForward(InstanceEntry):
         So this method does nothing for models that cannot be captured.
         """
         module, forward, call, backend, key = current[:5]
-        if self._policy.is_rehearsed(key):
+        # The kernels do not depend on the last item, FP8's ``generation``, but on whether FP8 is on.
+        if self._policy.is_rehearsed((*key[:-1], fp8.is_allowed(module))):
             return
         run = partial(run_on_copies, forward, call, backend)
         # An error here is ignored: the call itself follows, and raises the same error to the user.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import sdfastgn
+from sdfastgn.patches.core import fp8
 from sdfastgn.patches.graphs import capture
 from tests.patches import samples
 from tests.patches.graphs.cases import make, replaced_parameter, run, same_results, state
@@ -44,6 +45,18 @@ def test_not_again_when_the_model_changes():
         replaced_parameter(model)
     same_results(unet, stock, inputs, calls=2)
     assert (backend.rehearsals, backend.captures) == (1, 2)
+
+
+def test_again_when_fp8_is_turned_on_but_not_for_other_weights(monkeypatch):
+    backend = TapeBackend()
+    unet, _, inputs = make(backend=backend)
+    rehearsals = []
+    for generation, is_on in ((0, False), (1, True), (2, True), (3, False)):
+        monkeypatch.setattr(fp8, "generation", lambda model, now=generation: now)
+        monkeypatch.setattr(fp8, "is_allowed", lambda model, now=is_on: now)
+        run(unet, inputs, calls=2)
+        rehearsals.append(backend.rehearsals)
+    assert rehearsals == [1, 2, 2, 2]
 
 
 def test_code_that_might_count_calls_is_not_rehearsed():
