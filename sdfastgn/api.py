@@ -182,10 +182,10 @@ def optimized(
 ) -> Iterator[T]:
     """A context manager: ``with sdfastgn.optimized(pipe):`` optimizes, and restores at the end of the block.
 
-    A component that was optimized before the block stays optimized, with its former ``cuda_graphs``. All
-    other components are restored. If the pipeline gets a new scheduler inside the block, the new scheduler
-    is restored too. If it gets a new model, the new model stays as it is. Arguments, errors and warnings: as
-    in ``optimize`` and ``restore``.
+    A component that was optimized before the block stays optimized, with its former ``cuda_graphs``,
+    ``merge_adapters`` and ``exact_tiling``. All other components are restored. If the pipeline gets a new
+    scheduler inside the block, the new scheduler is restored too. If it gets a new model, the new model stays
+    as it is. Arguments, errors and warnings: as in ``optimize`` and ``restore``.
     """
     before = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:
@@ -310,7 +310,8 @@ class _Before:
     ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module whose calls run as
     CUDA graphs -> its option ``cuda_graphs``. ``findings``: what ``patcher.inspect`` found in the component.
     ``laid_out``: the modules whose layout sdfastgn had changed. ``is_fp8``: True if the component had
-    products in FP8.
+    products in FP8. ``unmerged``: the modules that had ``merge_adapters=False``. ``left_out``: names of the
+    fusions that were turned off. ``leaving``: findings of applied fusions that ``patcher.leave_out`` undoes.
     """
 
     name: str
@@ -320,6 +321,9 @@ class _Before:
     modes: dict[nn.Module, str | bool]
     laid_out: set[nn.Module]
     is_fp8: bool = False
+    unmerged: frozenset[nn.Module] = frozenset()
+    left_out: frozenset[str] = frozenset()
+    leaving: tuple[patcher.Finding, ...] = ()
 
 
 def _before(name: str, component: Any, options: _Options) -> _Before:
@@ -336,7 +340,13 @@ def _before(name: str, component: Any, options: _Options) -> _Before:
     }
     is_stock = is_stock and not (modes or channels_last.is_applied(component))
     laid_out, is_fp8 = channels_last.laid_out(component), any(map(fp8.is_allowed, component.modules()))
-    return _Before(name, component, findings, is_stock, modes, laid_out, is_fp8)
+    unmerged = frozenset(module for module in component.modules() if not merged_adapters.is_allowed(module))
+    left_out = patcher.left_out_of(component)
+    names = left_out.union(options.left_out)
+    every = patcher.inspect(component, name, left_out=()) if names else []
+    leaving = tuple(f for f in every if f.fusion.name in names and f.fusion.is_applied(f.module))
+    kept = unmerged, left_out, leaving
+    return _Before(name, component, findings, is_stock, modes, laid_out, is_fp8, *kept)
 
 
 def _changes(was: _Before, options: _Options) -> bool:
@@ -366,14 +376,27 @@ def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
             left += patcher.undo(was.component, was.name)
             continue
         patcher.take_back(was.component, was.findings, was.laid_out)
-        if is_model and not was.is_fp8:
-            fp8_products.set_precision(was.component, None)
+        if is_model:
+            _allow_merging_as(was)
+            patcher.leave_out(was.component, was.left_out)
+            for finding in was.leaving:
+                if not finding.fusion.is_applied(finding.module):
+                    finding.fusion.apply(finding.module)
+            if not was.is_fp8:
+                fp8_products.set_precision(was.component, None)
         for module in was.component.modules() if is_model else ():
             if is_graphable(module) and module not in was.modes:
                 graphs.remove(module)
         for module, mode in was.modes.items():
             graphs.install(module, mode)
     return left
+
+
+def _allow_merging_as(was: _Before) -> None:
+    # A module comes before the modules in it, for which ``allow`` also decides.
+    for module in was.component.modules():
+        if merged_adapters.is_allowed(module) == (module in was.unmerged):
+            merged_adapters.allow(module, module not in was.unmerged)
 
 
 def _optimize(

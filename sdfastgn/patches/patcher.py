@@ -30,6 +30,7 @@ __all__ = [
     "has_fusions",
     "inspect",
     "leave_out",
+    "left_out_of",
     "needs_change",
     "parts_ever_of",
     "parts_of",
@@ -128,7 +129,7 @@ def inspect(
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
         return [_finding(prefix, component, rule) for rule in rules[:1]]
-    left_out = _left_out.get(component, ()) if left_out is None else left_out
+    left_out = left_out_of(component) if left_out is None else left_out
     fusions = [fusion for fusion in FUSIONS if fusion.name not in left_out]
     for name, fusion in ASKED_FUSIONS.items():
         if name in asked or any(map(fusion.is_applied, component.modules())):
@@ -228,6 +229,11 @@ def leave_out(root: nn.Module, names: Collection[str]) -> None:
     _left_out.pop(root, None)
     if names:
         _left_out[root] = frozenset(names)
+
+
+def left_out_of(root: nn.Module) -> frozenset[str]:
+    """Names of the fusions that the last ``leave_out`` has undone in the model ``root``."""
+    return _left_out.get(root, frozenset())
 
 
 def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import DDIMScheduler, DiffusionPipeline
+from peft import LoraConfig
 from torch import nn
 
 import sdfastgn
@@ -183,6 +184,68 @@ def test_a_failure_leaves_each_component_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match="no"):
         sdfastgn.optimize(pipe)
     assert_only_the_unet_is_optimized(pipe)
+
+
+@pytest.fixture(params=[False, True], ids=["off", "on"])
+def first_options(request):
+    return {"merge_adapters": request.param, "exact_tiling": request.param}
+
+
+def pipeline_with(options):
+    """An optimized UNet with a LoRA, and an optimized VAE."""
+    unet = build_unet("tiny", torch.float32, "cpu")
+    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    pipe = SimpleNamespace(components={"unet": unet, "vae": build_vae("tiny", torch.float32, "cpu")})
+    return sdfastgn.optimize(pipe, **options)
+
+
+def options_of(pipe):
+    """The options of which ``report`` shows that they are on."""
+    report = sdfastgn.report(pipe)
+    has_tiles = "tiled_decode" in {entry.fusion for entry in report.fused}
+    return {"merge_adapters": bool(report.merged), "exact_tiling": has_tiles}
+
+
+def test_the_with_block_keeps_earlier_options(first_options):
+    pipe = pipeline_with(first_options)
+    skipped = sdfastgn.report(pipe).skipped
+    with sdfastgn.optimized(pipe):
+        assert options_of(pipe) == {"merge_adapters": True, "exact_tiling": True}
+    assert options_of(pipe) == first_options
+    assert sdfastgn.report(pipe).skipped == skipped
+
+
+def test_a_call_that_fails_keeps_earlier_options(first_options, monkeypatch):
+    pipe = pipeline_with(first_options)
+    seen = []
+
+    def fail_on_the_vae(root, mode, install=cuda_graphs.install):
+        if root is pipe.components["vae"] and not seen:
+            seen.append(options_of(pipe))
+            raise RuntimeError("no")
+        install(root, mode)
+
+    monkeypatch.setattr(cuda_graphs, "install", fail_on_the_vae)
+    others = {name: not value for name, value in first_options.items()}
+    with pytest.raises(RuntimeError, match="no"):
+        sdfastgn.optimize(pipe, **others)
+    assert seen == [others]
+    assert options_of(pipe) == first_options
+
+
+def test_the_with_block_keeps_the_options_of_inner_modules():
+    off = {"merge_adapters": False, "exact_tiling": False}
+    model = nn.ModuleDict(pipeline_with(off).components)
+    unet, vae = model["unet"], model["vae"]
+    sdfastgn.optimize(model, **off)
+    for module in (unet.mid_block, vae):
+        sdfastgn.optimize(module)
+    merged = sdfastgn.report(unet).merged
+    assert merged
+    with sdfastgn.optimized(model):
+        assert sdfastgn.report(unet).merged != merged
+    assert sdfastgn.report(unet).merged == merged
+    assert "tiled_decode" in {entry.fusion for entry in sdfastgn.report(vae).fused}
 
 
 def test_the_with_block_keeps_a_component_in_which_nothing_could_be_fused():
