@@ -8,13 +8,16 @@ import importlib.util
 import os
 import platform
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import sdfastgn
 from sdfastgn.backend import triton_cache
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.versions import installed_versions
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +83,26 @@ def check_kernels_ran(device: torch.device) -> None:
     """Raise RuntimeError if sdfastgn's kernels are off on a GPU, so that plain PyTorch was timed."""
     if device.type == "cuda" and dispatch.why_off is not None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
+
+
+def kernels_reason(device: torch.device) -> str | None:
+    """Why sdfastgn's kernels cannot run on ``device``; None if they can. On a GPU, launches a small kernel.
+
+    The launch also finds out whether Triton can compile kernels here.
+    """
+    if dispatch.why_off is not None:
+        return dispatch.why_off
+    if device.type != "cuda":
+        return f"the kernels need an NVIDIA GPU; the device is {device}"
+    if (reason := gpu.unsupported(device)) is not None:
+        return reason
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the warning's reason is returned
+            sdfastgn.group_norm(torch.ones(1, 32, 4, 4, device=device), 32)
+    except Exception as error:  # another process may use all memory of the GPU, for instance
+        return one_line(error)
+    return dispatch.why_off
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:

@@ -10,11 +10,15 @@ from sdfastgn.cli.options import DeviceOption
 
 @command()
 def info(device: DeviceOption = None) -> None:
-    """Show versions, the GPU, and what can run here. Gives a reason for everything that cannot."""
+    """Show versions, the GPU, and what can run here. Gives a reason for everything that cannot.
+
+    On a GPU it launches a small kernel, to find out whether kernels can run.
+    """
     import torch
 
     from sdfastgn import __version__
     from sdfastgn.bench import environment
+    from sdfastgn.bench.kernels.suite import OURS
     from sdfastgn.bench.kernels.suites import SUITES
     from sdfastgn.cli import loading, terminal
     from sdfastgn.versions import never_run
@@ -30,10 +34,16 @@ def info(device: DeviceOption = None) -> None:
         out.print(f"{name}: {version or 'not installed'}")
         if version and (note := never_run(name, version)):
             out.print(f"  {note}", markup=False)
+    why_none = environment.kernels_reason(where)
     out.print(f"runs on {where}:", style="bold")
-    reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS.values()}
-    reasons |= {f"kernel {name}": each.reason(where) for name, each in providers.items()}
-    for name, reason in reasons.items():
-        out.print(f"{name}: {reason or 'yes'}", markup=False)
+    out.print(f"kernels of sdfastgn: {'yes' if why_none is None else f'no, {why_none}'}", markup=False)
+    ours = "yes" if why_none is None else "without kernels"
+    rows = {
+        f"variant {each.name}": (each.available(where), each.name.startswith(OURS))
+        for each in VARIANTS.values()
+    }
+    rows |= {f"kernel {name}": (each.reason(where), each.is_ours) for name, each in providers.items()}
+    for name, (reason, is_ours) in rows.items():
+        out.print(f"{name}: {reason or (ours if is_ours else 'yes')}", markup=False)
     if where.type == "cpu":
         out.print("Without a GPU every sdfastgn call runs in plain PyTorch, with the same results.")

@@ -51,6 +51,12 @@ RIGHT: dict[str, tuple[int, list[str]]] = {
         [
             "torch:",
             "GPU:",
+            "kernels of sdfastgn: no, ",
+            "the device is cpu",
+            "variant eager: yes",
+            "variant sdfastgn: without kernels",
+            "kernel eager: yes",
+            "kernel sdfastgn: without kernels",
             "variant stable_fast: package sfast (stable-fast) is not installed",
             *(f"variant {name}:" for name in VARIANTS),
             *(f"kernel {name}:" for name in PROVIDERS),

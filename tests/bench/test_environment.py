@@ -1,0 +1,51 @@
+"""Whether sdfastgn's kernels can run on a machine, and why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sdfastgn
+from sdfastgn.bench import environment
+from sdfastgn.kernels.common import dispatch, gpu
+
+CUDA = torch.device("cuda")
+
+
+def compile_nothing(*arguments):
+    dispatch.turn_off("no C compiler")
+
+
+def fail(*arguments):
+    raise torch.OutOfMemoryError("the GPU is full")
+
+
+# Name -> what a launch does, why the GPU is too old, and the reason that is told.
+MACHINES = {
+    "it works": (lambda x, groups: x, None, None),
+    "no compiler": (compile_nothing, None, "no C compiler"),
+    "an old GPU": (fail, "a V100 is sm_70", "a V100 is sm_70"),
+    "no memory": (fail, None, "OutOfMemoryError: the GPU is full"),
+}
+
+
+@pytest.mark.parametrize(("launch", "too_old", "reason"), MACHINES.values(), ids=MACHINES)
+def test_why_kernels_cannot_run_on_a_gpu(launch, too_old, reason, monkeypatch, recwarn):
+    ones = torch.ones
+    monkeypatch.setattr(dispatch, "why_off", None)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(shape))
+    monkeypatch.setattr(gpu, "unsupported", lambda device: too_old)
+    monkeypatch.setattr(sdfastgn, "group_norm", launch)
+    assert environment.kernels_reason(CUDA) == reason
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_that_are_off_run_nowhere(device, monkeypatch):
+    monkeypatch.setattr(dispatch, "why_off", "triton is not installed")
+    assert environment.kernels_reason(torch.device(device)) == "triton is not installed"
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_this_gpu():
+    assert environment.kernels_reason(CUDA) is None
