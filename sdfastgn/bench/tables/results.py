@@ -20,6 +20,7 @@ from sdfastgn.bench.tables.end_to_end import end_to_end_table
 from sdfastgn.bench.tables.kernels import suite_tables
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.variants import VARIANTS, label
+from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.program import OptionError, counted
 
 # The kinds of runs that ``sdfastgn bench`` makes: values of the field ``kind`` of their JSON.
@@ -29,6 +30,8 @@ NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be ab
 # Settings in which a run may differ from its preset and still be compared with the preset's published
 # numbers.
 _FREE_SETTINGS = ("repeats",)
+# Settings of a pipeline that a preset need not name -> their values in a preset that does not name them.
+_DEFAULTS = {name: getattr(BenchConfig, name) for name in ("scheduler", "guidance", "prompt", "seed")}
 
 
 @dataclass(frozen=True)
@@ -166,8 +169,9 @@ def preset_tables(result: Result) -> list[Blocks]:
         body = [[name, result.machine, number(preset.value(ms, part), 4)] for name, ms in times.items()]
         note = "published numbers are left out: other settings than the preset's"
         for case in preset.cases:
-            fixed = {key: value for key, value in case.settings.items() if key not in _FREE_SETTINGS}
-            if fixed.items() <= part.items():
+            own = {**_DEFAULTS, **case.settings}
+            fixed = {key: value for key, value in own.items() if key not in _FREE_SETTINGS}
+            if fixed.items() <= {**_DEFAULTS, **part}.items():
                 body += [[name, OTHER_MACHINE, number(value, 4)] for name, value in case.published.items()]
                 note = f"published: {preset.source}, {preset.date}" if case.published else "not published"
         header = ("what ran", "machine", preset.unit)
