@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from comfy import model_management
@@ -27,10 +28,21 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.graphs.forward import GraphedForward
 
-__all__ = ["UNET", "FusedUNetModel", "begin_run", "calls_of_run", "graphs_of", "install"]
+__all__ = [
+    "UNET",
+    "FusedUNetModel",
+    "begin_run",
+    "calls_of_run",
+    "drop",
+    "drop_at_next_move",
+    "graphs_of",
+    "install",
+    "keep_at_moves",
+]
 
 # Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. A call
 # with any other entry runs eagerly. Other nodes may put code into the entries ``patches`` and
@@ -43,7 +55,8 @@ _HARMLESS = frozenset(
     )
 )  # fmt: skip
 
-# UNet -> the object that keeps its graphs. The graphs stay after ``eject``, and the next run can use them.
+# UNet -> the object that keeps its graphs. The graphs stay after ``eject``, and the next run can use them. If
+# the UNet is moved before that, they are dropped (``drop_at_next_move``).
 _graphs: weakref.WeakKeyDictionary[nn.Module, GraphedForward] = weakref.WeakKeyDictionary()
 # UNet -> its counts when the last run began: (number of replayed calls, reason -> number of calls without a
 # graph).
@@ -80,6 +93,48 @@ def install(unet: nn.Module, mode: str | bool) -> None:
 def graphs_of(unet: nn.Module) -> GraphedForward | None:
     """The object that keeps the graphs of ``unet`` and counts its calls; None if there was no ``install``."""
     return _graphs.get(unet)
+
+
+def drop(unet: nn.Module) -> None:
+    """Drop all graphs of ``unet``, so that their memory and the weights that they watched are freed."""
+    graphed = _graphs.get(unet)
+    if graphed is not None:
+        graphed.clear()
+    keep_at_moves(unet)
+
+
+def drop_at_next_move(unet: nn.Module) -> None:
+    """Let the next ``.to()`` of ``unet``, or of a module that contains it, drop its graphs. Idempotent.
+
+    ComfyUI calls ``.to()`` when it unloads a model, and when it has replaced weights by those without a LoRA.
+    It may do so for a clone of the ``ModelPatcher`` without sdfastgn's callbacks: a stock one.
+    """
+    graphed = _graphs.get(unet)
+    if graphed is not None and graphed.mode is not False and "_apply" not in vars(unet):
+        vars(unet)["_apply"] = _DropGraphs(unet)
+        guard(unet)
+
+
+def keep_at_moves(unet: nn.Module) -> None:
+    """Undo ``drop_at_next_move``."""
+    if isinstance(vars(unet).get("_apply"), _DropGraphs):
+        del vars(unet)["_apply"]
+        unguard(unet)
+
+
+class _DropGraphs(InstanceEntry):
+    """Replaces the method ``_apply`` of a UNet, which ``.to()`` and similar methods call.
+
+    A call drops the graphs, removes this entry, and runs the original method.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        unet = self.module
+        drop(unet)
+        type(unet)._apply(unet, fn, recurse)
+        return unet
 
 
 class FusedUNetModel(UNetModel):

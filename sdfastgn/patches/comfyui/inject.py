@@ -99,6 +99,8 @@ def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
         drop_graphs(root)
         return
     try:
+        for module in root.modules():
+            graphs.keep_at_moves(module)
         for stage in range(len(_STAGES)):
             for module in root.modules():
                 kind: Any = type(module)
@@ -120,21 +122,23 @@ def _apply(fusion: Fusion, module: nn.Module) -> None:
 
 
 def eject(root: nn.Module) -> None:
-    """Restore ``root`` as it was before ``inject``: classes, hooks and the weights' strides. Idempotent."""
+    """Restore ``root`` as it was before ``inject``: classes, hooks and the weights' strides. Idempotent.
+
+    A UNet that may have graphs has an entry ``_apply`` until the next move (``graphs.drop_at_next_move``).
+    """
     for module in root.modules():
         restore_class(module)
         for layer in LAYERS:
             if layer.is_applied(module):
                 layer.undo(module)
         channels_last.restore(module)
+        graphs.drop_at_next_move(module)
 
 
 def drop_graphs(root: nn.Module) -> None:
     """Drop the graphs of all UNets in ``root``, so that their memory is freed."""
     for module in root.modules():
-        graphed = graphs.graphs_of(module)
-        if graphed is not None:
-            graphed.clear()
+        graphs.drop(module)
 
 
 def is_loaded(root: nn.Module) -> bool:

@@ -1,7 +1,10 @@
 """What other nodes and ComfyUI itself do to a UNet that is injected: patches, ControlNets, CUDA graphs."""
 
+import copy
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.patches.comfyui import comfy_checkout
 
@@ -11,6 +14,7 @@ import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
 from comfy.controlnet import ControlBase  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
 
 from sdfastgn.patches.comfyui.graphs import begin_run, calls_of_run, graphs_of  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
@@ -19,7 +23,7 @@ from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import forward  # noqa: E402
 from tests.patches import cases  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
-from tests.patches.comfyui.comfy_models import close, latent_of, lora_of, step, unet_of  # noqa: E402
+from tests.patches.comfyui.comfy_models import close, latent_of, lora_of, snapshot, step, unet_of  # noqa: E402
 from tests.patches.graphs.tape import TapeBackend  # noqa: E402
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -203,9 +207,7 @@ def test_graphs_go_on_in_the_next_run(model, tape):
 
 
 def test_a_lora_is_seen_by_graphs(model, tape):
-    with_lora = optimize_model(model, False)
-    with_lora.add_patches(lora_of(model), 1.0)
-    expected = latent_of(with_lora, KIND, steps=4)
+    expected = latent_of(optimize_model(with_lora(model, 1.0), False), KIND, steps=4)
     optimized = optimize_model(model)
     plain = latent_of(optimized, KIND, steps=4)
     clone = optimized.clone()
@@ -213,6 +215,77 @@ def test_a_lora_is_seen_by_graphs(model, tape):
     assert torch.equal(latent_of(clone, KIND, steps=4), expected)
     assert torch.equal(latent_of(optimized, KIND, steps=4), plain)
     assert tape.captures == 3
+
+
+def with_lora(model, strength):
+    clone = model.clone()
+    clone.add_patches(lora_of(model), strength)
+    return clone
+
+
+def patched_weights(model):
+    """Weak references to the memory of the weights that ``lora_of`` patches."""
+    names = lora_of(model)
+    return [StorageWeakRef(p.untyped_storage()) for n, p in model.model.named_parameters() if n in names]
+
+
+def living(weights):
+    return sum(not weight.expired() for weight in weights)
+
+
+def test_weights_of_another_lora_do_not_load_beside_the_old_ones(model, tape, monkeypatch):
+    optimized, other = optimize_model(with_lora(model, 1.0)), optimize_model(with_lora(model, 0.5))
+    latent_of(optimized, KIND, steps=4)
+    graphed, old, left = graphs_of(unet_of(model)), patched_weights(model), []
+    assert (graphed.alive, living(old)) == (1, len(lora_of(model)))
+
+    def load(patcher, *args, load=ModelPatcher.load, **kwargs):
+        left.append((graphed.alive, living(old)))
+        return load(patcher, *args, **kwargs)
+
+    monkeypatch.setattr(ModelPatcher, "load", load)
+    latent_of(other, KIND, steps=1)
+    assert left == [(0, 0)]
+
+
+def test_a_stock_clone_frees_the_graphs_of_a_node_that_is_gone(model, tape):
+    """The node is bypassed or deleted. Then ComfyUI unloads the model by a clone without our callbacks."""
+    latent_of(model, KIND, steps=1)
+    model_management.unload_all_models()
+    before = snapshot(model.model)
+    latent_of(optimize_model(model), KIND, steps=4)
+    latent_of(model, KIND, steps=1)
+    graphed = graphs_of(unet_of(model))
+    replays = graphed.replays
+    # The weights have not moved, so the node can go on with its graphs.
+    latent_of(optimize_model(model), KIND, steps=4)
+    assert (graphed.alive, graphed.replays) == (1, replays + 4)
+    latent_of(model, KIND, steps=1)
+    model_management.unload_all_models()
+    assert graphed.alive == 0
+    assert snapshot(model.model) == before
+
+
+def test_a_stock_clone_frees_the_weights_of_a_lora_that_is_gone(model, tape):
+    latent_of(optimize_model(with_lora(model, 1.0)), KIND, steps=4)
+    graphed, old = graphs_of(unet_of(model)), patched_weights(model)
+    assert (graphed.alive, living(old)) == (1, len(lora_of(model)))
+    latent_of(model, KIND, steps=1)
+    assert (graphed.alive, living(old)) == (0, 0)
+
+
+def test_a_copy_of_an_ejected_unet_moves_alone(model, tape):
+    optimized = optimize_model(model)
+    latent_of(optimized, KIND, steps=4)
+    optimized.eject_model()
+    unet = unet_of(model)
+    # A shallow copy has the same layers, but an entry in it would move the UNet in place of the copy.
+    assert "_apply" in vars(unet)
+    assert "_apply" not in vars(copy.copy(unet))
+    twin = copy.deepcopy(unet)
+    assert twin.to("meta") is twin
+    assert graphs_of(unet).alive == 1
+    assert {weight.device for weight in unet.parameters()} == {CPU}
 
 
 @pytest.mark.parametrize(
