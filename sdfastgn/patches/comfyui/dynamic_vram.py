@@ -13,9 +13,8 @@ from typing import Any
 
 from comfy import model_management
 
-# Dynamic model -> the same model loaded without DynamicVRAM, in the form that ``ModelPatcher.clone`` takes as
-# ``model_override``. Clones of a ``ModelPatcher`` have the same dynamic model, so they also share the second
-# model.
+# Dynamic model -> a stock ``ModelPatcher`` of the same model loaded without DynamicVRAM. Clones of a
+# ``ModelPatcher`` have the same dynamic model, so they also share the second model.
 _loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -47,8 +46,17 @@ def clone(patcher: Any) -> Any:
     """
     if not is_dynamic(patcher) or reason_to_stay(patcher) is not None:
         return patcher.clone()
-    found = patcher.clone(disable_dynamic=True, model_override=_loaded.get(patcher.model))
-    _loaded.setdefault(patcher.model, found.get_clone_model_override())
+    stock = _loaded.get(patcher.model)
+    model = None if stock is None else stock.get_clone_model_override()
+    found = patcher.clone(disable_dynamic=True, model_override=model)
+    if stock is None:
+        # A clone of ``found`` would have its LoRAs, and code of other nodes that may refer to ``patcher``.
+        empty = type(found)(found.model, found.load_device, found.offload_device)
+        stock = empty.clone(model_override=found.get_clone_model_override())
+        _loaded[patcher.model] = stock
+    # When ``found`` is deleted, ComfyUI unloads the model by the parent. The parent that ``clone`` has set is
+    # ``patcher``, which would unload the dynamic model, and the second one would stay on the GPU.
+    found.parent = stock
     return found
 
 

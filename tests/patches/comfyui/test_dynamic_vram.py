@@ -1,6 +1,8 @@
 """Models whose weights DynamicVRAM moves, in place of which stands a patcher that says that it is dynamic."""
 
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -77,6 +79,33 @@ def test_clones_with_other_loras_share_the_model_that_was_loaded():
     assert first.model is second.model
     assert loads == [True]
     assert not torch.equal(latent_of(first, KIND), latent_of(second, KIND))
+
+
+def test_the_second_model_is_unloaded_when_the_node_is_gone():
+    model, _ = dynamic_unet()
+    patched = model.clone()
+    patched.add_patches(lora_of(model), 1.0)
+    optimized = optimize_model(patched)
+    second = optimized.model
+    before = {name: weight.clone() for name, weight in second.state_dict().items()}
+    latent_of(optimized, KIND, steps=1)
+    assert second.model_loaded_weight_memory > 0
+    assert any(not torch.equal(weight, before[name]) for name, weight in second.state_dict().items())
+    del optimized
+    model_management.unload_all_models()
+    assert second.model_loaded_weight_memory == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in second.state_dict().items())
+
+
+def test_the_second_model_lives_as_long_as_the_dynamic_one():
+    model, loads = dynamic_unet()
+    second = weakref.ref(optimize_model(model).model)
+    assert second() is not None
+    assert optimize_model(model).model is second()
+    assert loads == [True]
+    del model
+    gc.collect()
+    assert second() is None
 
 
 @pytest.mark.parametrize("lacks", ["room", "loader"])
