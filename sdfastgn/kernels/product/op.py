@@ -256,10 +256,9 @@ def load_algorithms() -> None:
     an algorithm when it first runs. This takes three times as long as timing all algorithms. Timing itself
     cannot run beside a compilation, because launches that come late would count as slow.
     """
-    # If there is no memory, ``chosen_after`` raises the error again.
-    with suppress(torch.OutOfMemoryError):
-        for kind in _noted.get() or ():
-            if kind not in _chosen:
+    for kind in _noted.get() or ():
+        if kind not in _chosen:
+            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` raises the error again
                 _ways_of(kind)
 
 

@@ -130,13 +130,14 @@ def test_algorithms_are_loaded_before_they_are_timed(library):
     op.load_algorithms()  # outside of a rehearsal there is nothing to load
 
 
-def test_algorithms_that_find_no_memory_are_loaded_when_they_are_timed(library, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, cublaslt.Refused])
+def test_algorithms_that_cannot_be_loaded_are_loaded_when_they_are_timed(library, monkeypatch, error):
     stub = library(fast=(8.0, 0.0))
     ways = op._ways
 
     def short(kind):
         monkeypatch.setattr(op, "_ways", ways)
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(op, "_ways", short)
     with op.chosen_after():
