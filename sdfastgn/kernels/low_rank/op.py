@@ -231,9 +231,10 @@ def _tables(
     for matrix, pairs in zip(matrices, factors, strict=True):
         rows.append((*matrix, first, len(pairs)))
         first += len(pairs)
-    counts = torch.tensor([ceil_div(m[2], _TILE[0]) * ceil_div(m[3], _TILE[1]) for m in matrices])
-    of = torch.repeat_interleave(torch.arange(len(matrices)), counts)
-    number = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
+    tiles = [ceil_div(m[2], _TILE[0]) * ceil_div(m[3], _TILE[1]) for m in matrices]
+    counts = torch.tensor(tiles, device="cpu")  # PyTorch's default device may be another one
+    of = torch.repeat_interleave(torch.arange(len(matrices), device="cpu"), counts)
+    number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]
     rank = max(_DEPTH, next_power_of_2(max(pair[2] for pair in flat)))
     launch = Launch(
@@ -245,8 +246,8 @@ def _tables(
     return _Tables(
         launch,
         torch.stack((of, number), 1).to(torch.int32).to(kind.device),
-        torch.tensor(rows, dtype=torch.int64).to(kind.device),
-        torch.tensor(flat, dtype=torch.int64).to(kind.device),
+        torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device),
+        torch.tensor(flat, dtype=torch.int64, device="cpu").to(kind.device),
     )
 
 

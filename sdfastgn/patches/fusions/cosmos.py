@@ -306,10 +306,10 @@ def _haar(C: int, levels: int, dtype: torch.dtype, device: torch.device) -> Tens
     (frame, row, column, channel) within a cell. Rows are numbered by (bands of the coarsest level, ..., bands
     of the finest level, channel). The inverse is the transpose times 8^-levels.
     """
-    low_high = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    low_high = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu")
     # Axes: band along time, along height and along width, then frame, row and column within a 2 x 2 x 2 cell.
     level = torch.einsum("at,bh,cw->abcthw", low_high, low_high, low_high)
-    found = torch.eye(C).reshape(1, C, 1, 1, 1, C)
+    found = torch.eye(C, device="cpu").reshape(1, C, 1, 1, 1, C)
     for _ in range(levels):
         bands, _, side = found.shape[:3]
         found = torch.einsum("abcthw,mzTHWy->abcmztThHwWy", level, found)

@@ -287,7 +287,8 @@ class Factors:
 
     def _write(self) -> None:
         memory, rounded = self._memory
-        memory.copy_(torch.tensor(list(_flat(self._values)), dtype=torch.float64), non_blocking=True)
+        values = torch.tensor(list(_flat(self._values)), dtype=torch.float64, device="cpu")
+        memory.copy_(values, non_blocking=True)
         rounded.copy_(memory)
 
 

@@ -170,8 +170,16 @@ def test_a_default_device(device):
         for model in (unet, stock):
             model.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
         same_results(unet, stock, inputs, calls=2)
+    for b1 in (1.3, 1.5):
+        with torch.device("meta"):  # new values are written from the CPU
+            unet.enable_freeu(s1=0.9, s2=0.2, b1=b1, b2=1.4)
+            unet.set_adapters(["a"], weights=[b1])
+            found = run(unet, inputs)
+        stock.enable_freeu(s1=0.9, s2=0.2, b1=b1, b2=1.4)
+        stock.set_adapters(["a"], weights=[b1])
+        agree(found, run(stock, inputs))
     same_results(unet, stock, inputs, calls=2)  # a call without a default device is of another kind
-    assert (state(unet).captured, state(unet).eager) == (3, {"first call of its kind": 3})
+    assert (state(unet).captured, state(unet).eager) == (4, {"first call of its kind": 4})
 
 
 @pytest.mark.parametrize("device", DEVICES)
