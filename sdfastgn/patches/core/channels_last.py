@@ -28,7 +28,7 @@ from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import remove_hooks
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, moved, unguard
+from sdfastgn.patches.core.instance_entries import InstanceEntry, Moves, guard, moved, unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
 
 __all__ = [
@@ -177,7 +177,7 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
         if _format_now(module) is not None:
             yield functools.partial(_convert, module)
         has_convolution = has_convolution or isinstance(module, tuple(_FORMATS))
-    if has_convolution and not isinstance(vars(root).get("_apply"), _Apply):
+    if has_convolution and type(vars(root).get("_apply")) in (type(None), Moves):
         yield functools.partial(_follow_moves, root)
 
 

@@ -103,9 +103,10 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         if mode is not False and graphed is None and place is not None:
             own, name = place in vars(module), method_of(module)
             vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
+            guard(module)
+        if _graphed(module) is not None:
             # A model with convolutions has an entry that does more (``channels_last.py``).
             vars(module).setdefault("_apply", Moves(module))
-            guard(module)
 
 
 def remove(root: nn.Module) -> None:

@@ -229,6 +229,9 @@ def test_a_model_that_was_optimized_inside_of_another_follows_its_moves():
     unet = make()[0]
     sdfastgn.restore(unet)
     sdfastgn.optimize(nn.Sequential(unet))
+    with sdfastgn.optimized(unet):
+        pass
+    assert "_apply" in vars(unet)
     sdfastgn.optimize(unet)
     alone = sdfastgn.optimize(copy.deepcopy(sdfastgn.restore(make()[0])))
     assert type(vars(unet)["_apply"]) is type(vars(alone)["_apply"])
