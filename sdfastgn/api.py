@@ -69,11 +69,12 @@ def optimize(
         missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
             False there is an error for a module and a warning for a pipeline.
         verify: True runs each fused part of ``UNet2DConditionModel``, ``UNet2DModel``, ``ControlNetModel``
-            and most autoencoders once after the change, with the part's own weights and small random inputs.
-            For other models there are no inputs. The error of a part is its difference from stock's code in
-            fp32, or in fp64 if the weights are in fp32. The largest allowed error is one unit of rounding
-            (the dtype's eps) more than four times the error of stock's code. A part with a larger error gets
-            stock's code again. A UserWarning and ``report`` name these parts; with ``strict`` a ValueError
+            and some autoencoders (``AutoencoderKL``, ``AutoencoderTiny`` and most of those for video) once
+            after the change, with the part's own weights and small random inputs. For other models there are
+            no inputs. The error of a part is its difference from stock's code in fp32, or in fp64 if the
+            weights are in fp32. The largest allowed error is one unit of rounding (the dtype's eps) more than
+            four times the error of stock's code. A part with a larger error gets stock's code again. A
+            UserWarning and ``report`` name these parts; with ``strict`` a ValueError
             names them, and ``optimize`` undoes its changes. The warning also names parts that could not be
             verified. Verification takes memory for a copy of one part in fp32 (or fp64), and the time to
             compile the kernels for small images.

@@ -238,7 +238,7 @@ def _kept_tensors(root: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """A context without autocast, which would also cast the operations of stock's code in a wider dtype."""
+    """A context without autocast, in which stock's code in fp32 would also compute in half precision."""
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 

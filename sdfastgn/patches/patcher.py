@@ -232,7 +232,7 @@ def leave_out(root: nn.Module, names: Collection[str]) -> None:
 
 
 def left_out_of(root: nn.Module) -> frozenset[str]:
-    """Names of the fusions that the last ``leave_out`` has undone in the model ``root``."""
+    """Names of the fusions that ``inspect`` does not consider in the model ``root`` (``leave_out``)."""
     return _left_out.get(root, frozenset())
 
 

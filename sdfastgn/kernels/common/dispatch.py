@@ -182,7 +182,8 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
     """True if the arguments are ordinary tensors and numbers, and nothing traces or transforms the call.
 
     False under tracing, in torch.func transforms, in forward-mode AD and in PyTorch's modes
-    (``TorchDispatchMode``, ``TorchFunctionMode``). Also False for a subclass of Tensor, except Parameter.
+    (``TorchDispatchMode``, ``TorchFunctionMode``), except the mode that only chooses a default device. Also
+    False for a subclass of Tensor, except Parameter.
     """
     return (
         not torch.compiler.is_dynamo_compiling()

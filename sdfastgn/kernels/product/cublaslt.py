@@ -42,9 +42,9 @@ _WORKSPACE = 4096
 # Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16
 
-# Functions that may take milliseconds: other threads run Python meanwhile. All other functions only set or
-# free a few bytes. They keep Python's global interpreter lock, because a thread that gives it up may wait for
-# it for milliseconds, while other threads compile kernels.
+# Functions that may take milliseconds: other threads run Python meanwhile. The other functions that this file
+# calls only allocate, set or free a few bytes. They keep Python's global interpreter lock, because a thread
+# that gives it up may wait for it for milliseconds, while other threads compile kernels.
 _SLOW = ("cublasLtCreate", "cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic")
 
 _Pointer = ctypes.c_void_p

@@ -124,7 +124,8 @@ def _apply(fusion: Fusion, module: nn.Module) -> None:
 def eject(root: nn.Module) -> None:
     """Restore ``root`` as it was before ``inject``: classes, hooks and the weights' strides. Idempotent.
 
-    A UNet that may have graphs has an entry ``_apply`` until the next move (``graphs.drop_at_next_move``).
+    A UNet that may have graphs gets an entry ``_apply``, which stays until the next move or ``inject``
+    (``graphs.drop_at_next_move``).
     """
     for module in root.modules():
         restore_class(module)

@@ -19,8 +19,8 @@ write through ``.data`` is not noticed, with one exception: ``fuse_lora`` writes
 ``unload_lora_weights`` puts the layer back into the model (``_put_into``). A layer with LoRA adapters runs in
 E4M3 if the adapters are merged (``merged_adapters.py``), with the merged weights; else in the model's dtype.
 
-If ``.to()`` or a similar method moves a weight, its copy in E4M3 is freed (``_Moves``). It is made again in
-the same way, once the weight is on the GPU again.
+If ``.to()`` or a similar method of the model moves a weight, the weight's copy in E4M3 is freed (``_Moves``).
+The copy is made again in the same way, once the weight is on the GPU again.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Model:
         return None
 
     def changed(self, *, is_replaced: bool) -> None:
-        """A copy in E4M3 is new or outdated. ``is_replaced``: older graphs must not run again."""
+        """A copy in E4M3 is new, outdated or freed. ``is_replaced``: older graphs must not run again."""
         self._versions = []
         if is_replaced:
             self.replaced += 1
@@ -513,7 +513,10 @@ def reason_now(model: nn.Module) -> str | None:
 
 
 def generation(model: nn.Module) -> int:
-    """A number that changes whenever products of ``model`` get other weights. Older graphs are invalid."""
+    """A number that changes whenever products of ``model`` get other weights or free their copies in E4M3.
+
+    Graphs from before the change are invalid.
+    """
     own = _models.get(model)
     return 0 if own is None else own.replaced
 

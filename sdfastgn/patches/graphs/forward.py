@@ -254,7 +254,8 @@ class GraphedForward(InstanceEntry):
                 return class_forward(module, self.method)(*args, **kwargs)
             except torch.OutOfMemoryError:
                 # A call that succeeds in the stock model must not fail because graphs or merged weights take
-                # memory. So the graphs are dropped and the call is repeated, then the merged weights.
+                # memory. So the graphs are dropped and the call is repeated. If it fails again, the merged
+                # weights are freed and it is repeated once more.
                 if not self._give_memory_back():
                     raise
             refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
@@ -272,9 +273,10 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def moved(self) -> None:
-        """Drop the graphs if the weights were moved or replaced, so that other models get the memory.
+        """Drop the graphs if the model has changed since the capture, so that other models get the memory.
 
-        The ``Watch`` refers to the weights of the capture. So it is dropped too.
+        For instance, its weights were moved or replaced. The ``Watch`` keeps replaced weights alive, so it is
+        dropped with the graphs.
         """
         if self.training is not None:
             self.training.moved()
