@@ -74,10 +74,10 @@ def optimize(
             no inputs. The error of a part is its difference from stock's code in fp32, or in fp64 if the
             weights are in fp32. The largest allowed error is one unit of rounding (the dtype's eps) more than
             four times the error of stock's code. A part with a larger error gets stock's code again. A
-            UserWarning and ``report`` name these parts; with ``strict`` a ValueError
-            names them, and ``optimize`` undoes its changes. The warning also names parts that could not be
-            verified. Verification takes memory for a copy of one part in fp32 (or fp64), and the time to
-            compile the kernels for small images.
+            UserWarning and ``report`` name these parts; with ``strict`` a ValueError names them, and
+            ``optimize`` undoes its changes. The warning also names parts that could not be verified.
+            Verification takes memory for a copy of one part in fp32 (or fp64), and the time to compile the
+            kernels for small images.
         fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
             ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode, in calls
             without gradients, autocast and CUDA graphs. Parameters stay as they are. The folded weights take

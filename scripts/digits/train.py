@@ -3,10 +3,10 @@
 python scripts/digits/train.py --output /tmp/digits
 
 The script uses stock diffusers. It first trains an autoencoder, then a UNet and a text encoder together, as
-in the paper below. (Stable Diffusion itself was trained with a frozen text encoder.) The script also trains
-a classifier on the same digits. At the end the pipeline draws
-100 images, and the classifier reads the digit in each image. The exit code is 1 if the classifier reads the
-digit of the prompt in fewer than 90 images. Training takes minutes on a GPU. On a CPU try --steps 50.
+in the paper below. (Stable Diffusion itself was trained with a frozen text encoder.) The script also trains a
+classifier on the same digits. At the end the pipeline draws 100 images, and the classifier reads the digit in
+each image. The exit code is 1 if the classifier reads the digit of the prompt in fewer than 90 images.
+Training takes minutes on a GPU. On a CPU try --steps 50.
 
 Data: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998, doi:10.24432/C50P49, CC BY 4.0. Only its test set is used, which scikit-learn contains.
