@@ -110,6 +110,27 @@ def test_the_comfyui_node_needs_neither_diffusers_nor_fork() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_a_plain_module_needs_neither_diffusers_nor_numpy() -> None:
+    """Of the packages that sdfastgn imports, only torch is a requirement."""
+    code = """
+import importlib.util, sys
+import torch
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in ("diffusers", "numpy") else found(name, *more)
+sys.modules.update(diffusers=None, numpy=None)
+import sdfastgn
+model = sdfastgn.optimize(torch.nn.Sequential(torch.nn.GroupNorm(1, 2), torch.nn.SiLU()))
+assert len(sdfastgn.report(model).fused) > 0
+model(torch.zeros(1, 2, 4, 4))
+try:
+    sdfastgn.optimize(model, precision="fp8")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "is impossible" in done.stdout
+
+
 def test_docstrings_do_not_count_as_lines() -> None:
     (function,) = functions('def f():\n    """One.\n\n    Two.\n    """\n    return 1\n')
     assert function_lines(function) == 2

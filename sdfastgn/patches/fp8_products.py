@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from sdfastgn.patches.core import fp8
-from sdfastgn.patches.fusions.transformer_block import products_in
 from sdfastgn.patches.graphs import install as graphs
 
 __all__ = ["KEPT", "check", "may_change", "set_precision"]
@@ -58,6 +58,10 @@ def set_precision(root: nn.Module, precision: str | None) -> None:
 
 def _products_in(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
     """The products of ``model`` that can run in FP8, as (owner, weights)."""
+    if sys.modules.get("diffusers") is None:  # it may not be installed; no model has its blocks then
+        return []
+    from sdfastgn.patches.fusions.transformer_block import products_in
+
     return [(owner, weights) for owner, weights in products_in(model) if fp8.can_quantize(weights)]
 
 

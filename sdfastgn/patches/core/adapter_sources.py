@@ -5,9 +5,9 @@ That file explains the terms *wrapper* (peft's layer), *stand-in* and *merged we
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
@@ -15,21 +15,27 @@ from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = [
-    "NUMBERS",
     "OF_CONV",
     "Source",
     "active_adapters",
     "adapter_of",
+    "is_number",
     "is_plain_adapter",
     "source_of",
     "state_of",
 ]
 
-# Classes of scales that can be merged. Scales are often taken from ``np.linspace``.
-NUMBERS = (float, int, np.floating, np.integer)
 # Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
 # weights, must have the same settings as the wrapped convolution.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
+
+
+def is_number(kind: type) -> bool:
+    """True for the class of a scale that can be merged: int, float, or such a class of NumPy.
+
+    Scales are often taken from ``np.linspace``. NumPy is not imported, because it may not be installed.
+    """
+    return issubclass(kind, (int, float)) or (kind.__module__ == "numpy" and issubclass(kind, numbers.Real))
 
 
 class Source(NamedTuple):
@@ -158,7 +164,7 @@ def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
     if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
         return "its adapter has a dropout"
     scale = own["scaling"][name]
-    if not isinstance(scale, NUMBERS):
+    if not is_number(type(scale)):
         return f"the adapter's scale is a {type(scale).__name__}"
     a, b = first._parameters["weight"], second._parameters["weight"]
     return a, b, second._parameters.get("bias"), float(scale)

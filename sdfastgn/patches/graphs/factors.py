@@ -23,7 +23,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -166,9 +165,11 @@ def is_tested(module: nn.Module) -> bool:
 def is_number(value: Any) -> bool:
     """True for an int, a float or a ``np.float64``. Other values (bool, tensors) are never factors.
 
-    Values of ``np.linspace`` are ``np.float64``. Some code of diffusers refuses NumPy's other numbers.
+    Values of ``np.linspace`` are ``np.float64``. Some code of diffusers refuses NumPy's other numbers. NumPy
+    is not imported, because it may not be installed.
     """
-    return type(value) in (int, float, np.float64)
+    kind = type(value)
+    return kind in (int, float) or (kind.__module__, kind.__name__) == ("numpy", "float64")
 
 
 class Factors:
