@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.core.instance_entries import InstanceEntry, follow_moves, stop_following
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.graphs.forward import GraphedForward
 
@@ -111,15 +111,12 @@ def drop_at_next_move(unet: nn.Module) -> None:
     """
     graphed = _graphs.get(unet)
     if graphed is not None and graphed.mode is not False and "_apply" not in vars(unet):
-        vars(unet)["_apply"] = _DropGraphs(unet)
-        guard(unet)
+        follow_moves(_DropGraphs(unet))
 
 
 def keep_at_moves(unet: nn.Module) -> None:
     """Undo ``drop_at_next_move``."""
-    if isinstance(vars(unet).get("_apply"), _DropGraphs):
-        del vars(unet)["_apply"]
-        unguard(unet)
+    stop_following(unet, _DropGraphs)
 
 
 class _DropGraphs(InstanceEntry):

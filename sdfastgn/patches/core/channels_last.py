@@ -28,7 +28,14 @@ from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import remove_hooks
-from sdfastgn.patches.core.instance_entries import InstanceEntry, Moves, guard, moved, unguard
+from sdfastgn.patches.core.instance_entries import (
+    InstanceEntry,
+    Moves,
+    follow_moves,
+    moved,
+    stop_following,
+    unguard,
+)
 from sdfastgn.patches.core.left_alone import reason_to_leave
 
 __all__ = [
@@ -178,12 +185,7 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
             yield functools.partial(_convert, module)
         has_convolution = has_convolution or isinstance(module, tuple(_FORMATS))
     if has_convolution and type(vars(root).get("_apply")) in (type(None), Moves):
-        yield functools.partial(_follow_moves, root)
-
-
-def _follow_moves(root: nn.Module) -> None:
-    vars(root)["_apply"] = _Apply(root)
-    guard(root)
+        yield lambda: follow_moves(_Apply(root))
 
 
 def is_applied(root: nn.Module) -> bool:
@@ -255,9 +257,8 @@ def restore(module: nn.Module) -> None:
     A weight that was replaced by one of another shape stays as it is.
     """
     remove_hooks(module, enter, leave)
-    if isinstance(vars(module).get("_apply"), _Apply):
-        del vars(module)["_apply"]
-    unguard(module)
+    stop_following(module, _Apply)
+    unguard(module)  # after Ctrl-C, the guards may be all that is left
     _unconvert(module)
 
 

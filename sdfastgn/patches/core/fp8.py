@@ -42,7 +42,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.e4m3 import AMAX, BEYOND, E4M3, INVERSE, LARGEST, SCALE, quantized
 from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.core.instance_entries import InstanceEntry, follow_moves, stop_following
 from sdfastgn.patches.core.merged_adapters import is_merged, is_wrapper, wrapped_layer
 from sdfastgn.patches.core.merged_weights import wait_for, written_now
 
@@ -441,8 +441,7 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
             _products[owner] = Product(weights)
         _products[owner].model = weakref.ref(own)
         if "_apply" not in vars(owner):
-            vars(owner)["_apply"] = _Moves(owner)
-            guard(owner)
+            follow_moves(_Moves(owner))
     own.products = [_products[m] for m in model.modules() if m in _products]
 
 
@@ -456,9 +455,7 @@ def forget(module: nn.Module) -> None:
     global _hook
     _models.pop(module, None)
     _products.pop(module, None)
-    if isinstance(vars(module).get("_apply"), _Moves):
-        del vars(module)["_apply"]
-        unguard(module)
+    stop_following(module, _Moves)
     if _hook is not None and not _products:
         _hook.remove()
         _hook = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["GUARDS", "InstanceEntry", "Moves", "guard", "moved", "unguard"]
+__all__ = ["GUARDS", "InstanceEntry", "Moves", "follow_moves", "guard", "moved", "stop_following", "unguard"]
 
 
 class InstanceEntry:
@@ -134,3 +134,16 @@ def unguard(module: nn.Module) -> None:
     if entries <= GUARDS.keys():
         for name in entries:
             del vars(module)[name]
+
+
+def follow_moves(entry: InstanceEntry) -> None:
+    """Let ``entry`` replace the method ``_apply`` of its module, which ``.to()`` and similar methods call."""
+    vars(entry.module)["_apply"] = entry
+    guard(entry.module)
+
+
+def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
+    """Undo ``follow_moves`` if ``_apply`` of ``module`` is an entry of the class ``kind``."""
+    if type(vars(module).get("_apply")) is kind:
+        del vars(module)["_apply"]
+        unguard(module)

@@ -24,7 +24,7 @@ from sdfastgn.patches.core.class_forward import (
     is_offloaded_whole,
     replace_kept,
 )
-from sdfastgn.patches.core.instance_entries import Moves, guard, unguard
+from sdfastgn.patches.core.instance_entries import Moves, follow_moves, guard, stop_following, unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
@@ -104,9 +104,9 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
             own, name = place in vars(module), method_of(module)
             vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
             guard(module)
-        if _graphed(module) is not None:
-            # A model with convolutions has an entry that does more (``channels_last.py``).
-            vars(module).setdefault("_apply", Moves(module))
+        # A model with convolutions has an entry that does more (``channels_last.py``).
+        if _graphed(module) is not None and "_apply" not in vars(module):
+            follow_moves(Moves(module))
 
 
 def remove(root: nn.Module) -> None:
@@ -213,6 +213,5 @@ def _take_off(module: Any) -> None:
         # A hook of another library may have stored ``graphed`` in order to restore it as the module's forward
         # later. It shall restore the class's forward instead.
         replace_kept(module, graphed, class_forward(module, name))
-    if type(vars(module).get("_apply")) is Moves:
-        del vars(module)["_apply"]
+    stop_following(module, Moves)
     unguard(module)
