@@ -187,7 +187,7 @@ class LowRankSums:
             reference_add_low_rank(total._replace(pairs=pairs))
         for device, tables, places in self._launches:
             chosen = [scales[place] for place in places] or [0.0]
-            on_gpu = torch.tensor(chosen, dtype=torch.float32).to(device, non_blocking=True)
+            on_gpu = torch.tensor(chosen, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
             if device.type == "cuda":  # the cache may free the tables before the kernel has read them
                 for table in tables[1:]:
                     table.record_stream(torch.cuda.current_stream(device))
