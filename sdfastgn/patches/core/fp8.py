@@ -139,9 +139,9 @@ class _Model:
     def changed(self, *, is_replaced: bool) -> None:
         """A copy in E4M3 is new, outdated or freed. ``is_replaced``: older graphs must not run again."""
         self._versions = []
+        self._weights = None  # a product may have other weights now
         if is_replaced:
             self.replaced += 1
-            self._weights = None
 
     def is_outdated(self) -> bool:
         # This runs before each replay. Graphs notice by themselves when weights move.
@@ -206,11 +206,10 @@ class Product:
         # A capture would repeat the quantization at each replay.
         if not self.fits(weights) or _is_capturing():
             return False
+        self.touch()  # if an error stops the next line, the copy may be written in part
         self._quantize(weights)
         self.weights = tuple(map(weakref.ref, weights))
-        model = self.model()
-        if model is not None:
-            model.changed(is_replaced=not is_known)
+        self._changed(is_replaced=not is_known)
         return True
 
     def is_any_of(self, ids: set[int]) -> bool:
@@ -220,9 +219,16 @@ class Product:
     def touch(self) -> None:
         """Mark the weights in E4M3 as outdated: the next call or graph quantizes the weights again."""
         self._state = []
+        self._changed(is_replaced=False)
+
+    def _changed(self, *, is_replaced: bool) -> None:
+        """The copy in E4M3 is new, outdated or freed.
+
+        ``is_replaced``: it was freed, or is of other weights. Graphs that read it must not run again.
+        """
         model = self.model()
         if model is not None:
-            model.changed(is_replaced=False)
+            model.changed(is_replaced=is_replaced)
 
     def refresh(self) -> None:
         """Quantize the weights again if they were written to."""
@@ -255,14 +261,11 @@ class Product:
         """Free the copy in E4M3. If the product is on, the next call or graph makes it again."""
         self._e4m3 = self._scale = self.quantizer[:0]
         self._state = []
-        model = self.model()
-        if model is not None:
-            model.changed(is_replaced=True)  # graphs read the freed memory
+        self._changed(is_replaced=True)
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
         """Bring the copy of the weights in E4M3 up to date, if the product is on."""
         state = _state(weights)
-        self._state = []  # remains if the GPU runs out of memory
         if self.is_on:
             self._write(weights)
         self._state = state

@@ -1,5 +1,6 @@
 """``optimize(..., precision="fp8")``: products of transformer blocks in E4M3."""
 
+import contextlib
 import copy
 import weakref
 
@@ -126,6 +127,40 @@ def test_inexact_products_stay_in_the_models_dtype(monkeypatch):
     learn(fused)
     assert (state(fused).in_e4m3, len(state(fused).inexact)) == (0, 4)
     assert torch.equal(call(fused), call(plain))
+
+
+@pytest.fixture
+def no_memory():
+    """A context in which the GPU runs out of memory after the last write into a copy in E4M3."""
+
+    @contextlib.contextmanager
+    def context():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp8, "written_now", out_of_memory)
+            yield
+
+    def out_of_memory(device):
+        raise torch.OutOfMemoryError
+
+    return context
+
+
+def test_a_copy_that_was_written_in_part_is_written_again(no_memory):
+    fused, _, _ = twins()
+    learn(fused)
+    before = call(fused)
+    fp8.refresh(fused)
+    assert not fp8.is_outdated(fused)
+    layer = fused.ff.net[2]
+    weight = layer.weight
+    layer.weight = nn.Parameter(-2 * weight.detach())
+    with no_memory(), pytest.raises(torch.OutOfMemoryError):
+        call(fused)
+    layer.weight = weight
+    assert fp8.is_outdated(fused)
+    fp8.refresh(fused)
+    assert not fp8.is_outdated(fused)
+    assert torch.equal(call(fused), before)
 
 
 def test_restore_and_another_precision_are_exact():
