@@ -224,11 +224,12 @@ class Product:
     def _changed(self, *, is_replaced: bool) -> None:
         """The copy in E4M3 is new, outdated or freed.
 
-        ``is_replaced``: it was freed, or is of other weights. Graphs that read it must not run again.
+        ``is_replaced``: it was freed, or is of other weights. Graphs that read it must not run again. While
+        the product is off, no graph reads it.
         """
         model = self.model()
         if model is not None:
-            model.changed(is_replaced=is_replaced)
+            model.changed(is_replaced=is_replaced and self.is_on)
 
     def refresh(self) -> None:
         """Quantize the weights again if they were written to."""

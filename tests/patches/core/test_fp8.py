@@ -129,6 +129,18 @@ def test_inexact_products_stay_in_the_models_dtype(monkeypatch):
     assert torch.equal(call(fused), call(plain))
 
 
+def test_an_inexact_product_drops_no_graphs(monkeypatch):
+    """No graph has read its copy in E4M3."""
+    monkeypatch.setattr(fp8, "MOST_ERROR", 0.0)
+    fused, _, _ = twins()
+    learn(fused)
+    layer = fused.ff.net[2]
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    call(fused)
+    assert (state(fused).in_e4m3, len(state(fused).inexact)) == (0, 4)
+    assert fp8.generation(fused) == 0
+
+
 @pytest.fixture
 def no_memory():
     """A context in which the GPU runs out of memory after the last write into a copy in E4M3."""
