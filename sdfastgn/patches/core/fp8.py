@@ -8,7 +8,7 @@ A product begins by *learning*: in its first ``CALLS`` calls it runs in the mode
 magnitude of its inputs is recorded. The last of these calls sets the scale of the inputs, copies the weights
 in E4M3, and compares the product in E4M3 with the product in fp32. If the error is larger than
 ``MOST_ERROR``, the product stays in the model's dtype for good. Otherwise it runs in E4M3 from the next call
-on.
+on. If memory runs out in the last call, the copy is freed, and the next call without a graph tries again.
 
 While products learn, the model runs without CUDA graphs. Afterwards the scales of inputs never change. They
 are in the memory of the GPU, where graphs read them.
@@ -89,6 +89,7 @@ class Fp8:
         products: number of products.
         in_e4m3: number of products that run in E4M3.
         learning: number of products that still learn.
+        short: number of products that still learn because their last call ran out of memory.
         unused: number of products that were not called while the others learned. They stay in the model's
             dtype until they are called.
         inexact: names of the products that stay in the model's dtype because of their error in E4M3, or
@@ -104,6 +105,7 @@ class Fp8:
     products: int
     in_e4m3: int
     learning: int
+    short: int
     unused: int
     inexact: tuple[str, ...]
     adapted: int
@@ -165,6 +167,7 @@ class Product:
     Attributes:
         quantizer: the quantizer for the input, (4,) fp32.
         is_on: True if the product runs in E4M3.
+        is_short: True if the last call in which the product learns ran out of memory. It is repeated then.
         calls: number of calls in which the product learned.
         error: the relative error in E4M3 against fp32; NaN before it is known.
         weights: weak references to the weights. The product must not keep its layers alive.
@@ -172,7 +175,7 @@ class Product:
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.is_on, self.calls, self.error = False, 0, math.nan
+        self.is_on, self.is_short, self.calls, self.error = False, False, 0, math.nan
         self.model: Callable[[], _Model | None] = lambda: None
         self.weights = tuple(map(weakref.ref, weights))
         first = weights[0]
@@ -324,11 +327,20 @@ class Product:
             # This layer was not called until now, for instance because of an adapter that is not merged.
             # The model runs without graphs once more.
             model.calls = 0
-        self.calls += 1
         amax = self.quantizer[AMAX]
         torch.maximum(amax, _largest(x), out=amax)
-        if self.calls == CALLS:
-            self._finish(x, weights)
+        if self.calls + 1 == CALLS:
+            try:
+                self._finish(x, weights)
+            except torch.OutOfMemoryError:
+                # The stock model would not fail here. So this call goes on in the model's dtype.
+                self.is_short = True
+                return
+            finally:
+                if not self.is_on:
+                    self._free()
+        self.calls += 1
+        self.is_short = False
 
     def _finish(self, x: Tensor, weights: Sequence[Tensor]) -> None:
         """Choose the scale, quantize the weights, and decide whether the product runs in E4M3."""
@@ -346,8 +358,6 @@ class Product:
         self.error = ((found - expected).norm() / expected.norm()).item()
         self.quantizer[BEYOND] = 0
         self.is_on = self.error <= MOST_ERROR
-        if not self.is_on:
-            self._free()
 
 
 def linear(product: Product | None, x: Tensor, weight: Tensor) -> Tensor:
@@ -561,6 +571,7 @@ def _described(path: str, products: dict[str, Product], adapted: set[int]) -> Fp
         products=len(products),
         in_e4m3=len(on),
         learning=begun if has_learned else begun + len(unused),
+        short=sum(product.is_short for product in plain.values()),
         unused=len(unused) if has_learned else 0,
         inexact=tuple(name for name, p in plain.items() if p.calls >= CALLS and not p.is_on),
         adapted=len(products) - len(plain),

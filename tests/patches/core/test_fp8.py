@@ -157,6 +157,20 @@ def no_memory():
     return context
 
 
+def test_products_without_memory_learn_again(no_memory):
+    fused, plain, _ = twins()
+    with no_memory():
+        for _ in range(CALLS + 1):
+            assert fp8.reason_now(fused) == fp8.REASON
+            assert torch.equal(call(fused), call(plain))
+    found = state(fused)
+    assert (found.in_e4m3, found.learning, found.short, found.bytes) == (0, 4, 4, 0)
+    assert "4 of these found no memory" in str(sdfastgn.report(fused))
+    call(fused)
+    found = state(fused)
+    assert (found.in_e4m3, found.learning, found.short) == (4, 0, 0)
+
+
 def test_a_copy_that_was_written_in_part_is_written_again(no_memory):
     fused, _, _ = twins()
     learn(fused)
