@@ -231,7 +231,9 @@ class Report:
 
 
 def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
-    notes = [f"{f.learning} learn their scales"] if f.learning else []
+    moved = f"{f.offloading} moves their weights in each call, so they run in the model's dtype"
+    notes = [moved] if f.offloading else []
+    notes += [f"{f.learning} learn their scales"] if f.learning else []
     notes += [f"{f.short} of these found no memory, and try again"] if f.short else []
     notes += [f"{f.unused} were not called while the others learned"] if f.unused else []
     notes += [f"{f.adapted} have LoRA adapters, and run in the model's dtype"] if f.adapted else []

@@ -20,7 +20,8 @@ write through ``.data`` is not noticed, with one exception: ``fuse_lora`` writes
 E4M3 if the adapters are merged (``merged_adapters.py``), with the merged weights; else in the model's dtype.
 
 If ``.to()`` or a similar method of the model moves a weight, the weight's copy in E4M3 is freed (``_Moves``).
-The copy is made again in the same way, once the weight is on the GPU again.
+The copy is made again in the same way, once the weight is on the GPU again. If hooks move the weights in each
+call (``_offloading_of``), all copies of the model are freed, and its products run in the model's dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,7 @@ __all__ = [
     "generation",
     "is_allowed",
     "is_outdated",
+    "may_run_in",
     "product_of",
     "reason_now",
     "refresh",
@@ -99,6 +101,8 @@ class Fp8:
         error: the largest error of the products that run in E4M3; NaN if there is none.
         beyond: number of values so far that were beyond the range of E4M3.
         bytes: size of the weights in E4M3.
+        offloading: what moves the weights in each call, so that no product runs in E4M3 or learns; empty if
+            nothing does.
     """
 
     path: str
@@ -112,6 +116,7 @@ class Fp8:
     error: float
     beyond: int
     bytes: int
+    offloading: str = ""
 
 
 class _Model:
@@ -121,15 +126,32 @@ class _Model:
         calls: number of calls of the model so far in which products learned.
         products: the products.
         replaced: counts how often a product got other weights, such as merged ones, or freed its copy.
+
+    Args:
+        hooked: modules that have a hook if hooks move the weights of the model in each call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hooked: Sequence[nn.Module]) -> None:
         self.calls = self.replaced = 0
+        self._hooked = tuple(map(weakref.ref, hooked))
+        self._was_offloaded = False
         self.products: list[Product] = []
         self._weights: list[Tensor] | None = None
         self._versions: list[int] = []
 
+    def offloading(self) -> str:
+        """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
+        found = next(filter(None, (_offloading_of(m) for ref in self._hooked if (m := ref()))), "")
+        if found and not self._was_offloaded:
+            for product in self.products:
+                if product.nbytes:
+                    product.free()
+        self._was_offloaded = bool(found)
+        return found
+
     def reason_now(self) -> str | None:
+        if self.offloading():
+            return None  # products do not learn; hooks are a reason of their own
         # A product that was left out of some calls learns in further calls, but at most in as many again.
         if CALLS <= self.calls < 2 * CALLS and not any(0 < p.calls < CALLS for p in self.products):
             self.calls = 2 * CALLS
@@ -150,7 +172,7 @@ class _Model:
         return self._versions_now() != self._versions
 
     def refresh(self) -> None:
-        for product in self.products:
+        for product in () if self.offloading() else self.products:
             product.refresh()
             product.wait()
         self._versions = self._versions_now()
@@ -259,9 +281,9 @@ class Product:
         finally:
             self.weights = tuple(map(weakref.ref, weights))
             if self.is_on and _addresses(owner.parameters()) != before:
-                self._free()
+                self.free()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         """Free the copy in E4M3. If the product is on, the next call or graph makes it again."""
         self._e4m3 = self._scale = self.quantizer[:0]
         self._state = []
@@ -338,7 +360,7 @@ class Product:
                 return
             finally:
                 if not self.is_on:
-                    self._free()
+                    self.free()
         self.calls += 1
         self.is_short = False
 
@@ -396,8 +418,23 @@ def _is_capturing() -> bool:
 _models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
 # Module -> its product. The module is the linear layer, or the owner of the layers with the same input.
 _products: weakref.WeakKeyDictionary[nn.Module, Product] = weakref.WeakKeyDictionary()
+# Module -> the products of the model that contains it.
+_model_of: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
 # The registration of ``_put_into``; None while no model has products.
 _hook: RemovableHandle | None = None
+
+
+def _offloading_of(module: nn.Module) -> str:
+    """What moves the weights of ``module`` in each call, by a hook on it. Empty if no hook does.
+
+    The hook of ``enable_model_cpu_offload`` moves weights too, but not in each call.
+    """
+    own = vars(module)
+    hook = own.get("_hf_hook")
+    if any(getattr(part, "offload", None) is True for part in getattr(hook, "hooks", (hook,))):
+        return "accelerate's offloading"
+    registry = own.get("_diffusers_hook")
+    return "diffusers' group offloading" if "group_offloading" in getattr(registry, "hooks", ()) else ""
 
 
 def device_reason(device: torch.device) -> str | None:
@@ -449,7 +486,9 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
     global _hook
     if _hook is None:
         _hook = register_module_module_registration_hook(_put_into)
-    own = _models[model] = _Model()
+    found = list(found)
+    own = _models[model] = _Model([model, *(_layer_of(owner, weights[0]) for owner, weights in found[:1])])
+    _model_of.update(dict.fromkeys(model.modules(), own))
     for owner, weights in found:
         if not _has(owner, weights):
             _products[owner] = Product(weights)
@@ -457,6 +496,11 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
         if "_apply" not in vars(owner):
             follow_moves(_Moves(owner))
     own.products = [_products[m] for m in model.modules() if m in _products]
+
+
+def _layer_of(owner: nn.Module, weight: Tensor) -> nn.Module:
+    """The module in ``owner`` whose parameter ``weight`` is."""
+    return next(m for m in owner.modules() if any(p is weight for p in m.parameters(recurse=False)))
 
 
 def _has(owner: nn.Module, weights: Sequence[Tensor]) -> bool:
@@ -468,6 +512,7 @@ def forget(module: nn.Module) -> None:
     """Drop all that this file keeps for ``module``."""
     global _hook
     _models.pop(module, None)
+    _model_of.pop(module, None)
     _products.pop(module, None)
     stop_following(module, _Moves)
     if _hook is not None and not _products:
@@ -511,10 +556,24 @@ def is_used() -> bool:
     return len(_products) > 0
 
 
+def may_run_in(block: nn.Module) -> bool:
+    """True if the model that contains ``block`` has products, and no hooks move its weights in each call.
+
+    If hooks do, the copies in E4M3 are freed.
+    """
+    own = _model_of.get(block)
+    return own is not None and not own.offloading()
+
+
 def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> Product | None:
-    """The product of ``owner`` in E4M3, with ``weights``. None if there is none, or if they do not fit."""
+    """The product of ``owner`` in E4M3, with ``weights``.
+
+    None if there is none, if ``weights`` do not fit, or if hooks move them in each call.
+    """
     product = _products.get(owner)
-    return product if product is not None and product.is_of(weights) else None
+    if product is None or not may_run_in(owner):
+        return None
+    return product if product.is_of(weights) else None
 
 
 def reason_now(model: nn.Module) -> str | None:
@@ -556,7 +615,13 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
             wrappers = [module for module in model.modules() if is_wrapper(module) and not is_merged(module)]
             adapted = {id(wrapped_layer(module).weight) for module in wrappers}
             found = {n: _products[m] for n, m in model.named_modules() if m in _products}
-            yield _described(name or type(model).__name__, found, adapted)
+            described = _described(name or type(model).__name__, found, adapted)
+            offloading = _models[model].offloading()
+            if offloading:
+                described = replace(
+                    described, in_e4m3=0, learning=0, short=0, unused=0, offloading=offloading
+                )
+            yield described
 
 
 def _described(path: str, products: dict[str, Product], adapted: set[int]) -> Fp8:

@@ -80,7 +80,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 added_cond_kwargs,
             )
         is_autocast = dispatch.is_autocast(hidden_states)
-        may_be_fp8 = fp8.is_used() and attention_mask is encoder_attention_mask is None and not options
+        may_be_fp8 = fp8.may_run_in(self) and attention_mask is encoder_attention_mask is None and not options
         context = encoder_hidden_states if self.only_cross_attention else None
         h = self._attend_first(hidden_states, context, attention_mask, options, may_be_fp8=may_be_fp8)
         ff, norm3, attn2 = layer_of(self, "ff"), layer_of(self, "norm3"), layer_of(self, "attn2")

@@ -6,6 +6,9 @@ import weakref
 
 import pytest
 import torch
+from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_submodules
+from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from peft import LoraConfig, inject_adapter_in_model
@@ -393,6 +396,72 @@ def test_a_model_that_moves_away_frees_its_weights_in_e4m3(merges):
         p.data.copy_(weight)
     assert torch.equal(call(fused), before)
     assert (state(fused).bytes, state(fused).in_e4m3) == (size, 4)
+
+
+def sequential(block):
+    cpu_offload(block, WHERE["device"])
+
+
+def in_groups(kind):
+    def hook(block):
+        device, cpu = torch.device(WHERE["device"]), torch.device("cpu")
+        apply_group_offloading(block, device, cpu, offload_type=kind, num_blocks_per_group=1)
+
+    return hook
+
+
+def unhook(block):
+    remove_hook_from_submodules(block)
+    for module in block.modules():
+        if hasattr(module, "_diffusers_hook"):
+            module._diffusers_hook.remove_hook("group_offloading", recurse=False)
+    block.to(WHERE["device"])
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        pytest.param(sequential, "accelerate's offloading", id="sequential"),
+        pytest.param(in_groups("leaf_level"), "diffusers' group offloading", id="leaves"),
+        pytest.param(in_groups("block_level"), "diffusers' group offloading", id="blocks"),
+    ],
+)
+def test_hooks_that_move_weights_in_each_call(hook, text):
+    fused, plain, _ = twins()
+    learn(fused)
+    before, generation = call(fused), fp8.generation(fused)
+    hook(fused)
+    for _ in range(2):
+        assert error(call(fused), call(plain)) < 0.002  # hooked layers are not fused
+        fp8.refresh(fused)
+    found = state(fused)
+    assert (found.in_e4m3, found.bytes, found.offloading) == (0, 0, text)
+    assert f"{text} moves their weights in each call" in str(sdfastgn.report(fused))
+    assert fp8.generation(fused) > generation  # no graph reads the freed memory
+    unhook(fused)
+    assert torch.equal(call(fused), before)
+    assert (state(fused).in_e4m3, state(fused).offloading) == (4, "")
+
+
+def test_a_model_that_hooks_move_does_not_learn():
+    fused, plain, _ = twins()
+    in_groups("block_level")(fused)
+    assert fp8.reason_now(fused) is None
+    assert torch.equal(call(fused), call(plain))
+    assert (state(fused).learning, state(fused).bytes) == (0, 0)
+    unhook(fused)
+    assert fp8.reason_now(fused) == fp8.REASON
+    learn(fused)
+    assert state(fused).in_e4m3 == 4
+
+
+def test_a_model_that_is_offloaded_as_a_whole_runs_in_e4m3():
+    fused, _, _ = twins()
+    learn(fused)
+    before = call(fused)
+    cpu_offload_with_hook(fused, WHERE["device"])
+    assert torch.equal(call(fused), before)
+    assert (state(fused).in_e4m3, state(fused).offloading) == (4, "")
 
 
 def test_weights_that_return_to_their_address_are_quantized_again():
