@@ -17,7 +17,7 @@ from sdfastgn.bench.snapshot import Snapshot, modules_of
 from sdfastgn.bench.variants import VARIANTS, Variant, prepared
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.models.architectures import build_unet, build_vae
-from sdfastgn.patches.core import fp8
+from sdfastgn.patches.core import fp8, fp8_product
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ def test_fp8_is_ready_when_its_products_know_their_scales(monkeypatch):
     unet = build_unet("tiny", torch.bfloat16, "cpu")
     with prepared(variant, unet, "unet"):
         assert not variant.is_ready(unet)
-        monkeypatch.setattr(fp8, "CALLS", 0)
+        monkeypatch.setattr(fp8_product, "CALLS", 0)
         assert variant.is_ready(unet)
     assert not sdfastgn.report(unet).fp8
 

@@ -17,7 +17,7 @@ from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.kernels.product.op import add_linear_, linear
-from sdfastgn.patches.core import fp8
+from sdfastgn.patches.core import fp8, fp8_product
 from sdfastgn.patches.core.fusion import (
     dropped_out,
     drops_nothing,
@@ -149,7 +149,7 @@ def add_feed_forward(
     return total
 
 
-def _products_of(layers: list[Any] | None) -> list[fp8.Product | None] | None:
+def _products_of(layers: list[Any] | None) -> list[fp8_product.Product | None] | None:
     """The products in E4M3 of GEGLU's linear layer and of the last linear layer. None if there are none.
 
     ``layers``: the layers of a feed-forward network, as in ``add_feed_forward``.
@@ -185,7 +185,7 @@ def feed_forward_weights(
 
 
 def _add_in_e4m3(
-    products: list[fp8.Product | None],
+    products: list[fp8_product.Product | None],
     layers: list[Any],
     layer: Any,
     x: Tensor,
@@ -199,7 +199,7 @@ def _add_in_e4m3(
         x, residual, *parameters_of(layer), layer.eps,
         total_bias=last_bias, quantizer=None if up is None else up.quantizer_now,
     )  # fmt: skip
-    h = fp8.linear(up, h, weight)
+    h = fp8_product.linear(up, h, weight)
     h = geglu(h, bias, quantizer=None if down is None else down.quantizer_now)
     if down is not None:
         if h.dtype is E4M3:

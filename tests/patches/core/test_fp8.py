@@ -16,7 +16,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.common.e4m3 import E4M3, quantized
-from sdfastgn.patches.core import fp8
+from sdfastgn.patches.core import fp8, fp8_product
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.merged_adapters import merged_layer
 from tests.patches import changes
@@ -33,7 +33,7 @@ pytestmark = [
 @pytest.fixture
 def few_calls(monkeypatch):
     """Products learn in few calls, and the CPU counts as a GPU that has products in E4M3."""
-    monkeypatch.setattr(fp8, "CALLS", CALLS)
+    monkeypatch.setattr(fp8_product, "CALLS", CALLS)
     monkeypatch.setattr(fp8, "device_reason", lambda device: None)
 
 
@@ -125,7 +125,7 @@ def test_inexact_products_stay_in_the_models_dtype(monkeypatch):
     found = state(fused)
     assert (found.in_e4m3, found.inexact) == (3, ("attn1",))
     assert "1 stay in the model's dtype, because of their error: attn1" in str(sdfastgn.report(fused))
-    monkeypatch.setattr(fp8, "MOST_ERROR", 0.0)
+    monkeypatch.setattr(fp8_product, "MOST_ERROR", 0.0)
     fused = sdfastgn.optimize(sdfastgn.restore(fused), precision="fp8")
     learn(fused)
     assert (state(fused).in_e4m3, len(state(fused).inexact)) == (0, 4)
@@ -134,7 +134,7 @@ def test_inexact_products_stay_in_the_models_dtype(monkeypatch):
 
 def test_an_inexact_product_drops_no_graphs(monkeypatch):
     """No graph has read its copy in E4M3."""
-    monkeypatch.setattr(fp8, "MOST_ERROR", 0.0)
+    monkeypatch.setattr(fp8_product, "MOST_ERROR", 0.0)
     fused, _, _ = twins()
     learn(fused)
     layer = fused.ff.net[2]
@@ -151,7 +151,7 @@ def no_memory():
     @contextlib.contextmanager
     def context():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fp8, "written_now", out_of_memory)
+            patch.setattr(fp8_product, "written_now", out_of_memory)
             yield
 
     def out_of_memory(device):
@@ -164,7 +164,7 @@ def test_products_without_memory_learn_again(no_memory):
     fused, plain, _ = twins()
     with no_memory():
         for _ in range(CALLS + 1):
-            assert fp8.reason_now(fused) == fp8.REASON
+            assert fp8.reason_now(fused) == fp8_product.REASON
             assert torch.equal(call(fused), call(plain))
     found = state(fused)
     assert (found.in_e4m3, found.learning, found.short, found.bytes) == (0, 4, 4, 0)
@@ -272,13 +272,13 @@ def test_products_that_begin_late_learn_without_graphs():
     fused, _, _ = twins()
     hook = fused.attn1.to_v.register_forward_hook(lambda m, i, o: None)
     for _ in range(CALLS):
-        assert fp8.reason_now(fused) == fp8.REASON
+        assert fp8.reason_now(fused) == fp8_product.REASON
         call(fused)
     assert fp8.reason_now(fused) is None
     assert state(fused).unused == 1
     hook.remove()
     call(fused)
-    assert (state(fused).learning, fp8.reason_now(fused)) == (1, fp8.REASON)
+    assert (state(fused).learning, fp8.reason_now(fused)) == (1, fp8_product.REASON)
     learn(fused)
     assert state(fused).in_e4m3 == 4
 
@@ -450,7 +450,7 @@ def test_a_model_that_hooks_move_does_not_learn():
     assert torch.equal(call(fused), call(plain))
     assert (state(fused).learning, state(fused).bytes) == (0, 0)
     unhook(fused)
-    assert fp8.reason_now(fused) == fp8.REASON
+    assert fp8.reason_now(fused) == fp8_product.REASON
     learn(fused)
     assert state(fused).in_e4m3 == 4
 

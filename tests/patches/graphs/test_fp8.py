@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 import sdfastgn
 from sdfastgn.models.architectures import unet_inputs
-from sdfastgn.patches.core import fp8
+from sdfastgn.patches.core import fp8_product
 from tests.patches.graphs.cases import built, run, state
 
 # A tape records with a dispatch mode of PyTorch, and products in FP8 do not run inside of one.
@@ -68,7 +68,7 @@ def error(y, expected):
 @pytest.fixture
 def learned(monkeypatch):
     """Makes (UNet with products in FP8 and a graph, the same UNet in its dtype, inputs)."""
-    monkeypatch.setattr(fp8, "CALLS", CALLS)
+    monkeypatch.setattr(fp8_product, "CALLS", CALLS)
 
     def make(prepare):
         plain = copy.deepcopy(built("tiny", "cuda")).to(torch.float16)

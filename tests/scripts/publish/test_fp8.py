@@ -17,6 +17,7 @@ from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, read_json
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.run import Row
 from sdfastgn.patches.core import fp8 as products
+from sdfastgn.patches.core import fp8_product
 from tests.bench.tables.cases import SOURCE, save
 
 ROW = Row("sdxl", "unet", 1024, 2, "fp16", "sdfastgn", OK, median_ms=20.0, error_fp32=0.002)
@@ -24,7 +25,7 @@ ROW = Row("sdxl", "unet", 1024, 2, "fp16", "sdfastgn", OK, median_ms=20.0, error
 
 @pytest.mark.fused_on_cpu
 def test_images_of_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "CALLS", 2)
+    monkeypatch.setattr(fp8_product, "CALLS", 2)
     monkeypatch.setattr(products, "device_reason", lambda device: None)
     monkeypatch.setattr(fp8, "OTHERS", range(1000, 1002))
     files = tmp_path / "quality.json", tmp_path / "digits.png"
@@ -58,7 +59,7 @@ def test_times_of_a_gpu_without_fp8(tmp_path: Path) -> None:
 
 @pytest.mark.fused_on_cpu
 def test_images_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "CALLS", 2)
+    monkeypatch.setattr(fp8_product, "CALLS", 2)
     monkeypatch.setattr(products, "device_reason", lambda device: None)
     monkeypatch.setattr(products, "_HALVES", (torch.float32,))
     path = tmp_path / "mlperf.json"
