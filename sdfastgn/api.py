@@ -16,7 +16,7 @@ from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
 from sdfastgn.kernels.common.compile_ahead import prepare
 from sdfastgn.kernels.common.gpu import triton
-from sdfastgn.patches import fp8_products, patcher
+from sdfastgn.patches import fp8_option, patcher
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
@@ -222,7 +222,7 @@ def verdicts(obj: Any) -> list[Verdict]:
         for name, root in roots.items():
             graphs.remove(root)
             # Products in FP8 are turned off first: their errors exceed the maximum that ``verify`` allows.
-            fp8_products.set_precision(root, None)
+            fp8_option.set_precision(root, None)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
         # The calls of the verification made offloading move models to the GPU. This moves them away again.
@@ -360,7 +360,7 @@ def _changes(was: _Before, options: _Options) -> bool:
     return (
         patcher.needs_change(was.component, was.findings)
         or merged_adapters.must_release(was.component, options.merges)
-        or fp8_products.may_change(was.component, options.precision)
+        or fp8_option.may_change(was.component, options.precision)
     )
 
 
@@ -385,7 +385,7 @@ def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
                 if not finding.fusion.is_applied(finding.module):
                     finding.fusion.apply(finding.module)
             if not was.is_fp8:
-                fp8_products.set_precision(was.component, None)
+                fp8_option.set_precision(was.component, None)
         for module in was.component.modules() if is_model else ():
             if is_graphable(module) and module not in was.modes:
                 graphs.remove(module)
@@ -411,7 +411,7 @@ def _optimize(
     fold_batch_norm: bool = False,
     merge_adapters: bool = True,
     exact_tiling: bool = True,
-    precision: str | None = fp8_products.KEPT,
+    precision: str | None = fp8_option.KEPT,
 ) -> list[_Before]:
     """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
@@ -427,7 +427,7 @@ def _optimize(
         if not missing_ok and (strict or isinstance(obj, nn.Module)):
             raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
         return []
-    fp8_products.check(call, roots.values(), precision)
+    fp8_option.check(call, roots.values(), precision)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     _prepare_triton(roots.values())
@@ -448,7 +448,7 @@ def _optimize(
                 for was in models:
                     merged_adapters.allow(was.component, merge_adapters)
                     patcher.leave_out(was.component, options.left_out)
-                    fp8_products.set_precision(was.component, precision)
+                    fp8_option.set_precision(was.component, precision)
                     graphs.install(was.component, cuda_graphs)
             except BaseException:
                 _put_back(before)

@@ -1,6 +1,6 @@
 """``optimize``'s option ``precision``: gives models products in FP8, and takes them away.
 
-``core/fp8.py`` explains products. ``transformer_block.py`` finds them in a model.
+``core/fp8_product.py`` explains products. ``transformer_block.py`` finds them in a model.
 """
 
 from __future__ import annotations
