@@ -2,7 +2,7 @@
 
 The parameters and the state_dict stay as they are. The folded weight and bias are computed at the first call
 and kept in a table in this file. They are computed again if one of the parameters or running averages was
-replaced or written to.
+replaced or written to, or if the convolution was replaced and put back.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.private import expiring, is_expired
 from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.convolution import is_plain_conv
 from sdfastgn.patches.core.fusion import foreign_override, is_unhooked, register_fused, restore_class
@@ -34,14 +36,23 @@ register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)
 class _Folded(NamedTuple):
     """Weight and bias of a folded convolution, and the tensors from which they were computed (``sources``).
 
-    ``states``: eps, and the address, version and dtype of each source at that time. If one has changed, the
-    weight and bias are outdated.
+    ``states``: eps, and the address, version and dtype of each source at that time. ``storages``: their
+    memory at that time. If a state has changed or memory was freed, the weight and bias are outdated.
     """
 
     sources: tuple[Tensor | None, ...]
     states: tuple[Any, ...]
+    storages: tuple[StorageWeakRef, ...]
     weight: Tensor
     bias: Tensor
+
+    def is_of(self, sources: tuple[Tensor | None, ...], states: tuple[Any, ...]) -> bool:
+        """True if weight and bias were computed from the present values of ``sources``."""
+        return (
+            self.states == states
+            and all(map(is_, self.sources, sources))
+            and not any(map(is_expired, map(expiring, self.storages)))
+        )
 
 
 # Convolution -> its folded weight and bias. They are not kept in the convolution's ``__dict__``, so that they
@@ -104,8 +115,9 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
         return None
     states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
     found = _folded.get(conv)
-    if found is None or found.states != states or not all(map(is_, found.sources, sources)):
-        found = _folded[conv] = _Folded(sources, states, *_fold(norm.eps, *made_of))
+    if found is None or not found.is_of(sources, states):
+        storages = tuple(StorageWeakRef(t.untyped_storage()) for t in sources if t is not None)
+        found = _folded[conv] = _Folded(sources, states, storages, *_fold(norm.eps, *made_of))
     return conv._conv_forward(x, found.weight, found.bias)
 
 

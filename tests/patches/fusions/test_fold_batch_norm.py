@@ -150,6 +150,16 @@ def _wrap_around(model):
     conv.padding_mode, conv._reversed_padding_repeated_twice = "circular", [1, 1, 1, 1]
 
 
+def _fuse_adapter(model):
+    """Fuse a LoRA into a convolution and unwrap it, as ``fuse_lora`` and ``unload_lora_weights`` do."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    config = peft.LoraConfig(target_modules=["0.0"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    model[0][0].merge()
+    setattr(model[0], "0", model[0][0].base_layer)
+
+
 CHANGES = {
     "calibrated": _calibrate,
     "padding mode": _wrap_around,
@@ -158,6 +168,7 @@ CHANGES = {
     "eps": lambda m: setattr(m[0][1], "eps", 0.5),
     "replaced": lambda m: setattr(m[0][0], "weight", nn.Parameter(m[0][0].weight * 2)),
     "moved": lambda m: setattr(m[0][0].weight, "data", m[0][0].weight.data * 2),
+    "adapter fused": _fuse_adapter,
     "loaded": lambda m: m[0].load_state_dict({k: t * 2 for k, t in m[0].state_dict().items()}),
 }
 
@@ -172,6 +183,19 @@ def test_changes_are_seen(change):
         change(stock)
         assert compare(ours, stock) == 1
         assert not torch.equal(before, ours(X))
+
+
+def test_new_memory_at_the_address_of_the_old_is_seen():
+    ours, stock = folded()
+    weight = ours[0][0].weight
+    memory = bytearray(weight.nbytes)
+    for factor in (1, 2):
+        values = torch.frombuffer(memory, dtype=torch.float32).view_as(weight)
+        weight.data = values.copy_(stock[0][0].weight.detach() * factor)
+        del values
+        with torch.no_grad():
+            stock[0][0].weight.mul_(factor)
+        assert compare(ours, stock) == 1
 
 
 def test_in_training_and_under_hooks_and_gradients_stock_runs():
