@@ -18,6 +18,7 @@ from sdfastgn.kernels.common.compile_ahead import prepare
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import fp8_option, patcher
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
+from sdfastgn.patches.core.adapters import unmerged_layers
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
 from sdfastgn.patches.graphs import install as graphs
@@ -252,10 +253,19 @@ def report(obj: Any) -> Report:
         for name, component in {**roots, **(patcher.parts_of(obj) if roots else {})}.items()
         for f in patcher.inspect(component, name)
     )
+    found = []
+    for name, root in roots.items():
+        component, graphed_parts = name or type(root).__name__, list(graphs.inspect(root, name))
+        found += graphed_parts
+        is_fused = any((e.component, e.status) == (component, "fused") for e in entries)
+        is_optimized = is_fused or any(graphed is not None for _, graphed in graphed_parts)
+        entries += tuple(
+            Entry(component, path, "adapter", type(layer).__name__, "skipped", reason)
+            for path, layer, reason in unmerged_layers(root, name, with_waiting=is_optimized)
+        )
     fused = {name: root for name, root in roots.items() if why_stock[name] is None}
     components = [name or type(root).__name__ for name, root in fused.items()]
     copies = [e for e in entries if (e.status, e.fusion) == ("fused", "transformer_2d")]
-    found = [pair for name, root in roots.items() for pair in graphs.inspect(root, name)]
     pools = {k: v for _, graphed in found if graphed is not None for k, v in graphed.pool_bytes().items()}
     return Report(
         entries=entries,
@@ -292,7 +302,7 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of ``optimize`` that decide what is changed. ``patcher.inspect`` takes the first three.
+    """The options of ``optimize`` that decide what is changed. ``patcher.inspect`` takes two of them.
 
     ``asked``: names of fusions that are off by default (``ASKED_FUSIONS``) and that the user has turned on.
     ``merges``: the option ``merge_adapters``. ``left_out``: names of fusions that the user has turned off.
@@ -329,7 +339,7 @@ class _Before:
 
 
 def _before(name: str, component: Any, options: _Options) -> _Before:
-    findings = patcher.inspect(component, name, options.asked, options.merges, options.left_out)
+    findings = patcher.inspect(component, name, options.asked, options.left_out)
     is_stock = not any(f.status == "fused" for f in findings)
     if not isinstance(component, nn.Module):
         return _Before(name, component, findings, is_stock, {}, set())
@@ -435,7 +445,7 @@ def _optimize(
         components = {**roots, **patcher.parts_of(obj)}
         before = [_before(name, component, options) for name, component in components.items()]
         if strict:
-            _refuse_skipped(call, [f for was in before for f in was.findings])
+            _refuse_skipped(call, before, merge_adapters)
         warn_of_machine(call)
         models = [was for was in before if isinstance(was.component, nn.Module)]
         changing = [was.component for was in models if verify or _changes(was, options)]
@@ -472,10 +482,15 @@ def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
             raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
 
 
-def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:
-    skipped = [f for f in findings if f.status == "skipped"]
+def _refuse_skipped(call: str, before: list[_Before], merges: bool) -> None:
+    findings = [f for was in before for f in was.findings if f.status == "skipped"]
+    skipped = [(f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in findings]
+    for was in before:
+        if isinstance(was.component, nn.Module):
+            unmerged = unmerged_layers(was.component, was.name, merges)
+            skipped += [(reason, f"{path} (adapter)") for path, _, reason in unmerged]
     if skipped:
-        paths = grouped((f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in skipped)
+        paths = grouped(skipped)
         reasons = "; ".join(f"{reason}: {', '.join(paths[reason])}" for reason in paths)
         raise ValueError(f"sdfastgn.{call}: strict=True and {parts_text(skipped)} cannot be fused: {reasons}")
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
-from sdfastgn.patches.core.adapters import adapter_reason
-from sdfastgn.patches.core.fusion import ClassSwap, Fusion, is_over_fused, restore_class
+from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
-from sdfastgn.patches.core.merged_adapters import is_allowed
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -110,20 +108,15 @@ def inspect(
     component: Any,
     prefix: str = "",
     asked: Collection[str] = (),
-    merges: bool | None = None,
     left_out: Collection[str] | None = None,
 ) -> list[Finding]:
     """Returns the findings of all fusions about ``component`` and the modules in it. Changes nothing.
-
-    A fusion calls a layer as stock does if the layer has an adapter that cannot be merged. For each such
-    layer, a "skipped" finding follows the finding of the module that contains the layer.
 
     Args:
         component: a model, or a part of a pipeline.
         prefix: the path of ``component``.
         asked: names of fusions in ``ASKED_FUSIONS`` to consider. A fusion that is already applied in
             ``component`` is always considered.
-        merges: whether LoRAs run with merged weights; None: as ``component`` was optimized before.
         left_out: names of fusions that are not considered; None: those of the last ``leave_out``.
     """
     if not isinstance(component, nn.Module):
@@ -139,11 +132,7 @@ def inspect(
     for path, module in component.named_modules(prefix=prefix):
         for fusion in fusions:
             if fusion.claims(module):
-                finding = _finding(path, module, fusion, reason)
-                findings.append(finding)
-                if finding.status != "skipped" and isinstance(fusion, ClassSwap):
-                    is_merging = is_allowed(module) if merges is None else merges
-                    findings += _adapted(path, module, fusion, is_merging)
+                findings.append(_finding(path, module, fusion, reason))
     return findings
 
 
@@ -165,20 +154,6 @@ def _finding(
     was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
     reason = was_wrong or fusion.reason_to_skip(module) or reason_to_leave
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
-
-
-def _adapted(path: str, module: nn.Module, fusion: ClassSwap, merges: bool) -> Iterator[Finding]:
-    """Yields a "skipped" finding for each layer of ``module`` that stays stock because of an adapter.
-
-    ``merges``: whether LoRAs run with merged weights.
-    """
-    for name in fusion.layers:
-        layer: Any = module
-        for part in name.split("."):
-            layer = getattr(layer, part, None)
-        reason = adapter_reason(layer, merges)
-        if reason is not None:
-            yield Finding(f"{path}.{name}" if path else name, layer, fusion, "skipped", reason)
 
 
 # --- changes ----------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core.merged_adapters import why_not
+from sdfastgn.patches.core.merged_adapters import is_allowed, waits, why_not
 
-__all__ = ["WRAPPED", "adapted_layers", "adapter_reason"]
+__all__ = ["WRAPPED", "adapted_layers", "adapter_reason", "unmerged_layers"]
 
 # peft's names for the model's own layer inside a wrapper. All other children belong to the adapter.
 # ``base_layer``: the adapter adds its result to the layer's result.
@@ -28,6 +28,30 @@ _ALONE = "stock's code runs the layer by itself"
 def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Returns (path, wrapper) of each layer with an adapter, among ``root`` and all modules below it."""
     return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
+
+
+def unmerged_layers(
+    root: nn.Module, prefix: str = "", merges: bool | None = None, with_waiting: bool = False
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields (path, layer, reason) of each layer in ``root`` that runs stock's code because of its adapter.
+
+    Args:
+        root: a model.
+        prefix: the path of ``root``.
+        merges: whether LoRAs run with merged weights; None: as ``root`` was optimized before.
+        with_waiting: True also yields layers that can run with merged weights, but have none yet.
+    """
+    for path, module in root.named_modules(prefix=prefix):
+        # A wrapper that was added after ``optimize(merge_adapters=False)`` is allowed, but its model is not.
+        is_merging = is_allowed(root) and is_allowed(module) if merges is None else merges
+        reason = adapter_reason(module, is_merging)
+        if reason is None and with_waiting and waits(module):
+            reason = (
+                "its adapter (LoRA) is not merged yet: the next call of its model that can become a CUDA "
+                "graph merges it, and so does sdfastgn.optimize"
+            )
+        if reason is not None:
+            yield path, module, reason
 
 
 def adapter_reason(layer: Any, merges: bool = True) -> str | None:

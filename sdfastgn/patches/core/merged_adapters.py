@@ -120,6 +120,11 @@ def why_not(layer: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def waits(layer: Any) -> bool:
+    """True if the next ``adopt`` gives merged weights to the wrapper ``layer``."""
+    return layer not in records and is_wrapper(layer) and _source_to_adopt(layer) is not None
+
+
 def merged_in(root: nn.Module, path: str = "") -> Merged:
     """Describes the layers in the model ``root`` that have merged weights.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers.models.lora import LoRACompatibleLinear, LoRALinearLayer
@@ -9,15 +11,15 @@ from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
-from sdfastgn.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet
 from sdfastgn.patches.core.adapters import adapted_layers, adapter_reason
-from sdfastgn.patches.registry import FUSIONS
+from tests.controlnet import build_controlnet
+from tests.small_pipelines import pipeline
 
 pytestmark = pytest.mark.fused_on_cpu
 
-# Layers that fusions replace, and two that stock's code runs anyway.
+# Layers of fused modules, and two of other modules.
 TARGETS = ["to_q", "to_out.0", "conv1", "proj_in", "net.0.proj", "net.2", "conv_in", "linear_1"]
-NEVER_FUSED = ("conv_in", "linear_1")
 
 
 def unet():
@@ -29,9 +31,8 @@ def add_lora(model):
 
 
 def paths_with_lora(model):
-    """Paths of the layers with a LoRA that a fusion would have replaced, found by peft's parameters."""
-    found = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
-    return {path for path in found if not path.endswith(NEVER_FUSED)}
+    """Paths of the layers with a LoRA, found by peft's parameters."""
+    return {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -52,6 +53,47 @@ def test_the_report_names_each_layer_with_a_lora(when):
     assert f"{len(report.skipped)} skipped: it has an adapter (LoRA): stock's code runs" in words
     assert "fuse_lora() and then unload_lora_weights() make it a plain layer (" in words
     assert all(path in report.details() for path in paths_with_lora(model))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_report_names_other_adapters_in_all_models_of_a_pipeline(when):
+    controlnet = build_controlnet("tiny", torch.float32, "cpu")
+    components = {**pipeline().components, "controlnet": controlnet}
+    pipe = SimpleNamespace(components=components)
+    if when == "after":
+        sdfastgn.optimize(pipe)
+    config = LoHaConfig(r=2, target_modules=["conv_in", "linear_1", "fc1"])
+    for name in ("unet", "controlnet", "text_encoder"):
+        inject_adapter_in_model(config, components[name])
+    if when == "before":
+        sdfastgn.optimize(pipe)
+    skipped = {e.path: e for e in sdfastgn.report(pipe).skipped}
+    assert {path for path, e in skipped.items() if e.fusion == "adapter"} == {
+        f"{name}.{path}"
+        for name in ("unet", "controlnet", "text_encoder")
+        for path, module in components[name].named_modules()
+        if hasattr(module, "base_layer")
+    }
+    entry = skipped["controlnet.controlnet_cond_embedding.conv_in"]
+    assert (entry.component, entry.kind) == ("controlnet", "Conv2d")
+    assert "its kind of adapter is not merged" in entry.reason
+    with pytest.raises(ValueError, match=r"not merged\).*unet\.conv_in \(adapter\)"):
+        sdfastgn.optimize(pipe, strict=True)
+
+
+def test_the_report_names_adapters_that_are_not_merged_yet():
+    model = unet()
+    add_lora(model)
+    assert not sdfastgn.report(model).skipped  # ``optimize`` has not been called
+    model.unload_lora()
+    sdfastgn.optimize(model, cuda_graphs=False)
+    add_lora(model)
+    reasons = {e.path: e.reason for e in sdfastgn.report(model).skipped}
+    assert set(reasons) == paths_with_lora(model)
+    assert "it has hooks" in reasons.pop("conv_in")  # the hook that makes the model's input channels-last
+    assert all("is not merged yet" in reason for reason in reasons.values())
+    sdfastgn.optimize(model, cuda_graphs=False)
+    assert [e.path for e in sdfastgn.report(model).skipped] == ["conv_in"]
 
 
 STATES = {
@@ -113,22 +155,3 @@ def test_other_kinds_of_adapters():
     assert str(adapter_reason(old)).startswith("it has an adapter (LoRA)")
     assert adapter_reason(nn.Linear(4, 4)) is None
     assert adapter_reason(None) is None
-
-
-def test_the_layers_that_fusions_name_are_there():
-    models = [unet(), build_vae("tiny", torch.float32, "cpu")]
-    modules = [module for model in models for module in model.modules()]
-    found = 0
-    for fusion in FUSIONS:
-        claimed = [module for module in modules if fusion.claims(module)]
-        for name in getattr(fusion, "layers", ()) if claimed else ():
-            assert any(has(module, name) for module in claimed), f"{fusion.name} has no {name}"
-            found += 1
-    assert found > 15
-
-
-def has(module, path):
-    try:
-        return isinstance(module.get_submodule(path), nn.Module)
-    except AttributeError:
-        return False
