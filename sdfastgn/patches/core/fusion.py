@@ -89,8 +89,6 @@ class ClassSwap:
         check: called with an instance. Returns the reason to skip it, or None.
         covers: called with an instance. Returns False if ``fused`` cannot compute what ``stock`` computes
             with the instance's settings. Then the fusion does not claim the instance.
-        layers: paths of the children that ``fused`` replaces by kernels. If such a child has an adapter that
-            cannot be merged, ``fused`` calls the child as stock does, and the report names the child.
     """
 
     name: str
@@ -99,7 +97,6 @@ class ClassSwap:
     sources: tuple[TestedSource, ...] = ()
     check: Callable[[Any], str | None] = _no_reason
     covers: Callable[[Any], bool] = _everything
-    layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         register_fused(self.fused, self.stock)

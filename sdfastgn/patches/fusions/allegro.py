@@ -162,6 +162,5 @@ FUSIONS: tuple[ClassSwap, ...] = (
         FusedAllegroTemporalConvLayer,
         sources=(tested(AllegroTemporalConvLayer, "__init__", "forward", "_pad_temporal_dim"),),
         check=lambda layer: activation_reason(layer.conv1[1]),
-        layers=tuple(f"conv{i}.{j}" for i in range(1, 5) for j in (0, 3 if i in (2, 3) else 2)),
     ),
 )

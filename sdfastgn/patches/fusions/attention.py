@@ -370,5 +370,4 @@ FUSION = _AttentionFusion(
         tested(AttnProcessor2_0, "__call__"),
     ),
     covers=_covers,
-    layers=("to_q", "to_k", "to_v", "to_out.0"),
 )

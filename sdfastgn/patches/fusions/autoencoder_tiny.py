@@ -111,7 +111,6 @@ BLOCK = ClassSwap(
     FusedTinyBlock,
     sources=(tested(AutoencoderTinyBlock, "__init__", "forward"),),
     check=lambda block: activation_reason(block.conv[1], nn.ReLU),
-    layers=("conv.0", "conv.2", "conv.4"),
 )
 ENCODER = ClassSwap(
     "encoder_tiny",

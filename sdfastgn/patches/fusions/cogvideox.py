@@ -367,14 +367,13 @@ CONV = (
 _NORM = tested(CogVideoXSpatialNorm3D, "__init__", "forward")
 
 
-def _fusion(name: str, fused: Any, *relied: Any, layers: tuple[str, ...] = (), act: str = "") -> ClassSwap:
+def _fusion(name: str, fused: Any, *relied: Any, act: str = "") -> ClassSwap:
     """The fusion of a fused class, whose base is the stock class.
 
     Args:
         name: the fusion's name without "cogvideox_".
         fused: the fused class.
         relied: methods of other upstream classes on which the fused class relies. Their code must be tested.
-        layers: see ``ClassSwap``.
         act: name of the attribute with the activation that the fused class runs; "" if it runs none.
     """
     stock = fused.__bases__[0]
@@ -385,22 +384,20 @@ def _fusion(name: str, fused: Any, *relied: Any, layers: tuple[str, ...] = (), a
         fused,
         sources=relied if stock is CogVideoXCausalConv3d else (own, *relied),
         check=lambda module: activation_reason(getattr(module, act)) if act else None,
-        layers=layers,
     )
 
 
 FUSIONS: tuple[ClassSwap, ...] = (
-    _fusion("conv", FusedCogVideoXCausalConv3d, *CONV, layers=("conv",)),
-    _fusion("spatial_norm", FusedCogVideoXSpatialNorm3D, *CONV, layers=("norm_layer",)),
+    _fusion("conv", FusedCogVideoXCausalConv3d, *CONV),
+    _fusion("spatial_norm", FusedCogVideoXSpatialNorm3D, *CONV),
     _fusion(
         "resnet_block",
         FusedCogVideoXResnetBlock3D,
         *(_NORM, *CONV),
-        layers=("norm1", "norm2", "conv_shortcut"),
         act="nonlinearity",
     ),
-    _fusion("upsample", FusedCogVideoXUpsample3D, layers=("conv",)),
-    _fusion("downsample", FusedCogVideoXDownsample3D, layers=("conv",)),
-    _fusion("encoder", FusedCogVideoXEncoder3D, *CONV, layers=("norm_out",), act="conv_act"),
-    _fusion("decoder", FusedCogVideoXDecoder3D, *(_NORM, *CONV), layers=("norm_out",), act="conv_act"),
+    _fusion("upsample", FusedCogVideoXUpsample3D),
+    _fusion("downsample", FusedCogVideoXDownsample3D),
+    _fusion("encoder", FusedCogVideoXEncoder3D, *CONV, act="conv_act"),
+    _fusion("decoder", FusedCogVideoXDecoder3D, *(_NORM, *CONV), act="conv_act"),
 )

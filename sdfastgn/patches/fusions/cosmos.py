@@ -401,27 +401,27 @@ _PARTS = tuple(
 )
 
 
-def _fusion(name: str, fused: Any, *layers: str, methods: tuple[str, ...] = ()) -> ClassSwap:
+def _fusion(name: str, fused: Any, methods: tuple[str, ...] = ()) -> ClassSwap:
     """The fusion of a fused class, whose base is the stock class.
 
-    ``layers``: see ``ClassSwap``. ``methods``: methods that the fused class replaces, besides ``forward``.
+    ``methods``: methods that the fused class replaces, besides ``forward``.
     """
     stock = fused.__bases__[0]
     own = tested(stock, "__init__", "forward", *methods)
     sources = (own, *(part for part in _PARTS if part.cls is not stock))
-    return ClassSwap(f"cosmos_{name}", stock, fused, sources=sources, layers=layers)
+    return ClassSwap(f"cosmos_{name}", stock, fused, sources=sources)
 
 
 _ATTENTION = tested(cosmos.CosmosSpatialAttentionProcessor2_0, "__call__")
 FUSIONS: tuple[ClassSwap, ...] = (
     _fusion("conv", FusedCosmosCausalConv3d),
-    _fusion("projection", FusedCosmosConvProjection3d, "conv_s", "conv_t"),
-    _fusion("resnet_block", FusedCosmosResnetBlock3d, "norm1.norm", "norm2.norm", "conv_shortcut"),
-    _fusion("upsample", FusedCosmosUpsample3d, "conv1", "conv2", "conv3"),
-    _fusion("downsample", FusedCosmosDownsample3d, "conv1", "conv2", "conv3"),
-    _fusion("attention", FusedCosmosCausalAttention, "norm.norm", "to_q", "to_k", "to_v", "to_out.0"),
+    _fusion("projection", FusedCosmosConvProjection3d),
+    _fusion("resnet_block", FusedCosmosResnetBlock3d),
+    _fusion("upsample", FusedCosmosUpsample3d),
+    _fusion("downsample", FusedCosmosDownsample3d),
+    _fusion("attention", FusedCosmosCausalAttention),
     _fusion("patch_embed", FusedCosmosPatchEmbed3d, methods=("_haar", "_dwt")),
     _fusion("unpatcher", FusedCosmosUnpatcher3d, methods=("_ihaar", "_idwt")),
-    _fusion("encoder", FusedCosmosEncoder3d, "norm_out.norm"),
-    _fusion("decoder", FusedCosmosDecoder3d, "norm_out.norm"),
+    _fusion("encoder", FusedCosmosEncoder3d),
+    _fusion("decoder", FusedCosmosDecoder3d),
 )

@@ -281,11 +281,10 @@ class FusedEasyAnimateDecoder(EasyAnimateDecoder):
 _CONV = tested(EasyAnimateCausalConv3d, "__init__", "forward", "_clear_conv_cache")
 
 
-def _fusion(name: str, fused: Any, *layers: str, activation: str = "") -> ClassSwap:
+def _fusion(name: str, fused: Any, activation: str = "") -> ClassSwap:
     """The fusion of a fused class, whose base is the stock class.
 
-    ``layers``: see ``ClassSwap``. ``activation``: name of the attribute with the activation that the fused
-    class runs; "" if it runs none.
+    ``activation``: name of the attribute with the activation that the fused class runs; "" if it runs none.
     """
     stock = fused.__bases__[0]
     methods = ("__init__", "forward", *(["_clear_conv_cache"] if stock is EasyAnimateUpsampler3D else []))
@@ -295,7 +294,6 @@ def _fusion(name: str, fused: Any, *layers: str, activation: str = "") -> ClassS
         fused,
         sources=(_CONV,) if stock is EasyAnimateCausalConv3d else (tested(stock, *methods), _CONV),
         check=lambda module: activation_reason(getattr(module, activation)) if activation else None,
-        layers=layers,
     )
 
 
@@ -303,12 +301,7 @@ FUSIONS: tuple[ClassSwap, ...] = (
     _fusion("conv", FusedEasyAnimateCausalConv3d),
     _fusion("upsample", FusedEasyAnimateUpsampler3D),
     _fusion("downsample", FusedEasyAnimateDownsampler3D),
-    _fusion(
-        "resnet_block",
-        FusedEasyAnimateResidualBlock3D,
-        *("norm1", "norm2", "shortcut"),
-        activation="nonlinearity",
-    ),
-    _fusion("encoder", FusedEasyAnimateEncoder, "conv_norm_out", activation="conv_act"),
-    _fusion("decoder", FusedEasyAnimateDecoder, "conv_norm_out", activation="conv_act"),
+    _fusion("resnet_block", FusedEasyAnimateResidualBlock3D, activation="nonlinearity"),
+    _fusion("encoder", FusedEasyAnimateEncoder, activation="conv_act"),
+    _fusion("decoder", FusedEasyAnimateDecoder, activation="conv_act"),
 )

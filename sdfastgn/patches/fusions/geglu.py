@@ -47,5 +47,4 @@ FUSION = ClassSwap(
     FusedGEGLU,
     sources=(tested(GEGLU, "__init__", "forward", "gelu"),),
     check=_check,
-    layers=("proj",),
 )

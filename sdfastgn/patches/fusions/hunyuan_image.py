@@ -169,19 +169,19 @@ def _check(module: Any) -> str | None:
     return None if act is None else activation_reason(act)
 
 
-def _fusion(name: str, fused: type[nn.Module], *layers: str) -> ClassSwap:
+def _fusion(name: str, fused: type[nn.Module]) -> ClassSwap:
     stock: Any = fused.__bases__[-1]
     sources = (tested(stock, "__init__", "forward"),)
-    return ClassSwap(f"hunyuan_image_{name}", stock, fused, sources=sources, check=_check, layers=layers)
+    return ClassSwap(f"hunyuan_image_{name}", stock, fused, sources=sources, check=_check)
 
 
 FUSIONS: tuple[ClassSwap, ...] = ()
 if _image is not None:
     FUSIONS = (
-        _fusion("resnet_block", FusedHunyuanImageResnetBlock, "norm1", "conv1", "norm2", "conv2"),
-        _fusion("attention", FusedHunyuanImageAttentionBlock, "to_q", "to_k", "to_v", "proj"),
-        _fusion("upsample", FusedHunyuanImageUpsample, "conv"),
-        _fusion("downsample", FusedHunyuanImageDownsample, "conv"),
-        _fusion("encoder", FusedHunyuanImageEncoder2D, "norm_out"),
-        _fusion("decoder", FusedHunyuanImageDecoder2D, "norm_out"),
+        _fusion("resnet_block", FusedHunyuanImageResnetBlock),
+        _fusion("attention", FusedHunyuanImageAttentionBlock),
+        _fusion("upsample", FusedHunyuanImageUpsample),
+        _fusion("downsample", FusedHunyuanImageDownsample),
+        _fusion("encoder", FusedHunyuanImageEncoder2D),
+        _fusion("decoder", FusedHunyuanImageDecoder2D),
     )

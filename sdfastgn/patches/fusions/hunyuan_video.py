@@ -140,11 +140,10 @@ WRAPPERS.update((HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d))
 _CONV = tested(HunyuanVideoCausalConv3d, "__init__", "forward")
 
 
-def _fusion(name: str, stock: Any, fused: Any, *layers: str, activation: str = "") -> ClassSwap:
+def _fusion(name: str, stock: Any, fused: Any, activation: str = "") -> ClassSwap:
     """The fusion of the class ``stock``.
 
-    ``layers``: see ``ClassSwap``. ``activation``: name of the attribute with the activation that the fused
-    class runs; "" if it runs none.
+    ``activation``: name of the attribute with the activation that the fused class runs; "" if it runs none.
     """
     own = tested(stock, "__init__", "forward")
     return ClassSwap(
@@ -153,32 +152,28 @@ def _fusion(name: str, stock: Any, fused: Any, *layers: str, activation: str = "
         fused,
         sources=(own,) if own == _CONV else (own, _CONV),
         check=lambda module: activation_reason(getattr(module, activation)) if activation else None,
-        layers=layers,
     )
 
 
 FUSIONS: tuple[ClassSwap, ...] = (
-    _fusion("conv", HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d, "conv"),
+    _fusion("conv", HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d),
     _fusion("upsample", HunyuanVideoUpsampleCausal3D, FusedHunyuanVideoUpsampleCausal3D),
     _fusion(
         "resnet_block",
         HunyuanVideoResnetBlockCausal3D,
         FusedHunyuanVideoResnetBlockCausal3D,
-        *("norm1", "norm2"),
         activation="nonlinearity",
     ),
     _fusion(
         "encoder",
         HunyuanVideoEncoder3D,
         FusedHunyuanVideoEncoder3D,
-        "conv_norm_out",
         activation="conv_act",
     ),
     _fusion(
         "decoder",
         HunyuanVideoDecoder3D,
         FusedHunyuanVideoDecoder3D,
-        "conv_norm_out",
         activation="conv_act",
     ),
 )

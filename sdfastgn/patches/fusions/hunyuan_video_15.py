@@ -310,12 +310,6 @@ def _fusions(family: str, **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
     others = {"upsample": "_dcae_upsample_rearrange", "downsample": "_dcae_downsample_rearrange"}
     if hasattr(stock["attention"], "prepare_causal_attention_mask"):
         others["attention"] = "prepare_causal_attention_mask"
-    layers = {
-        "resnet_block": ("norm1", "conv1", "norm2", "conv2", "conv_shortcut"),
-        "attention": ("norm", "to_q", "to_k", "to_v", "proj_out"),
-        **dict.fromkeys(("upsample", "downsample"), ("conv",)),
-        **dict.fromkeys(("encoder", "decoder"), ("conv_in", "norm_out", "conv_out")),
-    }
     found = []
     for name, fused in classes.items():
         own = tested(stock[name], "__init__", "forward", *filter(None, (others.get(name),)))
@@ -327,7 +321,6 @@ def _fusions(family: str, **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
                 fused,
                 sources=(own, *parts),
                 check=_check,
-                layers=layers.get(name, ()),
             )
         )
         if name == "conv":

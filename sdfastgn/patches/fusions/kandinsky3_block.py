@@ -111,7 +111,6 @@ NORM = ClassSwap(
     Kandinsky3ConditionalGroupNorm,
     FusedKandinsky3ConditionalGroupNorm,
     sources=(_SOURCE,),
-    layers=("norm", "context_mlp.1"),
 )
 BLOCK = ClassSwap(
     "kandinsky3_block",
@@ -125,5 +124,4 @@ RESNET_BLOCK = ClassSwap(
     Kandinsky3ResNetBlock,
     FusedKandinsky3ResNetBlock,
     sources=(tested(Kandinsky3ResNetBlock, "__init__", "forward"), *BLOCK.sources),
-    layers=("shortcut_projection", *(f"resnet_blocks.{i}.projection" for i in range(4))),
 )

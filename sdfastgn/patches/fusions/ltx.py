@@ -414,8 +414,6 @@ def _fusions(family: str, norm: type[nn.Module], **classes: type[nn.Module]) -> 
     _CONVS.update((stock["conv"], classes["conv"]))
     parts = tested(norm, "__init__", "forward"), tested(stock["conv"], "__init__", "forward")
     relied = {"resnet_block": parts, "encoder": parts, "decoder": parts, "upsampler": parts[1:]}
-    head = ("conv_out.conv",)
-    layers = {"resnet_block": ("conv1.conv", "conv2.conv"), "encoder": head, "decoder": head}
     return tuple(
         ClassSwap(
             f"{family}_{name}",
@@ -423,7 +421,6 @@ def _fusions(family: str, norm: type[nn.Module], **classes: type[nn.Module]) -> 
             fused,
             sources=(tested(stock[name], "__init__", "forward"), *relied.get(name, ())),
             check=_check,
-            layers=layers.get(name, ("conv",)),
         )
         for name, fused in classes.items()
     )

@@ -156,7 +156,6 @@ FUSIONS: tuple[ClassSwap, ...] = (
         MochiChunkedGroupNorm3D,
         FusedMochiChunkedGroupNorm3D,
         sources=(_NORM,),
-        layers=("norm_layer",),
     ),
     ClassSwap(
         "mochi_resnet_block",
@@ -164,14 +163,12 @@ FUSIONS: tuple[ClassSwap, ...] = (
         FusedMochiResnetBlock3D,
         sources=(tested(MochiResnetBlock3D, "__init__", "forward"), _NORM, *CONV),
         check=lambda module: activation_reason(module.nonlinearity),
-        layers=("norm1", "norm2"),
     ),
     ClassSwap(
         "mochi_up_block",
         MochiUpBlock3D,
         FusedMochiUpBlock3D,
         sources=(tested(MochiUpBlock3D, "__init__", "forward"),),
-        layers=("proj",),
     ),
     ClassSwap(
         "mochi_encoder",
@@ -179,7 +176,6 @@ FUSIONS: tuple[ClassSwap, ...] = (
         FusedMochiEncoder3D,
         sources=(tested(MochiEncoder3D, "__init__", "forward"), _NORM),
         check=lambda module: activation_reason(module.nonlinearity),
-        layers=("norm_out",),
     ),
 )
 # Mochi's convolutions have the class of CogVideoX's, so the fusion of that class fuses them. It is registered

@@ -62,5 +62,4 @@ FUSION = ClassSwap(
         spatial_norm.SOURCE,
     ),
     check=lambda block: activation_reason(block.nonlinearity),
-    layers=("conv1", "conv2", "conv_shortcut"),
 )

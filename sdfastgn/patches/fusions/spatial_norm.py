@@ -93,6 +93,4 @@ class FusedSpatialNorm(SpatialNorm):
 
 
 SOURCE = tested(SpatialNorm, "__init__", "forward")
-FUSION = ClassSwap(
-    "spatial_norm", SpatialNorm, FusedSpatialNorm, sources=(SOURCE,), layers=("conv_y", "conv_b")
-)
+FUSION = ClassSwap("spatial_norm", SpatialNorm, FusedSpatialNorm, sources=(SOURCE,))

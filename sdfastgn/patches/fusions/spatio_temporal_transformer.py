@@ -140,5 +140,4 @@ FUSION = ClassSwap(
         tested(FeedForward, "__init__", "forward"),
         SOURCE,
     ),
-    layers=("norm", "proj_in", "proj_out"),
 )

@@ -107,7 +107,6 @@ FUSION = ClassSwap(
     TemporalResnetBlock,
     FusedTemporalResnetBlock,
     sources=(tested(TemporalResnetBlock, "__init__", "forward"),),
-    layers=("norm1", "conv1", "time_emb_proj", "norm2", "conv2"),
 )
 SPATIO_TEMPORAL = ClassSwap(
     "spatio_temporal_res_block",

@@ -176,18 +176,15 @@ _SOURCES = (
     tested(FeedForward, "__init__", "forward"),
     tested(SinusoidalPositionalEmbedding, "__init__", "forward"),
 )
-_LAYERS = ("norm", "proj_in", "proj_out")
 FUSION = ClassSwap(
     "transformer_temporal",
     TransformerTemporalModel,
     FusedTransformerTemporalModel,
     sources=(tested(TransformerTemporalModel, "__init__", "forward"), *_SOURCES),
-    layers=_LAYERS,
 )
 MOTION = ClassSwap(
     "motion_module",
     AnimateDiffTransformer3D,
     FusedAnimateDiffTransformer3D,
     sources=(tested(AnimateDiffTransformer3D, "__init__", "forward"), *_SOURCES),
-    layers=_LAYERS,
 )

@@ -76,5 +76,4 @@ FUSION = ClassSwap(
         ),
     ),
     check=_check,
-    layers=("proj_in", "proj_out"),
 )

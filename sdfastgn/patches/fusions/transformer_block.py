@@ -253,6 +253,5 @@ FUSION = ClassSwap(
     # Blocks with adaptive norms or positional embeddings are not fused: the kernel would not compute what
     # such a block does.
     covers=_has_layer_norms,
-    layers=("norm1", "norm2", "norm3", "ff.net.2"),
 )
 _register_for_hooks()

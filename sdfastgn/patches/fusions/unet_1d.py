@@ -65,7 +65,6 @@ FUSIONS = (
         FusedConv1dBlock,
         sources=(tested(Conv1dBlock, "__init__", "forward"),),
         check=lambda block: activation_reason(block.mish),
-        layers=("conv1d", "group_norm"),
     ),
     ClassSwap(
         "out_conv_1d_block",
@@ -73,7 +72,6 @@ FUSIONS = (
         FusedOutConv1DBlock,
         sources=(tested(OutConv1DBlock, "__init__", "forward"),),
         check=lambda block: activation_reason(block.final_conv1d_act),
-        layers=("final_conv1d_1", "final_conv1d_gn"),
     ),
     ClassSwap(
         "res_conv_block",
@@ -81,6 +79,5 @@ FUSIONS = (
         FusedResConvBlock,
         sources=(tested(ResConvBlock, "__init__", "forward"),),
         check=lambda block: activation_reason(block.gelu_1),
-        layers=("conv_1", "group_norm_1", "conv_2", "group_norm_2"),
     ),
 )

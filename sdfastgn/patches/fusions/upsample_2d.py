@@ -70,5 +70,4 @@ FUSION = ClassSwap(
     FusedUpsample2D,
     sources=(tested(Upsample2D, "__init__", "forward"),),
     covers=_is_nearest,
-    layers=("conv",),
 )

@@ -281,12 +281,6 @@ def _fusions(
         "encoder": (norm, conv),
         "decoder": (norm, conv),
     }
-    layers = {
-        "residual_block": ("norm1", "conv1", "norm2", "conv2", "conv_shortcut"),
-        "resample": ("resample.1", "time_conv"),
-        "attention": ("to_qkv", "proj"),
-        **dict.fromkeys(("encoder", "decoder"), ("conv_in", "norm_out", "conv_out")),
-    }
     NORMS.update((stock["norm"], classes["norm"]))
     _CONVS.update((stock["conv"], classes["conv"]))
     _UPSAMPLES.add(upsample)
@@ -297,7 +291,6 @@ def _fusions(
             fused,
             sources=(tested(stock[name], "__init__", "forward"), *relied.get(name, ())),
             check=_check,
-            layers=layers.get(name, ()),
         )
         for name, fused in classes.items()
     )
