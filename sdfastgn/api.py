@@ -263,6 +263,11 @@ def report(obj: Any) -> Report:
             Entry(component, path, "adapter", type(layer).__name__, "skipped", reason)
             for path, layer, reason in unmerged_layers(root, name, with_waiting=is_optimized)
         )
+        listed = {e.fusion for e in entries if e.component == component}
+        entries += tuple(
+            Entry(component, name, fusion, type(root).__name__, "skipped", "it has no part of this kind")
+            for fusion in patcher.asked_of(root).difference(listed)
+        )
     fused = {name: root for name, root in roots.items() if why_stock[name] is None}
     components = [name or type(root).__name__ for name, root in fused.items()]
     copies = [e for e in entries if (e.status, e.fusion) == ("fused", "transformer_2d")]
@@ -460,6 +465,7 @@ def _optimize(
                     patcher.leave_out(was.component, options.left_out)
                     fp8_option.set_precision(was.component, precision)
                     graphs.install(was.component, cuda_graphs)
+                    patcher.ask(was.component, options.asked)
             except BaseException:
                 _put_back(before)
                 raise

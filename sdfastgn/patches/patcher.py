@@ -25,6 +25,8 @@ from sdfastgn.patches.shared.packed_weights import unpack
 __all__ = [
     "Finding",
     "apply",
+    "ask",
+    "asked_of",
     "has_fusions",
     "inspect",
     "leave_out",
@@ -42,6 +44,8 @@ __all__ = [
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 # Model -> names of the fusions that the last ``leave_out`` has undone. ``inspect`` does not consider them.
 _left_out: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+# Model -> names of the fusions in ``ASKED_FUSIONS`` that the user has asked for (``ask``).
+_asked: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 # Part of a pipeline that ``apply`` changed -> (its path, the pipeline).
 # If the pipeline has replaced the part since then, the old part is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
@@ -96,9 +100,9 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
     """True if ``root`` is optimized, or if a fusion claims a module in it.
 
     ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too. They are the fusions that are
-    applied only if the user asks for them.
+    applied only if the user asks for them. Those of earlier calls of ``ask`` are considered anyway.
     """
-    fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
+    fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked_of(root).union(asked)))
     return channels_last.is_applied(root) or any(
         fusion.claims(module) for module in root.modules() for fusion in fusions
     )
@@ -115,8 +119,8 @@ def inspect(
     Args:
         component: a model, or a part of a pipeline.
         prefix: the path of ``component``.
-        asked: names of fusions in ``ASKED_FUSIONS`` to consider. A fusion that is already applied in
-            ``component`` is always considered.
+        asked: names of fusions in ``ASKED_FUSIONS`` to consider. Fusions of earlier calls of ``ask``, and
+            those that are already applied in ``component``, are considered anyway.
         left_out: names of fusions that are not considered; None: those of the last ``leave_out``.
     """
     if not isinstance(component, nn.Module):
@@ -124,6 +128,7 @@ def inspect(
         return [_finding(prefix, component, rule) for rule in rules[:1]]
     left_out = left_out_of(component) if left_out is None else left_out
     fusions = [fusion for fusion in FUSIONS if fusion.name not in left_out]
+    asked = asked_of(component).union(asked)
     for name, fusion in ASKED_FUSIONS.items():
         if name in asked or any(map(fusion.is_applied, component.modules())):
             fusions.append(fusion)
@@ -132,7 +137,16 @@ def inspect(
     for path, module in component.named_modules(prefix=prefix):
         for fusion in fusions:
             if fusion.claims(module):
-                findings.append(_finding(path, module, fusion, reason))
+                finding = _finding(path, module, fusion, reason)
+                findings.append(finding)
+                # Some fusions have a method ``skipped_in``. It yields the children of the module that stay
+                # as they are although the module is fused.
+                skipped_in = getattr(fusion, "skipped_in", None)
+                if skipped_in is not None and finding.status != "skipped":
+                    for name, child, why in skipped_in(module):
+                        findings.append(
+                            Finding(f"{path}.{name}" if path else name, child, fusion, "skipped", why)
+                        )
     return findings
 
 
@@ -190,6 +204,17 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
     for finding in findings:
         with contextlib.suppress(TypeError):  # not every class allows weak references
             _found_at[component] = finding.path, weakref.ref(pipeline)
+
+
+def ask(root: nn.Module, names: Collection[str]) -> None:
+    """Remember until ``undo`` that the user has asked for the fusions ``names`` in the model ``root``."""
+    if names:
+        _asked[root] = asked_of(root).union(names)
+
+
+def asked_of(root: nn.Module) -> frozenset[str]:
+    """Names of the fusions in ``ASKED_FUSIONS`` that the user has asked for in the model ``root``."""
+    return _asked.get(root, frozenset())
 
 
 def leave_out(root: nn.Module, names: Collection[str]) -> None:
@@ -253,6 +278,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
         over = any(rule.is_over_applied(component) for rule in OBJECT_FUSIONS)
         return [(prefix, component)] if over else []
     _left_out.pop(component, None)
+    _asked.pop(component, None)
     modules = list(component.modules())  # no undo adds or removes one
     for fusion in reversed(_in_order(component)):
         for module in modules:

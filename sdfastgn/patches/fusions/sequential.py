@@ -6,6 +6,7 @@ eval mode becomes part of the convolution directly before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -60,7 +61,14 @@ def _has_pair(module: nn.Module) -> bool:
     return any(isinstance(a, nn.GroupNorm) and activation_of(b) is not None for a, b in pairwise(children))
 
 
-FUSION = ClassSwap("sequential", nn.Sequential, FusedSequential, covers=_has_pair)
+class _Sequential(ClassSwap):
+    """Does not claim a ``FusedSequential`` that only folds norms: ``FOLD_BATCH_NORM`` claims it."""
+
+    def claims(self, module: nn.Module) -> bool:
+        return super().claims(module) and (_has_pair(module) or not is_folded(module))
+
+
+FUSION = _Sequential("sequential", nn.Sequential, FusedSequential, covers=_has_pair)
 
 
 class _FoldBatchNorm:
@@ -85,6 +93,13 @@ class _FoldBatchNorm:
         if not any(True for _ in foldable(module)):
             return "no BatchNorm2d with running averages is directly behind a Conv2d"
         return foreign_override(module)
+
+    def skipped_in(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yields (name, norm, reason) of each BatchNorm2d in ``module`` that cannot be folded."""
+        fits = set(foldable(module))
+        for name, norm in module.named_children():
+            if isinstance(norm, nn.BatchNorm2d) and norm not in fits:
+                yield name, norm, "it has no running averages, or is not directly behind a plain Conv2d"
 
     def apply(self, module: nn.Module) -> None:
         fold_into(module)

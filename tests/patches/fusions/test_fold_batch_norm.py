@@ -72,6 +72,42 @@ def test_norms_behind_convolutions_of_a_sequential_are_folded():
     assert skipped.reason == "BatchNorm2d is folded in an nn.Sequential alone, and this is a Block"
 
 
+def entries(module, status):
+    return [(e.path, e.fusion) for e in getattr(sdfastgn.report(module), status)]
+
+
+def test_the_report_names_what_is_folded_once_and_each_norm_that_is_not():
+    ours = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)),
+        nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.SiLU()),
+    ).eval()
+    with pytest.raises(ValueError, match=r"it has no running averages, or .*: 0\.3 \(batch_norm\)"):
+        sdfastgn.optimize(ours, fold_batch_norm=True, strict=True)
+    sdfastgn.optimize(ours, fold_batch_norm=True)
+    folds = [("0", "batch_norm"), ("1", "sequential"), ("1", "batch_norm")]
+    assert entries(ours, "fused") == [*folds, ("1.2", "group_norm")]
+    assert entries(ours, "skipped") == [("0.3", "batch_norm")]
+
+
+PARTS = {
+    "norm": (lambda: nn.BatchNorm2d(3), "no BatchNorm2d with running averages is directly behind a Conv2d"),
+    "block": (Block, "BatchNorm2d is folded in an nn.Sequential alone, and this is a Block"),
+    "no norm": (nn.SiLU, "it has no part of this kind"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_report_says_that_nothing_is_folded(part):
+    build, reason = PARTS[part]
+    ours = nn.Sequential(nn.GroupNorm(1, 3), nn.SiLU(), build()).eval()
+    before = sdfastgn.report(ours)
+    sdfastgn.optimize(ours, fold_batch_norm=True)
+    [skipped] = sdfastgn.report(ours).skipped
+    assert (skipped.fusion, skipped.reason) == ("batch_norm", reason)
+    sdfastgn.restore(ours)
+    assert sdfastgn.report(ours) == before
+
+
 def test_nothing_is_folded_unless_asked():
     stock = model()
     ours = sdfastgn.optimize(copy.deepcopy(stock))
