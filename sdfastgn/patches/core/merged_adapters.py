@@ -139,15 +139,14 @@ def merged_in(root: nn.Module, path: str = "") -> Merged:
 def allow(root: nn.Module, merges: bool) -> None:
     """If ``merges``, allow merged weights in the model ``root`` and call ``adopt``.
 
-    Otherwise forbid them, and free those that exist.
+    Otherwise forbid them, free those that exist, and call ``_adopt_for_training``.
     """
     if not merges:
         release(root)
     for module in root.modules():
         (_off.discard if merges else _off.add)(module)
         _short.discard(module)
-    if merges:
-        adopt(root)
+    (adopt if merges else _adopt_for_training)(root)
 
 
 def must_release(root: nn.Module, merges: bool) -> bool:
@@ -284,6 +283,21 @@ def adopt(root: nn.Module) -> list[nn.Module]:
             for layer in layers:
                 _siblings[layer] = group
     return layers
+
+
+def _adopt_for_training(root: nn.Module) -> None:
+    """Give wrappers of linear layers in ``root`` the class of ``peft_layers.py``, but no merged weights.
+
+    In calls with gradients this class runs the code of ``trained_adapters.py``, in others peft's code.
+    """
+    if PEFT not in sys.modules:
+        return
+    from sdfastgn.patches.core.peft_layers import MERGED
+
+    for module in root.modules():
+        source = source_of(module) if type(module) in MERGED else ""
+        if isinstance(source, Source) and type(source.base) is nn.Linear and runs_merged(source.weight):
+            change_class(module, MERGED[type(module)])
 
 
 def _source_to_adopt(module: nn.Module) -> Source | None:

@@ -117,16 +117,21 @@ def test_without_merged_weights(order, products):
     assert len(products) == 4
 
 
-def test_a_layer_by_itself(products):
+@pytest.mark.parametrize("merges", [True, False], ids=["merged", "not-merged"])
+def test_a_layer_by_itself(merges, products):
     torch.manual_seed(3)
     stock = nn.Sequential(nn.Linear(DIM, 8))
     add(stock, "a", ["0"], lora_alpha=0)
     tensors = inputs(False)
-    ours = sdfastgn.optimize(nn.Sequential(copy.deepcopy(stock), nn.GroupNorm(1, 7)))[0]
+    model = nn.Sequential(copy.deepcopy(stock), nn.GroupNorm(1, 7))
+    ours = sdfastgn.optimize(model, merge_adapters=merges)[0]
     exact = trained(copy.deepcopy(stock).double(), tensors, torch.float64)
     products.clear()
     assert max(errors(trained(ours, tensors), exact)) < 1e-6
     assert len(products) == 2
+    with torch.no_grad():
+        assert torch.equal(ours(*tensors), stock(*tensors)) or merges
+    assert type(sdfastgn.restore(model)[0][0]) is type(stock[0])
 
 
 def test_with_checkpoints_gradients_have_the_same_bits():
