@@ -13,6 +13,7 @@ from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.channel_norm.op import channel_norm
+from sdfastgn.kernels.checksum.op import checksums
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
@@ -76,15 +77,15 @@ ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
 
 # Generations that convert to E4M3.
 WITH_E4M3 = ("sm_89", "sm_90", "sm_100", "sm_120")
-# The weight of a layer with a LoRA.
-MERGED = (1280, 640)
+# The weight of a layer.
+WEIGHT = (1280, 640)
 
 
 def cases(generation):
     """(shape, dtype, kind) of what is compiled for a generation; ``kind`` is a key of ``KINDS``."""
     every = generation in ("sm_75", "sm_90")
     found = [(shape, HALF, kind) for shape, kind in _shapes(every=every)]
-    found.append((MERGED, HALF, "merged"))
+    found.append((WEIGHT, HALF, "weights"))
     if every:
         found += [(SPLIT, torch.float32, "channels_last"), (SPLIT, HALF, "channels_first")]
     if generation.startswith("gfx"):  # AMD's: attention is PyTorch's own
@@ -334,11 +335,12 @@ def _channel_norms(shape, dtype):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 
 
-def _merged(shape, dtype):
+def _weights(shape, dtype):
     weight = torch.empty(shape, dtype=dtype)
     for rank in (16, 64):
         pair = Factors(weight.new_empty(rank, shape[1]), weight.new_empty(shape[0], rank), 1.0)
         add_low_rank([Sum(torch.empty_like(weight), weight, (pair,))])
+    checksums([weight])
 
 
 KINDS = {
@@ -356,7 +358,7 @@ KINDS = {
     "gated": _gated,
     "e4m3": _in_e4m3,
     "few_rows": _few_rows,
-    "merged": _merged,
+    "weights": _weights,
     "attention": _few_keys,
     "over_frames": _over_frames,
     "wide": _wide_heads,

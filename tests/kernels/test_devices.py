@@ -46,7 +46,7 @@ def calls():
     for shape in SUITES["batch_norm"].shape_sets["all"]:
         yield shape, torch.float16, "batch"
     # Without merged weights, whose launch needs tables of addresses: these tensors have none.
-    yield from (case for case in cases("sm_90") if case[2] != "merged")
+    yield from (case for case in cases("sm_90") if case[2] != "weights")
 
 
 @pytest.fixture

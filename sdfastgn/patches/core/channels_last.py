@@ -37,6 +37,7 @@ from sdfastgn.patches.core.instance_entries import (
     unguard,
 )
 from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.offloaded import moving
 
 __all__ = [
     "apply",
@@ -148,14 +149,16 @@ class _Apply(InstanceEntry):
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         root = self.module
-        type(root)._apply(root, fn, recurse)
-        if recurse:
+        if not recurse:
+            return type(root)._apply(root, fn, recurse)
+        with moving(root, fn) as move:
+            type(root)._apply(root, move)
             for _, module in convertible_modules(root):
                 # A convolution that was converted before is not converted again, because the user may have
                 # chosen another layout since, with ``.to(memory_format=...)``.
                 if _STOCK_LAYOUT not in vars(module):
                     _convert(module)
-            moved(root)
+        moved(root)
         return root
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sdfastgn.patches.core.offloaded import moving
+
 __all__ = ["GUARDS", "InstanceEntry", "Moves", "follow_moves", "guard", "moved", "stop_following", "unguard"]
 
 
@@ -88,9 +90,11 @@ class Moves(InstanceEntry):
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
-        type(module)._apply(module, fn, recurse)
-        if recurse:
-            moved(module)
+        if not recurse:
+            return type(module)._apply(module, fn, recurse)
+        with moving(module, fn) as move:
+            type(module)._apply(module, move)
+        moved(module)
         return module
 
 

@@ -1,0 +1,47 @@
+"""Tells whether the content of tensors on a GPU has changed: ``checksums``.
+
+A checksum depends on each bit of a tensor, and on the bit's place in memory. After a change of the tensor it
+is the same as before with a probability of 2^-64. The kernel reads each tensor once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.sizes import ceil_div
+
+# Words of 8 bytes that a program sums.
+BLOCK = 2048
+_WARPS = 8
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Computes a checksum of each tensor. Returns them as int64, (number of tensors,).
+
+    Args:
+        tensors: at least one, all on the same GPU, of any dtype. Each has a multiple of 8 bytes, and fills
+            its memory without gaps. Its address is a multiple of 16. These conditions are not checked.
+
+    Grad: none.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded, or the GPU is too old.
+    """
+    # Each sum has 16 bytes, because ``Launch`` is fast only for addresses that are multiples of 16.
+    sums = torch.zeros((len(tensors), 2), dtype=torch.int64, device=tensors[0].device)
+    for tensor, total in zip(tensors, sums, strict=True):
+        words = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.int64)
+        _launch(len(words), tensor.device).run(words, total)
+    return sums[:, 0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(words: int, device: torch.device) -> Launch:
+    from sdfastgn.kernels.checksum.kernels import checksum_kernel
+
+    return Launch(checksum_kernel, ceil_div(words, BLOCK), _WARPS, words=words, BLOCK=BLOCK)

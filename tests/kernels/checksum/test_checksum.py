@@ -1,0 +1,65 @@
+"""``checksums`` against Python's integers: in the interpreter, or on a GPU if there is one."""
+
+import pytest
+import torch
+
+from sdfastgn.kernels.checksum.op import BLOCK, checksums
+from tests.devices import DEVICES
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+MODULUS = 2**64
+
+
+def mixed(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % MODULUS
+    return x ^ (x >> 31)
+
+
+def expected(words):
+    total = sum(mixed((word + mixed(index)) % MODULUS) for index, word in enumerate(words)) % MODULUS
+    return total if total < MODULUS // 2 else total - MODULUS
+
+
+def words_of(tensor):
+    """The tensor's memory as a list of unsigned 64-bit numbers."""
+    flat = tensor.cpu().as_strided((tensor.numel(),), (1,)).view(torch.int64)
+    return [word % MODULUS for word in flat.tolist()]
+
+
+def random_bits(shape, dtype, device):
+    generator = torch.Generator().manual_seed(1)
+    size = torch.empty(shape, dtype=dtype).nbytes
+    return (
+        torch.randint(256, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape).to(device)
+    )
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 3, 16), (4 * BLOCK,), (17, 1024)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8], ids=str)
+def test_sums(shape, dtype, device):
+    tensor = random_bits(shape, dtype, device)
+    zeros = torch.zeros_like(tensor)
+    assert checksums([tensor, zeros]).tolist() == [expected(words_of(each)) for each in (tensor, zeros)]
+
+
+def test_the_place_of_a_value_matters(device):
+    tensor = random_bits((64,), torch.float32, device)
+    assert checksums([tensor]).item() != checksums([tensor.flip(0).contiguous()]).item()
+
+
+def test_each_bit_matters(device):
+    tensor = torch.zeros(2, dtype=torch.int64, device=device)
+    found = {checksums([tensor]).item()}
+    for place in range(2):
+        for bit in range(64):
+            changed = tensor.clone()
+            changed[place] = -(2**63) if bit == 63 else 2**bit
+            found.add(checksums([changed]).item())
+    assert len(found) == 1 + 2 * 64
+
+
+def test_channels_last(device):
+    tensor = random_bits((2, 8, 4, 4), torch.float16, device).to(memory_format=torch.channels_last)
+    assert checksums([tensor]).tolist() == [expected(words_of(tensor))]

@@ -1,0 +1,316 @@
+"""Weights of offloaded models: kept in main memory while they do not change on the GPU, else copied."""
+
+import contextlib
+import copy
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload_with_hook
+from torch import nn
+
+import sdfastgn
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.models.loras import add_lora
+from sdfastgn.models.pipelines import build_pipeline
+from sdfastgn.patches.core import offloaded
+from tests.patches.graphs.cases import make, run
+from tests.small_pipelines import SIZE, generate
+
+pytestmark = pytest.mark.fused_on_cpu
+
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def small_weights_too(monkeypatch):
+    monkeypatch.setattr(offloaded, "_MIN_BYTES", 64)
+
+
+# --- without a GPU: a set of ids says which parameters are on the "GPU"
+
+
+class Machine:
+    """Moves ``root`` as ``root.to`` would: each parameter gets new memory, or what ``moving`` gives it."""
+
+    def __init__(self, root, away):
+        self.root, self.away = root, away
+
+    def arrive(self, after=None):
+        with offloaded.moving(self.root, torch.clone) as move:
+            for weight in self.root.parameters():
+                weight.data = move(weight).detach()
+                self.away.add(id(weight))
+            if after is not None:
+                after()
+
+    def leave(self, fn=torch.clone):
+        """Returns the names of the parameters that were not copied."""
+        copied = set()
+
+        def copy_of(tensor):
+            copied.add(id(tensor))
+            return fn(tensor)
+
+        with offloaded.moving(self.root, copy_of) as move:
+            for weight in self.root.parameters():
+                weight.data = move(weight).detach()
+                self.away.discard(id(weight))
+        return {name for name, weight in self.root.named_parameters() if id(weight) not in copied}
+
+    def image(self, on_gpu=None, fn=torch.clone):
+        """Returns the names of the parameters that were not copied back to main memory."""
+        self.arrive()
+        if on_gpu is not None:
+            with torch.no_grad():
+                on_gpu()
+        return self.leave(fn)
+
+
+NAMES = {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A ``Machine`` with a model after its first image. Kernels run in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("here the real GPU is used")
+    away = set()
+    monkeypatch.setattr(offloaded, "_is_on_gpu", lambda weight: id(weight) in away)
+    monkeypatch.setattr(dispatch, "is_on", lambda: True)
+    root = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 32, 1))
+    cpu_offload_with_hook(root, torch.device("cpu"))
+    machine = Machine(root, away)
+    assert machine.image() == set()  # the first return is as in stock
+    return machine
+
+
+def test_unchanged_weights_get_their_memory_back(machine):
+    before = copy.deepcopy(machine.root.state_dict())
+    for _ in range(2):
+        assert machine.image() == NAMES
+    assert all(torch.equal(value, before[name]) for name, value in machine.root.state_dict().items())
+
+
+def write(weight):
+    weight.data.view(-1)[3] += 1  # PyTorch does not count this write
+
+
+def replace(weight):
+    weight.data = weight.data * 2
+
+
+def swap(weight):
+    weight.data.view(-1)[:8].copy_(weight.data.view(-1)[:8].flip(0))
+
+
+def shift(weight):
+    memory = torch.empty(weight.numel() + 1)
+    weight.data = memory[1:].view(weight.shape).copy_(weight.data)
+
+
+@pytest.mark.parametrize("change", [write, replace, swap, shift])
+def test_a_changed_weight_is_copied(machine, change):
+    conv = machine.root[0]
+    expected = conv.weight.detach().clone()
+    change(expected)
+    assert machine.image(on_gpu=lambda: change(conv.weight)) == NAMES - {"0.weight"}
+    assert torch.equal(conv.weight, expected)
+    assert machine.image() == NAMES
+
+
+def test_memory_that_others_share_is_not_kept(machine):
+    values = machine.root.state_dict()
+    assert machine.image() == set()
+    for value in values.values():
+        value.zero_()
+    assert all(weight.any() for weight in machine.root.parameters())
+
+
+def test_other_memory_is_not_kept(machine):
+    weight = machine.root[0].weight
+    weight.data = torch.ones(weight.shape)
+    assert machine.image() == NAMES - {"0.weight"}
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda t: t.half(),
+        lambda t: t.to(memory_format=LAST) if t.dim() == 4 else t.clone(),
+    ],
+)
+def test_only_plain_copies_are_replaced(machine, fn):
+    expected = [fn(weight.detach()) for weight in machine.root.parameters()]
+    assert machine.image(fn=fn) == set()
+    for weight, value in zip(machine.root.parameters(), expected, strict=True):
+        assert (weight.dtype, weight.stride()) == (value.dtype, value.stride())
+
+
+def test_a_layout_that_changes_on_the_gpu(machine):
+    def last():
+        machine.root[0].weight.data = machine.root[0].weight.data.to(memory_format=LAST)
+
+    machine.arrive(after=last)
+    machine.leave()
+    assert machine.root[0].weight.is_contiguous(memory_format=LAST)
+    assert machine.image() == NAMES
+
+
+def test_nothing_is_kept_without_offloading(machine):
+    del machine.root._hf_hook
+    assert machine.image() == set()
+
+
+def test_nothing_is_kept_without_kernels(machine, monkeypatch):
+    monkeypatch.setattr(dispatch, "is_on", lambda: False)
+    assert machine.image() == set()
+
+
+@pytest.mark.parametrize("error", [dispatch.KernelError, torch.OutOfMemoryError])
+def test_checksums_that_fail(machine, monkeypatch, error):
+    def fail(tensors):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloaded, "checksums", fail)
+        assert machine.image() == set()
+    machine.arrive()
+    with monkeypatch.context() as patch:
+        patch.setattr(offloaded, "checksums", fail)
+        assert machine.leave() == set()
+    assert machine.image() == NAMES
+
+
+def test_forget(machine):
+    machine.arrive()
+    offloaded.forget(machine.root)
+    machine.leave()
+    assert machine.image() == NAMES  # it has returned since
+
+
+def test_a_weight_that_does_not_move(machine):
+    """It stays on the GPU, for instance because only a part of the model is moved."""
+    conv = machine.root[1]
+    machine.arrive()
+    with offloaded.moving(machine.root, torch.clone) as move:
+        machine.root[0].weight.data = move(machine.root[0].weight)
+        machine.away.discard(id(machine.root[0].weight))
+    write(conv.weight)
+    expected = conv.weight.detach().clone()
+    machine.leave()
+    assert torch.equal(conv.weight, expected)
+
+
+# --- on a GPU
+
+
+def large_weights(model):
+    return [weight for weight in model.parameters() if offloaded._is_large(weight)]
+
+
+def addresses(model):
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+    return [weight.data_ptr() for weight in large_weights(model)]
+
+
+def offloaded_unet():
+    """(optimized UNet after its first return from the GPU, its hook, stock UNet, arguments)"""
+    unet, stock, inputs = make("cuda", mode=True)
+    _, hook = cpu_offload_with_hook(unet, "cuda")
+    run(unet, inputs)
+    hook.offload()
+    return unet, hook, stock, inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
+def test_a_unet_gets_its_memory_back(context):
+    unet, hook, stock, inputs = offloaded_unet()
+    expected = run(stock, inputs)
+    home = addresses(unet)
+    for _ in range(2):
+        with context():
+            torch.testing.assert_close(run(unet, inputs), expected, rtol=1e-3, atol=1e-3)
+            assert unet in offloaded._kept
+            hook.offload()
+        assert addresses(unet) == home
+        assert unet not in offloaded._kept
+    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours.cuda(), theirs)
+
+
+def loras(model):
+    add_lora(model, rank=4, name="a", seed=1)
+    model.fuse_lora()
+
+
+def load(model):
+    model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
+
+
+def write_data(model):
+    for weight in model.parameters():
+        weight.data.mul_(1.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["gpu", "main memory"])
+@pytest.mark.parametrize("change", [loras, load, write_data])
+def test_changes_are_never_lost(change, where):
+    unet, hook, stock, inputs = offloaded_unet()
+    run(unet, inputs)
+    if where == "main memory":
+        hook.offload()
+        stock.cpu()  # on another device, LoRAs would get other random weights
+    for model in (unet, stock):
+        change(model)
+    expected = run(stock.cuda(), inputs)
+    for _ in range(2):
+        torch.testing.assert_close(run(unet, inputs), expected, rtol=2e-3, atol=2e-3)
+        hook.offload()
+    ours, theirs = unet.state_dict(), stock.state_dict()
+    assert all(torch.equal(ours[name].cuda(), theirs[name].cuda()) for name in theirs)
+
+
+@pytest.mark.gpu
+def test_restore_frees_what_is_kept():
+    unet, hook, stock, inputs = offloaded_unet()
+    run(unet, inputs)
+    assert unet in offloaded._kept
+    sdfastgn.restore(unet)
+    assert unet not in offloaded._kept
+    hook.offload()
+    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours, theirs.cpu())
+        assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.gpu
+def test_copies_keep_nothing():
+    unet, hook, _, inputs = offloaded_unet()
+    expected = run(unet, inputs)
+    other = copy.deepcopy(unet)
+    assert other not in offloaded._kept
+    hook.offload()
+    assert torch.equal(run(other.cuda(), inputs), expected)
+
+
+@pytest.mark.gpu
+def test_images_of_an_offloaded_pipeline():
+    pipe = build_pipeline("tiny", dtype=torch.float16, device="cuda")
+    pipe.to("cpu")
+    expected = {name: copy.deepcopy(getattr(pipe, name).state_dict()) for name in ("unet", "vae")}
+    sdfastgn.optimize(pipe)
+    pipe.enable_model_cpu_offload()
+    images = [generate(pipe, **SIZE)]
+    home = {name: addresses(getattr(pipe, name)) for name in ("unet", "vae", "text_encoder")}
+    for _ in range(3):
+        images.append(generate(pipe, **SIZE))
+        assert home == {name: addresses(getattr(pipe, name)) for name in home}
+    assert all(np.array_equal(image, images[0]) for image in images)
+    for name, values in expected.items():
+        assert all(torch.equal(v, values[k]) for k, v in getattr(pipe, name).state_dict().items())
+    pipe.remove_all_hooks()
+    pipe.to("cuda")
+    assert np.array_equal(generate(pipe, **SIZE), images[0])
