@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.gpu import triton
 
-__all__ = ["backend_text", "triton_cache", "why_stock_runs"]
+__all__ = ["backend_text", "triton_cache", "why_no_kernel", "why_stock_runs"]
 
 _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
@@ -35,25 +36,35 @@ def why_stock_runs(root: nn.Module) -> str | None:
 
     The result is also None for a model on the meta device, if this machine has a GPU.
     """
-    if dispatch.why_off is not None:
-        return dispatch.why_off
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
-        return None if torch.cuda.is_available() else "no CUDA GPU"
+        return dispatch.why_off or (None if torch.cuda.is_available() else "no CUDA GPU")
     # With accelerate's offloading the weights are on another device now, but a hook moves them to its
     # ``execution_device`` for each call.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)
     devices = {p.device for p in tensors} if offload is None else {torch.device(offload)}
+    if (reason := why_no_kernel(devices)) is not None:
+        return reason
+    dtypes = {p.dtype for p in tensors if p.is_floating_point()}
+    return None if dtypes & set(KERNEL_DTYPES) else f"no kernel for {', '.join(sorted(map(str, dtypes)))}"
+
+
+def why_no_kernel(devices: Set[torch.device]) -> str | None:
+    """Why no kernel runs for tensors on ``devices``; None if nothing is known that prevents it.
+
+    Launches no kernel, so it does not find out whether Triton can compile kernels here.
+    """
+    if dispatch.why_off is not None:
+        return dispatch.why_off
     unsupported = next(filter(None, map(gpu.unsupported, devices)), None)
     if unsupported is not None:
         return unsupported
-    if "cuda" not in (kinds := {device.type for device in devices}):
-        where = ", ".join(sorted(kinds)) or "no device"
-        return f"weights on {where}; the kernels need an NVIDIA GPU"
-    dtypes = {p.dtype for p in tensors if p.is_floating_point()}
-    return None if dtypes & set(KERNEL_DTYPES) else f"no kernel for {', '.join(sorted(map(str, dtypes)))}"
+    types = {device.type for device in devices}
+    if "cuda" in types:
+        return None
+    return f"the kernels need an NVIDIA GPU; the device is {', '.join(sorted(types)) or 'unknown'}"
 
 
 def triton_cache() -> Path:

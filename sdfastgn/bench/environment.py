@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import sdfastgn
-from sdfastgn.backend import triton_cache
-from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.backend import triton_cache, why_no_kernel
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.versions import installed_versions
 
@@ -90,11 +90,7 @@ def kernels_reason(device: torch.device) -> str | None:
 
     The launch also finds out whether Triton can compile kernels here.
     """
-    if dispatch.why_off is not None:
-        return dispatch.why_off
-    if device.type != "cuda":
-        return f"the kernels need an NVIDIA GPU; the device is {device}"
-    if (reason := gpu.unsupported(device)) is not None:
+    if (reason := why_no_kernel({device})) is not None:
         return reason
     try:
         with warnings.catch_warnings():

@@ -46,6 +46,12 @@ def test_kernels_that_are_off_run_nowhere(device, monkeypatch):
     assert environment.kernels_reason(torch.device(device)) == "triton is not installed"
 
 
+def test_kernels_do_not_run_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "why_off", None)
+    reason = environment.kernels_reason(torch.device("cpu"))
+    assert reason == "the kernels need an NVIDIA GPU; the device is cpu"
+
+
 @pytest.mark.gpu
 def test_kernels_run_on_this_gpu():
     assert environment.kernels_reason(CUDA) is None

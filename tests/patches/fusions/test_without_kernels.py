@@ -203,11 +203,9 @@ def test_without_triton_a_model_is_stocks():
 
 
 def test_the_report_says_what_runs_and_why(monkeypatch):
+    why = "the kernels need an NVIDIA GPU; the device is cpu"
     backend = sdfastgn.report(nn.GroupNorm(2, 8)).backend
-    assert (
-        backend
-        == "plain PyTorch, stock's own code at stock's speed (weights on cpu; the kernels need an NVIDIA GPU)"
-    )
+    assert backend == f"plain PyTorch, stock's own code at stock's speed ({why})"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     on_meta = nn.GroupNorm(2, 8, device="meta")
     assert sdfastgn.report(on_meta).backend.endswith("at stock's speed (no CUDA GPU)")
