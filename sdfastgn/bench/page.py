@@ -21,13 +21,11 @@ from sdfastgn.bench.tables.plots import CATEGORY_COLORS
 from sdfastgn.bench.tables.profile import breakdown_of
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_of
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up
-from sdfastgn.bench.variants import label
+from sdfastgn.bench.variants import VARIANTS, is_ours, label
 
 # Maximum number of pixels along a side of an image on the page. Larger images are shrunk, because a PNG of
 # 1024x1024 has several MB. PSNR and SSIM are computed from the original images.
 SHOWN = 512
-# The variants with sdfastgn. The page shows an image of only one of them: of the first that has an image.
-_OURS = ("sdfastgn", "sdfastgn_fp8", "sdfastgn_eager", "sdfastgn_compile")
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,16 @@ def _by_variant(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
 def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar]:
     times = [time for _, row in part for time in (row.median_ms, row.graph_ms) if time is not None]
     for index, row in part:
-        name, is_ours = label(row.variant) + names[index], row.variant in _OURS
+        name, ours = label(row.variant) + names[index], is_ours(row.variant)
         eager = eager_of(each for i, each in part if i == index)
         if row.status != OK:
-            yield Bar(name, "", 0.0, f"{row.status}: {row.reason}", is_ours)
+            yield Bar(name, "", 0.0, f"{row.status}: {row.reason}", ours)
         for suffix, time in (("", row.median_ms), (" + graph", row.graph_ms)):
             if time is not None:
                 ratio = speed_up(row, eager, as_graph=bool(suffix))
                 is_uncertain = ratio is not None and ratio.is_uncertain
                 width = 100 * time / max(times)
-                yield Bar(name + suffix, number(time, 4), width, str(ratio or ""), is_ours, is_uncertain)
+                yield Bar(name + suffix, number(time, 4), width, str(ratio or ""), ours, is_uncertain)
 
 
 def _stacks(
@@ -124,7 +122,8 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}
-    ours = next((name for name in _OURS if name in images), None)
+    # The page shows an image of only one variant with sdfastgn: of the first that has an image.
+    ours = next((name for name in VARIANTS if is_ours(name) and name in images), None)
     if ours is not None:
         names[ours] = f"optimized {rows[0].dtype}"
     names = {name: text for name, text in names.items() if name in images}

@@ -242,6 +242,11 @@ _EVERY = (
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 
 
+def is_ours(name: str) -> bool:
+    """True if the variant ``name`` uses sdfastgn. ``name`` may be a variant of an older sdfastgn."""
+    return name.startswith("sdfastgn")
+
+
 def label(name: str) -> str:
     """A variant's name in tables.
 

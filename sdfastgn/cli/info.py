@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.bench.variants import VARIANTS, is_ours
 from sdfastgn.cli.app import command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import DeviceOption
@@ -18,7 +18,6 @@ def info(device: DeviceOption = None) -> None:
 
     from sdfastgn import __version__
     from sdfastgn.bench import environment
-    from sdfastgn.bench.kernels.suite import OURS
     from sdfastgn.bench.kernels.suites import SUITES
     from sdfastgn.cli import loading, terminal
     from sdfastgn.versions import never_run
@@ -37,13 +36,10 @@ def info(device: DeviceOption = None) -> None:
     why_none = environment.kernels_reason(where)
     out.print(f"runs on {where}:", style="bold")
     out.print(f"kernels of sdfastgn: {'yes' if why_none is None else f'no, {why_none}'}", markup=False)
-    ours = "yes" if why_none is None else "without kernels"
-    rows = {
-        f"variant {each.name}": (each.available(where), each.name.startswith(OURS))
-        for each in VARIANTS.values()
-    }
+    rows = {f"variant {name}": (each.available(where), is_ours(name)) for name, each in VARIANTS.items()}
     rows |= {f"kernel {name}": (each.reason(where), each.is_ours) for name, each in providers.items()}
-    for name, (reason, is_ours) in rows.items():
-        out.print(f"{name}: {reason or (ours if is_ours else 'yes')}", markup=False)
+    for name, (reason, needs_kernels) in rows.items():
+        runs = "without kernels" if needs_kernels and why_none is not None else "yes"
+        out.print(f"{name}: {reason or runs}", markup=False)
     if where.type == "cpu":
         out.print("Without a GPU every sdfastgn call runs in plain PyTorch, with the same results.")
