@@ -107,7 +107,7 @@ class _Current(NamedTuple):
             is_merged = self.survey.refresh(self.scale.factor, compares_later)
             return is_merged and (watch is None or watch.factors.refresh())
 
-    def quantize(self) -> None:
+    def refresh_fp8(self) -> None:
         """Bring the FP8 weights of the module up to date, for its graphs."""
         if fp8.is_outdated(self.module):
             with self.backend.ordered():
@@ -127,7 +127,7 @@ class GraphedForward(InstanceEntry):
             become graphs too. Calls are of one kind if one graph serves them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
-        stands_over_own: True if the module's ``__dict__`` already had an entry ``method`` with the method of
+        replaces_entry: True if the module's ``__dict__`` already had an entry ``method`` with the method of
             the module's own class. When this object is removed, this entry is restored.
         method: the name of the method that this object replaces.
         scratch: attributes of the module that each call sets before it reads them. They are not watched.
@@ -140,7 +140,7 @@ class GraphedForward(InstanceEntry):
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
-        "_backend", "_policy", "_store", "eager", "method", "mode", "scratch", "stands_over_own", "training",
+        "_backend", "_policy", "_store", "eager", "method", "mode", "replaces_entry", "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
@@ -150,13 +150,13 @@ class GraphedForward(InstanceEntry):
         module: nn.Module,
         mode: str | bool = "auto",
         backend: Backend | None = None,
-        stands_over_own: bool = False,
+        replaces_entry: bool = False,
         method: str = "forward",
         scratch: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(module)
         self.mode = mode
-        self.stands_over_own = stands_over_own
+        self.replaces_entry = replaces_entry
         self.method = method
         self.scratch = scratch
         self._backend = backend
@@ -176,7 +176,7 @@ class GraphedForward(InstanceEntry):
 
     @property
     def _options(self) -> tuple[bool, str, frozenset[str]]:
-        return self.stands_over_own, self.method, self.scratch
+        return self.replaces_entry, self.method, self.scratch
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -236,7 +236,7 @@ class GraphedForward(InstanceEntry):
         try:
             try:
                 return self._by_graph(module, args, kwargs)
-            except _Outdated:
+            except _Outdated:  # the call starts again, but only once
                 return self._by_graph(module, args, kwargs)
         except _Outdated:
             reason = "another thread changes it"
@@ -244,21 +244,11 @@ class GraphedForward(InstanceEntry):
             reason = str(error)
         except torch.OutOfMemoryError:
             reason = NO_MEMORY
-            self._give_memory_back()
-            self._policy.pause_without_memory()  # this pause also begins if there were no graphs to drop
+            _free_memory()
+            self._policy.pause_without_memory()  # even if there was nothing to free
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
-        containers = contents_of(args, kwargs)
-        while True:
-            try:
-                return class_forward(module, self.method)(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                # A call that succeeds in the stock model must not fail because graphs or merged weights take
-                # memory. So the graphs are dropped and the call is repeated. If it fails again, the merged
-                # weights are freed and it is repeated once more.
-                if not self._give_memory_back():
-                    raise
-            refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
+        return self._run_eagerly(module, args, kwargs)
 
     def clear(self) -> int:
         """Drop this object's graphs and its record of the module's state. Returns the number of graphs.
@@ -289,25 +279,7 @@ class GraphedForward(InstanceEntry):
                 return
             if not (watch.is_in_place() and watch.unchanged(self.module)):
                 self._policy.model_changed(store.replays_of_state)
-                self._policy.last_change = watch.what_changed(self.module)
-                self.clear()
-
-    @property
-    def _unwatched(self) -> frozenset[str]:
-        return self.scratch | {self.method}
-
-    def _give_memory_back(self) -> int:
-        """Call ``_drop_all`` and return its result.
-
-        If it freed memory, this module is not captured for a while.
-
-        A capture would take the freed memory again. Then the next call of another model would run out of
-        memory, and drop the new graph.
-        """
-        count = _drop_all()
-        if count:
-            self._policy.pause_without_memory()
-        return count
+                self._drop_changed(self.module, watch)
 
     def pool_bytes(self) -> dict[int, int]:
         """{id of the backend: size of all its memory pools in bytes}; empty if there are no graphs.
@@ -319,19 +291,42 @@ class GraphedForward(InstanceEntry):
         own = {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
         return own if self.training is None else own | self.training.pool_bytes()
 
+    @property
+    def _unwatched(self) -> frozenset[str]:
+        """Attributes of the module that a ``Watch`` does not compare."""
+        return self.scratch | {self.method}
+
+    def _run_eagerly(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call without a graph and return its result."""
+        containers = contents_of(args, kwargs)
+        while True:
+            try:
+                return class_forward(module, self.method)(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                # A call that succeeds in the stock model must not fail because graphs or merged weights take
+                # memory. So the graphs are dropped and the call is repeated. If it fails again, the merged
+                # weights are freed and it is repeated once more.
+                if not _free_memory():
+                    raise
+                # A capture of this module would take the freed memory again. Then the next call of another
+                # model would run out of memory, and drop the new graph.
+                self._policy.pause_without_memory()
+            refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
+
     def _by_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call as a graph and return its result.
 
         Raises Unsupported, with the reason, if the call must run eagerly.
         """
+        store = self._store
         reason = "they are turned off" if self.mode is False else self._reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
-        if not len(self._store):
-            # Before the arguments are looked at: in a pause, a call must cost hardly more than one of a model
-            # without graphs.
+        if not len(store):
+            # This comes before the arguments are looked at, because in a pause a call must take hardly longer
+            # than a call of a model without graphs.
             self._policy.check_pause()
-        survey = self._store.survey or self._survey_of(module)
+        survey = store.survey or self._survey_of(module)
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
         reason = reason_for(module, call)
@@ -343,7 +338,6 @@ class GraphedForward(InstanceEntry):
         if backend.is_busy():
             raise Unsupported("the call is being captured by other code")
         key = self._key_of(module, call)
-        store = self._store
         if backend is not store.backend:
             # ``clear`` takes and releases the lock of the old backend before the new backend's lock is taken.
             # A thread that held both could deadlock with a thread whose model moves in the other direction.
@@ -401,7 +395,7 @@ class GraphedForward(InstanceEntry):
         is_current = survey.has_same_settings(current.scale.factor) and watch.factors.are_written()
         if not (is_current or current.refresh(watch, compares_later=True)):
             return None
-        current.quantize()
+        current.refresh_fp8()
         output = graph.run(current.call, current.backend)
         return output if survey.has_same_tensors() and watch.unchanged(current.module) else None
 
@@ -411,14 +405,13 @@ class GraphedForward(InstanceEntry):
         Returns None for the first call of a kind in the modes "auto" and "training". Raises Unsupported,
         with the reason, if the call must run eagerly.
         """
-        module, forward, call, backend, key = current[:5]
-        store, policy = self._store, self._policy
+        module, key, policy = current.module, current.key, self._policy
         self._check_model(current)
-        current.quantize()
-        graph = store.find(key)
+        current.refresh_fp8()
+        graph = self._store.find(key)
         if graph is not None:
-            return graph.run(call, backend)
-        policy.follow(module)
+            return graph.run(current.call, current.backend)
+        policy.forget_if_moved(module)
         policy.check_refused(key)
         if policy.is_new(key):
             if self.mode is not True:
@@ -427,6 +420,15 @@ class GraphedForward(InstanceEntry):
             self._rehearse(current)
         elif self.mode is not True:
             policy.check_offloaded(key, module)
+        return self._capture(current)
+
+    def _capture(self, current: _Current) -> Any:
+        """Capture the call, replay its graph once and return the result.
+
+        Raises Unsupported, with the reason, if the graph cannot be captured or must not be kept.
+        """
+        store, policy = self._store, self._policy
+        module, call, backend, key = current.module, current.call, current.backend, current.key
         is_warm = self._is_warm(key)
         self._make_room()
         try:
@@ -434,11 +436,11 @@ class GraphedForward(InstanceEntry):
             # that draw them, so the first replay must run inside of ``undrawn`` too.
             with (
                 scaled(current.scale.in_forward),
-                undrawn(call.device, partial(run_on_copies, forward, call, backend)),
+                undrawn(call.device, partial(run_on_copies, current.forward, call, backend)),
             ):
                 graph = capture_call(
                     self._kind,
-                    forward,
+                    current.forward,
                     call,
                     backend,
                     partial(self._watch_of, current),
@@ -450,7 +452,7 @@ class GraphedForward(InstanceEntry):
                 store.add(key, graph)
                 if takes_gigabytes(module) and not backend.has_room():
                     raise Unsupported(NO_MEMORY)
-                policy.was_captured(key)
+                policy.captured(key)
                 return graph.run(call, backend)
         except Unsupported as error:
             if key in store:
@@ -465,11 +467,11 @@ class GraphedForward(InstanceEntry):
         of the arguments. In some models this additional run would have an effect, for instance on a counter.
         So this method does nothing for models that cannot be captured.
         """
-        module, forward, call, backend, key = current[:5]
-        # The kernels do not depend on the last item, FP8's ``generation``, but on whether FP8 is on.
-        if self._policy.is_rehearsed((*key[:-1], fp8.is_allowed(module))):
+        module, call, backend = current.module, current.call, current.backend
+        # The kernels do not depend on the key's last item, FP8's ``generation``, but on whether FP8 is on.
+        if not self._policy.is_first_rehearsal((*current.key[:-1], fp8.is_allowed(module))):
             return
-        run = partial(run_on_copies, forward, call, backend)
+        run = partial(run_on_copies, current.forward, call, backend)
         # An error here is ignored: the call itself follows, and raises the same error to the user.
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
             watch = Watch(module, is_harmless, survey=current.survey, unwatched=self._unwatched)
@@ -483,25 +485,27 @@ class GraphedForward(InstanceEntry):
         Raises Unsupported if the model must not be captured now, and _Outdated if ``current`` was made before
         the model changed.
         """
-        watch = self._store.watch
-        if watch is not None and not (current.refresh(watch) and watch.unchanged(current.module)):
-            self._policy.model_changed(self._store.replays_of_state)
-            self._drop_changed(current, watch)
-        if self._store.survey not in (None, current.survey) or (
-            watch is not None and self._store.watch is None
-        ):
+        store, module, survey = self._store, current.module, current.survey
+        watch = store.watch
+        if watch is not None and not (current.refresh(watch) and watch.unchanged(module)):
+            self._policy.model_changed(store.replays_of_state)
+            self._drop_changed(module, watch, survey.reason)
+            raise _Outdated
+        if store.survey not in (None, survey):  # another thread has captured the module meanwhile
             raise _Outdated
         self._policy.check_pause()
-        watch = self._store.watch
         if watch is not None and watch.reason is not None:
             raise Unsupported(watch.reason)
         if not current.refresh():
-            raise Unsupported(current.survey.reason)
+            raise Unsupported(survey.reason)
 
-    def _drop_changed(self, current: _Current, watch: Watch) -> None:
-        """Drop the graphs because the model has changed, and store in words what changed, for the report."""
+    def _drop_changed(self, module: nn.Module, watch: Watch, change: str = "") -> None:
+        """Drop the graphs because the model has changed, and store in words what changed, for the report.
+
+        ``change``: what changed, in words; empty if ``watch`` has to find it.
+        """
         if self.alive:
-            self._policy.last_change = current.survey.reason or watch.what_changed(current.module)
+            self._policy.last_change = change or watch.what_changed(module)
         self.clear()
 
     def _watch_of(self, current: _Current) -> Watch:
@@ -514,7 +518,7 @@ class GraphedForward(InstanceEntry):
         module = current.module
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
-            self._drop_changed(current, watch)
+            self._drop_changed(module, watch, current.survey.reason)
             watch = None
         if watch is None:
             try:
@@ -562,10 +566,10 @@ class _TrainingForward(GraphedForward):
         """Does nothing: the first call compiles the kernels of the forward and of the backward."""
 
 
-def _drop_all() -> int:
-    """Drop all graphs in the process. Modules that had graphs are not captured for a while.
+def _free_memory() -> int:
+    """Drop all graphs in the process. If there are none, free the merged weights of adapters instead.
 
-    If there are no graphs, free the merged weights of adapters instead.
+    Modules that had graphs are not captured for a while.
 
     Returns the number of dropped graphs, or of layers whose merged weights were freed.
     """

@@ -205,7 +205,7 @@ def _graphed(module: nn.Module) -> GraphedForward | None:
 def _take_off(module: Any) -> None:
     name = method_of(module)
     forward = vars(module).get(name)
-    if isinstance(forward, GraphedForward) and not forward.stands_over_own:
+    if isinstance(forward, GraphedForward) and not forward.replaces_entry:
         delattr(module, name)
     for graphed in GraphedForward.of(module):
         graphed.mode = False  # other code may still call ``graphed``; now it only calls the class's forward

@@ -41,7 +41,7 @@ class Policy:
     """Decides from the past calls of one module whether its next call is captured or runs eagerly.
 
     Calls with equal keys are of one kind: one graph serves them all. The caller of a method must hold the
-    backend's lock, except for ``is_rehearsed``, ``pause_without_memory`` and ``check_pause``.
+    backend's lock, except for ``is_first_rehearsal``, ``pause_without_memory`` and ``check_pause``.
 
     Attributes:
         last_change: the last change of the model that made its graphs invalid; empty if there was none.
@@ -57,12 +57,12 @@ class Policy:
         # this kind is captured.
         self._called: OrderedDict[Any, tuple[int, int]] = OrderedDict()
         self._refused: OrderedDict[Any, str] = OrderedDict()  # kind of call -> why it is not captured
-        self._rehearsed: OrderedDict[Any, None] = OrderedDict()
+        self._rehearsed: OrderedDict[Any, None] = OrderedDict()  # kinds of calls whose kernels are compiled
         self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
         # How many times in a row the model changed before its graphs had saved the time of their captures.
         self._short_lives = 0
         self._short_memory = 0  # how many times memory was short
-        # Memory of the module's first weight at the last call of ``follow``.
+        # Memory of the module's first weight at the last call of ``forget_if_moved``.
         self._storage: StorageWeakRef | None = None
         self.last_change = ""
 
@@ -106,7 +106,7 @@ class Policy:
         self._called.clear()
         self._refused.clear()
 
-    def follow(self, module: nn.Module) -> None:
+    def forget_if_moved(self, module: nn.Module) -> None:
         """Call ``forget_kinds`` if the weights of ``module`` were moved since the last call of this method.
 
         SDXL's pipeline, for example, converts its autoencoder before each decode, and so moves its weights.
@@ -143,7 +143,7 @@ class Policy:
         """
         return self._called.get(key, (None, 0))[0] == threading.get_ident()
 
-    def was_captured(self, key: Any) -> None:
+    def captured(self, key: Any) -> None:
         """Forget the earlier calls of the kind ``key``, because the kind now has a graph.
 
         If the graph is dropped later, the next call of this kind counts as a first call.
@@ -159,17 +159,16 @@ class Policy:
         if key in self._refused:
             raise Unsupported(self._refused[key])
 
-    def is_rehearsed(self, key: Any) -> bool:
-        """True if the kernels of calls of the kind ``key`` were compiled before (``_rehearse``).
+    def is_first_rehearsal(self, key: Any) -> bool:
+        """True if this method is called for the first time with ``key``.
 
-        If this method is called for the first time with ``key``, it returns False and records the kind as
-        compiled. So the caller must then compile the kernels. A change of the model does not matter, because
-        kernels stay compiled.
+        Then the caller must compile the kernels of calls of the kind ``key`` (``GraphedForward._rehearse``).
+        A change of the model does not matter, because kernels stay compiled.
         """
         if key in self._rehearsed:
-            return True
+            return False
         _remember(self._rehearsed, key, None)
-        return False
+        return True
 
 
 def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
