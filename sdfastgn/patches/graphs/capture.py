@@ -117,7 +117,7 @@ class Backend(Protocol):
         """Size in bytes of the memory pools of the device's graphs; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
-        """True if this process may still take as much memory of the device as the device's graphs have.
+        """True if this process could take once more as much memory as the device's graphs hold now.
 
         Then enough memory is left for models without graphs.
         """
@@ -302,6 +302,8 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 class _CudaHandle:
+    """The ``Handle`` of ``CudaBackend``. ``pool``: the memory pool of the graph."""
+
     __slots__ = ("__weakref__", "graph", "output", "pool")
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any, output: Any) -> None:
@@ -445,7 +447,7 @@ _backends: dict[torch.device, CudaBackend] = {}
 _backends_lock = threading.Lock()
 
 
-def _free_locks() -> None:
+def _renew_locks() -> None:
     """Make new locks in a forked process.
 
     If a thread held an old lock during the fork, this lock would never be released: the thread does not exist
@@ -459,7 +461,7 @@ def _free_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_free_locks)
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:

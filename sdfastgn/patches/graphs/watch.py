@@ -80,14 +80,16 @@ _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Classes of leaves: values that refer to no other object that must be watched.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
+# Leaves of exactly these classes contain no code, so the package of their class is not checked.
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
 # Packages whose numbers and other leaves may occur in a model. NumPy is one of them, because its float64 and
 # complex128 are subclasses of float and complex.
 _TRUSTED_LEAVES = _TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_BOUND = (types.MethodType, types.BuiltinFunctionType)
 # Attributes through which functions, methods and partials refer to other objects.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
+# Methods and built-in functions. They refer to other objects only through ``_PARTS``.
+_BOUND = (types.MethodType, types.BuiltinFunctionType)
 # A model that refers to an object of these classes is not captured: the content of an ``lru_cache`` cannot be
 # read, and that of a ``threading.local`` differs between threads.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
@@ -97,6 +99,7 @@ _MAX_OBJECTS = 50_000
 # writes into them, which PyTorch counts.
 _FEW = 16
 
+# The entry of a module's ``__dict__`` that may hold a ``GraphedForward``. A Watch does not look into it.
 _OUR_ENTRY = "forward"
 # Name of a module's dict -> word for its items, for messages.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
@@ -157,10 +160,10 @@ class Watch:
         self._is_harmless = is_harmless
         self._has_factors = has_factors
         self._has_switches = bool(switched(root))
-        self._not_in_root = _NOTES | unwatched
+        self._unwatched_in_root = _NOTES | unwatched
         if is_offloaded_whole(root):
-            self._not_in_root |= _OF_OFFLOADING
-        self._is_elsewhere = device is not None and device.type != "cpu"
+            self._unwatched_in_root |= _OF_OFFLOADING
+        self._is_on_gpu = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited objects, kept alive so that their ids stay unique
         self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -182,7 +185,7 @@ class Watch:
             self._memory.add(weight, "merged weights of adapters")
         for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales, self._merged):
             only_for_the_walk.clear()
-        self._root_values = _own_values(root, self._not_in_root)
+        self._root_values = _own_values(root, self._unwatched_in_root)
         if self.reason is not None:  # a tensor that gave the reason may have no address, so none is read
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
@@ -213,7 +216,7 @@ class Watch:
             return (
                 type(root) is self._root_type
                 and all(same() for same in self._checks)
-                and _same(_own_values(root, self._not_in_root), self._root_values)
+                and _same(_own_values(root, self._unwatched_in_root), self._root_values)
             )
         except Exception:
             # A comparison raises only if there was a change: an attribute was removed, a number was replaced
@@ -226,7 +229,7 @@ class Watch:
             return changed("the class of the model", self._root_type, type(root))
 
         def own_attributes() -> str | None:
-            old, new = self._root_values, _own_values(root, self._not_in_root)
+            old, new = self._root_values, _own_values(root, self._unwatched_in_root)
             before, now = (dict(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in (old, new))
             return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
 
@@ -238,6 +241,7 @@ class Watch:
         return "something in the model changed"
 
     def _walk(self, root: nn.Module) -> None:
+        """Record ``root`` and everything that it refers to. Stops at an object that gives a reason."""
         todo: list[tuple[str, Any]] = [("", root)]
         while todo and self.reason is None:
             path, value = todo.pop()
@@ -265,6 +269,7 @@ class Watch:
         return Place(name, kind, container, self._keys.setdefault(keys, keys))
 
     def _is_trusted(self, path: str, value: Any) -> bool:
+        """True if ``value`` is of a known package. Otherwise sets ``reason``."""
         package = _package_of(value)
         if package not in (_TRUSTED_LEAVES if _is_leaf(value) else _TRUSTED):
             name = (value if isinstance(value, (types.FunctionType, type)) else type(value)).__qualname__
@@ -290,7 +295,7 @@ class Watch:
         # A capture may have stored the value of a CPU tensor, for instance as an argument of a kernel. Then
         # its value, or the number of writes into it, is watched too. A capture on a GPU may store the value
         # of any CPU tensor. One on the CPU stores only values of 0-d tensors.
-        if tensor.device.type != "cpu" or (tensor.dim() and not self._is_elsewhere):
+        if tensor.device.type != "cpu" or (tensor.dim() and not self._is_on_gpu):
             return
         if tensor.numel() <= _FEW:
             self._numbers.add(tensor, path)
@@ -324,7 +329,7 @@ class Watch:
             place = self._place(path, kind, entries)
             (self._held if entries else self._empty).add(entries.values() if entries else entries, place)
             found += ((joined(path, key), value) for key, value in entries.items())
-        inert = {*_INERT, *_ENTRIES, *unwatched, _OUR_ENTRY, *(self._not_in_root if is_root else ())}
+        inert = {*_INERT, *_ENTRIES, *unwatched, _OUR_ENTRY, *(self._unwatched_in_root if is_root else ())}
         return found + [(joined(path, key), value) for key, value in attributes.items() if key not in inert]
 
     def _see_attributes(self, path: str, attributes: dict[str, Any], unwatched: tuple[str, ...]) -> None:
@@ -349,21 +354,20 @@ class Watch:
         place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
+            items: Any = value
             if isinstance(value, dict):
                 self._plain.add(value, None)  # compares the keys; the values are added below
-            has_tensors = any(isinstance(item, Tensor) for _, item in pairs)
+                items = dict.values(value)
             if not pairs:
                 self._empty.add(value, place)
+            elif any(isinstance(item, Tensor) for _, item in pairs):
+                self._held.add(items, place)
             else:
-                (self._held if has_tensors else self._plain).add(
-                    dict.values(value) if isinstance(value, dict) else value, place
-                )
+                self._plain.add(items, place)
         found = [(place.child(key), item) for key, item in pairs]
-        # Some dicts have attributes besides their items, for instance diffusers' configs. They are recorded
-        # too.
-        return found + (
-            self._see_container(path, vars(value), "attribute") if hasattr(value, "__dict__") else []
-        )
+        if hasattr(value, "__dict__"):  # diffusers' configs are dicts that also have attributes
+            found += self._see_container(path, vars(value), "attribute")
+        return found
 
 
 class Comparison(Protocol):
