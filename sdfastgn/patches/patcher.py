@@ -121,7 +121,7 @@ def inspect(
         prefix: the path of ``component``.
         asked: names of fusions in ``ASKED_FUSIONS`` to consider. Fusions of earlier calls of ``ask``, and
             those that are already applied in ``component``, are considered anyway.
-        left_out: names of fusions that are not considered; None: those of the last ``leave_out``.
+        left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
     """
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]

@@ -10,9 +10,8 @@ from dataclasses import replace
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forward_config
 
-# Maximum number of elements that a thread holds, if its warp holds so many rows at once that one load
-# instruction cannot read them all. It is half of LayerNorm's maximum, because the activation takes registers.
-# LayerNorm has no activation.
+# Maximum number of elements of each thread if a warp has more rows than one of its load instructions reads.
+# It is half of LayerNorm's maximum, because the activation takes registers. LayerNorm has no activation.
 _GATHERED_PER_THREAD = 16
 # Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384

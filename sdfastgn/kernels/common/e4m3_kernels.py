@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def start_of_e4m3():
-    """Returns 0, of which the compiler only knows that it is a multiple of 8. Add it to a store's offsets.
+    """Returns 0, but the compiler only knows that the result is a multiple of 8. Add it to a store's offsets.
 
     Then a thread stores at most 8 elements at once, as many as it has loaded as 16 bytes of fp16. Without
     this 0 a thread would store 16 elements, half of them loaded by another thread, and the threads would

@@ -28,7 +28,7 @@ _SMALL_MAX_ELEMENTS = 16384
 _SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
 # Minimum number of bytes of a long row (``_SMALL_MAX_ELEMENTS_OF_LONG_ROWS``): a whole line of memory.
 _SMALL_LONG_ROW = 128
-# Largest group, in padded elements, of which one launch of the backward computes dx (``SmallConfig``). It is
+# Largest group, in padded elements, for which a backward computes dx in one launch (``SmallConfig``). It is
 # smaller than in the forward, because registers hold both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
 # (largest group in padded elements, number of elements for each warp) if a channels-last forward normalizes

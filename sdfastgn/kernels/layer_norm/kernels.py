@@ -195,8 +195,8 @@ def _rows_kernel(
     # elements: the offsets ``c + r * 0`` have the shape of the tile. If weight and bias were loaded once for
     # each column and broadcast, the tile would go through shared memory.
     if total_bias_ptr is not None:
-        # This load must come before those of weight and bias. In the reverse order ptxas takes 168 registers
-        # a thread instead of 128, and only three programs run on a multiprocessor instead of four.
+        # This load must come before the loads of weight and bias. In the reverse order ptxas takes 168
+        # registers a thread instead of 128, and only three programs run on a multiprocessor instead of four.
         kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
     scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
     out = first * D + (r * D + c)

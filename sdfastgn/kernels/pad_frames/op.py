@@ -90,9 +90,9 @@ class GroupNorm(NamedTuple):
             frame of x only, and T - 1 must be a multiple of t - 1. There may be no upsampling of x.
         framewise: True if each frame has its own mean and variance. There may be no upsampling.
         pads_first: True if the ``front`` and ``back`` frames count in the mean and the variance, as if they
-            were added before the norm. A kernel only runs if ``statistics`` are given. They must be those of
-            all frames, with the added ones, in chunks of equal sizes. The mode must not be "zeros",
-            ``framewise`` must be False, and there may be no cache, modulation or upsampling.
+            were added before the norm. A kernel only runs if ``statistics`` are given. They must be the
+            statistics of all frames, including the added ones, in chunks of equal sizes. The mode must not
+            be "zeros", ``framewise`` must be False, and there may be no cache, modulation or upsampling.
     """
 
     num_groups: int

@@ -324,8 +324,9 @@ def _ways(kind: _Kind) -> list[_Way]:
 def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     """``_ways_of`` for a product of E4M3 tensors.
 
-    PyTorch rounds a product in E4M3 before it is added, and an algorithm does not. So the first algorithm
-    whose result is near that of PyTorch decides which bits the others must give.
+    To add a product to a tensor, PyTorch first rounds the product and then the sum, and an algorithm rounds
+    only the sum. Their bits differ. So the first algorithm whose result is near PyTorch's result decides
+    which bits the other algorithms must give.
     """
     shape, device = kind.shape, kind.device
     random = _random(kind)

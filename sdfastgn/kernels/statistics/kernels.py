@@ -308,7 +308,7 @@ class StatisticsLaunch:
         config: how x is divided into chunks. By default ``statistics_config`` chooses it.
 
     Attributes:
-        shape, strides: those of the statistics, which are (2, N, P, C) and contiguous.
+        shape, strides: of the statistics, which are (2, N, P, C) and contiguous.
         chunks: P, the number of chunks.
     """
 

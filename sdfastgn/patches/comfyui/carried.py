@@ -87,7 +87,7 @@ def fits(carried: Any, i: int, x: Tensor, C: int, times: int = 1) -> bool:
     """True if the frames in ``carried[i]`` can be put before x, or if ``carried`` is None.
 
     ``carried[i]`` must have C channels, and x's batch size, dtype and device. Its height and width must be
-    those of x multiplied by ``times``, plus a border of one pixel on each side.
+    x's multiplied by ``times``, plus a border of one pixel on each side.
 
     ``carried``: a ``conv_carry_in``. ``times``: factor by which the convolution's input is upsampled first.
     """

@@ -1,10 +1,11 @@
 """Fusions for ComfyUI's autoencoder of Wan 2.2.
 
 Its convolutions, norms and attention are those of Wan 2.1 (``wan.py``). The other blocks are copies of Wan
-2.1's blocks with the same names. In all releases, the entries of ``feat_cache`` are those that older releases
-have for Wan 2.1. Around each resampling is a shortcut, which moves positions to channels and takes means, or
-repeats channels and moves them to positions. Stock writes the result of each step to memory, and then adds
-the shortcut. Here the shortcut is added in place (``fusions/packing.py``).
+2.1's blocks with the same names. In newer releases ``feat_cache`` has other entries for Wan 2.1 than before
+(``_HAS_PAIRS`` in ``wan.py``), but not for Wan 2.2. Around each resampling is a shortcut, which moves
+positions to channels and takes means, or repeats channels and moves them to positions. Stock writes the
+result of each step to memory, and then adds the shortcut. Here the shortcut is added in place
+(``fusions/packing.py``).
 """
 
 from __future__ import annotations

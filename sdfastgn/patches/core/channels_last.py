@@ -197,7 +197,7 @@ def is_applied(root: nn.Module) -> bool:
 
 
 def laid_out(root: nn.Module) -> set[nn.Module]:
-    """Those of ``root`` and the modules in it that ``apply`` has changed or given a hook."""
+    """The modules in ``root``, itself included, that ``apply`` has changed or given a hook."""
     return {
         module
         for module in root.modules()

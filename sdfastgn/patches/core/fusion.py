@@ -267,7 +267,7 @@ _ACTIVATION_NAMES: dict[type[nn.Module], str] = {
 }
 
 
-# Stands for no activation, in calls of functions that run a norm and the activation after it.
+# An argument for functions that run a norm and the activation after it, where no activation follows.
 IDENTITY = nn.Identity()
 
 

@@ -58,8 +58,8 @@ class _MergedLayer(nn.Module):
     def _is_set(self, names: Any) -> bool:
         """True only if peft's ``set_adapter(names)`` would change nothing.
 
-        Then ``names`` is the list of active adapters. Of all adapters' parameters, exactly those of ``names``
-        require gradients. False in cases that are not checked, such as adapters of embeddings.
+        Then ``names`` is the list of active adapters, and exactly their parameters require gradients. False
+        in cases that are not checked, such as adapters of embeddings.
         """
         own: Any = vars(self)
         if type(names) is not list or names != own["_active_adapter"]:

@@ -200,7 +200,7 @@ class FusedAttention(Attention):
         to_k, to_v = plain_layer(own_k), plain_layer(own_v)
         # Weights that lie side by side in memory belong to an owner, by which ``joined`` finds them. Without
         # adapters, this module owns the weights of its layers. With adapters, ``plain_layer`` returns layers
-        # with merged weights, and that of ``to_v`` is the owner.
+        # with merged weights, and the layer returned for ``to_v`` is the owner.
         owner = self if to_v is own_v else to_v
         if context is None:
             if product is not None:

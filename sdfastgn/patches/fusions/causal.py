@@ -138,7 +138,7 @@ def convolve(
     front, h, w = padding_of(conv)
     taps, where = conv.kernel_size, (conv.dilation, conv.groups)
     # (rows above and below, columns left and right) of zeros that must be added before ``conv3d`` runs,
-    # because ``conv3d`` only adds those of ``conv.padding``.
+    # because ``conv3d`` adds no more than ``conv.padding`` says.
     border = (0, 0) if conv3d is None else (h - conv.padding[1], w - conv.padding[2])
     # True if x is a single frame with only zeros before it. Then only the last slice of the weight along time
     # is multiplied with anything but zeros.

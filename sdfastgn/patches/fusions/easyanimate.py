@@ -5,8 +5,8 @@ the last frames of the previous batch, which it keeps in its attribute ``prev_fe
 first frame. (With a stride of 2 along time, it reads only one of the previous batch's frames.) Stock makes
 one pass over memory for each of these steps: the norm, SiLU, upsampling, the concatenation with the kept
 frames, and the copy of the new ones. Then it convolves frame by frame. Here one kernel (``pad_frames``) does
-all of these steps. It writes the padded input of the convolution and the new
-``prev_features``, which have the same frames and values as stock's. Then one convolution computes all frames.
+all of these steps. It writes the padded input of the convolution and the new ``prev_features``, which have
+the same frames and values as stock's. Then one convolution computes all frames.
 
 Further differences from stock:
 
@@ -114,8 +114,8 @@ def _frames_before(conv: Any) -> tuple[int, Tensor | None]:
     """Which frames ``conv`` reads before its input: (their number, the frames).
 
     They are the frames that ``conv`` has kept of the previous batch. With a stride of 2 along time, stock
-    leaves out the first of them. In the first batch, copies of the first input frame are read, and None
-    stands for them.
+    leaves out the first of them. In the first batch, ``conv`` reads copies of the first input frame instead,
+    and None is returned for the frames.
     """
     front, kept = conv.temporal_padding, conv.prev_features
     if kept is not None and conv.t_stride == 2:

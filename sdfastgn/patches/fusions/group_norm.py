@@ -96,8 +96,8 @@ def _run_fused(norm: Any, x: Tensor, activation: str, operands: dict[str, Any]) 
     return norm._fused(x, activation, **operands)
 
 
-# Full name of ``sdfastgn.GroupNorm``, which runs the kernel already and is not fused. The name stands for the
-# class because files in ``patches`` must not import ``modules.py``.
+# Full name of ``sdfastgn.GroupNorm``, which runs the kernel already and is not fused. Classes are compared
+# with the name, because files in ``patches`` must not import ``modules.py``.
 _OURS = "sdfastgn.modules.GroupNorm"
 
 

@@ -65,7 +65,7 @@ class Parts(NamedTuple):
 
 
 def scale_of(parts: Parts) -> int:
-    """Height of an image divided by that of the middle block's result."""
+    """Height of an image divided by the height of the middle block's result."""
     return 2 ** sum(isinstance(layer, UpsampleParts) for layer in parts.layers)
 
 

@@ -127,7 +127,7 @@ class Held:
 
 
 class _Computed:
-    """Base class of the layers, which compute rows of their result when they are asked for them.
+    """Base class of the layers. A layer keeps no map: each call of ``rows`` computes rows of its result.
 
     Attributes:
         source: the layer or ``Held`` whose map this layer reads.

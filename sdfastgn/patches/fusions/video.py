@@ -186,7 +186,7 @@ def norm_operands(norm: Any, act: nn.Module, x: Tensor, *, is_shifted: bool = Fa
     """Returns the operands with which ``pad_frames`` computes ``act(norm(x))``.
 
     ``is_shifted``: True if the kernel adds a bias to x before the norm. Then statistics that were stored for
-    x are not used, because the norm needs those of the sum.
+    x are not used, because the norm needs statistics of the sum.
     """
     statistics = None if is_shifted else take_statistics(x)
     activation = activation_of(act) or "identity"

@@ -44,8 +44,8 @@ class Decoder(NamedTuple):
     """Describes a class that decodes the latents of videos or of large images.
 
     Attributes:
-        most_pixels: a call runs eagerly if its latents stand for more pixels: batch x frames of latents x
-            height of the image x its width.
+        most_pixels: a call runs eagerly if it decodes more pixels. They are counted as batch x frames of
+            latents x height of the image x its width.
         method: the name of the method whose calls become graphs.
         scratch: attributes of the module that each call of the method sets before it reads them. Between two
             calls they hold no tensors.

@@ -91,7 +91,7 @@ _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__
 # Methods and built-in functions. They refer to other objects only through ``_PARTS``.
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 # A model that refers to an object of these classes is not captured: the content of an ``lru_cache`` cannot be
-# read, and that of a ``threading.local`` differs between threads.
+# read, and a ``threading.local`` has another content in each thread.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
 # A model with more objects than this is not captured, because checking them would take too long.
 _MAX_OBJECTS = 50_000

@@ -29,7 +29,7 @@ class ObjectFusion:
         module: the ``__name__`` of the Python module in which this fusion is called ``FUSION``. Copies and
             pickles find the fusion there.
         sources: the stock classes, and their methods that the fusion replaces or relies on. An object is only
-            fused if the installed code of these methods of its own class was tested.
+            fused if the installed code of these methods was tested for the object's class.
         overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
         heirs: True if instances of subclasses are fused too, provided that these inherit all methods in
             ``sources`` unchanged. False if only instances of the exact classes are fused.
