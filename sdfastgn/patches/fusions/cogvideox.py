@@ -50,11 +50,12 @@ from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv
-from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_reason, drops_nothing, is_unhooked
+from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.core.statistics import add, add_bias
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
 from sdfastgn.patches.fusions.video import (
+    activation_reason_of,
     can_fuse,
     convolve_padded,
     images_of,
@@ -367,14 +368,13 @@ CONV = (
 _NORM = tested(CogVideoXSpatialNorm3D, "__init__", "forward")
 
 
-def _fusion(name: str, fused: Any, *relied: Any, act: str = "") -> ClassSwap:
+def _fusion(name: str, fused: Any, *relied: Any) -> ClassSwap:
     """The fusion of a fused class, whose base is the stock class.
 
     Args:
         name: the fusion's name without "cogvideox_".
         fused: the fused class.
         relied: methods of other upstream classes on which the fused class relies. Their code must be tested.
-        act: name of the attribute with the activation that the fused class runs; "" if it runs none.
     """
     stock = fused.__bases__[0]
     own = tested(stock, "__init__", "forward")
@@ -383,21 +383,16 @@ def _fusion(name: str, fused: Any, *relied: Any, act: str = "") -> ClassSwap:
         stock,
         fused,
         sources=relied if stock is CogVideoXCausalConv3d else (own, *relied),
-        check=lambda module: activation_reason(getattr(module, act)) if act else None,
+        check=activation_reason_of,
     )
 
 
 FUSIONS: tuple[ClassSwap, ...] = (
     _fusion("conv", FusedCogVideoXCausalConv3d, *CONV),
     _fusion("spatial_norm", FusedCogVideoXSpatialNorm3D, *CONV),
-    _fusion(
-        "resnet_block",
-        FusedCogVideoXResnetBlock3D,
-        *(_NORM, *CONV),
-        act="nonlinearity",
-    ),
+    _fusion("resnet_block", FusedCogVideoXResnetBlock3D, _NORM, *CONV),
     _fusion("upsample", FusedCogVideoXUpsample3D),
     _fusion("downsample", FusedCogVideoXDownsample3D),
-    _fusion("encoder", FusedCogVideoXEncoder3D, *CONV, act="conv_act"),
-    _fusion("decoder", FusedCogVideoXDecoder3D, *(_NORM, *CONV), act="conv_act"),
+    _fusion("encoder", FusedCogVideoXEncoder3D, *CONV),
+    _fusion("decoder", FusedCogVideoXDecoder3D, _NORM, *CONV),
 )

@@ -39,10 +39,11 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
 from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.core.statistics import add, add_bias, as_video
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.video import (
+    activation_reason_of,
     can_fuse,
     convolve_padded,
     images_of,
@@ -281,11 +282,8 @@ class FusedEasyAnimateDecoder(EasyAnimateDecoder):
 _CONV = tested(EasyAnimateCausalConv3d, "__init__", "forward", "_clear_conv_cache")
 
 
-def _fusion(name: str, fused: Any, activation: str = "") -> ClassSwap:
-    """The fusion of a fused class, whose base is the stock class.
-
-    ``activation``: name of the attribute with the activation that the fused class runs; "" if it runs none.
-    """
+def _fusion(name: str, fused: Any) -> ClassSwap:
+    """The fusion of a fused class, whose base is the stock class."""
     stock = fused.__bases__[0]
     methods = ("__init__", "forward", *(["_clear_conv_cache"] if stock is EasyAnimateUpsampler3D else []))
     return ClassSwap(
@@ -293,7 +291,7 @@ def _fusion(name: str, fused: Any, activation: str = "") -> ClassSwap:
         stock,
         fused,
         sources=(_CONV,) if stock is EasyAnimateCausalConv3d else (tested(stock, *methods), _CONV),
-        check=lambda module: activation_reason(getattr(module, activation)) if activation else None,
+        check=activation_reason_of,
     )
 
 
@@ -301,7 +299,7 @@ FUSIONS: tuple[ClassSwap, ...] = (
     _fusion("conv", FusedEasyAnimateCausalConv3d),
     _fusion("upsample", FusedEasyAnimateUpsampler3D),
     _fusion("downsample", FusedEasyAnimateDownsampler3D),
-    _fusion("resnet_block", FusedEasyAnimateResidualBlock3D, activation="nonlinearity"),
-    _fusion("encoder", FusedEasyAnimateEncoder, activation="conv_act"),
-    _fusion("decoder", FusedEasyAnimateDecoder, activation="conv_act"),
+    _fusion("resnet_block", FusedEasyAnimateResidualBlock3D),
+    _fusion("encoder", FusedEasyAnimateEncoder),
+    _fusion("decoder", FusedEasyAnimateDecoder),
 )

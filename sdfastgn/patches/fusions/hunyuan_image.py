@@ -25,13 +25,13 @@ from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import empty_laid_out, laid_out
 from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason
+from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
 from sdfastgn.patches.fusions.packing import means_of, pack_sum, unpack_sum
 from sdfastgn.patches.fusions.residual import conv_norm_act
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.fusions.video import activation_reason_of, is_plain_inference
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanimage as _image
@@ -163,16 +163,10 @@ if _image is not None:
 # --- fusions ----------------------------------------------------------------------------------------
 
 
-def _check(module: Any) -> str | None:
-    """Why ``module`` is skipped: no kernel computes its activation. None if it need not be skipped."""
-    act = getattr(module, "nonlinearity", None)
-    return None if act is None else activation_reason(act)
-
-
 def _fusion(name: str, fused: type[nn.Module]) -> ClassSwap:
     stock: Any = fused.__bases__[-1]
     sources = (tested(stock, "__init__", "forward"),)
-    return ClassSwap(f"hunyuan_image_{name}", stock, fused, sources=sources, check=_check)
+    return ClassSwap(f"hunyuan_image_{name}", stock, fused, sources=sources, check=activation_reason_of)
 
 
 FUSIONS: tuple[ClassSwap, ...] = ()

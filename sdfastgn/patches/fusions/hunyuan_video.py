@@ -31,11 +31,17 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 )
 from torch import Tensor
 
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing
+from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing
 from sdfastgn.patches.core.left_alone import pads_quickly
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.video import can_fuse, in_channels_last, is_plain_inference, norm_operands
+from sdfastgn.patches.fusions.video import (
+    activation_reason_of,
+    can_fuse,
+    in_channels_last,
+    is_plain_inference,
+    norm_operands,
+)
 from sdfastgn.patches.fusions.wrapped_conv import WRAPPERS, FusedWrapper, convolve, is_plain_wrapper
 
 __all__ = ["FUSIONS"]
@@ -140,41 +146,23 @@ WRAPPERS.update((HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d))
 _CONV = tested(HunyuanVideoCausalConv3d, "__init__", "forward")
 
 
-def _fusion(name: str, stock: Any, fused: Any, activation: str = "") -> ClassSwap:
-    """The fusion of the class ``stock``.
-
-    ``activation``: name of the attribute with the activation that the fused class runs; "" if it runs none.
-    """
+def _fusion(name: str, stock: Any, fused: Any) -> ClassSwap:
+    """The fusion of the class ``stock``."""
     own = tested(stock, "__init__", "forward")
     return ClassSwap(
         f"hunyuan_video_{name}",
         stock,
         fused,
         sources=(own,) if own == _CONV else (own, _CONV),
-        check=lambda module: activation_reason(getattr(module, activation)) if activation else None,
+        check=activation_reason_of,
     )
 
 
 FUSIONS: tuple[ClassSwap, ...] = (
     _fusion("conv", HunyuanVideoCausalConv3d, FusedHunyuanVideoCausalConv3d),
     _fusion("upsample", HunyuanVideoUpsampleCausal3D, FusedHunyuanVideoUpsampleCausal3D),
-    _fusion(
-        "resnet_block",
-        HunyuanVideoResnetBlockCausal3D,
-        FusedHunyuanVideoResnetBlockCausal3D,
-        activation="nonlinearity",
-    ),
-    _fusion(
-        "encoder",
-        HunyuanVideoEncoder3D,
-        FusedHunyuanVideoEncoder3D,
-        activation="conv_act",
-    ),
-    _fusion(
-        "decoder",
-        HunyuanVideoDecoder3D,
-        FusedHunyuanVideoDecoder3D,
-        activation="conv_act",
-    ),
+    _fusion("resnet_block", HunyuanVideoResnetBlockCausal3D, FusedHunyuanVideoResnetBlockCausal3D),
+    _fusion("encoder", HunyuanVideoEncoder3D, FusedHunyuanVideoEncoder3D),
+    _fusion("decoder", HunyuanVideoDecoder3D, FusedHunyuanVideoDecoder3D),
 )
 pads_quickly(FUSIONS[0])

@@ -30,13 +30,14 @@ from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason
+from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.left_alone import pads_quickly
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import downsampled, means_of, upsampled
 from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
+    activation_reason_of,
     add_into,
     channels_into,
     convolve_padded,
@@ -292,12 +293,6 @@ if _refiner is not None:
 # --- fusions ----------------------------------------------------------------------------------------
 
 
-def _check(module: Any) -> str | None:
-    """Why ``module`` is skipped: no kernel computes its activation. None if it need not be skipped."""
-    act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
-    return None if act is None else activation_reason(act)
-
-
 def _fusions(family: str, **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
     """Returns one fusion for each of ``classes``, {name: fused class}. The last base of a fused class is the
     stock class.
@@ -320,7 +315,7 @@ def _fusions(family: str, **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
                 stock[name],
                 fused,
                 sources=(own, *parts),
-                check=_check,
+                check=activation_reason_of,
             )
         )
         if name == "conv":

@@ -34,13 +34,18 @@ from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import (
     ClassSwap,
     activation_of,
-    activation_reason,
     drops_nothing,
     is_unhooked,
 )
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.packing import Cell, cells_of
-from sdfastgn.patches.fusions.video import add_into, channels_into, in_channels_last, is_plain_inference
+from sdfastgn.patches.fusions.video import (
+    activation_reason_of,
+    add_into,
+    channels_into,
+    in_channels_last,
+    is_plain_inference,
+)
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_ltx2 as ltx2
@@ -400,12 +405,6 @@ if ltx2 is not None:
 # --- fusions ----------------------------------------------------------------------------------------
 
 
-def _check(module: Any) -> str | None:
-    """Why ``module`` is skipped: no kernel computes its activation. None if it need not be skipped."""
-    act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
-    return None if act is None else activation_reason(act)
-
-
 def _fusions(family: str, norm: type[nn.Module], **classes: type[nn.Module]) -> tuple[ClassSwap, ...]:
     """Returns one fusion for each of ``classes``, {name: fused class}. The last base of a fused class is the
     stock class.
@@ -420,7 +419,7 @@ def _fusions(family: str, norm: type[nn.Module], **classes: type[nn.Module]) -> 
             stock[name],
             fused,
             sources=(tested(stock[name], "__init__", "forward"), *relied.get(name, ())),
-            check=_check,
+            check=activation_reason_of,
         )
         for name, fused in classes.items()
     )

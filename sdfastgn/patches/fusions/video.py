@@ -18,13 +18,14 @@ from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, modulation_times
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
-from sdfastgn.patches.core.fusion import activation_of, is_unhooked
+from sdfastgn.patches.core.fusion import activation_of, activation_reason, is_unhooked
 from sdfastgn.patches.core.statistics import add_bias, take_statistics
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = [
     "NORMS",
     "FusedRMSNorm",
+    "activation_reason_of",
     "add_into",
     "can_fuse",
     "channels_into",
@@ -163,7 +164,16 @@ def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1)
 
 
-# --- norms --------------------------------------------------------------------------------------------
+# --- norms and activations ----------------------------------------------------------------------------
+
+
+def activation_reason_of(module: Any) -> str | None:
+    """Why the activation of ``module``, a part of an autoencoder, cannot be fused; None if it can.
+
+    Also None if ``module`` has no activation.
+    """
+    act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
+    return None if act is None else activation_reason(act)
 
 
 def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:

@@ -34,12 +34,13 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions.video import (
     NORMS,
     FusedRMSNorm,
+    activation_reason_of,
     add_into,
     is_plain_inference,
     norm_of,
@@ -263,8 +264,7 @@ def _check(module: Any) -> str | None:
     frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
     if frames != causal.CACHE_T:
         return f"its cache has {frames} frames, and sdfastgn was tested with {causal.CACHE_T}"
-    act = getattr(module, "nonlinearity", None)
-    return None if act is None else activation_reason(act)
+    return activation_reason_of(module)
 
 
 def _fusions(
