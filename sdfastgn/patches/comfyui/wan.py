@@ -19,7 +19,6 @@ kernels cannot run.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import comfy.ops
@@ -41,7 +40,6 @@ __all__ = [
     "EncoderBase",
     "ResampleBase",
     "ResidualBlockBase",
-    "check_cache",
     "upsamples",
 ]
 
@@ -294,14 +292,6 @@ class FusedDecoder3d(_DecoderOfRelease, vae.Decoder3d):
 NORMS.add(FusedRMS)
 
 
-def check_cache(module: Any) -> str | None:
-    """Why ``module`` is skipped, if upstream keeps another number of frames than ``CACHE_T``; else None."""
-    frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
-    if frames == causal.CACHE_T:
-        return None
-    return f"its cache has {frames} frames, and sdfastgn was tested with {causal.CACHE_T}"
-
-
 def upsamples(block: Any) -> bool:
     """True if ``block``, a ``Resample``, is one that upsamples. Others run as stock."""
     return block.mode in ("upsample2d", "upsample3d")
@@ -326,14 +316,14 @@ BLOCKS = (
         vae.ResidualBlock,
         FusedResidualBlock,
         sources=(tested(vae.ResidualBlock, "__init__", "forward"),),
-        check=check_cache,
+        check=causal.check_cache,
     ),
     ClassSwap(
         "comfyui_wan_resample",
         vae.Resample,
         FusedResample,
         sources=(tested(vae.Resample, "__init__", "forward"),),
-        check=check_cache,
+        check=causal.check_cache,
         covers=upsamples,
     ),
     ClassSwap(
@@ -347,13 +337,13 @@ BLOCKS = (
         vae.Encoder3d,
         FusedEncoder3d,
         sources=(tested(vae.Encoder3d, "__init__", "forward"),),
-        check=check_cache,
+        check=causal.check_cache,
     ),
     ClassSwap(
         "comfyui_wan_decoder",
         vae.Decoder3d,
         FusedDecoder3d,
         sources=(tested(vae.Decoder3d, "__init__", "forward", *(["run_up"] if _HAS_PAIRS else [])),),
-        check=check_cache,
+        check=causal.check_cache,
     ),
 )

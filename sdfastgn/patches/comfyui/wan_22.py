@@ -21,11 +21,11 @@ from sdfastgn.patches.comfyui.wan import (
     EncoderBase,
     ResampleBase,
     ResidualBlockBase,
-    check_cache,
     upsamples,
 )
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions.packing import add_means, add_repeated
 from sdfastgn.patches.fusions.video import is_plain_inference
 
@@ -68,7 +68,7 @@ class FusedUpResidualBlock(vae2_2.Up_ResidualBlock):
     def forward(
         self, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, first_chunk: bool = False
     ) -> Tensor:
-        cached = (feat_cache,) if feat_idx is None else (feat_cache, feat_idx)
+        cached = feat_cache, *causal.given(feat_idx)
         shortcut = self.avg_shortcut
         if not (
             is_plain_inference(x)
@@ -100,10 +100,10 @@ def _swap(name: str, stock: Any, fused: Any, *more: Any, **options: Any) -> Clas
 
 
 BLOCKS = (
-    _swap("residual_block", vae2_2.ResidualBlock, FusedResidualBlock, check=check_cache),
-    _swap("resample", vae2_2.Resample, FusedResample, check=check_cache, covers=upsamples),
+    _swap("residual_block", vae2_2.ResidualBlock, FusedResidualBlock, check=causal.check_cache),
+    _swap("resample", vae2_2.Resample, FusedResample, check=causal.check_cache, covers=upsamples),
     _swap("down_block", vae2_2.Down_ResidualBlock, FusedDownResidualBlock, vae2_2.AvgDown3D),
     _swap("up_block", vae2_2.Up_ResidualBlock, FusedUpResidualBlock, vae2_2.DupUp3D),
-    _swap("encoder", vae2_2.Encoder3d, FusedEncoder3d, check=check_cache),
-    _swap("decoder", vae2_2.Decoder3d, FusedDecoder3d, check=check_cache),
+    _swap("encoder", vae2_2.Encoder3d, FusedEncoder3d, check=causal.check_cache),
+    _swap("decoder", vae2_2.Decoder3d, FusedDecoder3d, check=causal.check_cache),
 )

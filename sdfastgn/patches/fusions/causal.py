@@ -8,6 +8,7 @@ padding.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -36,6 +37,7 @@ from sdfastgn.patches.fusions.video import (
 __all__ = [
     "CACHE_T",
     "attend_in_frames",
+    "check_cache",
     "convolve",
     "fits",
     "given",
@@ -51,6 +53,14 @@ __all__ = [
 
 # Maximum number of frames of an entry of ``feat_cache``, upstream's CACHE_T.
 CACHE_T = 2
+
+
+def check_cache(module: Any) -> str | None:
+    """Why ``module`` is skipped, if upstream keeps another number of frames than ``CACHE_T``; else None."""
+    frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
+    if frames == CACHE_T:
+        return None
+    return f"its cache has {frames} frames, and sdfastgn was tested with {CACHE_T}"
 
 
 def padding_of(conv: Any) -> tuple[int, int, int]:

@@ -26,7 +26,6 @@ are still fused one by one. Norms also run fused if gradients are wanted.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
@@ -261,10 +260,7 @@ def _check(module: Any) -> str | None:
 
     None if there is no such reason.
     """
-    frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
-    if frames != causal.CACHE_T:
-        return f"its cache has {frames} frames, and sdfastgn was tested with {causal.CACHE_T}"
-    return activation_reason_of(module)
+    return causal.check_cache(module) or activation_reason_of(module)
 
 
 def _fusions(

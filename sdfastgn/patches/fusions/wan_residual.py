@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions.packing import add_means, add_repeated
 from sdfastgn.patches.fusions.video import is_plain_inference
 
@@ -41,17 +42,17 @@ if hasattr(wan, "WanResidualUpBlock"):  # not in a diffusers before Wan 2.2
         """``WanResidualDownBlock``. x (N, C, T, H, W) -> (N, C_out, T', H', W'), channels-last."""
 
         def forward(self, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
-            given = (feat_cache,) if feat_idx is None else (feat_cache, feat_idx)
+            cached = feat_cache, *causal.given(feat_idx)
             if not (
                 is_plain_inference(x)
                 and _is_shortcut(self.avg_shortcut, wan.AvgDown3D)
                 and _owns_result(self, self.downsampler)
             ):
-                return super().forward(x, *given)
+                return super().forward(x, *cached)
             x = laid_out(x, channels_last=True)
             y = x
             for layer in (*self.resnets, *([] if self.downsampler is None else [self.downsampler])):
-                y = layer(y, *given)
+                y = layer(y, *cached)
             return y if add_means(y, x, self.avg_shortcut) else y + self.avg_shortcut(x.contiguous())
 
     class FusedWanResidualUpBlock(wan.WanResidualUpBlock):
@@ -60,18 +61,18 @@ if hasattr(wan, "WanResidualUpBlock"):  # not in a diffusers before Wan 2.2
         def forward(
             self, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, first_chunk: bool = False
         ) -> Tensor:
-            given = (feat_cache,) if feat_idx is None else (feat_cache, feat_idx)
+            cached = feat_cache, *causal.given(feat_idx)
             shortcut = self.avg_shortcut
             if not (
                 is_plain_inference(x)
                 and (shortcut is None or _is_shortcut(shortcut, wan.DupUp3D))
                 and _owns_result(self, self.upsampler)
             ):
-                return super().forward(x, *given, first_chunk=first_chunk)
+                return super().forward(x, *cached, first_chunk=first_chunk)
             x = laid_out(x, channels_last=True)
             y = x
             for layer in (*self.resnets, *([] if self.upsampler is None else [self.upsampler])):
-                y = layer(y, *given)
+                y = layer(y, *cached)
             if shortcut is None or add_repeated(y, x, shortcut, first_chunk):
                 return y
             return y + shortcut(x.contiguous(), first_chunk=first_chunk)
