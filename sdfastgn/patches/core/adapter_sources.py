@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.hooks import LAYOUT_HOOKS
 
 __all__ = [
     "OF_CONV",
@@ -103,7 +104,8 @@ def source_of(layer: nn.Module) -> Source | str:
         return "the layer in it is not plain"
     if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
         return "its convolution has groups, or was changed"
-    if not is_unhooked(layer, base):
+    # The stand-in has the hooks of ``base`` (``_stand_in`` in ``merged_weights.py``).
+    if not (is_unhooked(layer) and is_unhooked(base, except_for=LAYOUT_HOOKS)):
         return "it has hooks"
     parameters = base._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")

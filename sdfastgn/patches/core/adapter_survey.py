@@ -290,7 +290,7 @@ class Survey:
             list(map(version_of, self._tensors)),
             list(map(_settings_of, self._convs)),
             list(map(len, self._dicts)),
-            any(self._hooks),
+            list(map(id, chain.from_iterable(map(dict.values, filter(None, self._hooks))))),
         ]
 
 

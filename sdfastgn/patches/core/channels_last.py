@@ -27,7 +27,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
-from sdfastgn.patches.core.hooks import remove_hooks
+from sdfastgn.patches.core.hooks import layout_hook, remove_hooks
 from sdfastgn.patches.core.instance_entries import (
     InstanceEntry,
     Moves,
@@ -69,6 +69,7 @@ _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
 
 
+@layout_hook
 def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a model's first convolution: makes its input channels-last.
 
@@ -87,6 +88,7 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return None
 
 
+@layout_hook
 def leave(conv: Any, args: Any, output: Any) -> Any:
     """Forward hook of a model's last convolution: makes its output channels-first.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -209,23 +209,29 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
     return None if replaced is None else f"other code replaced this instance's {replaced}"
 
 
-def is_unhooked(*modules: nn.Module) -> bool:
+def is_unhooked(*modules: nn.Module, except_for: Sequence[Callable[..., Any]] = ()) -> bool:
     """True if calling any of ``modules`` runs the forward of its class and nothing else.
 
     That is, there are no hooks on the modules, no global module hooks, and other code has put no ``forward``
     into a module's ``__dict__``. Fused code checks this at each call, because hooks may be added at any time.
+
+    ``except_for``: forward hooks and forward pre-hooks that the modules may have.
     """
     for module in modules:
         own = module.__dict__  # reading from it takes two thirds of the CPU time of ``module._forward_hooks``
         if (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
+            (own["_forward_hooks"] and _has_others(own["_forward_hooks"], except_for))
+            or (own["_forward_pre_hooks"] and _has_others(own["_forward_pre_hooks"], except_for))
             or own["_backward_hooks"]
             or own["_backward_pre_hooks"]
             or ("forward" in own and has_foreign_forward(module))
         ):
             return False
     return not has_any_global_hook()
+
+
+def _has_others(hooks: dict[int, Any], allowed: Sequence[Any]) -> bool:
+    return any(hook not in allowed for hook in hooks.values())
 
 
 def drops_nothing(layer: Any) -> bool:

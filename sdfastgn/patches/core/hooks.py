@@ -1,7 +1,7 @@
-"""Removes a module's hooks without their handles: it finds them by their functions.
+"""Lists sdfastgn's hooks for layouts, and removes a module's hooks without their handles.
 
-Copies and pickles of a module have its hooks. But the handles that PyTorch returned when the hooks were
-registered belong to the original module.
+Hooks are found by their functions. Copies and pickles of a module have its hooks. But the handles that
+PyTorch returned when the hooks were registered belong to the original module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["remove_hooks"]
+__all__ = ["LAYOUT_HOOKS", "layout_hook", "remove_hooks"]
+
+# The hooks of ``channels_last.py``. They change only the layout of tensors, never values.
+LAYOUT_HOOKS: list[Callable[..., Any]] = []
 
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
 _OPTION_DICTS = (
@@ -19,6 +22,12 @@ _OPTION_DICTS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+
+
+def layout_hook(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds a hook to ``LAYOUT_HOOKS``."""
+    LAYOUT_HOOKS.append(function)
+    return function
 
 
 def remove_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:

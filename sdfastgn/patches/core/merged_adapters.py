@@ -16,7 +16,7 @@ again into the same memory. So a CUDA graph that reads this memory stays valid.
 
 With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
 where no kernels run, if merging is forbidden (``allow``) or memory is too short for it, and for every layer
-for which ``source_of`` returns a reason, such as hooks, dropout or DoRA.
+for which ``source_of`` returns a reason, such as other code's hooks, dropout or DoRA.
 
 One change is not noticed: a write through ``.data`` into a tensor that came from ``model.parameters()``.
 PyTorch does not count such a write, and the wrapper does not see that its tensor was read (``may_change``).

@@ -157,10 +157,14 @@ def _stand_in(source: Source) -> Any:
     base, weight = source.base, source.weight
     layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
     # Only attributes that a new layer has too, its settings, are copied from ``base``. ``base`` may also have
-    # hooks, and attributes of other code.
+    # attributes of other code.
     for name, value in vars(layer).items():
         if not isinstance(value, (dict, set)):
             vars(layer)[name] = vars(base)[name]
+    # A model's first or last convolution has sdfastgn's hooks for layouts. The stand-in shares the dicts of
+    # hooks, because these hooks may be added and removed later.
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        vars(layer)[name] = vars(base)[name]
     # Inference mode is off, because tensors that are made in it are inference tensors, which count no writes.
     with torch.inference_mode(False), torch.no_grad():
         place = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)

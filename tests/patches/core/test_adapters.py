@@ -90,10 +90,9 @@ def test_the_report_names_adapters_that_are_not_merged_yet():
     add_lora(model)
     reasons = {e.path: e.reason for e in sdfastgn.report(model).skipped}
     assert set(reasons) == paths_with_lora(model)
-    assert "it has hooks" in reasons.pop("conv_in")  # the hook that makes the model's input channels-last
     assert all("is not merged yet" in reason for reason in reasons.values())
     sdfastgn.optimize(model, cuda_graphs=False)
-    assert [e.path for e in sdfastgn.report(model).skipped] == ["conv_in"]
+    assert not sdfastgn.report(model).skipped
 
 
 STATES = {

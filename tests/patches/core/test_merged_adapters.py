@@ -307,6 +307,32 @@ def test_every_layer_of_a_unet(graphs):
     assert merged.layers == sum(hasattr(m, "set_scale") for m in unet.modules())
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
+@torch.no_grad()
+def test_layouts_of_first_and_last_convolutions(is_first, monkeypatch):
+    unet = build_unet("tiny", torch.float32, "cpu")
+    stock = copy.deepcopy(unet)
+    inputs = unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
+    if not is_first:
+        sdfastgn.optimize(unet, cuda_graphs=False)
+    for model in (unet, stock):
+        torch.manual_seed(1)
+        config = LoraConfig(r=2, target_modules=["conv_in", "conv_out"], init_lora_weights=False)
+        model.add_adapter(config, adapter_name="a")
+    sdfastgn.optimize(unet, cuda_graphs=False)
+    first, last = map(merged_layer, (unet.conv_in, unet.conv_out))
+    seen, convolve = {}, nn.Conv2d._conv_forward
+
+    def note(conv, x, *args):
+        seen[conv] = x.is_contiguous(memory_format=torch.channels_last)
+        return convolve(conv, x, *args)
+
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", note)
+    sample = unet(**inputs).sample
+    assert (seen[first], seen[last], sample.is_contiguous()) == (True, True, True)
+    torch.testing.assert_close(sample, stock(**inputs).sample, atol=3e-4, rtol=3e-3)
+
+
 @torch.no_grad()
 def test_other_code_in_the_layer_is_not_copied():
     """While another thread runs, ``optimize`` puts gates into all modules."""

@@ -12,15 +12,16 @@ from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict
 
 import sdfastgn
-from sdfastgn.patches.core import adapter_survey, merged_adapters
+from sdfastgn.patches.core import adapter_survey, channels_last, merged_adapters
 from sdfastgn.patches.core.merged_weights import Record, records
 from sdfastgn.patches.graphs.capture import Graph
-from tests.patches.graphs.cases import DEVICES, agree, make, run, same_results, state
+from tests.patches.graphs.cases import DEVICES, agree, make, optimized, run, same_results, state
 
 pytestmark = pytest.mark.fused_on_cpu
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "conv1", "proj_in", "net.0.proj", "net.2", "time_emb_proj"]
 FEW = ["to_q", "conv1"]
+ENDS = ["conv_in", "conv_out", "to_q"]
 
 
 def add(unet, name, seed, targets=TARGETS, **options):
@@ -37,6 +38,14 @@ def two(unet):
 
 def wrappers(unet):
     return [module for module in unet.modules() if hasattr(module, "set_scale")]
+
+
+def hooks_of(unet):
+    """Path of each module -> its forward hooks and forward pre-hooks."""
+    return {
+        path: [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        for path, module in unet.named_modules()
+    }
 
 
 def weights(names, numbers):
@@ -334,6 +343,52 @@ def test_scales_of_numpy(kind):
         values = {**inputs, "cross_attention_kwargs": {"scale": kind(-1)}}
         agree(run(unet, values), run(stock, values))
     assert (state(unet).captured, state(unet).replays) == (1, 7)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
+def test_first_and_last_convolutions_are_merged(is_first):
+    """They have sdfastgn's hooks, which change layouts. With merged weights, the hooks still run."""
+    unet, stock, inputs = make()
+    hooks = hooks_of(stock)
+    if is_first:
+        sdfastgn.restore(unet)
+    add(unet, "a", 5, ENDS), add(stock, "a", 5, ENDS)
+    if is_first:
+        optimized(unet)
+    for scale in (1.0, 0.5, -1.0, 0.5):
+        values = {**inputs, "cross_attention_kwargs": {"scale": scale}}
+        agree(run(unet, values), run(stock, values))
+    assert (state(unet).captured, state(unet).replays) == (1, 3)
+    report = sdfastgn.report(unet)
+    assert (report.merged[0].layers, report.skipped) == (len(wrappers(unet)), ())
+    sdfastgn.optimize(unet, strict=True)
+    for model in (unet, stock):
+        weights(["a"], [0.7])(model)
+    same_results(unet, stock, inputs, 2)
+    for model in (unet, stock):
+        model.unload_lora()
+    same_results(unet, stock, inputs, 2)
+    assert channels_last.enter in unet.conv_in._forward_pre_hooks.values()
+    assert channels_last.leave in unet.conv_out._forward_hooks.values()
+    add(unet, "b", 6, ENDS), add(stock, "b", 6, ENDS)
+    same_results(unet, stock, inputs, 2)
+    sdfastgn.restore(unet)
+    assert [type(m) for m in unet.modules()] == [type(m) for m in stock.modules()]
+    assert not any(hooks_of(unet).values())
+    assert torch.equal(run(unet, inputs), run(stock, inputs))
+    unet.unload_lora()
+    assert hooks_of(unet) == hooks
+
+
+@pytest.mark.parametrize("name", ["conv_in", "to_q"])
+def test_a_hook_beside_sdfastgns_own_ends_the_graph(name):
+    unet, stock, inputs = make()
+    add(unet, "a", 5, ENDS), add(stock, "a", 5, ENDS)
+    same_results(unet, stock, inputs, 3)
+    for model in (unet, stock):
+        layer = next(module for path, module in model.named_modules() if path.endswith(f"{name}.base_layer"))
+        layer.register_forward_hook(lambda m, i, y: y * 2)
+    same_results(unet, stock, inputs, 3)
 
 
 def test_scale_0_in_the_arguments_resets_the_scales_as_in_stock():
