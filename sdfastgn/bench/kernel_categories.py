@@ -32,6 +32,7 @@ _OWN_FILES = (
     ("low_rank", GEMM),
     ("geglu", POINTWISE),
     ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these kernels
+    ("checksum", POINTWISE),
 )
 
 _Rules = tuple[tuple[str, re.Pattern[str]], ...]
