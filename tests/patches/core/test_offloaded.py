@@ -1,21 +1,17 @@
-"""Weights of offloaded models: kept in main memory while they do not change on the GPU, else copied."""
+"""Weights of offloaded models: kept in main memory while they do not change on the GPU, else copied.
 
-import contextlib
+There is no GPU in these tests. A set of ids says which parameters are "on the GPU".
+"""
+
 import copy
 
-import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload_with_hook
 from torch import nn
 
-import sdfastgn
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.models.loras import add_lora
-from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.core import offloaded
-from tests.patches.graphs.cases import make, run
-from tests.small_pipelines import SIZE, generate
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -25,9 +21,6 @@ LAST = torch.channels_last
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch):
     monkeypatch.setattr(offloaded, "_MIN_BYTES", 64)
-
-
-# --- without a GPU: a set of ids says which parameters are on the "GPU"
 
 
 class Machine:
@@ -200,117 +193,3 @@ def test_a_weight_that_does_not_move(machine):
     expected = conv.weight.detach().clone()
     machine.leave()
     assert torch.equal(conv.weight, expected)
-
-
-# --- on a GPU
-
-
-def large_weights(model):
-    return [weight for weight in model.parameters() if offloaded._is_large(weight)]
-
-
-def addresses(model):
-    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
-    return [weight.data_ptr() for weight in large_weights(model)]
-
-
-def offloaded_unet():
-    """(optimized UNet after its first return from the GPU, its hook, stock UNet, arguments)"""
-    unet, stock, inputs = make("cuda", mode=True)
-    _, hook = cpu_offload_with_hook(unet, "cuda")
-    run(unet, inputs)
-    hook.offload()
-    return unet, hook, stock, inputs
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
-def test_a_unet_gets_its_memory_back(context):
-    unet, hook, stock, inputs = offloaded_unet()
-    expected = run(stock, inputs)
-    home = addresses(unet)
-    for _ in range(2):
-        with context():
-            torch.testing.assert_close(run(unet, inputs), expected, rtol=1e-3, atol=1e-3)
-            assert unet in offloaded._kept
-            hook.offload()
-        assert addresses(unet) == home
-        assert unet not in offloaded._kept
-    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
-        assert torch.equal(ours.cuda(), theirs)
-
-
-def loras(model):
-    add_lora(model, rank=4, name="a", seed=1)
-    model.fuse_lora()
-
-
-def load(model):
-    model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
-
-
-def write_data(model):
-    for weight in model.parameters():
-        weight.data.mul_(1.1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("where", ["gpu", "main memory"])
-@pytest.mark.parametrize("change", [loras, load, write_data])
-def test_changes_are_never_lost(change, where):
-    unet, hook, stock, inputs = offloaded_unet()
-    run(unet, inputs)
-    if where == "main memory":
-        hook.offload()
-        stock.cpu()  # on another device, LoRAs would get other random weights
-    for model in (unet, stock):
-        change(model)
-    expected = run(stock.cuda(), inputs)
-    for _ in range(2):
-        torch.testing.assert_close(run(unet, inputs), expected, rtol=2e-3, atol=2e-3)
-        hook.offload()
-    ours, theirs = unet.state_dict(), stock.state_dict()
-    assert all(torch.equal(ours[name].cuda(), theirs[name].cuda()) for name in theirs)
-
-
-@pytest.mark.gpu
-def test_restore_frees_what_is_kept():
-    unet, hook, stock, inputs = offloaded_unet()
-    run(unet, inputs)
-    assert unet in offloaded._kept
-    sdfastgn.restore(unet)
-    assert unet not in offloaded._kept
-    hook.offload()
-    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
-        assert torch.equal(ours, theirs.cpu())
-        assert ours.stride() == theirs.stride()
-
-
-@pytest.mark.gpu
-def test_copies_keep_nothing():
-    unet, hook, _, inputs = offloaded_unet()
-    expected = run(unet, inputs)
-    other = copy.deepcopy(unet)
-    assert other not in offloaded._kept
-    hook.offload()
-    assert torch.equal(run(other.cuda(), inputs), expected)
-
-
-@pytest.mark.gpu
-def test_images_of_an_offloaded_pipeline():
-    pipe = build_pipeline("tiny", dtype=torch.float16, device="cuda")
-    pipe.to("cpu")
-    expected = {name: copy.deepcopy(getattr(pipe, name).state_dict()) for name in ("unet", "vae")}
-    sdfastgn.optimize(pipe)
-    pipe.enable_model_cpu_offload()
-    images = [generate(pipe, **SIZE)]
-    home = {name: addresses(getattr(pipe, name)) for name in ("unet", "vae", "text_encoder")}
-    for _ in range(3):
-        images.append(generate(pipe, **SIZE))
-        assert home == {name: addresses(getattr(pipe, name)) for name in home}
-    assert all(np.array_equal(image, images[0]) for image in images)
-    for name, values in expected.items():
-        assert all(torch.equal(v, values[k]) for k, v in getattr(pipe, name).state_dict().items())
-    pipe.remove_all_hooks()
-    pipe.to("cuda")
-    assert np.array_equal(generate(pipe, **SIZE), images[0])
