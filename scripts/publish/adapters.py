@@ -44,6 +44,8 @@ IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
 # Number of timed calls after the second call, as many as an image with 30 steps makes. As in the steps of an
 # image, the CPU does not wait for the GPU between them.
 LATER = 30
+# A stock UNet makes only this number of them, the last ones. It has no graphs, so all take equally long.
+STOCK_LATER = 10
 # Only for the change "new attention processors before each call": number of calls that run before the timed
 # calls. By then an optimized UNet has stopped capturing CUDA graphs for a while (a pause), so the timed calls
 # run eagerly.
@@ -289,6 +291,8 @@ def measured_calls(
 ) -> list[tuple[Tensor, list[float], float | None]]:
     """Makes the changes of ``changes_of(model)`` to one UNet, and calls it 2 + ``LATER`` times after each.
 
+    A stock UNet is called only 2 + ``STOCK_LATER`` times.
+
     Returns a tuple for each change: (output of the last call, copied to the CPU; [ms of the first call, ms of
     the second, mean ms of the later calls]; MiB that tensors occupy on the GPU after the calls). On a CPU,
     None takes the place of the MiB.
@@ -304,12 +308,14 @@ def measured_calls(
         sdfastgn.optimize(unet)
         for number in range(3):
             step.call(number)
+    # The last call has the same number for both, because some changes depend on it, and outputs are compared.
+    later = range(2 if optimize else 2 + LATER - STOCK_LATER, 2 + LATER)
     found = []
     for name, change in changes_of(model):
         change(step)
         times = [1e3 * timing.time_once(partial(step.call, number), device)[0] for number in range(2)]
-        seconds, output = timing.time_once(partial(step.calls, range(2, 2 + LATER)), device)
-        times.append(1e3 * seconds / LATER)
+        seconds, output = timing.time_once(partial(step.calls, later), device)
+        times.append(1e3 * seconds / len(later))
         on_gpu = device.type == "cuda"
         mib = torch.cuda.memory_allocated(device) / 2**20 if on_gpu else None
         found.append((output.cpu(), times, mib))

@@ -27,7 +27,7 @@ NAMES = [name for name, _ in adapters.CHANGES]
 # Changes after which the output is the same: weights in another place, and new objects that compute the same.
 SAME_OUTPUT = {"`fuse_lora`", "new attention processors before each call"}
 # The fixture ``few_calls`` replaces these by smaller numbers.
-REAL = {name: getattr(adapters, name) for name in ("LATER", "CALLS_UNTIL_PAUSE")}
+REAL = {name: getattr(adapters, name) for name in ("LATER", "STOCK_LATER", "CALLS_UNTIL_PAUSE")}
 ROW = ChangeRow("sdxl", "one LoRA", [80.0, 70.0, 60.0], [90.0, 40.0, 30.0], 5000.0, 5100.0, 1e-3)
 
 
@@ -68,6 +68,19 @@ def test_a_shorter_list_of_changes(monkeypatch):
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outputs))
     for name in ("no FreeU", "no LoRA again"):
         torch.testing.assert_close(shorter[name][0], shorter["no LoRA"][0])
+
+
+@pytest.mark.parametrize(("optimize", "expected"), [(False, [0, 1, 5, 6]), (True, [0, 1, 2, 3, 4, 5, 6])])
+def test_stock_makes_fewer_calls_and_ends_with_the_same(monkeypatch, optimize, expected):
+    numbers = []
+
+    def note(step):
+        step.before_call = numbers.append
+
+    monkeypatch.setattr(adapters, "CHANGES", (("numbers", note),))
+    monkeypatch.setattr(adapters, "LATER", 5)
+    adapters.measured_calls("tiny", torch.float32, CPU, optimize=optimize)
+    assert numbers == expected
 
 
 def test_calls_after_changes_before_each_call_are_timed_in_a_pause(monkeypatch):
