@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core import channels_last, fp8, merged_adapters, offloaded
+from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
 from sdfastgn.patches.fusions import batch_norm
@@ -294,8 +294,8 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, its packed, folded, merged
-    and FP8 weights, and its weights in main memory.
+    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, and its packed, folded,
+    merged and FP8 weights.
     """
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
@@ -303,4 +303,3 @@ def _forget(module: Any) -> None:
         batch_norm.forget(module)
         merged_adapters.leave(module)
         fp8.forget(module)
-        offloaded.forget(module)

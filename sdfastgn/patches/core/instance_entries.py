@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sdfastgn.patches.core.offloaded import moving
+from sdfastgn.patches.core.offloaded import forget, moving
 
 __all__ = ["GUARDS", "InstanceEntry", "Moves", "follow_moves", "guard", "moved", "stop_following", "unguard"]
 
@@ -151,3 +151,4 @@ def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
     if type(vars(module).get("_apply")) is kind:
         del vars(module)["_apply"]
         unguard(module)
+        forget(module)  # later moves are not followed, so its main memory would be kept for good

@@ -12,6 +12,7 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core import offloaded
+from sdfastgn.patches.core.instance_entries import Moves, follow_moves, stop_following
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -24,13 +25,13 @@ def small_weights_too(monkeypatch):
 
 
 class Machine:
-    """Moves ``root`` as ``root.to`` would: each parameter gets new memory, or what ``moving`` gives it."""
+    """Moves ``root`` as ``root.to`` would: each parameter gets what the function of ``moving`` returns."""
 
     def __init__(self, root, away):
         self.root, self.away = root, away
 
-    def arrive(self, after=None):
-        with offloaded.moving(self.root, torch.clone) as move:
+    def arrive(self, after=None, fn=torch.clone):
+        with offloaded.moving(self.root, fn) as move:
             for weight in self.root.parameters():
                 weight.data = move(weight).detach()
                 self.away.add(id(weight))
@@ -67,7 +68,7 @@ NAMES = {"0.weight", "0.bias", "1.weight", "1.bias"}
 def machine(monkeypatch):
     """A ``Machine`` with a model after its first image. Kernels run in Triton's interpreter."""
     if torch.cuda.is_available():
-        pytest.skip("here the real GPU is used")
+        pytest.skip("test_offloaded_on_gpu.py tests with the real GPU")
     away = set()
     monkeypatch.setattr(offloaded, "_is_on_gpu", lambda weight: id(weight) in away)
     monkeypatch.setattr(dispatch, "is_on", lambda: True)
@@ -126,18 +127,71 @@ def test_other_memory_is_not_kept(machine):
     assert machine.image() == NAMES - {"0.weight"}
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda t: t.half(),
-        lambda t: t.to(memory_format=LAST) if t.dim() == 4 else t.clone(),
-    ],
-)
+def known_tensors_only():
+    known = set()
+
+    def fn(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            raise KeyError(tensor)
+        known.add(tensor)
+        return tensor.clone()
+
+    return fn
+
+
+MORE_THAN_COPIES = {
+    "half": lambda t: t.half(),
+    "channels-last": lambda t: t.to(memory_format=LAST) if t.dim() == 4 else t.clone(),
+    "other values": lambda t: 2 * t,
+    "shared memory": lambda t: t.clone().share_memory_(),
+    "known tensors": known_tensors_only(),
+}
+
+
+@pytest.mark.parametrize("fn", MORE_THAN_COPIES.values(), ids=MORE_THAN_COPIES)
 def test_only_plain_copies_are_replaced(machine, fn):
-    expected = [fn(weight.detach()) for weight in machine.root.parameters()]
+    expected = [fn(weight) for weight in machine.root.parameters()]
     assert machine.image(fn=fn) == set()
     for weight, value in zip(machine.root.parameters(), expected, strict=True):
         assert (weight.dtype, weight.stride()) == (value.dtype, value.stride())
+        assert (torch.equal(weight, value), weight.is_shared()) == (True, value.is_shared())
+
+
+def test_channels_last_weights_may_return_channels_first(machine):
+    conv = machine.root[0]
+    conv.weight.data = conv.weight.data.to(memory_format=LAST)
+    machine.image()
+    assert machine.image() == NAMES
+    machine.image(fn=lambda t: t.clone(memory_format=torch.contiguous_format))
+    assert conv.weight.is_contiguous()
+
+
+def test_values_that_change_on_the_way_to_the_gpu(machine):
+    before = copy.deepcopy(machine.root.state_dict())
+    machine.arrive(fn=lambda t: 2 * t)
+    machine.leave()
+    assert all(torch.equal(value, 2 * before[name]) for name, value in machine.root.state_dict().items())
+
+
+def test_a_cast_on_the_gpu_and_back(machine):
+    """As SDXL's pipeline casts its autoencoder. Casts to fp64 and back change no value."""
+    machine.arrive()
+    for dtype in (torch.float64, torch.float32):
+        with offloaded.moving(machine.root, lambda t: t.to(dtype)) as move:  # noqa: B023
+            for weight in machine.root.parameters():
+                weight.data = move(weight).detach()
+    assert machine.leave() == NAMES
+
+
+def test_inference_mode_for_one_image(machine):
+    """Weights that were allocated in inference mode would fail in training."""
+    with torch.inference_mode():
+        for weight in machine.root.parameters():
+            weight.data = weight.data.clone()
+        machine.image()
+        assert machine.image() == NAMES
+    assert machine.image() == set()
+    assert not any(weight.is_inference() for weight in machine.root.parameters())
 
 
 def test_a_layout_that_changes_on_the_gpu(machine):
@@ -178,8 +232,33 @@ def test_checksums_that_fail(machine, monkeypatch, error):
 def test_forget(machine):
     machine.arrive()
     offloaded.forget(machine.root)
-    machine.leave()
-    assert machine.image() == NAMES  # it has returned since
+    assert machine.leave() == set()
+    assert machine.image() == NAMES  # the return above has allocated memory that may be kept
+
+
+def test_without_the_hook_the_next_move_frees_what_is_kept(machine):
+    machine.arrive()
+    del machine.root._hf_hook
+    with offloaded.moving(machine.root, lambda t: t):
+        pass
+    assert machine.root not in offloaded._kept
+
+
+def test_memory_that_is_short_for_the_small_tensor(machine, monkeypatch):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    machine.arrive()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "arange", fail)
+        assert machine.leave() == set()
+
+
+def test_a_module_whose_moves_are_not_followed_keeps_nothing(machine):
+    follow_moves(Moves(machine.root))
+    machine.arrive()
+    stop_following(machine.root, Moves)
+    assert machine.root not in offloaded._kept
 
 
 def test_a_weight_that_does_not_move(machine):

@@ -1,6 +1,7 @@
 """Weights of offloaded models on a GPU: values, memory and images over several returns to main memory.
 
-Without the marker ``fused_on_cpu``, because it also lets weights be packed in main memory, which moves them.
+These tests do not have the marker ``fused_on_cpu``. It would also let weights be packed in main memory, which
+gives them other addresses.
 """
 
 import contextlib
