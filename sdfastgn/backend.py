@@ -52,7 +52,9 @@ def why_stock_runs(root: nn.Module) -> str | None:
 
 
 def why_no_kernel(devices: Set[torch.device]) -> str | None:
-    """Why no kernel runs for tensors on ``devices``; None if nothing is known that prevents it.
+    """Why no kernel runs for a model with tensors on ``devices``; None if nothing is known that prevents it.
+
+    One supported GPU among ``devices`` is enough.
 
     Launches no kernel, so it does not find out whether Triton can compile kernels here.
     """

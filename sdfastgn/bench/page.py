@@ -122,7 +122,7 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}
-    # The page shows an image of only one variant with sdfastgn: of the first that has an image.
+    # The page shows only one image of sdfastgn, that of the first variant with sdfastgn that has an image.
     ours = next((name for name in VARIANTS if is_ours(name) and name in images), None)
     if ours is not None:
         names[ours] = f"optimized {rows[0].dtype}"

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _mixed(x):
-    """A bijection of uint64 in which each bit of x changes about half of the result's bits.
+    """A bijection of uint64. If one bit of x changes, about half of the bits of the result change.
 
     Source: the last step of the random number generator splitmix64.
     """
@@ -22,7 +22,7 @@ def checksum_kernel(x_ptr, sum_ptr, words, BLOCK: tl.constexpr):
     """Adds the sum of ``_mixed(word + _mixed(index))`` over the words of x to ``sum``, modulo 2^64.
 
     A program adds the sum of one block. ``x``: (words,) int64. ``sum``: one int64, 0 before the launch.
-    Atomics are exact here, because a sum of integers is the same in any order.
+    The order of the atomic additions does not matter, because the numbers are integers.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < words

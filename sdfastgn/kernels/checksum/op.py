@@ -1,7 +1,7 @@
 """Tells whether the content of tensors on a GPU has changed: ``checksums``.
 
-A checksum depends on each bit of a tensor, and on the bit's place in memory. After a change of the tensor it
-is the same as before with a probability of 2^-64. The kernel reads each tensor once.
+A checksum depends on each bit of a tensor, and on the bit's place in the tensor. If the tensor changes, its
+checksum stays the same with a probability of 2^-64. The kernel reads each tensor once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import ceil_div
 
-# Words of 8 bytes that a program sums.
+# Number of words, of 8 bytes each, that a program of the kernel sums.
 BLOCK = 2048
 _WARPS = 8
 
@@ -32,7 +32,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         KernelError: the kernel cannot be compiled or loaded, or the GPU is too old.
     """
-    # Each sum has 16 bytes, because ``Launch`` is fast only for addresses that are multiples of 16.
+    # Each sum is padded to 16 bytes: ``Launch`` is fast only for addresses that are multiples of 16.
     sums = torch.zeros((len(tensors), 2), dtype=torch.int64, device=tensors[0].device)
     for tensor, total in zip(tensors, sums, strict=True):
         words = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.int64)

@@ -5,8 +5,8 @@ product of a module, and describes products for the report. It also follows what
 
 - If ``.to()`` or a similar method moves a weight, the weight's copy in E4M3 is freed (``_Moves``). The copy
   is made again once the weight is on the GPU again.
-- ``fuse_lora`` writes through ``.data``, which is not noticed. Then ``unload_lora_weights`` puts the layer
-  back into the model, and the weight is quantized again (``_put_into``).
+- ``fuse_lora`` writes through ``.data``, which is not noticed at once. A later ``unload_lora_weights`` puts
+  the layer back into the model. This is noticed, and the weight is quantized again (``_put_into``).
 - A layer with LoRA adapters runs in E4M3 if the adapters are merged (``merged_adapters.py``), with the merged
   weights; else in the model's dtype.
 - If hooks move the weights in each call (``Products.offloading``), all copies of the model are freed, and its
@@ -70,8 +70,8 @@ class Fp8:
         in_e4m3: number of products that run in E4M3.
         learning: number of products that still learn.
         short: number of products that still learn because their last call ran out of memory.
-        unused: number of products that were not called while the others learned. They stay in the model's
-            dtype until they are called.
+        unused: number of products that were not called while the others learned. They begin to learn in their
+            first call.
         inexact: names of the products that stay in the model's dtype because of their error in E4M3, or
             because their inputs were all 0 or had an infinity or NaN.
         adapted: number of products that run in the model's dtype because a layer has LoRA adapters that are

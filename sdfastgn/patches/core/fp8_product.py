@@ -5,8 +5,8 @@ quantizer (``kernels/common/e4m3.py``), with which the kernel before the product
 E4M3.
 
 A product begins by *learning*: in its first ``CALLS`` calls it runs in the model's dtype, and the largest
-magnitude of its inputs is recorded. The last of these calls sets the scale of the inputs, copies the weights
-in E4M3, and compares the product in E4M3 with the product in fp32. If the error is larger than
+magnitude of its inputs is recorded. The last of these calls sets the scale of the inputs, makes a copy of the
+weights in E4M3, and compares the product in E4M3 with the product in fp32. If the error is larger than
 ``MOST_ERROR``, the product stays in the model's dtype for good. Otherwise it runs in E4M3 from the next call
 on. If memory runs out in the last call, the copy is freed, and the next call without a graph tries again.
 
@@ -60,10 +60,12 @@ class Products:
     Attributes:
         calls: number of calls of the model so far in which products learned.
         products: the products.
-        replaced: counts how often a product got other weights, such as merged ones, or freed its copy.
+        replaced: counts how often a product that is on got other weights, such as merged ones, or freed its
+            copy.
 
     Args:
-        hooked: modules that have a hook if hooks move the weights of the model in each call.
+        hooked: the modules to search for hooks that move weights in each call. If any module of the model has
+            such a hook, one of these has one.
     """
 
     def __init__(self, hooked: Sequence[nn.Module]) -> None:
@@ -85,6 +87,7 @@ class Products:
         return found
 
     def reason_now(self) -> str | None:
+        """Why the model cannot run as a graph now; None if it can. Counts the call: call it once for each."""
         if self.offloading():
             return None  # products do not learn; hooks are a reason of their own
         # A product that was left out of some calls learns in further calls, but at most in as many again.
@@ -96,7 +99,10 @@ class Products:
         return None
 
     def changed(self, *, is_replaced: bool) -> None:
-        """A copy in E4M3 is new, outdated or freed. ``is_replaced``: older graphs must not run again."""
+        """Products call this when a copy in E4M3 is new, outdated or freed.
+
+        ``is_replaced``: True if older graphs must not run again.
+        """
         self._versions = []
         self._weights = None  # a product may have other weights now
         if is_replaced:
@@ -107,6 +113,7 @@ class Products:
         return self._versions_now() != self._versions
 
     def refresh(self) -> None:
+        """Quantize the weights that were written to, and let the current stream wait for all copies."""
         for product in () if self.offloading() else self.products:
             product.refresh()
             product.wait()
@@ -119,12 +126,13 @@ class Products:
 
 
 class Product:
-    """The product of one or several layers with the same input. Its methods need inference without autograd.
+    """The product of one or several layers with the same input. Call its methods only while autograd records
+    nothing.
 
     Attributes:
         quantizer: the quantizer for the input, (4,) fp32.
         is_on: True if the product runs in E4M3.
-        is_short: True if the last call in which the product learns ran out of memory. It is repeated then.
+        is_short: True if memory ran out in the call that ends learning. The next call tries again.
         calls: number of calls in which the product learned.
         error: the relative error in E4M3 against fp32; NaN before it is known.
         weights: weak references to the weights. The product must not keep its layers alive.
@@ -190,7 +198,7 @@ class Product:
         self._changed(is_replaced=False)
 
     def _changed(self, *, is_replaced: bool) -> None:
-        """The copy in E4M3 is new, outdated or freed.
+        """Tell the model that the copy in E4M3 is new, outdated or freed.
 
         ``is_replaced``: it was freed, or is of other weights. Graphs that read it must not run again. While
         the product is off, no graph reads it.

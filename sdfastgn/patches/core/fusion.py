@@ -215,7 +215,8 @@ def is_unhooked(*modules: nn.Module, except_for: Sequence[Callable[..., Any]] = 
     That is, there are no hooks on the modules, no global module hooks, and other code has put no ``forward``
     into a module's ``__dict__``. Fused code checks this at each call, because hooks may be added at any time.
 
-    ``except_for``: forward hooks and forward pre-hooks that the modules may have.
+    ``except_for``: forward hooks and forward pre-hooks that are allowed. If a module has one, a call runs it
+    too.
     """
     for module in modules:
         own = module.__dict__  # reading from it takes two thirds of the CPU time of ``module._forward_hooks``
@@ -273,7 +274,7 @@ _ACTIVATION_NAMES: dict[type[nn.Module], str] = {
 }
 
 
-# An argument for functions that run a norm and the activation after it, where no activation follows.
+# The activation to pass to functions that run a norm and then an activation, if the norm has none after it.
 IDENTITY = nn.Identity()
 
 

@@ -1,7 +1,7 @@
-"""Lists sdfastgn's hooks for layouts, and removes a module's hooks without their handles.
+"""Lists sdfastgn's hooks for layouts, and removes hooks from modules.
 
-Hooks are found by their functions. Copies and pickles of a module have its hooks. But the handles that
-PyTorch returned when the hooks were registered belong to the original module.
+``remove_hooks`` finds a hook by its function. The handle that PyTorch returned when the hook was registered
+belongs to the original module, so it could not remove the hook from a copy or an unpickled module.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Backend(Protocol):
         """Size in bytes of the memory pools of the device's graphs; 0 if PyTorch does not report it."""
 
     def has_room(self) -> bool:
-        """True if this process could take once more as much memory as the device's graphs hold now.
+        """True if this process can still allocate as much memory on the device as its graphs hold now.
 
         Then enough memory is left for models without graphs.
         """

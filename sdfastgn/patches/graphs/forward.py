@@ -308,8 +308,8 @@ class GraphedForward(InstanceEntry):
                 # weights are freed and it is repeated once more.
                 if not _free_memory():
                     raise
-                # A capture of this module would take the freed memory again. Then the next call of another
-                # model would run out of memory, and drop the new graph.
+                # For a while this module is not captured. A capture would take the freed memory again, and
+                # then the next call of another model would run out of memory and drop the new graph.
                 self._policy.pause_without_memory()
             refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
 
@@ -480,10 +480,9 @@ class GraphedForward(InstanceEntry):
                     backend.rehearse(run)
 
     def _check_model(self, current: _Current) -> None:
-        """Drop the graphs if the model has changed.
+        """Check that the model is as it was when ``current`` was made. If it has changed, drop the graphs.
 
-        Raises Unsupported if the model must not be captured now, and _Outdated if ``current`` was made before
-        the model changed.
+        Raises _Outdated after a change, and Unsupported if the model must not be captured now.
         """
         store, module, survey = self._store, current.module, current.survey
         watch = store.watch
@@ -567,9 +566,9 @@ class _TrainingForward(GraphedForward):
 
 
 def _free_memory() -> int:
-    """Drop all graphs in the process. If there are none, free the merged weights of adapters instead.
+    """Drop all graphs in the process. Modules that had graphs are then not captured for a while.
 
-    Modules that had graphs are not captured for a while.
+    If there are no graphs, free the merged weights of adapters in all modules with a ``GraphedForward``.
 
     Returns the number of dropped graphs, or of layers whose merged weights were freed.
     """

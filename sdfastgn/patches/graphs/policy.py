@@ -160,7 +160,7 @@ class Policy:
             raise Unsupported(self._refused[key])
 
     def is_first_rehearsal(self, key: Any) -> bool:
-        """True if this method is called for the first time with ``key``.
+        """True if this method was not called with ``key`` before, as far as keys are remembered.
 
         Then the caller must compile the kernels of calls of the kind ``key`` (``GraphedForward._rehearse``).
         A change of the model does not matter, because kernels stay compiled.

@@ -99,7 +99,8 @@ _MAX_OBJECTS = 50_000
 # writes into them, which PyTorch counts.
 _FEW = 16
 
-# The entry of a module's ``__dict__`` that may hold a ``GraphedForward``. A Watch does not look into it.
+# The entry of a module's ``__dict__`` that usually holds a ``GraphedForward``, if there is one. A Watch does
+# not look into it. If a ``GraphedForward`` replaces another method, ``unwatched`` names that method.
 _OUR_ENTRY = "forward"
 # Name of a module's dict -> word for its items, for messages.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
