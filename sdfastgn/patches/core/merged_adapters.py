@@ -18,8 +18,9 @@ With gradients nothing is merged (``trained_adapters.py``). peft's own code runs
 where no kernels run, if merging is forbidden (``allow``) or memory is too short for it, and for every layer
 for which ``source_of`` returns a reason, such as other code's hooks, dropout or DoRA.
 
-One change is not noticed: a write through ``.data`` into a tensor that came from ``model.parameters()``.
-PyTorch does not count such a write, and the wrapper does not see that its tensor was read (``may_change``).
+One change is not noticed: a write through ``.data`` into a tensor that came from ``model.parameters()``, or
+in code that torch.compile compiles. PyTorch does not count such a write, and the wrapper does not see that
+its tensor was read (``may_change``).
 """
 
 from __future__ import annotations

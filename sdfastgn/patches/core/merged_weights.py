@@ -305,6 +305,10 @@ def forget(layer: nn.Module) -> None:
 
 def may_change(layer: nn.Module) -> None:
     """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
+    # torch.compile cannot trace the ContextVar. The forward that it compiles only writes weights to subtract
+    # fused adapters that were turned off. Turning them off, by ``enable_adapters``, has called this function.
+    if torch.compiler.is_dynamo_compiling():
+        return
     record = None if only_reads.get() else records.get(layer)
     if record is not None:
         record.touch()

@@ -15,6 +15,7 @@ import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.core import merged_adapters, merged_weights
 from sdfastgn.patches.core.merged_adapters import adopt, is_merged, merged_layer, release
+from sdfastgn.patches.core.peft_layers import MERGED
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -360,6 +361,36 @@ def test_stocks_code_sees_no_merged_weights():
     x = torch.randn(3, 12)
     with sdfastgn.kernels.common.dispatch.stock_code():
         assert torch.equal(model(x), stock(x))
+
+
+@pytest.mark.parametrize("with_gradients", [True, False], ids=["gradients", "no-gradients"])
+@pytest.mark.parametrize("merges", [True, False], ids=["merged", "not-merged"])
+def test_compiled_as_one_graph(merges, with_gradients):
+    ours = model_with(nn.Linear(12, 20)).append(nn.GroupNorm(4, 20))
+    stock = copy.deepcopy(ours)
+    sdfastgn.optimize(ours, cuda_graphs=False, merge_adapters=merges)
+    assert type(ours[0]) is MERGED[type(stock[0])]
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    x = torch.randn(5, 12, requires_grad=with_gradients)
+    for change in (
+        lambda m: None,
+        lambda m: m[0].set_scale("a", 0.3),
+        lambda m: m[0].lora_B["a"].weight.data.mul_(2),
+        lambda m: m[0].merge(),
+        lambda m: m[0].enable_adapters(False),  # the next forward subtracts the adapter
+    ):
+        change(ours), change(stock)
+        with torch.set_grad_enabled(with_gradients):
+            found, expected = compiled(x), stock(x)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        with torch.no_grad():  # not compiled: runs merged weights if ``merges``
+            torch.testing.assert_close(ours(x), expected, atol=1e-5, rtol=1e-5)
+        if with_gradients:
+            wanted = [[x, *(p for p in m.parameters() if p.requires_grad)] for m in (ours, stock)]
+            gradients = torch.autograd.grad(found.square().sum(), wanted[0], allow_unused=True)
+            truth = torch.autograd.grad(expected.square().sum(), wanted[1], allow_unused=True)
+            torch.testing.assert_close(gradients, truth, atol=1e-4, rtol=1e-4)
 
 
 def test_threads_that_call_while_one_changes_the_scale():
