@@ -25,6 +25,8 @@ from sdfastgn.patches.core.fusion import parameters_of
 
 # Class of a layer -> number of sizes (channels, kernel size) that its constructor takes.
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
+# The dicts of hooks that a stand-in shares with its layer.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 # Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
 # are neither copied nor pickled.
@@ -64,14 +66,16 @@ class Record:
     def fits(self, source: Source) -> bool:
         """True if the stand-in ``layer`` can hold the merged weights of ``source``.
 
-        It must have the settings of ``source.base``, and a weight with dtype, device, shape and strides of
-        ``source.weight``.
+        It must have the settings and forward hooks of ``source.base``, and a weight with dtype, device, shape
+        and strides of ``source.weight``.
         """
         (weight, bias), like = parameters_of(self.layer), source.weight
+        own, base = vars(self.layer), vars(source.base)
         return (
             (weight.dtype, weight.device, weight.shape, weight.stride())
             == (like.dtype, like.device, like.shape, like.stride())
             and (bias is not None) == source.has_bias
+            and all(own[name] is base[name] for name in _HOOKS)
             and (
                 type(self.layer) is nn.Linear
                 or all(getattr(self.layer, name) == getattr(source.base, name) for name in OF_CONV)
@@ -163,7 +167,7 @@ def _stand_in(source: Source) -> Any:
             vars(layer)[name] = vars(base)[name]
     # A model's first or last convolution has sdfastgn's hooks for layouts. The stand-in shares the dicts of
     # hooks, because these hooks may be added and removed later.
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
+    for name in _HOOKS:
         vars(layer)[name] = vars(base)[name]
     # Inference mode is off, because tensors that are made in it are inference tensors, which count no writes.
     with torch.inference_mode(False), torch.no_grad():

@@ -335,6 +335,21 @@ def test_layouts_of_first_and_last_convolutions(is_first, monkeypatch):
 
 
 @torch.no_grad()
+def test_hooks_of_a_replaced_layer_do_not_run():
+    model = model_with(nn.Conv2d(6, 10, 3))
+    adopt(model)
+    x, called = torch.randn(2, 6, 8, 8), []
+    model(x)
+    old = model[0].base_layer
+    model[0].base_layer = copy.deepcopy(old)
+    old.register_forward_pre_hook(lambda *args: called.append("before"))
+    old.register_forward_hook(lambda *args: called.append("after"))
+    model(x)
+    assert is_merged(model[0])
+    assert called == []
+
+
+@torch.no_grad()
 def test_other_code_in_the_layer_is_not_copied():
     """While another thread runs, ``optimize`` puts gates into all modules."""
     unet = build_unet("tiny", torch.float32, "cpu")
