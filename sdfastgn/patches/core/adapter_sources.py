@@ -104,7 +104,8 @@ def source_of(layer: nn.Module) -> Source | str:
         return "the layer in it is not plain"
     if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
         return "its convolution has groups, or was changed"
-    # The stand-in has the hooks of ``base`` (``_stand_in`` in ``merged_weights.py``).
+    # sdfastgn's hooks for layouts are allowed on ``base``, because the stand-in runs them too: it shares the
+    # dicts of hooks (``_stand_in`` in ``merged_weights.py``).
     if not (is_unhooked(layer) and is_unhooked(base, except_for=LAYOUT_HOOKS)):
         return "it has hooks"
     parameters = base._parameters

@@ -53,7 +53,8 @@ _siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = we
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Wrappers that get no merged weights, because memory was too short. They run peft's code.
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# The classes that wrappers with a stand-in have (``peft_layers.py``); empty until that file is imported.
+# The classes of ``peft_layers.py``, which ``adopt`` and ``_adopt_for_training`` give to wrappers. Empty until
+# that file is imported.
 _classes: tuple[type, ...] = ()
 # True inside of ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
@@ -96,7 +97,7 @@ def is_merged(layer: Any) -> bool:
 def is_wrapper(layer: Any) -> bool:
     """True if ``layer`` is peft's wrapper for LoRA around a linear layer or 2-D convolution.
 
-    Its class is peft's, or the subclass of peft's class to which ``adopt`` has changed it.
+    Its class is peft's, or the subclass of peft's class that sdfastgn gave it (``peft_layers.py``).
     """
     return _kind_of(layer) is not None
 
@@ -158,8 +159,7 @@ def must_release(root: nn.Module, merges: bool) -> bool:
 def _kind_of(layer: Any) -> type | None:
     """The class of ``layer``, if it is peft's wrapper for LoRA around a linear layer or 2-D convolution.
 
-    This is peft's class, or the class of ``peft_layers.py`` to which ``adopt`` has changed it. None for all
-    other layers.
+    This is peft's class, or the class of ``peft_layers.py`` that sdfastgn gave it. None for all other layers.
     """
     if type(layer) in _classes:
         return type(layer)
@@ -321,7 +321,9 @@ def stand_in_of(layer: Any) -> Any:
 
 
 def release(root: nn.Module) -> None:
-    """Undo ``adopt``: give all wrappers in ``root`` peft's class again, and free the merged weights."""
+    """Undo ``adopt`` and ``_adopt_for_training``: give all wrappers in ``root`` peft's class again, and free
+    the merged weights.
+    """
     for module in root.modules():
         if type(module) in _classes:
             restore_class(module)

@@ -157,7 +157,9 @@ class Record:
 
 
 def _stand_in(source: Source) -> Any:
-    """A plain layer with the settings of ``source.base`` and new, uninitialized weight and bias."""
+    """A plain layer with the settings and forward hooks of ``source.base``, and new, uninitialized weight and
+    bias.
+    """
     base, weight = source.base, source.weight
     layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
     # Only attributes that a new layer has too, its settings, are copied from ``base``. ``base`` may also have
