@@ -99,7 +99,8 @@ class _FoldBatchNorm:
         fits = set(foldable(module))
         for name, norm in module.named_children():
             if isinstance(norm, nn.BatchNorm2d) and norm not in fits:
-                yield name, norm, "it has no running averages, or is not directly behind a plain Conv2d"
+                misplaced = "it has no running averages, or is not directly behind a Conv2d that it fits"
+                yield name, norm, foreign_override(norm) or misplaced
 
     def apply(self, module: nn.Module) -> None:
         fold_into(module)

@@ -89,6 +89,16 @@ def test_the_report_names_what_is_folded_once_and_each_norm_that_is_not():
     assert entries(ours, "skipped") == [("0.3", "batch_norm")]
 
 
+def test_the_report_names_a_norm_whose_forward_other_code_replaced():
+    ours = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    ).eval()
+    ours[0][3].forward = lambda x: x
+    sdfastgn.optimize(ours, fold_batch_norm=True)
+    [skipped] = sdfastgn.report(ours).skipped
+    assert (skipped.path, skipped.reason) == ("0.3", "other code replaced this instance's forward")
+
+
 PARTS = {
     "norm": (lambda: nn.BatchNorm2d(3), "no BatchNorm2d with running averages is directly behind a Conv2d"),
     "block": (Block, "BatchNorm2d is folded in an nn.Sequential alone, and this is a Block"),
