@@ -465,10 +465,11 @@ def _optimize(
                     patcher.leave_out(was.component, options.left_out)
                     fp8_option.set_precision(was.component, precision)
                     graphs.install(was.component, cuda_graphs)
-                    patcher.ask(was.component, options.asked)
             except BaseException:
                 _put_back(before)
                 raise
+            for was in models:
+                patcher.ask(was.component, options.asked)
     return before
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import batch_norm
+from sdfastgn.patches.graphs import install as graphs
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -97,6 +99,24 @@ def test_the_report_names_a_norm_whose_forward_other_code_replaced():
     sdfastgn.optimize(ours, fold_batch_norm=True)
     [skipped] = sdfastgn.report(ours).skipped
     assert (skipped.path, skipped.reason) == ("0.3", "other code replaced this instance's forward")
+
+
+def test_an_optimize_that_fails_in_its_second_model_asks_for_no_folding(monkeypatch):
+    first, second = (nn.Sequential(nn.GroupNorm(1, 3), nn.SiLU(), nn.BatchNorm2d(3)).eval() for _ in "12")
+    pipe = SimpleNamespace(components={"first": first, "second": second})
+    sdfastgn.optimize(pipe)
+    before = sdfastgn.report(pipe)
+    install = graphs.install
+
+    def fail(module, mode):
+        if module is second:
+            raise RuntimeError("no graphs")
+        install(module, mode)
+
+    monkeypatch.setattr(graphs, "install", fail)
+    with pytest.raises(RuntimeError, match="no graphs"):
+        sdfastgn.optimize(pipe, fold_batch_norm=True)
+    assert sdfastgn.report(pipe) == before
 
 
 PARTS = {
