@@ -3,7 +3,8 @@
 peft replaces a layer of the model by a wrapper, which has the layer as its child. Wrappers of LoRAs run with
 merged weights (``merged_adapters.py``) where that is possible. Fusions call any other wrapper as stock's code
 does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not imported
-here: a wrapper is recognized by the names of its children.
+here: a wrapper is recognized by the names of its children. Other code may use these names for modules without
+an adapter. So the report and ``strict=True`` name a wrapper only if its class is also based on one of peft.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     """
     if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
         return f"it has an adapter (LoRA): {_ALONE}"
-    if not (isinstance(layer, nn.Module) and _is_wrapper(layer)):
+    if not (isinstance(layer, nn.Module) and _is_wrapper(layer) and _is_of_peft(layer)):
         return None
     if hasattr(layer, "original_module"):
         return f"an adapter trains a copy of it: {_ALONE}"
@@ -87,3 +88,8 @@ def adapter_reason(layer: Any, merges: bool = True) -> str | None:
 
 def _is_wrapper(module: nn.Module) -> bool:
     return any(name in WRAPPED for name, _ in module.named_children())
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """True if the class of ``module``, or one of its base classes, is defined in the package peft."""
+    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)

@@ -140,6 +140,15 @@ def test_merged_weights_stay_when_the_adapter_is_taken_off():
     assert not torch.equal(conv.weight, weight)
 
 
+@pytest.mark.parametrize("name", ["base_layer", "original_module"])
+def test_a_module_without_an_adapter_may_use_the_names_of_peft(name):
+    head = nn.Sequential()
+    head.add_module(name, nn.Linear(4, 4))
+    model = nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU(), head)
+    sdfastgn.optimize(model, strict=True)
+    assert not sdfastgn.report(model).skipped
+
+
 def test_other_kinds_of_adapters():
     loha = inject_adapter_in_model(LoHaConfig(target_modules=["0"]), nn.Sequential(nn.Linear(4, 4)))
     [(path, layer)] = adapted_layers(loha)
