@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.core.merged_adapters import is_allowed, waits, why_not
 
 __all__ = ["WRAPPED", "adapted_layers", "adapter_reason", "unmerged_layers"]
@@ -47,9 +48,12 @@ def unmerged_layers(
         is_merging = is_allowed(root) and is_allowed(module) if merges is None else merges
         reason = adapter_reason(module, is_merging)
         if reason is None and with_waiting and waits(module):
-            reason = (
-                "its adapter (LoRA) is not merged yet: the next call of its model that can become a CUDA "
-                "graph merges it, and so does sdfastgn.optimize"
+            # ``.to()`` frees the merged weights, but the wrapper keeps its fused class, which merges again.
+            reason = "its adapter (LoRA) is not merged yet: " + (
+                "its next call without gradients merges it"
+                if stock_class(module) is not type(module)
+                else "the next call of its model that can become a CUDA graph merges it, and so does "
+                "sdfastgn.optimize"
             )
         if reason is not None:
             yield path, module, reason

@@ -95,6 +95,19 @@ def test_the_report_names_adapters_that_are_not_merged_yet():
     assert not sdfastgn.report(model).skipped
 
 
+def test_the_report_says_that_moved_adapters_are_merged_in_the_next_call():
+    model = inject_adapter_in_model(
+        LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(1, 4)).eval()
+    )
+    sdfastgn.optimize(model, cuda_graphs=False)
+    model.half().float()
+    [skipped] = sdfastgn.report(model).skipped
+    assert skipped.reason == "its adapter (LoRA) is not merged yet: its next call without gradients merges it"
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    assert not sdfastgn.report(model).skipped
+
+
 STATES = {
     "on": (lambda model: None, "it has an adapter (LoRA)"),
     "off": (lambda model: model.disable_adapters(), "its adapter (LoRA) is off, but still wrapped around it"),
