@@ -307,7 +307,7 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of ``optimize`` that decide what is changed. ``patcher.inspect`` takes two of them.
+    """The options of ``optimize`` that decide what is changed.
 
     ``asked``: names of fusions that are off by default (``ASKED_FUSIONS``) and that the user has turned on.
     ``merges``: the option ``merge_adapters``. ``left_out``: names of fusions that the user has turned off.

@@ -99,8 +99,8 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
 def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
     """True if ``root`` is optimized, or if a fusion claims a module in it.
 
-    ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too. They are the fusions that are
-    applied only if the user asks for them. Those of earlier calls of ``ask`` are considered anyway.
+    ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too. These fusions are applied only
+    if the user asks for them. The fusions named in earlier calls of ``ask`` are considered anyway.
     """
     fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked_of(root).union(asked)))
     return channels_last.is_applied(root) or any(
@@ -207,7 +207,10 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
 
 
 def ask(root: nn.Module, names: Collection[str]) -> None:
-    """Remember until ``undo`` that the user has asked for the fusions ``names`` in the model ``root``."""
+    """Remember that the user has asked for the fusions ``names`` in the model ``root``.
+
+    They are added to those of earlier calls. ``undo`` forgets all of them.
+    """
     if names:
         _asked[root] = asked_of(root).union(names)
 

@@ -62,7 +62,10 @@ def _has_pair(module: nn.Module) -> bool:
 
 
 class _Sequential(ClassSwap):
-    """Does not claim a ``FusedSequential`` that only folds norms: ``FOLD_BATCH_NORM`` claims it."""
+    """The fusion of a GroupNorm and the activation after it in an ``nn.Sequential``.
+
+    It leaves a ``FusedSequential`` that only folds norms to ``FOLD_BATCH_NORM``.
+    """
 
     def claims(self, module: nn.Module) -> bool:
         return super().claims(module) and (_has_pair(module) or not is_folded(module))
