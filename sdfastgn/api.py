@@ -468,8 +468,7 @@ def _optimize(
             except BaseException:
                 _put_back(before)
                 raise
-            for was in models:
-                patcher.ask(was.component, options.asked)
+            patcher.ask(roots.values(), options.asked)
     return before
 
 

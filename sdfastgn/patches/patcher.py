@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,12 +206,12 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
             _found_at[component] = finding.path, weakref.ref(pipeline)
 
 
-def ask(root: nn.Module, names: Collection[str]) -> None:
-    """Remember that the user has asked for the fusions ``names`` in the model ``root``.
+def ask(roots: Iterable[nn.Module], names: Collection[str]) -> None:
+    """Remember that the user has asked for the fusions ``names`` in the models ``roots``.
 
     They are added to those of earlier calls. ``undo`` forgets all of them.
     """
-    if names:
+    for root in roots if names else ():
         _asked[root] = asked_of(root).union(names)
 
 
