@@ -29,15 +29,12 @@ from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import layout_hook, remove_hooks
 from sdfastgn.patches.core.instance_entries import (
-    InstanceEntry,
     Moves,
     follow_moves,
-    moved,
     stop_following,
     unguard,
 )
 from sdfastgn.patches.core.left_alone import reason_to_leave
-from sdfastgn.patches.core.offloaded import moving
 
 __all__ = [
     "apply",
@@ -136,7 +133,7 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 
-class _Apply(InstanceEntry):
+class _Apply(Moves):
     """Replaces the method ``_apply`` of a model's root, which ``.to()`` and similar methods call.
 
     A call runs the original method, for instance to move the model. Then it makes convolutions channels-last
@@ -149,19 +146,12 @@ class _Apply(InstanceEntry):
         super().__init__(root)
         _living[id(self)] = self
 
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        root = self.module
-        if not recurse:
-            return type(root)._apply(root, fn, recurse)
-        with moving(root, fn) as move:
-            type(root)._apply(root, move)
-            for _, module in convertible_modules(root):
-                # A convolution that was converted before is not converted again, because the user may have
-                # chosen another layout since, with ``.to(memory_format=...)``.
-                if _STOCK_LAYOUT not in vars(module):
-                    _convert(module)
-        moved(root)
-        return root
+    def arrange(self, root: nn.Module) -> None:
+        for _, module in convertible_modules(root):
+            # A convolution that was converted before is not converted again, because the user may have chosen
+            # another layout since, with ``.to(memory_format=...)``.
+            if _STOCK_LAYOUT not in vars(module):
+                _convert(module)
 
 
 def apply(root: nn.Module) -> None:

@@ -94,8 +94,12 @@ class Moves(InstanceEntry):
             return type(module)._apply(module, fn, recurse)
         with moving(module, fn) as move:
             type(module)._apply(module, move)
+            self.arrange(module)
         moved(module)
         return module
+
+    def arrange(self, module: nn.Module) -> None:
+        """Called after the original method. A subclass may change the layout of weights here."""
 
 
 class _GetState(InstanceEntry):
