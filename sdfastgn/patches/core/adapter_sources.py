@@ -20,7 +20,7 @@ __all__ = [
     "Source",
     "active_adapters",
     "adapter_of",
-    "is_number",
+    "is_class_of_scales",
     "is_plain_adapter",
     "source_of",
     "state_of",
@@ -31,7 +31,7 @@ __all__ = [
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 
-def is_number(kind: type) -> bool:
+def is_class_of_scales(kind: type) -> bool:
     """True for the class of a scale that can be merged: int, float, or such a class of NumPy.
 
     Scales are often taken from ``np.linspace``. NumPy is not imported, because it may not be installed.
@@ -167,7 +167,7 @@ def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
     if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
         return "its adapter has a dropout"
     scale = own["scaling"][name]
-    if not is_number(type(scale)):
+    if not is_class_of_scales(type(scale)):
         return f"the adapter's scale is a {type(scale).__name__}"
     a, b = first._parameters["weight"], second._parameters["weight"]
     return a, b, second._parameters.get("bias"), float(scale)

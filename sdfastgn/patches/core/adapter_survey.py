@@ -14,7 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import expiring, is_expired, refers_to, version_of
 from sdfastgn.kernels.low_rank.op import LowRankSums
-from sdfastgn.patches.core.adapter_sources import OF_CONV, Source, active_adapters, is_number, source_of
+from sdfastgn.patches.core.adapter_sources import (
+    OF_CONV,
+    Source,
+    active_adapters,
+    is_class_of_scales,
+    source_of,
+)
 from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
 from sdfastgn.patches.core.merged_weights import read_on, records, write_prepared
 from sdfastgn.patches.core.prepared_adapters import PreparedLayer
@@ -157,7 +163,7 @@ class Survey:
         """
         (touched, _, fused, _, kinds, scales), old = settings, self._settings
         is_same = (touched, fused, kinds) == (old[0], old[2], old[4])
-        return is_same and not any(fused) and all(map(is_number, set(map(type, scales))))
+        return is_same and not any(fused) and all(map(is_class_of_scales, set(map(type, scales))))
 
     def _write(self, factor: float, settings: list[Any] | None = None) -> int | None:
         """Writes all merged weights that are outdated, from prepared parts (``PreparedLayer``).

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core.adapter_sources import is_number
+from sdfastgn.patches.core.adapter_sources import is_class_of_scales
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.models import lora_scale_of
 
@@ -37,7 +37,7 @@ class LoraScale:
         self.kwargs, self.factor, self.in_forward = kwargs, 1.0, 1.0
         name = lora_scale_of(module) or ""
         options = kwargs.get(name)
-        if type(options) is not dict or not is_number(type(options.get(_ITEM))):
+        if type(options) is not dict or not is_class_of_scales(type(options.get(_ITEM))):
             return
         self.factor = float(options[_ITEM])
         if survey.takes_scale:
