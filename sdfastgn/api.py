@@ -253,21 +253,11 @@ def report(obj: Any) -> Report:
         for name, component in {**roots, **(patcher.parts_of(obj) if roots else {})}.items()
         for f in patcher.inspect(component, name)
     )
-    found = []
+    states = {name: list(graphs.inspect(root, name)) for name, root in roots.items()}
     for name, root in roots.items():
-        component, graphed_parts = name or type(root).__name__, list(graphs.inspect(root, name))
-        found += graphed_parts
-        is_fused = any((e.component, e.status) == (component, "fused") for e in entries)
-        is_optimized = is_fused or any(graphed is not None for _, graphed in graphed_parts)
-        entries += tuple(
-            Entry(component, path, "adapter", type(layer).__name__, "skipped", reason)
-            for path, layer, reason in unmerged_layers(root, name, with_waiting=is_optimized)
-        )
-        listed = {e.fusion for e in entries if e.component == component}
-        entries += tuple(
-            Entry(component, name, fusion, type(root).__name__, "skipped", "it has no part of this kind")
-            for fusion in patcher.asked_of(root).difference(listed)
-        )
+        has_graphs = any(graphed is not None for _, graphed in states[name])
+        entries += tuple(_more_entries(name, root, entries, has_graphs))
+    found = [pair for pairs in states.values() for pair in pairs]
     fused = {name: root for name, root in roots.items() if why_stock[name] is None}
     components = [name or type(root).__name__ for name, root in fused.items()]
     copies = [e for e in entries if (e.status, e.fusion) == ("fused", "transformer_2d")]
@@ -287,6 +277,21 @@ def report(obj: Any) -> Report:
         ),
         fp8=tuple(found for name, root in roots.items() for found in fp8.state_of(root, name)),
     )
+
+
+def _more_entries(name: str, root: nn.Module, entries: Iterable[Entry], has_graphs: bool) -> Iterator[Entry]:
+    """Yields an entry for each layer of ``root`` that runs stock's code because of its adapter.
+
+    Also yields one for each fusion that the user has asked for and that found nothing in ``root``. ``name``:
+    the component ``root``. ``entries``: the entries of all components so far.
+    """
+    component = name or type(root).__name__
+    own = [entry for entry in entries if entry.component == component]
+    is_optimized = has_graphs or any(entry.status == "fused" for entry in own)
+    for path, layer, reason in unmerged_layers(root, name, with_waiting=is_optimized):
+        yield Entry(component, path, "adapter", type(layer).__name__, "skipped", reason)
+    for fusion in patcher.asked_of(root).difference(entry.fusion for entry in own):
+        yield Entry(component, name, fusion, type(root).__name__, "skipped", "it has no part of this kind")
 
 
 @contextmanager

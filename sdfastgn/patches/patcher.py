@@ -209,7 +209,7 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
 def ask(roots: Iterable[nn.Module], names: Collection[str]) -> None:
     """Remember that the user has asked for the fusions ``names`` in the models ``roots``.
 
-    They are added to those of earlier calls. ``undo`` forgets all of them.
+    ``names`` are added to the names of earlier calls. ``undo`` forgets them all.
     """
     for root in roots if names else ():
         _asked[root] = asked_of(root).union(names)
