@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
+from sdfastgn.patches.core.class_forward import accelerate_hooks
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import layout_hook, remove_hooks
 from sdfastgn.patches.core.instance_entries import (
@@ -303,9 +304,8 @@ def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
 
 def _offloaded(module: nn.Module) -> Tensor | None:
     """The weight that accelerate's offloading keeps for ``module`` between calls; None without offloading."""
-    hook = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
-        weights = getattr(part, "weights_map", None)
+    for hook in accelerate_hooks(module):
+        weights = getattr(hook, "weights_map", None)
         if weights is not None and "weight" in weights:
             return weights["weight"]
     return None

@@ -16,7 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["change_class", "class_forward", "has_foreign_forward", "is_offloaded_whole", "replace_kept"]
+__all__ = [
+    "accelerate_hooks",
+    "change_class",
+    "class_forward",
+    "has_foreign_forward",
+    "is_offloaded_whole",
+    "replace_kept",
+]
 
 # A module's bound method ``forward``, or the ``GraphedForward`` that replaces it.
 Forward = Callable[..., Any]
@@ -56,6 +63,12 @@ def is_offloaded_whole(module: nn.Module) -> bool:
     """
     hook = type(vars(module).get("_hf_hook"))
     return (hook.__module__, hook.__qualname__) == ("accelerate.hooks", "CpuOffload")
+
+
+def accelerate_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks that accelerate has put on ``module``, such as those of its offloading; empty without any."""
+    hook = vars(module).get("_hf_hook")
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:

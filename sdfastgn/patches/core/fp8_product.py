@@ -34,6 +34,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.e4m3 import AMAX, BEYOND, E4M3, INVERSE, LARGEST, SCALE, quantized
 from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
+from sdfastgn.patches.core.class_forward import accelerate_hooks
 from sdfastgn.patches.core.merged_weights import wait_for, written_now
 
 __all__ = ["Product", "Products", "linear"]
@@ -368,9 +369,7 @@ def _offloading_of(module: nn.Module) -> str:
 
     The hook of ``enable_model_cpu_offload`` moves weights too, but not in each call.
     """
-    own = vars(module)
-    hook = own.get("_hf_hook")
-    if any(getattr(part, "offload", None) is True for part in getattr(hook, "hooks", (hook,))):
+    if any(getattr(hook, "offload", None) is True for hook in accelerate_hooks(module)):
         return "accelerate's offloading"
-    registry = own.get("_diffusers_hook")
+    registry = vars(module).get("_diffusers_hook")
     return "diffusers' group offloading" if "group_offloading" in getattr(registry, "hooks", ()) else ""
