@@ -204,9 +204,8 @@ def _corrected(mean, m2, s1, count):
 def _statistics_kernel(
     x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, statistics_ptr,
     N, C, HEAD, biased, HW, rows, chunks, plane, scale,
-    KNOWN_C: tl.constexpr, KNOWN_HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EXACT: tl.constexpr,
-    EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
-    SAMPLE_BIAS: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr,
+    C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr, SAMPLE_BIAS: tl.constexpr, PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes y and its statistics. Each warp of a program processes one chunk.
@@ -223,8 +222,6 @@ def _statistics_kernel(
         scale: factor of a sum, unless ``factors`` are given.
 
     Constants:
-        KNOWN_C, KNOWN_HEAD: C and HEAD as constants. If 0, the numbers C and HEAD are used instead, and one
-            compiled kernel serves all C and HEAD.
         EXACT: True for fp32 x. Mean and M2 are then corrected for the rounding of the first mean
             (``_corrected``), even if a chunk has only one tile.
         EVEN: True if no element of a tile is masked.
@@ -235,9 +232,9 @@ def _statistics_kernel(
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
-    C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
+    C = multiple_of(C, C_FACTOR)
     # Without a tail, HEAD equals C. This tells the compiler that x and y have the same offsets.
-    HEAD = C if tail_ptr is None else KNOWN_HEAD if KNOWN_C else multiple_of(HEAD, C_FACTOR)
+    HEAD = C if tail_ptr is None else multiple_of(HEAD, C_FACTOR)
     x_step = HEAD if CHANNELS_LAST else 1
     y_step = C if CHANNELS_LAST else 1
     if CHANNELS_LAST:
@@ -336,15 +333,10 @@ class StatisticsLaunch:
         pdl = gpu.has_programmatic_launch(x.device)
         loops = config.rows > config.tile_rows
         even = not tail and is_even(config, C, HW, channels_last)
-        # If C is a compile-time constant, offsets take fewer registers, and one more program fits on a
-        # multiprocessor. That makes a loop over tiles or the sum of two tensors faster. In other launches C
-        # is a run-time argument, so that all channel counts share one compiled kernel.
-        known = loops or (producer and even)
         self._launch = Launch(
             _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,
             N=N, C=C, HEAD=head, HW=HW, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
             biased=int(bias_dim > 0), SAMPLE_BIAS=bias_dim == 2, scale=scale,
-            KNOWN_C=C if known else 0, KNOWN_HEAD=head if known else 0,
             CHANNELS_LAST=channels_last, EVEN=even, LOOP=loops, EXACT=x.dtype == torch.float32,
             C_FACTOR=vector_width(x.itemsize, C, head), HW_FACTOR=row_factor(channels_last, HW, config.rows),
             **tile_constants(config),

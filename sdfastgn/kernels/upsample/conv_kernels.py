@@ -173,7 +173,6 @@ def _deviations(y, mean, mask):
 def _interleave_statistics_kernel(
     t_ptr, bias_ptr, y_ptr, statistics_ptr,
     C, HW, rows, chunks, plane, H, W,
-    KNOWN_C: tl.constexpr,
     EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +189,7 @@ def _interleave_statistics_kernel(
 
     Constants as in ``_statistics_kernel`` of ``statistics/kernels.py``.
     """
-    C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
+    C = multiple_of(C, C_FACTOR)
     TILE: tl.constexpr = LANES * STEPS
     n, chunk, c, position, first = rows_of_channels(HW, rows, chunks, C, LANES, WARPS, STEPS, BLOCK)
     y_offsets = first * C + (position * C + c)
@@ -298,12 +297,9 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)
-    # If a chunk has several tiles, the kernel loops, and C is a constant: then offsets take fewer registers,
-    # as in ``StatisticsLaunch``.
-    loops = config.rows > config.tile_rows
     return Launch(
         _interleave_statistics_kernel, config.programs(N, C, True), config.num_warps, pdl=pdl,
         C=C, HW=H * W, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
-        H=H // 2, W=W // 2, KNOWN_C=C if loops else 0, EVEN=is_even(config, C, H * W, True), LOOP=loops,
+        H=H // 2, W=W // 2, EVEN=is_even(config, C, H * W, True), LOOP=config.rows > config.tile_rows,
         C_FACTOR=vector_width(y.itemsize, C), **tile_constants(config),
     )  # fmt: skip
