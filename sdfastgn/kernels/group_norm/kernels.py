@@ -80,16 +80,27 @@ def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
 
 
 @triton.jit
+def _activated(y, activates, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr, PAIRS: tl.constexpr):
+    """Returns the activation of y. If ``OPTIONAL`` and ``activates`` is 0, it returns y itself."""
+    if OPTIONAL:
+        if activates != 0:
+            y = activate(y, ACTIVATION, PAIRS)
+    else:
+        y = activate(y, ACTIVATION, PAIRS)
+    return y
+
+
+@triton.jit
 def _small_tile(
     x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
-    shift_stride, ada_scale_stride, ada_shift_stride, n, group_c, first_c, HW,
+    shift_stride, ada_scale_stride, ada_shift_stride, shifted, n, group_c, first_c, HW,
     C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loads the tile of ``CHANNELS`` channels from ``first_c`` on, in the group that starts at ``group_c``.
 
     Returns:
-        x, shift: the loaded values. shift is 0 if ``shift_ptr`` is None.
+        x, shift: the loaded values. shift is 0 if ``shift_ptr`` is None or ``shifted`` is 0.
         d: x + shift - pivot, 0 where masked.
         pivot: the group's first value of x + shift. It is subtracted from all values before they are summed.
         scale, offset: the results of ``channel_affine``.
@@ -111,8 +122,9 @@ def _small_tile(
     d = x - pivot
     shift = 0.0
     if shift_ptr is not None:
-        shift = tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
-        first_shift = tl.load(shift_ptr + n * shift_stride + group_c).to(tl.float32)
+        shift_ptr += n * shift_stride
+        shift = tl.load(shift_ptr + c, mask=in_range & (c < C * shifted), other=0.0).to(tl.float32)
+        first_shift = tl.load(shift_ptr + group_c, mask=shifted != 0, other=0.0).to(tl.float32)
         d += shift - first_shift
         pivot += first_shift
     scale, offset = channel_affine(
@@ -122,12 +134,12 @@ def _small_tile(
     return x, shift, d, pivot, scale, offset, mask, base + (last if OUT_LAST else first)
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
+@triton.jit(do_not_specialize=[*_STRIDES, "shifted", "activates", "HW", "eps"])
 def small_kernel(
     x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
-    shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
+    shift_stride, ada_scale_stride, ada_shift_stride, shifted, activates, HW, eps,
     C: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
-    PAIRS: tl.constexpr, PDL: tl.constexpr,
+    OPTIONAL: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -135,6 +147,8 @@ def small_kernel(
 
     If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
     must be powers of 2, up to half of the elements would be padding.
+
+    ``shifted``: as in ``merge_kernel``. ``activates``, ``OPTIONAL``: as in ``apply_kernel``.
     """
     # fp32 results: the variance is summed in a second pass over the registers, when the mean is known.
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
@@ -146,14 +160,14 @@ def small_kernel(
         gdc_wait()
     x, shift, d, pivot, scale, offset, mask, out = _small_tile(
         x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride,
-        ada_scale_stride, ada_shift_stride, n, group_c, group_c, HW, C, CHANNELS - TAIL, CHANNELS_LAST,
-        OUT_LAST, LANES, WARPS, STEPS, BLOCK,
+        ada_scale_stride, ada_shift_stride, shifted, n, group_c, group_c, HW, C, CHANNELS - TAIL,
+        CHANNELS_LAST, OUT_LAST, LANES, WARPS, STEPS, BLOCK,
     )  # fmt: skip
     if TAIL:
         tail_x, tail_shift, tail_d, _, tail_scale, tail_offset, tail_mask, tail_out = _small_tile(
             x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride,
-            ada_scale_stride, ada_shift_stride, n, group_c, group_c + (CHANNELS - TAIL), HW, C, TAIL,
-            CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
+            ada_scale_stride, ada_shift_stride, shifted, n, group_c, group_c + (CHANNELS - TAIL), HW, C,
+            TAIL, CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
         )  # fmt: skip
     share = 1 / (HW * CHANNELS).to(tl.float32)
     if EXACT:
@@ -191,10 +205,11 @@ def small_kernel(
                 variance += tile_sum(tail_d * tail_d) * share
     rstd = inverse_deviation(variance, eps)
     _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, None)
-    y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
+    y = _activated(d * (scale * rstd) + offset, activates, ACTIVATION, OPTIONAL, PAIRS)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
     if TAIL:
-        tail_y = activate(tail_d * (tail_scale * rstd) + tail_offset, ACTIVATION, PAIRS)
+        tail_y = tail_d * (tail_scale * rstd) + tail_offset
+        tail_y = _activated(tail_y, activates, ACTIVATION, OPTIONAL, PAIRS)
         tl.store(y_ptr + tail_out, tail_y.to(y_ptr.dtype.element_ty), mask=tail_mask)
 
 
@@ -455,9 +470,5 @@ def apply_kernel(
     if not FOLD:
         x -= tl.load(table + 2 * table_plane, mask=in_range)[None, :]
     y = x * scale[None, :] + offset[None, :]
-    if OPTIONAL:
-        if activates != 0:
-            y = activate(y, ACTIVATION, PAIRS)
-    else:
-        y = activate(y, ACTIVATION, PAIRS)
+    y = _activated(y, activates, ACTIVATION, OPTIONAL, PAIRS)
     tl.store(y_ptr + (last if OUT_LAST else first), y.to(y_ptr.dtype.element_ty), mask=mask)

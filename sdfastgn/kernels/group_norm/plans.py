@@ -125,7 +125,10 @@ class GroupNormPlan:
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
-            of_channels = call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift
+            # ``small_kernel`` gets weight in place of a missing shift, as ``merge_kernel`` does.
+            is_small_kernel = not self.of_batches
+            shift = call.weight if call.shift is None and is_small_kernel else call.shift
+            of_channels = call.weight, call.bias, shift, call.ada_scale, call.ada_shift
             self.small(stream, x, y, mean, rstd, *of_channels, *self.of_batches)
             return y
         self.apply(stream, x, y, self.table.run(stream, call, mean, rstd))
@@ -147,18 +150,18 @@ def small_launch(
     ``image``, ``momentum``: BatchNorm's constants ``IMAGE`` and ``MOMENTUM`` of ``channels_kernel``.
     """
     N, C = call.x.shape[:2]
-    more: dict[str, Any] = {"IMAGE": image, "MOMENTUM": momentum}
+    more: dict[str, Any] = {"IMAGE": image, "MOMENTUM": momentum, "ACTIVATION": call.activation}
     if not config.each_channel:
         more = {
             "CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or call.tokens,
             "TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps,
+            "shifted": int(call.shift is not None), **activation_of(call, optional=True),
         }  # fmt: skip
     return Launch(
         kernels.channels_kernel if config.each_channel else kernels.small_kernel,
         N * ceil_div(C, config.channels), config.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         **strides_of(call), C=C, CHANNELS=config.channels, HW=HW, eps=call.eps,
-        ACTIVATION=call.activation, PAIRS=pairs_of(call, config.block),
-        **more, **tile_constants(config),
+        PAIRS=pairs_of(call, config.block), **more, **tile_constants(config),
     )  # fmt: skip
 
 
@@ -178,7 +181,8 @@ def merge_launch(
         HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=N * chunks * C,
         complete=int(call.statistics is None), **memory, FOLD=call.x.dtype != torch.float32,
         EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full or chunks > tile.block_p,
-        C_FACTOR=vector_width(4, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
+        # Loads of four channels are no faster than loads of two, and would need another compiled kernel.
+        C_FACTOR=math.gcd(2, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
     )  # fmt: skip
 
 
@@ -188,22 +192,32 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
     blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(call.x.device))
     folds = call.x.dtype != torch.float32
     out_last = channels_last or call.tokens
-    # If x is channels-last and there are few tiles, norms without activation and norms with SiLU share one
-    # compiled kernel with a branch. If there are many tiles, the registers for the branch would leave room
-    # for one program less on each multiprocessor.
-    optional = blocks.few and call.activation in ("identity", "silu")
     programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
     return Launch(
         kernels.apply_kernel, programs, blocks.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         C=C, HW=HW, CHANNELS_LAST=channels_last, OUT_LAST=out_last, **memory,
-        activates=int(call.activation != "identity"), OPTIONAL=optional,
-        ACTIVATION="silu" if optional else call.activation,
+        # If x is channels-last and there are many tiles, the registers for the branch would leave room for
+        # one program less on each multiprocessor.
+        **activation_of(call, optional=blocks.few),
         PAIRS=folds and channels_last and blocks.block_c >= PAIRED, FOLD=folds,
         EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
         AHEAD=gpu.reads_ahead(call.x.device),
         C_FACTOR=vector_width(call.x.itemsize, C), HW_FACTOR=row_factor(channels_last and out_last, HW),
         BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
     )  # fmt: skip
+
+
+def activation_of(call: GroupNormCall, *, optional: bool) -> dict[str, Any]:
+    """The kernels' arguments ``ACTIVATION``, ``OPTIONAL`` and ``activates``.
+
+    With ``optional``, norms without activation and norms with SiLU share one compiled kernel with a branch.
+    """
+    shares = optional and call.activation in ("identity", "silu")
+    return {
+        "ACTIVATION": "silu" if shares else call.activation,
+        "OPTIONAL": shares,
+        "activates": int(call.activation != "identity"),
+    }
 
 
 def pairs_of(call: Any, block: int) -> bool:
