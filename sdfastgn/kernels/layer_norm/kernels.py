@@ -150,11 +150,11 @@ def _affine(weight_ptr, bias_ptr, c, in_row):
     return scale, offset
 
 
-@triton.jit(do_not_specialize=["rows", "period", "groups", "eps"])
+@triton.jit(do_not_specialize=["rows", "period", "groups", "biased", "eps"])
 def _rows_kernel(
     x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr, position_ptr,
     quantizer_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr,
-    rows, period, groups, eps,
+    rows, period, groups, biased, eps,
     D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, PDL: tl.constexpr,
     ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -163,6 +163,7 @@ def _rows_kernel(
 
     Numbers:
         period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
+        biased: 1 if ``total_bias`` is a bias, 0 if the pointer is a placeholder that is not read.
 
     Constants:
         X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
@@ -197,7 +198,8 @@ def _rows_kernel(
     if total_bias_ptr is not None:
         # This load must come before the loads of weight and bias. In the reverse order ptxas takes 168
         # registers a thread instead of 128, and only three programs run on a multiprocessor instead of four.
-        kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
+        bias = total_bias_ptr + (c + r * 0 if ONE_ROW else c)
+        kept += tl.load(bias, mask=c < D * biased, other=0.0).to(tl.float32)
     scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
     out = first * D + (r * D + c)
     if total_ptr is not None:

@@ -50,7 +50,7 @@ class LayerNormPlan:
             return
         self.rows = Launch(
             kernels._rows_kernel, config.programs, config.num_warps, pdl=pdl,
-            rows=self.row_count, period=1, groups=1, eps=call.eps,
+            rows=self.row_count, period=1, groups=1, biased=int(call.total_bias is not None), eps=call.eps,
             D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
             ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
         )  # fmt: skip
@@ -123,7 +123,10 @@ class LayerNormPlan:
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
-            summed = (call.x, call.residual, call.add_bias, None, call.total_bias)
+            # Without a total_bias, the kernel gets weight in place of it, and does not read it (``biased`` is
+            # 0). So sums with and without a total_bias share one compiled kernel, if they have a weight.
+            bias = call.weight if total is not None and call.total_bias is None else call.total_bias
+            summed = (call.x, call.residual, call.add_bias, None, bias)
             self.rows(stream, *summed, call.weight, call.bias, None, call.quantizer, total, y, centre, rstd)
         return y if total is None else (y, total)
 
