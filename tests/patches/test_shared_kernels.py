@@ -18,12 +18,12 @@ pytestmark = pytest.mark.fused_on_cpu
 HALF = {"dtype": torch.float16, "device": "meta"}
 # (model, part, pixels, batch, most kernels that no line before has compiled). The last may only fall.
 CALLS = [
-    ("sd15", "unet", 512, 2, 48),
+    ("sd15", "unet", 512, 2, 39),
     ("sd15", "unet", 384, 2, 4),
-    ("sd15", "vae", 512, 1, 14),
-    ("sdxl", "unet", 1024, 2, 18),
-    ("sdxl", "vae", 1024, 1, 4),
-    ("sd15", "unet", 768, 2, 2),
+    ("sd15", "vae", 512, 1, 9),
+    ("sdxl", "unet", 1024, 2, 9),
+    ("sdxl", "vae", 1024, 1, 2),
+    ("sd15", "unet", 768, 2, 1),
     ("sdxl", "unet", 768, 2, 0),
     ("sdxl", "vae", 768, 1, 1),
     ("sd15", "unet", 512, 8, 7),
@@ -74,6 +74,6 @@ def test_models_and_sizes_share_kernels(as_on_an_h200):
     known = set()
     for *call, most in CALLS:
         kernels = kernels_of(as_on_an_h200, *call)
-        assert len(kernels) >= 15
+        assert len(kernels) >= 10
         assert len(kernels - known) <= most, call
         known |= kernels
