@@ -80,8 +80,14 @@ def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
 
 
 @triton.jit
-def _activated(y, activates, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr, PAIRS: tl.constexpr):
-    """Returns the activation of y. If ``OPTIONAL`` and ``activates`` is 0, it returns y itself."""
+def _output(
+    x, scale, offset, activates, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Returns x * scale + offset, and applies the activation to it unless ``activates`` is 0.
+
+    If ``OPTIONAL`` is False, the activation is applied in any case.
+    """
+    y = x * scale + offset
     if OPTIONAL:
         if activates != 0:
             y = activate(y, ACTIVATION, PAIRS)
@@ -205,11 +211,10 @@ def small_kernel(
                 variance += tile_sum(tail_d * tail_d) * share
     rstd = inverse_deviation(variance, eps)
     _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, None)
-    y = _activated(d * (scale * rstd) + offset, activates, ACTIVATION, OPTIONAL, PAIRS)
+    y = _output(d, scale * rstd, offset, activates, ACTIVATION, OPTIONAL, PAIRS)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
     if TAIL:
-        tail_y = tail_d * (tail_scale * rstd) + tail_offset
-        tail_y = _activated(tail_y, activates, ACTIVATION, OPTIONAL, PAIRS)
+        tail_y = _output(tail_d, tail_scale * rstd, tail_offset, activates, ACTIVATION, OPTIONAL, PAIRS)
         tl.store(y_ptr + tail_out, tail_y.to(y_ptr.dtype.element_ty), mask=tail_mask)
 
 
@@ -469,6 +474,5 @@ def apply_kernel(
     offset = tl.load(table + table_plane, mask=in_range)
     if not FOLD:
         x -= tl.load(table + 2 * table_plane, mask=in_range)[None, :]
-    y = x * scale[None, :] + offset[None, :]
-    y = _activated(y, activates, ACTIVATION, OPTIONAL, PAIRS)
+    y = _output(x, scale[None, :], offset[None, :], activates, ACTIVATION, OPTIONAL, PAIRS)
     tl.store(y_ptr + (last if OUT_LAST else first), y.to(y_ptr.dtype.element_ty), mask=mask)
