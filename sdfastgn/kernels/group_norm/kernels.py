@@ -83,9 +83,9 @@ def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
 def _output(
     x, scale, offset, activates, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Returns x * scale + offset, and applies the activation to it unless ``activates`` is 0.
+    """Returns x * scale + offset with the activation applied.
 
-    If ``OPTIONAL`` is False, the activation is applied in any case.
+    With ``OPTIONAL``, an ``activates`` of 0 leaves the activation out. Without, ``activates`` is not read.
     """
     y = x * scale + offset
     if OPTIONAL:

@@ -125,7 +125,9 @@ class GroupNormPlan:
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
-            # ``small_kernel`` gets weight in place of a missing shift, as ``merge_kernel`` does.
+            # Without a shift, ``small_kernel`` gets weight as a placeholder, which it does not read
+            # (``shifted`` is 0). So norms with and without a shift share one compiled kernel, if they have a
+            # weight. ``channels_kernel`` has no ``shifted``: it gets None.
             is_small_kernel = not self.of_batches
             shift = call.weight if call.shift is None and is_small_kernel else call.shift
             of_channels = call.weight, call.bias, shift, call.ada_scale, call.ada_shift
@@ -181,7 +183,8 @@ def merge_launch(
         HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=N * chunks * C,
         complete=int(call.statistics is None), **memory, FOLD=call.x.dtype != torch.float32,
         EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full or chunks > tile.block_p,
-        # Loads of four channels are no faster than loads of two, and would need another compiled kernel.
+        # At most 2. With 4, groups of 20 and of 30 channels would need two compiled kernels, and loads of
+        # four channels are no faster than loads of two.
         C_FACTOR=math.gcd(2, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
     )  # fmt: skip
 
@@ -196,8 +199,8 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
     return Launch(
         kernels.apply_kernel, programs, blocks.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         C=C, HW=HW, CHANNELS_LAST=channels_last, OUT_LAST=out_last, **memory,
-        # If x is channels-last and there are many tiles, the registers for the branch would leave room for
-        # one program less on each multiprocessor.
+        # The branch on ``activates`` takes registers. With many tiles, one program fewer would then fit on
+        # each multiprocessor.
         **activation_of(call, optional=blocks.few),
         PAIRS=folds and channels_last and blocks.block_c >= PAIRED, FOLD=folds,
         EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
@@ -208,9 +211,10 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
 
 
 def activation_of(call: GroupNormCall, *, optional: bool) -> dict[str, Any]:
-    """The kernels' arguments ``ACTIVATION``, ``OPTIONAL`` and ``activates``.
+    """Returns the kernels' arguments ``ACTIVATION``, ``OPTIONAL`` and ``activates``.
 
-    With ``optional``, norms without activation and norms with SiLU share one compiled kernel with a branch.
+    If ``optional`` is True, norms without activation and norms with SiLU share one compiled kernel, which
+    branches on ``activates``. For every other activation, ``ACTIVATION`` alone decides.
     """
     shares = optional and call.activation in ("identity", "silu")
     return {

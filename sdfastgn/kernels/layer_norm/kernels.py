@@ -163,7 +163,7 @@ def _rows_kernel(
 
     Numbers:
         period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
-        biased: 1 if ``total_bias`` is a bias, 0 if the pointer is a placeholder that is not read.
+        biased: 0 if ``total_bias`` is a placeholder that is not read, else 1. No effect if it is None.
 
     Constants:
         X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
@@ -196,8 +196,9 @@ def _rows_kernel(
     # elements: the offsets ``c + r * 0`` have the shape of the tile. If weight and bias were loaded once for
     # each column and broadcast, the tile would go through shared memory.
     if total_bias_ptr is not None:
-        # This load must come before the loads of weight and bias. In the reverse order ptxas takes 168
-        # registers a thread instead of 128, and only three programs run on a multiprocessor instead of four.
+        # This load must come before those of ``_affine`` (weight and bias). In the reverse order ptxas takes
+        # 168 registers a thread instead of 128, and only three programs run on a multiprocessor instead of
+        # four.
         bias = total_bias_ptr + (c + r * 0 if ONE_ROW else c)
         kept += tl.load(bias, mask=c < D * biased, other=0.0).to(tl.float32)
     scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
