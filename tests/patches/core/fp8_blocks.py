@@ -9,7 +9,8 @@ import sdfastgn
 from tests.patches.cases import WHERE, noise
 from tests.patches.samples import randomize
 
-# Number of calls in which products learn (``few_calls`` in conftest.py).
+# ``DIM``, ``TEXT``: channels of the block's input and of the text. ``CALLS``: number of calls in which
+# products learn (``few_calls`` in conftest.py).
 DIM, TEXT, CALLS = 32, 16, 3
 
 
@@ -21,7 +22,7 @@ def made(dtype=torch.float16, **options):
 
 
 def twins(**options):
-    """(block with products in FP8, block without, stock block)"""
+    """Returns three blocks with equal weights: with products in FP8, optimized without them, and stock."""
     stock = made(**options)
     fused = sdfastgn.optimize(copy.deepcopy(stock), precision="fp8")
     return fused, sdfastgn.optimize(copy.deepcopy(stock)), stock

@@ -1,4 +1,4 @@
-"""Products in E4M3 when weights, adapters, dtypes or devices change, or when memory is short."""
+"""What products in E4M3 do if weights, adapters, dtypes or devices change, or if memory runs out."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def no_memory():
-    """A context in which the GPU runs out of memory after the last write into a copy in E4M3."""
+    """A context in which each write of weights in E4M3 ends with an out-of-memory error."""
 
     @contextlib.contextmanager
     def context():
@@ -163,7 +163,7 @@ def test_layers_with_adapters(merges, options):
         block.to(WHERE["device"], torch.float16)
         sdfastgn.optimize(block, precision=precision, merge_adapters=merges)
     y, expected = call(fused), call(plain)
-    # Where peft's code runs a layer of the feed-forward network, nothing here is left to run in E4M3.
+    # If peft's code runs one linear layer of the feed-forward network, the other runs in fp16 too.
     assert (0 < error(y, expected) < 0.05) if merges else torch.equal(y, expected)
     assert error(y, quick) > 0.05
     assert (state(fused).in_e4m3, state(fused).adapted) == ((4, 0) if merges else (1, 3))
@@ -172,7 +172,7 @@ def test_layers_with_adapters(merges, options):
 
 @pytest.mark.parametrize("calls", [0, 1])
 def test_adapters_that_were_fused_and_unloaded(calls):
-    """peft writes into the weights in a way that PyTorch does not count."""
+    """peft writes through ``.data``, so the version counters of the weights do not change."""
     fused, plain, _ = twins()
     learn(fused)
     quick = call(fused)
@@ -323,7 +323,7 @@ def test_a_model_that_is_offloaded_as_a_whole_runs_in_e4m3():
 
 
 def test_weights_that_return_to_their_address_are_quantized_again():
-    """PyTorch does not count moves as writes, and its allocator may give a weight its old address again."""
+    """A move does not change a weight's version counter, and may end at the weight's old address."""
     fused, _, stock = twins()
     learn(fused)
     weight = fused.ff.net[2].weight
