@@ -85,7 +85,8 @@ def _output(
 ):  # fmt: skip
     """Returns x * scale + offset with the activation applied.
 
-    With ``OPTIONAL``, an ``activates`` of 0 leaves the activation out. Without, ``activates`` is not read.
+    If ``OPTIONAL`` is True, the activation is left out if ``activates`` is 0. If ``OPTIONAL`` is False,
+    ``activates`` is not read.
     """
     y = x * scale + offset
     if OPTIONAL:
@@ -154,7 +155,8 @@ def small_kernel(
     If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
     must be powers of 2, up to half of the elements would be padding.
 
-    ``shifted``: as in ``merge_kernel``. ``activates``, ``OPTIONAL``: as in ``apply_kernel``.
+    ``shifted``: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
+    ``activates``, ``OPTIONAL``: as in ``_output``.
     """
     # fp32 results: the variance is summed in a second pass over the registers, when the mean is known.
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32

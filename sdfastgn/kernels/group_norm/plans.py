@@ -125,9 +125,10 @@ class GroupNormPlan:
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
-            # Without a shift, ``small_kernel`` gets weight as a placeholder, which it does not read
-            # (``shifted`` is 0). So norms with and without a shift share one compiled kernel, if they have a
-            # weight. ``channels_kernel`` has no ``shifted``: it gets None.
+            # If there is no shift, ``small_kernel`` gets weight in place of the shift. It then reads nothing
+            # through ``shift_ptr``, because ``shifted`` is 0. So norms with and without a shift share one
+            # compiled kernel, if they have a weight. ``channels_kernel`` has no ``shifted``, so it gets the
+            # shift as it is. Only its launches have ``of_batches``.
             is_small_kernel = not self.of_batches
             shift = call.weight if call.shift is None and is_small_kernel else call.shift
             of_channels = call.weight, call.bias, shift, call.ada_scale, call.ada_shift
@@ -183,8 +184,8 @@ def merge_launch(
         HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=N * chunks * C,
         complete=int(call.statistics is None), **memory, FOLD=call.x.dtype != torch.float32,
         EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full or chunks > tile.block_p,
-        # At most 2. With 4, groups of 20 and of 30 channels would need two compiled kernels, and loads of
-        # four channels are no faster than loads of two.
+        # C_FACTOR is at most 2. If it could be 4, groups of 20 channels and groups of 30 would need two
+        # compiled kernels. Loads of four channels at once are no faster than loads of two.
         C_FACTOR=math.gcd(2, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
     )  # fmt: skip
 
@@ -199,8 +200,8 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
     return Launch(
         kernels.apply_kernel, programs, blocks.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         C=C, HW=HW, CHANNELS_LAST=channels_last, OUT_LAST=out_last, **memory,
-        # The branch on ``activates`` takes registers. With many tiles, one program fewer would then fit on
-        # each multiprocessor.
+        # Only launches with few tiles branch on ``activates``. The branch takes registers, so one program
+        # fewer fits on each multiprocessor. That would make launches with many tiles slower.
         **activation_of(call, optional=blocks.few),
         PAIRS=folds and channels_last and blocks.block_c >= PAIRED, FOLD=folds,
         EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
@@ -214,7 +215,7 @@ def activation_of(call: GroupNormCall, *, optional: bool) -> dict[str, Any]:
     """Returns the kernels' arguments ``ACTIVATION``, ``OPTIONAL`` and ``activates``.
 
     If ``optional`` is True, norms without activation and norms with SiLU share one compiled kernel, which
-    branches on ``activates``. For every other activation, ``ACTIVATION`` alone decides.
+    branches on ``activates``. In all other cases the kernel applies ``ACTIVATION`` without a branch.
     """
     shares = optional and call.activation in ("identity", "silu")
     return {

@@ -163,7 +163,8 @@ def _rows_kernel(
 
     Numbers:
         period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
-        biased: 0 if ``total_bias`` is a placeholder that is not read, else 1. No effect if it is None.
+        biased: 1 to add ``total_bias``, 0 if ``total_bias`` is a placeholder that is not read. If
+            ``total_bias`` is None, ``biased`` has no effect.
 
     Constants:
         X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.

@@ -123,9 +123,9 @@ class LayerNormPlan:
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
-            # A sum without a total_bias passes weight as a placeholder, which the kernel does not read
-            # (``biased`` is 0). So sums with and without a total_bias share one compiled kernel, if they have
-            # a weight.
+            # If the sum has no total_bias, the kernel gets weight in its place. It then reads nothing through
+            # ``total_bias_ptr``, because ``biased`` is 0. So sums with and without a total_bias share one
+            # compiled kernel, if they have a weight.
             bias = call.weight if total is not None and call.total_bias is None else call.total_bias
             summed = (call.x, call.residual, call.add_bias, None, bias)
             self.rows(stream, *summed, call.weight, call.bias, None, call.quantizer, total, y, centre, rstd)
