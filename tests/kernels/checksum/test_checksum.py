@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sdfastgn.kernels.checksum.op import BLOCK, checksums
+from sdfastgn.kernels.common.compile_ahead import rehearse
 from tests.devices import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -63,3 +64,11 @@ def test_each_bit_matters(device):
 def test_channels_last(device):
     tensor = random_bits((2, 8, 4, 4), torch.float16, device).to(memory_format=torch.channels_last)
     assert checksums([tensor]).tolist() == [expected(words_of(tensor))]
+
+
+def test_a_rehearsal_computes_checksums(device):
+    """A rehearsal launches only kernels that are compiled already. No other test has this number of words."""
+    x = random_bits((8 * 1237,), torch.uint8, device)
+    found = []
+    rehearse(lambda: found.append(checksums([x]).tolist()), x.device)
+    assert found == [[expected(words_of(x))]]
