@@ -98,9 +98,9 @@ def _prepare(device: torch.device) -> None:
 
     # An error is ignored here: the first launch of a kernel raises it again.
     with contextlib.suppress(Exception), torch.cuda.device(device):
-        compiled = nothing.warmup(torch.float32, grid=(1,))
-        _ = compiled.run  # this builds the launcher
-        archive.note(compiled)
+        # ``warmup`` compiles the kernel, but does not load it on the device. When this thread also loaded it,
+        # PyTorch's attention in another thread had to wait for one second (on an H100's host).
+        archive.note(nothing.warmup(torch.float32, grid=(1,)))
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
