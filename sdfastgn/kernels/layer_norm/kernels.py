@@ -193,9 +193,10 @@ def _rows_kernel(
     pivot, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row, residual_row, group_row, r * 0, is_row
     )
-    # If a thread has elements of only one row (``ONE_ROW``), it loads weight and bias for just these
-    # elements: the offsets ``c + r * 0`` have the shape of the tile. If weight and bias were loaded once for
-    # each column and broadcast, the tile would go through shared memory.
+    # Weight and bias are loaded in one of two ways. With the offsets ``c``, each column is loaded once, and
+    # the values are broadcast to all rows. With ``c + r * 0``, which has the shape of the tile, each thread
+    # loads the values of its own elements. If each thread has elements of only one row (``ONE_ROW``), the
+    # broadcast would go through shared memory, so the second way is used.
     if total_bias_ptr is not None:
         # This load must come before those of ``_affine`` (weight and bias). In the reverse order ptxas takes
         # 168 registers a thread instead of 128, and only three programs run on a multiprocessor instead of
@@ -343,9 +344,10 @@ def _normalise_kernel(
 ):  # fmt: skip
     """Computes y = (x - mean) * rstd * weight + bias. A program computes one block of one row.
 
-    ``x``: the tensor that is normalized. If there is a residual, this is the sum that ``_chunk_kernel`` has
-    stored. ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is
-    read before ``gdc_wait``. This is possible because ``_chunk_kernel`` has already waited for x.
+    ``x``: the tensor that is normalized; with a residual, the sum that ``_chunk_kernel`` has stored.
+    ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is read
+    before ``gdc_wait``. This is possible only without a residual: then no kernel of this call writes x, and
+    ``_chunk_kernel`` has waited for it.
     """
     # Programs with neighboring numbers have the same columns of different rows, and run at the same time. So
     # weight and bias of these columns are read from memory only once.
