@@ -1,18 +1,19 @@
-"""When an offloaded model returns from the GPU to main memory, only weights that changed there are copied.
+"""Moves the weights of offloaded models to the GPU and back, faster than diffusers' own code (*stock*).
 
 After ``enable_model_cpu_offload``, a pipeline moves each model to the GPU before its calls and back after
-them. diffusers' own code (*stock*) copies all weights both ways. But a weight rarely changes on the GPU. So
-here main memory keeps the weights while the model is on the GPU, and each parameter gets its old memory back
-when the model returns. A weight that changed on the GPU is copied as in stock. Checksums tell whether a
-weight has changed. The GPU computes them after the weights arrive and again before they return.
+them. Stock copies all weights both ways. Here ``StagedCopy`` copies large weights to the GPU.
 
-Memory is kept only if an earlier return from the GPU has allocated it, and if no other tensor shares it when
-the model leaves for the GPU. Memory from elsewhere may be mapped from a file, or other code may write into
-it. So the first return of a model copies all weights.
+On the way back, large weights are copied only if they changed on the GPU. Main memory keeps them while the
+model is on the GPU, and each unchanged one gets its old memory back when the model returns. Checksums tell
+whether a weight has changed. The GPU computes them after the weights arrive and again before they return.
 
-While a model is on the GPU, its weights also take main memory, as much as between two images. If the hook
-that offloads a model is removed while the model is on the GPU, this memory is freed when the model is moved
-or restored.
+Memory is kept only if an earlier return from the GPU has allocated it, and if no other tensor or process
+shares it when the model leaves for the GPU. Memory from elsewhere may be mapped from a file, or other code
+may write into it. So the first return of a model copies all weights.
+
+While a model is on the GPU, its large weights also take main memory, as much as between two images. If the
+hook that offloads a model is removed while the model is on the GPU, this memory is freed when the model is
+moved or restored.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.dispatch import KernelError
 from sdfastgn.kernels.common.private import is_alone, refers_to
 from sdfastgn.patches.core.class_forward import is_offloaded_whole
+from sdfastgn.patches.core.staged_copy import StagedCopy
 
 __all__ = ["forget", "moving"]
 
-# Smallest weight, in bytes, whose memory is kept. For a smaller one, a checksum takes as long as a copy.
+# Smallest weight, in bytes, that is staged, and whose memory is kept. For a smaller one, a checksum takes as
+# long as a copy.
 _MIN_BYTES = 2**20
 # For ``checksums``, a weight's size must be a multiple of _WORD bytes, and its address of _ALIGNMENT.
 _WORD = 8
@@ -79,20 +82,56 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
     """
     weights = {id(weight): weight for weight in root.parameters() if _is_large(weight)}
     on_gpu = {key for key, weight in weights.items() if _is_on_gpu(weight)}
-    kept = _kept.get(root)
-    unchanged = {} if kept is None else _unchanged(kept, weights, fn)
-    homes = _homes(root, weights, fn)
-    yield lambda tensor: unchanged[id(tensor)] if id(tensor) in unchanged else fn(tensor)
-    returned = {key: weights[key] for key in on_gpu if _is_at_home(weights[key])}
+    unchanged = _unchanged(root, weights, fn)
+    at_home = {key: weight for key, weight in weights.items() if _is_at_home(weight)}
+    destination = _destination(fn, at_home.values()) if is_offloaded_whole(root) else None
+    homes = {} if destination is None else _homes(root, at_home)
+    stage = _stage_to(destination) if any(map(_may_be_staged, at_home.values())) else None
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) in unchanged:
+            return unchanged[id(tensor)]
+        if stage is not None and id(tensor) in at_home and _may_be_staged(tensor):
+            return stage(tensor)
+        return fn(tensor)
+
+    try:
+        yield move
+        _note_returns(root, {key: weights[key] for key in on_gpu if _is_at_home(weights[key])})
+        arrived = [key for key, home in homes.items() if _has_arrived(weights[key], home, destination)]
+        _keep(root, {key: homes[key] for key in arrived})
+    finally:
+        _wait_for(destination)
+
+
+def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
+    """Record that the large weights ``returned`` came back to main memory. Free memory that is kept in vain."""
     if returned:
         _returned[root] = {key: StorageWeakRef(each.untyped_storage()) for key, each in returned.items()}
-    if returned or not is_offloaded_whole(root):
-        _kept.pop(root, None)
-    arrived = [key for key, home in homes.items() if _may_be_copy(weights[key], home)]
-    if arrived and dispatch.is_on():
+    kept = _kept.get(root)
+    if kept is None:
+        return
+    stays = any(id(weight) in kept.homes and _is_on_gpu(weight) for weight in root.parameters())
+    if returned or not stays or not is_offloaded_whole(root):
+        del _kept[root]
+
+
+def _keep(root: nn.Module, homes: dict[int, Tensor]) -> None:
+    """Keep ``homes``, the main memory of weights that have just arrived on a GPU. Compute their checksums."""
+    weights = [weight for weight in root.parameters() if id(weight) in homes]
+    if weights and dispatch.is_on():
         with contextlib.suppress(*_ERRORS):
-            sums = checksums([weights[key] for key in arrived])
-            _kept[root] = _Kept({key: homes[key] for key in arrived}, sums)
+            kept = {id(weight): homes[id(weight)] for weight in weights}
+            _kept[root] = _Kept(kept, checksums(weights))
+
+
+def _wait_for(device: torch.device | None) -> None:
+    """Wait until all copies and checksums on ``device`` are done. PyTorch's own code also waits for its copies.
+
+    Otherwise another stream could read a weight, or change it, too early.
+    """
+    if device is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _is_on_gpu(weight: Tensor) -> bool:
@@ -106,26 +145,49 @@ def _is_at_home(weight: Tensor) -> bool:
 def _is_large(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         return False
+    if weight.is_conj() or weight.is_neg():  # its memory has other values
+        return False
     size = weight.numel() * weight.element_size()
     return size >= _MIN_BYTES and size % _WORD == 0
 
 
-def _homes(
-    root: nn.Module, weights: dict[int, nn.Parameter], fn: Callable[[Tensor], Tensor]
-) -> dict[int, Tensor]:
-    """Returns {id of a parameter: its memory} for the weights of ``root`` in main memory that may be kept.
-
-    The result is empty if ``fn`` does more than copy.
-    """
-    returned = _returned.get(root)
-    if returned is None or not is_offloaded_whole(root):
-        return {}
-    found = {
-        key: weight
-        for key, weight in weights.items()
-        if key in returned and _is_at_home(weight) and refers_to(returned[key], weight) and is_alone(weight)
+def _homes(root: nn.Module, at_home: dict[int, nn.Parameter]) -> dict[int, Tensor]:
+    """Returns {id of a parameter: its memory} for the weights ``at_home`` of ``root`` that may be kept."""
+    returned = _returned.get(root, {})
+    return {
+        key: weight.data
+        for key, weight in at_home.items()
+        if key in returned
+        and refers_to(returned[key], weight)
+        and is_alone(weight)
+        and not weight.is_shared()
     }
-    return {key: weight.data for key, weight in found.items()} if _copies_to(fn, found.values()) else {}
+
+
+def _stage_to(device: torch.device | None) -> StagedCopy | None:
+    """Returns None if ``device`` is no GPU, or if there is no pinned memory.
+
+    Also returns None if PyTorch uses one CPU thread. Then PyTorch's own copy is as fast.
+    """
+    if device is None or device.type != "cuda" or torch.get_num_threads() == 1:
+        return None
+    try:
+        return StagedCopy(device)
+    except RuntimeError:
+        return None
+
+
+def _may_be_staged(weight: Tensor) -> bool:
+    """True if ``StagedCopy`` can copy ``weight``, and does so faster than PyTorch.
+
+    PyTorch copies pinned memory faster, without a buffer. A weight that two modules share is moved twice. The
+    second time it is already on the GPU, and is not staged.
+    """
+    return _is_at_home(weight) and not weight.is_pinned() and _is_dense(weight)
+
+
+def _has_arrived(weight: Tensor, home: Tensor, device: torch.device | None) -> bool:
+    return weight.device == device and _may_be_copy(weight, home)
 
 
 def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
@@ -133,20 +195,29 @@ def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
 
     ``checksums`` cannot read a weight that has gaps in memory, or whose address is not aligned.
     """
-    shape, strides = weight.shape, weight.stride()
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    is_readable = last == weight.numel() - 1 and weight.data_ptr() % _ALIGNMENT == 0
-    is_same = (weight.dtype, shape, strides) == (home.dtype, home.shape, home.stride())
+    is_readable = _is_dense(weight) and weight.data_ptr() % _ALIGNMENT == 0
+    is_same = (weight.dtype, weight.shape, weight.stride()) == (home.dtype, home.shape, home.stride())
     return _is_on_gpu(weight) and is_same and is_readable
 
 
+def _is_dense(weight: Tensor) -> bool:
+    """True if ``weight`` has no gaps in memory, and no elements that share memory."""
+    # PyTorch preserves the strides of exactly these tensors.
+    return torch.empty_like(weight, device="meta").stride() == weight.stride()
+
+
 def _unchanged(
-    kept: _Kept, weights: dict[int, nn.Parameter], fn: Callable[[Tensor], Tensor]
+    root: nn.Module, weights: dict[int, nn.Parameter], fn: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
     """Returns {id of a parameter: its kept memory} for the weights that did not change on the GPU.
 
-    The result is empty if ``fn`` does more than copy to main memory, or if checksums fail.
+    The result is empty if ``fn`` does more than copy to main memory, or if checksums fail. After a copy to
+    main memory, nothing is kept for ``root`` any more. So the old memory of a changed weight is freed before
+    the weight gets new memory.
     """
+    kept = _kept.get(root)
+    if kept is None:
+        return {}
     still = {
         key: slot
         for slot, (key, home) in enumerate(kept.homes.items())
@@ -156,8 +227,12 @@ def _unchanged(
         # A copy outside of inference mode would be no inference tensor.
         and (not home.is_inference() or torch.is_inference_mode_enabled())
     }
-    if not still or not dispatch.is_on() or _copies_to(fn, [weights[key] for key in still]) != "cpu":
+    if not dispatch.is_on():
         return {}
+    destination = _destination(fn, [weights[key] for key in still])
+    if destination is None or destination.type != "cpu":
+        return {}
+    del _kept[root]
     try:
         same = checksums([weights[key] for key in still]) == kept.sums[list(still.values())]
         return {key: kept.homes[key] for key, is_same in zip(still, same.tolist(), strict=True) if is_same}
@@ -165,24 +240,38 @@ def _unchanged(
         return {}
 
 
-def _copies_to(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) -> str:
-    """The type of device to which ``fn`` copies ``weights``. Empty if ``fn`` does anything else to them.
+def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) -> torch.device | None:
+    """The device to which ``fn`` copies ``weights``. None if there are none, or if ``fn`` does anything else.
 
     ``fn`` is called with a small tensor for each device, dtype and order of strides among the weights.
     """
     devices = set()
     for device, dtype, order in {(each.device, each.dtype, _order_of(each)) for each in weights}:
         try:
-            values = torch.arange(2 ** len(order), device=device).to(dtype).view((2,) * len(order))
+            values = _values(4 ** len(order), dtype).to(device).view((4,) * len(order))
             small = values.permute([order.index(axis) for axis in range(len(order))])
             copy = fn(small)
             is_same = (copy.dtype, copy.stride()) == (dtype, small.stride()) and _bits(copy) == _bits(small)
         except Exception:  # memory is short, or ``fn`` knows only the tensors of the model
-            return ""
+            return None
         if not is_same or (copy.device.type == "cpu" and (copy.is_pinned() or copy.is_shared())):
-            return ""
-        devices.add(copy.device.type)
-    return devices.pop() if len(devices) == 1 else ""
+            return None
+        devices.add(copy.device)
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _values(count: int, dtype: torch.dtype) -> Tensor:
+    """Values (count,) of ``dtype`` that other functions than a plain copy would change: their bits are mixed.
+
+    A floating dtype has an infinity and a NaN among them.
+    """
+    if dtype is torch.bool:
+        return torch.arange(count) % 2 == 0
+    content = (torch.arange(count * dtype.itemsize) * 167 + 89).to(torch.uint8)
+    if dtype.is_floating_point:
+        special = torch.tensor([-torch.inf, torch.nan]).to(dtype).view(torch.uint8)
+        content[: len(special)] = special
+    return content.view(dtype)
 
 
 def _order_of(weight: Tensor) -> tuple[int, ...]:

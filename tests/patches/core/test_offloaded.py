@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import cpu_offload_with_hook
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core import offloaded
@@ -121,6 +122,18 @@ def test_memory_that_others_share_is_not_kept(machine):
     assert all(weight.any() for weight in machine.root.parameters())
 
 
+@pytest.mark.parametrize("when", ["at home", "at the return"])
+def test_memory_that_another_process_shares_is_not_kept(machine, when):
+    weight = machine.root[0].weight
+    if when == "at home":
+        machine.root.share_memory()
+    else:
+        machine.image(fn=lambda t: t.clone().share_memory_())
+    assert weight.is_shared()
+    assert machine.image() == set()
+    assert not weight.is_shared()
+
+
 def test_other_memory_is_not_kept(machine):
     weight = machine.root[0].weight
     weight.data = torch.ones(weight.shape)
@@ -141,6 +154,10 @@ def known_tensors_only():
 
 MORE_THAN_COPIES = {
     "half": lambda t: t.half(),
+    "rounded": lambda t: t.bfloat16().to(t.dtype),
+    "abs": torch.abs,
+    "finite": torch.nan_to_num,
+    "clamped": lambda t: t.clamp(-65504, 65504),
     "channels-last": lambda t: t.to(memory_format=LAST) if t.dim() == 4 else t.clone(),
     "other values": lambda t: 2 * t,
     "shared memory": lambda t: t.clone().share_memory_(),
@@ -227,6 +244,153 @@ def test_checksums_that_fail(machine, monkeypatch, error):
         patch.setattr(offloaded, "checksums", fail)
         assert machine.leave() == set()
     assert machine.image() == NAMES
+
+
+class Stage:
+    """Replaces ``StagedCopy``. It lists the tensors that it is called with, and clones them."""
+
+    def __init__(self, device):
+        self.device, self.copied = device, []
+
+    def __call__(self, tensor):
+        self.copied.append(tensor)
+        return tensor.clone()
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """The devices that ``moving`` has waited for, in their order."""
+    devices = []
+    monkeypatch.setattr(offloaded, "_wait_for", devices.append)
+    return devices
+
+
+@pytest.fixture
+def stages(machine, waited, monkeypatch):
+    """A list of the ``Stage`` of each move. ``moving`` believes that each ``fn`` copies to the second GPU."""
+    made = []
+    monkeypatch.setattr(offloaded, "_destination", lambda fn, weights: torch.device("cuda", 1))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(offloaded, "StagedCopy", lambda device: made.append(Stage(device)) or made[-1])
+    return made
+
+
+def refuse(tensor):
+    raise AssertionError("copied by PyTorch")
+
+
+def test_weights_are_staged_to_the_gpu(machine, stages, waited):
+    expected = list(machine.root.parameters())
+    machine.arrive(fn=refuse)
+    assert [stage.device for stage in stages] == [torch.device("cuda", 1)]
+    assert list(map(id, stages[0].copied)) == list(map(id, expected))
+    assert waited == [torch.device("cuda", 1)]
+
+
+def test_an_error_does_not_leave_copies_unfinished(machine, stages, waited):
+    def fail():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        machine.arrive(after=fail)
+    assert waited == [torch.device("cuda", 1)]
+
+
+def test_small_weights_are_not_staged(machine, stages, monkeypatch):
+    monkeypatch.setattr(offloaded, "_MIN_BYTES", 1000)
+    machine.arrive()
+    assert list(map(id, stages[0].copied)) == [id(layer.weight) for layer in machine.root]
+
+
+def test_weights_with_gaps_or_shared_elements_are_not_staged(machine, stages):
+    first, second = machine.root
+    first.weight.data = torch.randn(16, 8, 3, 6)[..., ::2]
+    second.weight.data = torch.randn(32, 1, 1, 1).expand(32, 16, 1, 1)
+    machine.arrive()
+    assert list(map(id, stages[0].copied)) == [id(first.bias), id(second.bias)]
+
+
+def test_a_weight_in_two_modules_is_staged_once(machine, stages):
+    first, second = machine.root
+    second.bias = first.weight
+    with offloaded.moving(machine.root, torch.clone) as move:
+        for weight in (first.weight, second.bias):
+            weight.data = move(weight).detach()
+            machine.away.add(id(weight))
+    assert [id(first.weight)] == list(map(id, stages[0].copied))
+
+
+def test_pinned_weights_are_not_staged(machine, stages, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    machine.arrive()
+    assert stages == []
+
+
+def test_nothing_is_staged_without_offloading(machine, stages):
+    del machine.root._hf_hook
+    machine.arrive()
+    assert stages == []
+
+
+@pytest.mark.parametrize("destination", [None, torch.device("cpu"), torch.device("meta")], ids=str)
+def test_nothing_is_staged_elsewhere(machine, stages, monkeypatch, destination):
+    monkeypatch.setattr(offloaded, "_destination", lambda fn, weights: destination)
+    machine.arrive()
+    assert stages == []
+
+
+def test_one_cpu_thread_stages_nothing(machine, stages, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    machine.arrive()
+    assert stages == []
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
+def test_views_with_other_values_are_not_staged(machine, stages, view):
+    kind = torch.complex64 if view is torch.conj else torch.float32
+    machine.root[0].weight = nn.Parameter(view(torch.randn(16, 8, 3, 3, dtype=kind)))
+    machine.arrive()
+    assert id(machine.root[0].weight) not in map(id, stages[0].copied)
+
+
+def test_without_pinned_memory_pytorch_copies(machine, stages, monkeypatch):
+    def refuse_memory(device):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(offloaded, "StagedCopy", refuse_memory)
+    copied = []
+    machine.arrive(fn=lambda tensor: copied.append(tensor) or tensor.clone())
+    assert len(copied) == 4
+
+
+def test_old_memory_of_changed_weights_is_freed_first(machine):
+    """Otherwise main memory would have the old and the new values at the same time."""
+    weights = list(machine.root.parameters())
+    old = [StorageWeakRef(weight.data.untyped_storage()) for weight in weights]
+
+    def copy_of(tensor):
+        if isinstance(tensor, nn.Parameter):
+            assert all(each.expired() for each in old)
+        return tensor.clone()
+
+    machine.arrive()
+    for weight in weights:
+        write(weight)
+    assert not any(each.expired() for each in old)
+    machine.leave(fn=copy_of)
+
+
+def test_parameters_that_are_replaced_on_the_gpu_free_their_memory(machine):
+    machine.arrive()
+    with offloaded.moving(machine.root, lambda t: t.to("meta")) as move:
+        for layer in machine.root:
+            layer.weight, layer.bias = nn.Parameter(move(layer.weight)), nn.Parameter(move(layer.bias))
+    assert machine.root not in offloaded._kept
+
+
+def test_weights_on_another_gpu_are_not_kept(machine, stages):
+    machine.arrive()
+    assert machine.root not in offloaded._kept
 
 
 def test_forget(machine):

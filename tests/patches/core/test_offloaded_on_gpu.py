@@ -24,7 +24,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch):
+    """Small weights are staged and kept too, also in a process that has only one CPU thread."""
     monkeypatch.setattr(offloaded, "_MIN_BYTES", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
 def large_weights(model):
@@ -91,6 +93,31 @@ def test_changes_are_never_lost(change, where):
         hook.offload()
     ours, theirs = unet.state_dict(), stock.state_dict()
     assert all(torch.equal(ours[name].cuda(), theirs[name].cuda()) for name in theirs)
+
+
+def test_weights_are_staged_to_the_gpu(monkeypatch):
+    unet, _, stock, inputs = offloaded_unet()
+    staged, copy_of = [], offloaded.StagedCopy.__call__
+    monkeypatch.setattr(
+        offloaded.StagedCopy,
+        "__call__",
+        lambda stage, weight: staged.append(weight) or copy_of(stage, weight),
+    )
+    output = run(unet, inputs)
+    assert list(map(id, staged)) == list(map(id, large_weights(unet)))
+    torch.testing.assert_close(output, run(stock, inputs), rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_weights_and_checksums_are_ready_for_other_streams():
+    unet, hook, _, _ = offloaded_unet()
+    for _ in range(2):
+        torch.cuda._sleep(10**8)  # the GPU is still busy when the weights arrive
+        unet.to("cuda")
+        assert unet in offloaded._kept
+        assert torch.cuda.current_stream().query()
+        hook.offload()
 
 
 def test_restore_frees_what_is_kept():
