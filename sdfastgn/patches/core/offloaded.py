@@ -105,7 +105,7 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
 
 
 def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
-    """Record that the large weights ``returned`` came back to main memory. Free memory that is kept in vain."""
+    """Record that the large weights ``returned`` came back to main memory. Free what is kept in vain."""
     if returned:
         _returned[root] = {key: StorageWeakRef(each.untyped_storage()) for key, each in returned.items()}
     kept = _kept.get(root)
@@ -126,9 +126,10 @@ def _keep(root: nn.Module, homes: dict[int, Tensor]) -> None:
 
 
 def _wait_for(device: torch.device | None) -> None:
-    """Wait until all copies and checksums on ``device`` are done. PyTorch's own code also waits for its copies.
+    """Wait until all copies and checksums on ``device`` are done. Without it, nothing happens.
 
-    Otherwise another stream could read a weight, or change it, too early.
+    PyTorch's own code also waits for its copies. Otherwise another stream could read a weight, or change it,
+    too early.
     """
     if device is not None and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
