@@ -12,15 +12,16 @@ shares it when the model leaves for the GPU. Memory from elsewhere may be mapped
 may write into it. So the first return of a model copies all weights.
 
 While a model is on the GPU, its large weights also take main memory, as much as between two images. If the
-hook that offloads a model is removed while the model is on the GPU, this memory is freed when the model is
-moved or restored.
+hook that offloads the model is removed meanwhile, the memory stays until the next move. diffusers does this
+at the end of each image. If that move is to main memory, unchanged weights get their old memory back. Any
+other move frees the memory, and so does ``restore``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,7 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
     at_home = {key: weight for key, weight in weights.items() if _is_at_home(weight)}
     destination = _destination(fn, at_home.values()) if is_offloaded_whole(root) else None
     homes = {} if destination is None else _homes(root, at_home)
-    stage = _stage_to(destination) if any(map(_may_be_staged, at_home.values())) else None
+    stage = None if destination is None else _stage_to(destination, at_home.values())
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) in unchanged:
@@ -126,10 +127,10 @@ def _keep(root: nn.Module, homes: dict[int, Tensor]) -> None:
 
 
 def _wait_for(device: torch.device | None) -> None:
-    """Wait until all copies and checksums on ``device`` are done. Without it, nothing happens.
+    """Wait until all copies and checksums on ``device`` are done. Do nothing if it is None or no GPU.
 
-    PyTorch's own code also waits for its copies. Otherwise another stream could read a weight, or change it,
-    too early.
+    Without this wait, another stream could read a weight, or change it, too early. PyTorch's own copies from
+    main memory wait too.
     """
     if device is not None and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -165,12 +166,12 @@ def _homes(root: nn.Module, at_home: dict[int, nn.Parameter]) -> dict[int, Tenso
     }
 
 
-def _stage_to(device: torch.device | None) -> StagedCopy | None:
-    """Returns None if ``device`` is no GPU, or if there is no pinned memory.
+def _stage_to(device: torch.device, weights: Iterable[Tensor]) -> StagedCopy | None:
+    """Returns None if ``device`` is no GPU, if none of ``weights`` may be staged, or without pinned memory.
 
     Also returns None if PyTorch uses one CPU thread. Then PyTorch's own copy is as fast.
     """
-    if device is None or device.type != "cuda" or torch.get_num_threads() == 1:
+    if device.type != "cuda" or torch.get_num_threads() == 1 or not any(map(_may_be_staged, weights)):
         return None
     try:
         return StagedCopy(device)
@@ -212,13 +213,18 @@ def _unchanged(
 ) -> dict[int, Tensor]:
     """Returns {id of a parameter: its kept memory} for the weights that did not change on the GPU.
 
-    The result is empty if ``fn`` does more than copy to main memory, or if checksums fail. After a copy to
-    main memory, nothing is kept for ``root`` any more. So the old memory of a changed weight is freed before
-    the weight gets new memory.
+    The result is empty if ``fn`` does more than copy to main memory, if kernels are off, or if checksums
+    fail. If ``fn`` only copies to main memory, nothing is kept for ``root`` any more when this function
+    returns. So the old memory of a changed weight is freed before the caller copies the weight.
     """
     kept = _kept.get(root)
     if kept is None:
         return {}
+    away = [weights[key] for key in kept.homes if key in weights and _is_on_gpu(weights[key])]
+    destination = _destination(fn, away)
+    if destination is None or destination.type != "cpu":
+        return {}
+    del _kept[root]
     still = {
         key: slot
         for slot, (key, home) in enumerate(kept.homes.items())
@@ -228,12 +234,8 @@ def _unchanged(
         # A copy outside of inference mode would be no inference tensor.
         and (not home.is_inference() or torch.is_inference_mode_enabled())
     }
-    if not dispatch.is_on():
+    if not still or not dispatch.is_on():
         return {}
-    destination = _destination(fn, [weights[key] for key in still])
-    if destination is None or destination.type != "cpu":
-        return {}
-    del _kept[root]
     try:
         same = checksums([weights[key] for key in still]) == kept.sums[list(still.values())]
         return {key: kept.homes[key] for key, is_same in zip(still, same.tolist(), strict=True) if is_same}

@@ -326,8 +326,10 @@ def test_pinned_weights_are_not_staged(machine, stages, monkeypatch):
     assert stages == []
 
 
-def test_nothing_is_staged_without_offloading(machine, stages):
+def test_nothing_is_staged_without_offloading(machine, stages, monkeypatch):
+    """``is_pinned`` is not called either: it would fail in a process that was forked after CUDA was used."""
     del machine.root._hf_hook
+    monkeypatch.setattr(torch.Tensor, "is_pinned", refuse)
     machine.arrive()
     assert stages == []
 
@@ -363,7 +365,13 @@ def test_without_pinned_memory_pytorch_copies(machine, stages, monkeypatch):
     assert len(copied) == 4
 
 
-def test_old_memory_of_changed_weights_is_freed_first(machine):
+def cast(weight):
+    weight.data = weight.data.double()
+
+
+@pytest.mark.parametrize("change", [write, cast])
+@pytest.mark.parametrize("is_on", [True, False], ids=["kernels", "no kernels"])
+def test_old_memory_of_changed_weights_is_freed_first(machine, monkeypatch, change, is_on):
     """Otherwise main memory would have the old and the new values at the same time."""
     weights = list(machine.root.parameters())
     old = [StorageWeakRef(weight.data.untyped_storage()) for weight in weights]
@@ -375,7 +383,8 @@ def test_old_memory_of_changed_weights_is_freed_first(machine):
 
     machine.arrive()
     for weight in weights:
-        write(weight)
+        change(weight)
+    monkeypatch.setattr(dispatch, "is_on", lambda: is_on)
     assert not any(each.expired() for each in old)
     machine.leave(fn=copy_of)
 
