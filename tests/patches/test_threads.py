@@ -197,6 +197,42 @@ def test_a_call_that_does_not_end(change, monkeypatch):
     change(model)
 
 
+def test_a_generator_that_is_suspended_while_the_stack_is_read(monkeypatch):
+    """A suspended generator's frame has no caller, so the call that it was made in is not found there."""
+    model = unet()
+    inside, leave, suspended, end = (threading.Event() for _ in range(4))
+
+    def steps():
+        inside.set()
+        yield leave.wait(LONG)
+
+    def stop(*_):
+        generator = steps()
+        assert next(generator)
+        suspended.set()
+        assert end.wait(LONG)
+
+    def frames_before_it_is_suspended(frames=sys._current_frames):
+        found = frames()
+        if exclusive._change is not None and not suspended.is_set():
+            leave.set()
+            assert suspended.wait(LONG)
+        return found
+
+    hook = model.mid_block.register_forward_hook(stop)
+    thread = Thread(lambda: draw(model))
+    assert inside.wait(LONG)
+    monkeypatch.setattr(exclusive, "_MAX_WAIT", 0.05)
+    monkeypatch.setattr(sys, "_current_frames", frames_before_it_is_suspended)
+    try:
+        with pytest.raises(RuntimeError, match="has been running UNet2D"):
+            sdfastgn.optimize(model)
+    finally:
+        end.set()
+        thread.join()
+        hook.remove()
+
+
 def test_a_second_optimize_waits_for_nobody(monkeypatch):
     """It has nothing to change. Two pipelines may share a UNet, and one may be drawing with it."""
     model = sdfastgn.optimize(unet())

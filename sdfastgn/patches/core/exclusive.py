@@ -15,12 +15,13 @@ Two kinds of call are not noticed: a ``forward`` that is called directly, and a 
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,8 @@ _GATE = "_call_impl"
 # the locals of a frame a second time frees the values that the first reading returned. If one of them were a
 # tensor, freeing it could let other threads run in the middle of the search.
 _CALL = nn.Module.__call__.__code__
+# Flags of the code of functions that can be suspended. A suspended frame has no caller.
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 one_at_a_time = threading.RLock()  # held during a change of any model
 _change: _Change | None = None
@@ -123,31 +126,45 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
     was_enabled = gc.isenabled()
     gc.disable()  # a garbage collection could let other threads run while their frames are read
     try:
-        for thread, frame in sys._current_frames().items():
+        for thread in list(sys._current_frames()):
             if thread != change.owner and thread not in change.waiting:
-                module = _called_module(frame, change.modules)
+                module = _called_in(thread, change.modules)
                 if module is not None:
                     return thread, module
         return None
     finally:
-        # The last frame may be this function's own. Then its variable ``frame`` would refer to the frame
-        # itself, and this reference cycle would keep the modules alive.
-        del frame
         if was_enabled:
             gc.enable()
+
+
+def _called_in(thread: int, modules: set[nn.Module]) -> nn.Module | None:
+    """The outermost module of ``modules`` that another thread is calling. None if it is calling none."""
+    while True:
+        module, last = _called_module(sys._current_frames().get(thread), modules)
+        # Meanwhile the thread goes on. If a generator on its stack was suspended, the frames below the
+        # generator were not found, so the stack is read again.
+        if module is not None or last is None or not last.co_flags & _SUSPENDABLE:
+            return module
 
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
     """True if the call that waits at the gate was made inside a call of another module of ``modules``."""
     own_call = sys._getframe(2)  # the frame of the call that has reached the gate
-    return _called_module(own_call.f_back, modules) is not None
+    return _called_module(own_call.f_back, modules)[0] is not None
 
 
-def _called_module(frame: FrameType | None, modules: set[nn.Module]) -> nn.Module | None:
-    """The outermost module of ``modules`` that is being called on the stack of ``frame``. None if none is."""
-    found = None
+def _called_module(
+    frame: FrameType | None, modules: set[nn.Module]
+) -> tuple[nn.Module | None, CodeType | None]:
+    """Returns (module, code) for the stack of ``frame``.
+
+    The module is the outermost one of ``modules`` that is being called, None if none is. The code is that of
+    the outermost frame, None without any frame.
+    """
+    found, last = None, None
     while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals["self"] in modules:
+        last = frame.f_code
+        if last is _CALL and frame.f_locals["self"] in modules:
             found = frame.f_locals["self"]
         frame = frame.f_back
-    return found
+    return found, last
