@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.compile_ahead import rehearsal
+from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import ceil_div
 
@@ -35,14 +35,10 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """
     # Each sum is padded to 16 bytes: ``Launch`` is fast only for addresses that are multiples of 16.
     sums = torch.zeros((len(tensors), 2), dtype=torch.int64, device=tensors[0].device)
-    # In a rehearsal (``compile_ahead.py``), the kernel might only be compiled instead of launched.
-    token = rehearsal.set(None)
-    try:
+    with without_rehearsal():
         for tensor, total in zip(tensors, sums, strict=True):
             words = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.int64)
             _launch(len(words), tensor.device).run(words, total)
-    finally:
-        rehearsal.reset(token)
     return sums[:, 0]
 
 

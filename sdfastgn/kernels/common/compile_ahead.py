@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -75,6 +75,16 @@ class _Rehearsal:
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
+
+
+@contextlib.contextmanager
+def without_rehearsal() -> Iterator[None]:
+    """A context that launches kernels even in a rehearsal, for callers that need the results."""
+    token = rehearsal.set(None)
+    try:
+        yield
+    finally:
+        rehearsal.reset(token)
 
 
 @functools.cache

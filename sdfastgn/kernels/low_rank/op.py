@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.compile_ahead import rehearsal
+from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
@@ -191,13 +191,8 @@ class LowRankSums:
             if device.type == "cuda":  # the cache may free the tables before the kernel has read them
                 for table in tables[1:]:
                     table.record_stream(torch.cuda.current_stream(device))
-            # In a rehearsal (``compile_ahead.py``), a kernel may only be compiled instead of launched. But
-            # the caller needs the sums. So the rehearsal is turned off for this launch.
-            token = rehearsal.set(None)
-            try:
+            with without_rehearsal():
                 tables.launch.run(tables.tiles, tables.matrices, tables.factors, on_gpu)
-            finally:
-                rehearsal.reset(token)
 
 
 class _Tables(NamedTuple):
