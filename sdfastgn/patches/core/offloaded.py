@@ -99,8 +99,8 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
     try:
         yield move
         _note_returns(root, {key: weights[key] for key in on_gpu if _is_at_home(weights[key])})
-        arrived = [key for key, home in homes.items() if _has_arrived(weights[key], home, destination)]
-        _keep(root, {key: homes[key] for key in arrived})
+        pairs = [(weights[key], home) for key, home in homes.items()]
+        _keep(root, [pair for pair in pairs if _has_arrived(*pair, destination)])
     finally:
         _wait_for(destination)
 
@@ -117,13 +117,15 @@ def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
         del _kept[root]
 
 
-def _keep(root: nn.Module, homes: dict[int, Tensor]) -> None:
-    """Keep ``homes``, the main memory of weights that have just arrived on a GPU. Compute their checksums."""
-    weights = [weight for weight in root.parameters() if id(weight) in homes]
-    if weights and dispatch.is_on():
+def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Keep main memory of weights that have just arrived on a GPU, and compute their checksums.
+
+    ``arrived``: (weight, its main memory) for each of them.
+    """
+    if arrived and dispatch.is_on():
         with contextlib.suppress(*_ERRORS):
-            kept = {id(weight): homes[id(weight)] for weight in weights}
-            _kept[root] = _Kept(kept, checksums(weights))
+            sums = checksums([weight for weight, _ in arrived])
+            _kept[root] = _Kept({id(weight): home for weight, home in arrived}, sums)
 
 
 def _wait_for(device: torch.device | None) -> None:
