@@ -158,8 +158,8 @@ def _called_module(
 ) -> tuple[nn.Module | None, CodeType | None]:
     """Returns (module, code) for the stack of ``frame``.
 
-    The module is the outermost one of ``modules`` that is being called, None if none is. The code is that of
-    the outermost frame, None without any frame.
+    ``module``: the outermost one of ``modules`` that is being called; None if none is. ``code``: the code
+    object of the outermost frame; None if there is no frame.
     """
     found, last = None, None
     while frame is not None:
