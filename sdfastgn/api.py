@@ -6,8 +6,8 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,11 +19,13 @@ from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import fp8_option, patcher
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.adapters import unmerged_layers
+from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
+from sdfastgn.patches.core.moves import follow, followed_in, is_followed
 from sdfastgn.patches.graphs import install as graphs
-from sdfastgn.patches.graphs.models import is_graphable
 from sdfastgn.reports import Entry, Report, grouped, parts_text, some
+from sdfastgn.snapshot import Options, Snapshot, may_change, put_back, take
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import never_run
 
@@ -57,7 +59,9 @@ def optimize(
         obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component is optimized
             that has parts to fuse or calls to capture (docs/coverage.md): UNet, VAE, ControlNets, CLIP text
             encoders and others. Also made faster are the image processor, the property that finds the
-            pipeline's device, and the PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers.
+            pipeline's device, and the PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers. After
+            ``enable_model_cpu_offload``, the weights of all its models are copied faster
+            (docs/memory.md).
         strict: True raises a ValueError if anything must be skipped.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
@@ -127,7 +131,7 @@ def optimize(
             it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
             waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
-    before = _optimize(
+    before, _ = _optimize(
         "optimize",
         obj,
         strict,
@@ -161,13 +165,15 @@ def restore(obj: T) -> T:
         ValueError: ``obj`` is optimized and wrapped in DistributedDataParallel: unwrap it first.
         RuntimeError: as in ``optimize``.
     """
-    roots = _roots("restore", obj)
-    _refuse_in_ddp("restore", obj, roots.values())
+    models = _models("restore", obj)
+    roots = _roots(models)
+    changed = {name: model for name, model in models.items() if name in roots or followed_in(model)}
+    _refuse_in_ddp("restore", obj, changed.values())
     left = []
-    with _changing("restore", roots.values()):
-        for name, root in roots.items():
-            graphs.remove(root)
-            left += patcher.undo(root, name)
+    with _changing("restore", changed.values()):
+        for name, model in changed.items():
+            graphs.remove(model)
+            left += patcher.undo(model, name)
         for name, part in patcher.parts_ever_of(obj):
             left += patcher.undo(part, name)
     if left:
@@ -190,7 +196,7 @@ def optimized(
     scheduler inside the block, the new scheduler is restored too. If it gets a new model, the new model stays
     as it is. Arguments, errors and warnings: as in ``optimize`` and ``restore``.
     """
-    before = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
+    before, others = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:
         if not missing_ok:
             warnings.warn(f"sdfastgn.optimized: {_nothing_in(obj)}", stacklevel=2 + _WITH)
@@ -201,8 +207,8 @@ def optimized(
     finally:
         models = [was for was in before if isinstance(was.component, nn.Module)]
         _refuse_in_ddp("optimized", obj, [was.component for was in models if was.is_stock])
-        with _changing("optimized", [was.component for was in models]):
-            left = _put_back(before)
+        with _changing("optimized", [*(was.component for was in models), *others]):
+            left = put_back(before, others)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(obj):
                 if id(part) not in known:  # ``part`` came into the pipeline inside the block
@@ -218,7 +224,7 @@ def verdicts(obj: Any) -> list[Verdict]:
     removed. Returns a Verdict for each part.
     """
     found = []
-    roots = _roots("verify", obj)
+    roots = _roots(_models("verify", obj))
     with _changing("verify", roots.values()):
         for name, root in roots.items():
             graphs.remove(root)
@@ -239,7 +245,8 @@ def report(obj: Any) -> Report:
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
     """
-    roots = _roots("report", obj)
+    models = _models("report", obj)
+    roots = _roots(models)
     why_stock = {name: why_stock_runs(root) for name, root in roots.items()}
     entries = tuple(
         Entry(
@@ -276,6 +283,11 @@ def report(obj: Any) -> Report:
             merged for name, root in roots.items() if (merged := merged_adapters.merged_in(root, name)).layers
         ),
         fp8=tuple(found for name, root in roots.items() for found in fp8.state_of(root, name)),
+        offloaded=tuple(
+            name or type(model).__name__
+            for name, model in models.items()
+            if is_offloaded_whole(model) and is_followed(model)
+        ),
     )
 
 
@@ -310,117 +322,6 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The options of ``optimize`` that decide what is changed.
-
-    ``asked``: names of fusions that are off by default (``ASKED_FUSIONS``) and that the user has turned on.
-    ``merges``: the option ``merge_adapters``. ``left_out``: names of fusions that the user has turned off.
-    ``precision``: the option ``precision``.
-    """
-
-    asked: tuple[str, ...]
-    merges: bool
-    left_out: tuple[str, ...]
-    precision: str | None
-
-
-@dataclass(frozen=True)
-class _Before:
-    """The state of one component before ``optimize``, from which ``_put_back`` restores it.
-
-    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module whose calls run as
-    CUDA graphs -> its option ``cuda_graphs``. ``findings``: what ``patcher.inspect`` found in the component.
-    ``laid_out``: the modules whose layout sdfastgn had changed. ``is_fp8``: True if the component had
-    products in FP8. ``unmerged``: the modules that had ``merge_adapters=False``. ``left_out``: names of the
-    fusions that were turned off. ``leaving``: findings of applied fusions that ``patcher.leave_out`` undoes.
-    """
-
-    name: str
-    component: Any
-    findings: list[patcher.Finding]
-    is_stock: bool
-    modes: dict[nn.Module, str | bool]
-    laid_out: set[nn.Module]
-    is_fp8: bool = False
-    unmerged: frozenset[nn.Module] = frozenset()
-    left_out: frozenset[str] = frozenset()
-    leaving: tuple[patcher.Finding, ...] = ()
-
-
-def _before(name: str, component: Any, options: _Options) -> _Before:
-    findings = patcher.inspect(component, name, options.asked, options.left_out)
-    is_stock = not any(f.status == "fused" for f in findings)
-    if not isinstance(component, nn.Module):
-        return _Before(name, component, findings, is_stock, {}, set())
-    modes = {
-        module: graphed.mode
-        for module in component.modules()
-        if is_graphable(module)
-        for _, graphed in graphs.inspect(module)
-        if graphed is not None
-    }
-    is_stock = is_stock and not (modes or channels_last.is_applied(component))
-    laid_out, is_fp8 = channels_last.laid_out(component), any(map(fp8.is_allowed, component.modules()))
-    unmerged = frozenset(module for module in component.modules() if not merged_adapters.is_allowed(module))
-    left_out = patcher.left_out_of(component)
-    names = left_out.union(options.left_out)
-    every = patcher.inspect(component, name, left_out=()) if names else []
-    leaving = tuple(f for f in every if f.fusion.name in names and f.fusion.is_applied(f.module))
-    kept = unmerged, left_out, leaving
-    return _Before(name, component, findings, is_stock, modes, laid_out, is_fp8, *kept)
-
-
-def _changes(was: _Before, options: _Options) -> bool:
-    """True if ``optimize`` may change fusions, layout, merged weights or FP8 of ``was.component``, a model.
-
-    Modes of CUDA graphs, and fusions that are left out, do not count: they may change while other threads run
-    the model.
-    """
-    return (
-        patcher.needs_change(was.component, was.findings)
-        or merged_adapters.must_release(was.component, options.merges)
-        or fp8_option.may_change(was.component, options.precision)
-    )
-
-
-def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
-    """Give each component the state that it had before ``optimize``.
-
-    Returns (path, module or part of a pipeline) for all that could not be restored.
-    """
-    left = []
-    for was in before:
-        is_model = isinstance(was.component, nn.Module)
-        if was.is_stock:
-            if is_model:
-                graphs.remove(was.component)
-            left += patcher.undo(was.component, was.name)
-            continue
-        patcher.take_back(was.component, was.findings, was.laid_out)
-        if is_model:
-            _allow_merging_as(was)
-            patcher.leave_out(was.component, was.left_out)
-            for finding in was.leaving:
-                if not finding.fusion.is_applied(finding.module):
-                    finding.fusion.apply(finding.module)
-            if not was.is_fp8:
-                fp8_option.set_precision(was.component, None)
-        for module in was.component.modules() if is_model else ():
-            if is_graphable(module) and module not in was.modes:
-                graphs.remove(module)
-        for module, mode in was.modes.items():
-            graphs.install(module, mode)
-    return left
-
-
-def _allow_merging_as(was: _Before) -> None:
-    # A module comes before the modules in it, for which ``allow`` also decides.
-    for module in was.component.modules():
-        if merged_adapters.is_allowed(module) == (module in was.unmerged):
-            merged_adapters.allow(module, module not in was.unmerged)
-
-
 def _optimize(
     call: str,
     obj: Any,
@@ -432,49 +333,58 @@ def _optimize(
     merge_adapters: bool = True,
     exact_tiling: bool = True,
     precision: str | None = fp8_option.KEPT,
-) -> list[_Before]:
+) -> tuple[list[Snapshot], WeakSet[nn.Module]]:
     """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
-    Returns the state of each component before the change; an empty list if there is nothing to optimize.
+    Returns the state of each component before the change, and the models with nothing to optimize that are
+    followed from now on (``moves.py``). Both are empty if there is nothing to optimize in ``obj``.
     """
-    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify}
+    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "exact_tiling": exact_tiling}
     flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}
-    _check_options(call, cuda_graphs, {**flags, "exact_tiling": exact_tiling})
+    _check_options(call, cuda_graphs, flags)
     left_out = () if exact_tiling else ("tiled_decode",)
-    options = _Options(("batch_norm",) if fold_batch_norm else (), merge_adapters, left_out, precision)
-    roots = _roots(call, obj, options.asked)
+    options = Options(("batch_norm",) if fold_batch_norm else (), merge_adapters, left_out, precision)
+    models = _models(call, obj)
+    roots = _roots(models, options.asked)
     if not roots:
         if not missing_ok and (strict or isinstance(obj, nn.Module)):
             raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
-        return []
+        return [], WeakSet()
     fp8_option.check(call, roots.values(), precision)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     _prepare_triton(roots.values())
     with one_at_a_time:
         components = {**roots, **patcher.parts_of(obj)}
-        before = [_before(name, component, options) for name, component in components.items()]
+        before = [take(name, component, options) for name, component in components.items()]
+        others = WeakSet(models[name] for name in models.keys() - roots if not is_followed(models[name]))
         if strict:
             _refuse_skipped(call, before, merge_adapters)
         warn_of_machine(call)
-        models = [was for was in before if isinstance(was.component, nn.Module)]
-        changing = [was.component for was in models if verify or _changes(was, options)]
+        changing = [w.component for w in before if w.name in roots and (verify or may_change(w, options))]
         with _changing(call, changing):
             try:
                 for was in before:
                     patcher.apply(was.component, was.findings, obj)
                 if verify:
                     _tell(call, verdicts(obj), strict)
-                for was in models:
-                    merged_adapters.allow(was.component, merge_adapters)
-                    patcher.leave_out(was.component, options.left_out)
-                    fp8_option.set_precision(was.component, precision)
-                    graphs.install(was.component, cuda_graphs)
+                _set_options(roots.values(), options, cuda_graphs)
+                # All models of a pipeline may be offloaded, also those with nothing to fuse.
+                for model in () if isinstance(obj, nn.Module) else models.values():
+                    follow(model)
             except BaseException:
-                _put_back(before)
+                put_back(before, others)
                 raise
             patcher.ask(roots.values(), options.asked)
-    return before
+    return before, others
+
+
+def _set_options(roots: Iterable[nn.Module], options: Options, cuda_graphs: str | bool) -> None:
+    for root in roots:
+        merged_adapters.allow(root, options.merges)
+        patcher.leave_out(root, options.left_out)
+        fp8_option.set_precision(root, options.precision)
+        graphs.install(root, cuda_graphs)
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:
@@ -493,7 +403,7 @@ def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
             raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
 
 
-def _refuse_skipped(call: str, before: list[_Before], merges: bool) -> None:
+def _refuse_skipped(call: str, before: list[Snapshot], merges: bool) -> None:
     findings = [f for was in before for f in was.findings if f.status == "skipped"]
     skipped = [(f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in findings]
     for was in before:
@@ -524,8 +434,8 @@ def _tell(call: str, found: list[Verdict], strict: bool) -> None:
 
 
 def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
-    roots = list(roots)
-    if any(channels_last.converted_weights(root) for root in roots) and is_in_ddp(roots):
+    converted = [root for root in roots if channels_last.converted_weights(root)]
+    if converted and is_in_ddp(converted):
         raise ValueError(_in_ddp(call, obj, "restore it after the wrapper is gone"))
 
 
@@ -556,32 +466,36 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
     )
 
 
-def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
-    """Name of a component -> its module, for components with anything to fuse or to capture as CUDA graphs.
+def _models(call: str, obj: Any) -> dict[str, nn.Module]:
+    """Name of a component -> its module, for all components that are modules.
 
     If ``obj`` is a module, it is the only component, and its name is "". A component that occurs twice is
-    listed once. A component that is inside of another one is not listed. ``asked``: as in ``_Options``.
+    listed once. A component that is inside of another one is not listed.
     Raises TypeError if ``obj`` is neither a pipeline nor a module.
     """
     if isinstance(obj, nn.Module):
-        candidates: dict[str, Any] = {"": obj}
-    elif isinstance(getattr(obj, "components", None), dict):
-        candidates = obj.components
-    else:
+        return {"": obj}
+    if not isinstance(getattr(obj, "components", None), dict):
         raise TypeError(
             f"sdfastgn.{call}: expected a diffusers pipeline or a torch.nn.Module, got {type(obj).__name__} "
             + textwrap.shorten(repr(obj), 80, placeholder=" ...")
         )
-    roots: dict[str, nn.Module] = {}
-    for name, module in candidates.items():
-        if (
-            isinstance(module, nn.Module)
-            and all(module is not r for r in roots.values())
-            and (patcher.has_fusions(module, asked) or graphs.has_graphable(module))
-        ):
-            roots[name] = module
-    inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}
-    return {name: root for name, root in roots.items() if id(root) not in inner}
+    first = {id(m): name for name, m in reversed(obj.components.items()) if isinstance(m, nn.Module)}
+    models = {name: m for name, m in obj.components.items() if first.get(id(m)) == name}
+    inner = {id(module) for model in models.values() for module in model.modules() if module is not model}
+    return {name: model for name, model in models.items() if id(model) not in inner}
+
+
+def _roots(models: dict[str, nn.Module], asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
+    """Those of ``models`` that have anything to fuse or to capture as CUDA graphs.
+
+    ``asked``: as in ``snapshot.Options``.
+    """
+    return {
+        name: model
+        for name, model in models.items()
+        if patcher.has_fusions(model, asked) or graphs.has_graphable(model)
+    }
 
 
 # Texts of the warnings about this machine that were already given. Each warning is given once per process.

@@ -70,7 +70,8 @@ class Report:
     moved to a GPU. ``graphs``: the state of each module whose calls can run as CUDA graphs.
     ``graph_memory_bytes``: size of the memory pools that contain the graphs. The pools may also contain
     graphs of other models in the process. ``merged``: the models with layers whose LoRA adapters are merged
-    into weights. ``fp8``: the models with matrix products in FP8.
+    into weights. ``fp8``: the models with matrix products in FP8. ``offloaded``: names of the models that
+    are offloaded by ``enable_model_cpu_offload``, and whose large weights sdfastgn moves faster.
     """
 
     entries: tuple[Entry, ...]
@@ -82,6 +83,7 @@ class Report:
     runs_kernels: bool = True
     merged: tuple[Merged, ...] = ()
     fp8: tuple[Fp8, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -208,6 +210,8 @@ class Report:
             memory = f"{m.layers} layers, {m.bytes / 2**20:.0f} MiB"
             found.append((f"merged LoRA in {m.path}: {memory}, adapters: {names}", []))
         found += [_fp8_paragraph(each, max_paths) for each in self.fp8]
+        if self.offloaded:
+            found.append((f"offloaded, with faster copies: {', '.join(self.offloaded)}", []))
         for g in self.graphs:
             if g.replays or g.eager:
                 # ``g.eager`` has reason -> number of calls without a graph. The number 0 means that the

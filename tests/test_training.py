@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,3 +318,16 @@ def test_the_layout_is_not_changed_under_ddp() -> None:
         sdfastgn.restore(model)
     assert sdfastgn.report(model).fused
     sdfastgn.optimize(worker.build())  # another model
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_model_without_convolutions_may_be_in_ddp() -> None:
+    """``optimize`` changes no layout in it, so its buckets stay right."""
+    net, text_encoder = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(4, 8)), nn.Linear(8, 8)
+    pipe = SimpleNamespace(components={"unet": net, "text_encoder": text_encoder})
+    wrapper = DistributedDataParallel(text_encoder)
+    with sdfastgn.optimized(pipe):
+        assert sdfastgn.report(pipe).channels_last_weights == 1
+    sdfastgn.restore(sdfastgn.optimize(pipe))
+    assert sdfastgn.report(pipe).channels_last_weights == 0
+    assert wrapper.module is text_encoder

@@ -17,6 +17,7 @@ from torch import nn
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.moves import unfollow
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -269,7 +270,7 @@ def put_back(findings: list[Finding], reason: str) -> None:
 
 
 def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Restore all of ``component`` as it was before ``apply``. A stock component stays as it is.
+    """Restore all of ``component`` as it was before ``apply`` and ``follow``. A stock one stays as it is.
 
     Returns (path, module or part) for all modules and parts that could not be restored, because other code
     has changed their class to a subclass of the fused class. After that code has undone its change, call
@@ -293,6 +294,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
         restore_class(module)
         channels_last.restore(module)
         _forget(module)
+        unfollow(module)
     return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 

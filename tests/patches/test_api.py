@@ -1,20 +1,29 @@
 """``optimize``, ``restore``, ``optimized`` and ``report`` on module trees, pipelines and bad input."""
 
 import functools
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_module
 from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig
 from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel
 
 import sdfastgn
+from sdfastgn import api
 from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core.class_forward import is_offloaded_whole
+from sdfastgn.patches.core.instance_entries import InstanceEntry
+from sdfastgn.patches.core.moves import follow, is_followed
 from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.controlnet import build_controlnet
 
@@ -379,6 +388,101 @@ def test_components_without_a_group_norm_are_left_alone():
     assert text_encoder[0].weight.stride() == strides
     assert {e.component for e in sdfastgn.report(pipe).entries} == {"unet"}
     assert all(e.path.startswith("unet.") for e in sdfastgn.report(pipe).entries)
+
+
+def pipeline_with_a_model_that_stays_stock():
+    """Its text encoder has nothing to fuse."""
+    return SimpleNamespace(components={"unet": Net(), "text_encoder": nn.Sequential(nn.Linear(8, 8))})
+
+
+def is_stock(model):
+    return not any(isinstance(value, InstanceEntry) for value in vars(model).values())
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["pipeline", "model"])
+def test_models_that_stay_stock_are_offloaded_faster(alone):
+    pipe = pipeline_with_a_model_that_stays_stock()
+    sdfastgn.optimize(pipe, strict=True)
+    text_encoder = pipe.components["text_encoder"]
+    assert is_followed(text_encoder)
+    assert "offloaded" not in str(sdfastgn.report(pipe))
+    for model in pipe.components.values():
+        cpu_offload_with_hook(model, torch.device("cpu"))
+    assert sdfastgn.report(pipe).offloaded == ("unet", "text_encoder")
+    assert "offloaded, with faster copies: unet, text_encoder" in str(sdfastgn.report(pipe))
+    remove_hook_from_module(text_encoder)
+    sdfastgn.restore(text_encoder if alone else pipe)
+    assert is_stock(text_encoder)
+    assert is_followed(pipe.components["unet"]) == alone
+
+
+def test_a_compiled_model_is_offloaded_faster():
+    pipe = pipeline_with_a_model_that_stays_stock()
+    compiled = pipe.components["text_encoder"] = torch.compile(pipe.components["text_encoder"])
+    sdfastgn.optimize(pipe)
+    cpu_offload_with_hook(compiled, torch.device("cpu"))
+    assert sdfastgn.report(pipe).offloaded == ("text_encoder",)
+    assert is_offloaded_whole(compiled)
+
+
+def test_the_with_block_holds_no_model_that_stays_stock():
+    pipe = pipeline_with_a_model_that_stays_stock()
+    with sdfastgn.optimized(pipe):
+        text_encoder = weakref.ref(pipe.components.pop("text_encoder"))
+        gc.collect()
+        assert text_encoder() is None
+
+
+def test_the_with_block_follows_models_that_stay_stock_only_inside():
+    pipe = pipeline_with_a_model_that_stays_stock()
+    text_encoder = pipe.components["text_encoder"]
+    with sdfastgn.optimized(pipe):
+        assert is_followed(text_encoder)
+    assert is_stock(text_encoder)
+    sdfastgn.optimize(pipe)
+    with sdfastgn.optimized(pipe):
+        pass
+    assert is_followed(text_encoder)
+
+
+def test_the_with_block_without_graphs_keeps_following():
+    """``graphs.remove`` ends what ``graphs.install`` has begun, but the pipeline was optimized before."""
+    config = CLIPTextConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    pipe = SimpleNamespace(components={"unet": Net(), "text_encoder": CLIPTextModel(config)})
+    sdfastgn.optimize(pipe, cuda_graphs=False)
+    with sdfastgn.optimized(pipe, cuda_graphs=True):
+        pass
+    assert is_followed(pipe.components["text_encoder"])
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, torch.compile], ids=["module", "compiled"])
+def test_a_followed_model_that_is_wrapped_later(wrap):
+    pipe = pipeline_with_a_model_that_stays_stock()
+    text_encoder = pipe.components["text_encoder"]
+    sdfastgn.optimize(pipe)
+    pipe.components["text_encoder"] = wrap(text_encoder)
+    with sdfastgn.optimized(pipe):
+        pass
+    assert is_followed(text_encoder)
+    sdfastgn.restore(pipe)
+    assert all(map(is_stock, pipe.components["text_encoder"].modules()))
+
+
+def test_a_failure_follows_no_model(monkeypatch):
+    pipe = pipeline_with_a_model_that_stays_stock()
+
+    def fail_at_the_last(model):
+        follow(model)
+        if model is pipe.components["text_encoder"]:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(api, "follow", fail_at_the_last)
+    with pytest.raises(RuntimeError, match="no"):
+        sdfastgn.optimize(pipe)
+    assert is_stock(pipe.components["text_encoder"])
+    assert not sdfastgn.report(pipe).fused
 
 
 def test_a_component_under_two_names_is_one():

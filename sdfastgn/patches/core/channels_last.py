@@ -29,13 +29,9 @@ from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.class_forward import accelerate_hooks
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import layout_hook, remove_hooks
-from sdfastgn.patches.core.instance_entries import (
-    Moves,
-    follow_moves,
-    stop_following,
-    unguard,
-)
+from sdfastgn.patches.core.instance_entries import unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.moves import Moves, follow_moves, stop_following
 
 __all__ = [
     "apply",

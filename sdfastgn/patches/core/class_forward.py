@@ -61,7 +61,9 @@ def is_offloaded_whole(module: nn.Module) -> bool:
     there until the next model of the pipeline is called or the image is done. The hook keeps the ``forward``
     that it wraps as the attribute ``_old_forward`` of ``module``.
     """
-    hook = type(vars(module).get("_hf_hook"))
+    # ``getattr`` also finds the hook if ``torch.compile`` has wrapped the model. The hook is an attribute of
+    # the wrapped module then.
+    hook = type(getattr(module, "_hf_hook", None))
     return (hook.__module__, hook.__qualname__) == ("accelerate.hooks", "CpuOffload")
 
 

@@ -29,8 +29,9 @@ from torch.utils.hooks import RemovableHandle
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.e4m3 import BEYOND
 from sdfastgn.patches.core.fp8_product import Product, Products
-from sdfastgn.patches.core.instance_entries import InstanceEntry, follow_moves, stop_following
+from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.merged_adapters import is_merged, is_wrapper, wrapped_layer
+from sdfastgn.patches.core.moves import follow_moves, stop_following
 
 __all__ = [
     "Fp8",

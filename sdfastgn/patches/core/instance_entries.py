@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from sdfastgn.patches.core.offloaded import forget, moving
-
-__all__ = ["GUARDS", "InstanceEntry", "Moves", "follow_moves", "guard", "moved", "stop_following", "unguard"]
+__all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
 
 
 class InstanceEntry:
     """Base class of entries in a module's ``__dict__`` that belong to this one module.
 
-    An entry, such as a ``forward`` with CUDA graphs, only has a weak reference to its module.
+    An example is a ``forward`` with CUDA graphs. An entry has only a weak reference to its module.
     """
 
     __slots__ = ("__weakref__", "_module")
@@ -40,7 +37,7 @@ class InstanceEntry:
         return module
 
     def moved(self) -> None:
-        """Called after ``.to()`` or a similar method of the module, or of one that contains it."""
+        """Called after a ``Moves`` has moved or converted the module, or one that contains it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module,)
@@ -70,36 +67,6 @@ class _State(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(self.whole, memo)
-
-
-def moved(root: nn.Module) -> None:
-    """Call ``moved`` of all entries in ``root``."""
-    for module in root.modules():
-        for value in list(vars(module).values()):
-            if isinstance(value, InstanceEntry):
-                value.moved()
-
-
-class Moves(InstanceEntry):
-    """Replaces the method ``_apply`` of its module, which ``.to()`` and similar methods call.
-
-    After the original method it calls ``moved`` of all entries in the module.
-    """
-
-    __slots__ = ()
-
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        module = self.module
-        if not recurse:
-            return type(module)._apply(module, fn, recurse)
-        with moving(module, fn) as move:
-            type(module)._apply(module, move)
-            self.arrange(module)
-        moved(module)
-        return module
-
-    def arrange(self, module: nn.Module) -> None:
-        """Called after the original method. A subclass may change the layout of weights here."""
 
 
 class _GetState(InstanceEntry):
@@ -137,22 +104,8 @@ def guard(module: nn.Module) -> None:
 
 
 def unguard(module: nn.Module) -> None:
-    """Undo ``guard``, unless ``module`` still has another ``InstanceEntry``, which copies must not get."""
+    """Undo ``guard``. If ``module`` still has another ``InstanceEntry``, the ``GUARDS`` stay for it."""
     entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:
             del vars(module)[name]
-
-
-def follow_moves(entry: InstanceEntry) -> None:
-    """Let ``entry`` replace the method ``_apply`` of its module, which ``.to()`` and similar methods call."""
-    vars(entry.module)["_apply"] = entry
-    guard(entry.module)
-
-
-def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
-    """Undo ``follow_moves`` if ``_apply`` of ``module`` is an entry of the class ``kind``."""
-    if type(vars(module).get("_apply")) is kind:
-        del vars(module)["_apply"]
-        unguard(module)
-        forget(module)  # later moves are not followed, so its main memory would be kept for good

@@ -24,8 +24,9 @@ from sdfastgn.patches.core.class_forward import (
     is_offloaded_whole,
     replace_kept,
 )
-from sdfastgn.patches.core.instance_entries import Moves, follow_moves, guard, stop_following, unguard
+from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.moves import follow, unfollow
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
 from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
@@ -105,8 +106,8 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
             vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
             guard(module)
         # A model with convolutions has an entry that does more (``channels_last.py``).
-        if _graphed(module) is not None and "_apply" not in vars(module):
-            follow_moves(Moves(module))
+        if _graphed(module) is not None:
+            follow(module)
 
 
 def remove(root: nn.Module) -> None:
@@ -213,5 +214,5 @@ def _take_off(module: Any) -> None:
         # A hook of another library may have stored ``graphed`` in order to restore it as the module's forward
         # later. It shall restore the class's forward instead.
         replace_kept(module, graphed, class_forward(module, name))
-    stop_following(module, Moves)
+    unfollow(module)
     unguard(module)

@@ -1,0 +1,138 @@
+"""The state of a pipeline's component before ``optimize``, and how to return to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sdfastgn.patches import fp8_option, patcher
+from sdfastgn.patches.core import channels_last, fp8, merged_adapters
+from sdfastgn.patches.core.moves import follow, followed_in, unfollow
+from sdfastgn.patches.graphs import install as graphs
+from sdfastgn.patches.graphs.models import is_graphable
+
+__all__ = ["Options", "Snapshot", "may_change", "put_back", "take"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``optimize`` that decide what is changed.
+
+    ``asked``: names of fusions that are off by default (``ASKED_FUSIONS``) and that the user has turned on.
+    ``merges``: the option ``merge_adapters``. ``left_out``: names of fusions that the user has turned off.
+    ``precision``: the option ``precision``.
+    """
+
+    asked: tuple[str, ...]
+    merges: bool
+    left_out: tuple[str, ...]
+    precision: str | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one component before ``optimize``, from which ``put_back`` restores it.
+
+    ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module whose calls run as
+    CUDA graphs -> its option ``cuda_graphs``. ``findings``: what ``patcher.inspect`` found in the component.
+    ``laid_out``: the modules whose layout sdfastgn had changed. ``followed``: the modules whose method
+    ``_apply`` a ``Moves`` had replaced (``moves.py``). ``is_fp8``: True if the component had matrix products
+    in FP8. ``unmerged``: the modules that had ``merge_adapters=False``. ``left_out``: names of the fusions
+    that were turned off. ``leaving``: findings of applied fusions that ``patcher.leave_out`` undoes.
+    """
+
+    name: str
+    component: Any
+    findings: list[patcher.Finding]
+    is_stock: bool
+    modes: dict[nn.Module, str | bool]
+    laid_out: set[nn.Module]
+    followed: frozenset[nn.Module] = frozenset()
+    is_fp8: bool = False
+    unmerged: frozenset[nn.Module] = frozenset()
+    left_out: frozenset[str] = frozenset()
+    leaving: tuple[patcher.Finding, ...] = ()
+
+
+def take(name: str, component: Any, options: Options) -> Snapshot:
+    """The present state of ``component``, a model or a part of a pipeline. ``name``: its path."""
+    findings = patcher.inspect(component, name, options.asked, options.left_out)
+    is_stock = not any(f.status == "fused" for f in findings)
+    if not isinstance(component, nn.Module):
+        return Snapshot(name, component, findings, is_stock, {}, set())
+    modes = {
+        module: graphed.mode
+        for module in component.modules()
+        if is_graphable(module)
+        for _, graphed in graphs.inspect(module)
+        if graphed is not None
+    }
+    followed = followed_in(component)
+    is_stock = is_stock and not (modes or followed or channels_last.is_applied(component))
+    laid_out, is_fp8 = channels_last.laid_out(component), any(map(fp8.is_allowed, component.modules()))
+    unmerged = frozenset(module for module in component.modules() if not merged_adapters.is_allowed(module))
+    left_out = patcher.left_out_of(component)
+    names = left_out.union(options.left_out)
+    every = patcher.inspect(component, name, left_out=()) if names else []
+    leaving = tuple(f for f in every if f.fusion.name in names and f.fusion.is_applied(f.module))
+    kept = followed, is_fp8, unmerged, left_out, leaving
+    return Snapshot(name, component, findings, is_stock, modes, laid_out, *kept)
+
+
+def may_change(was: Snapshot, options: Options) -> bool:
+    """True if ``optimize`` may change fusions, layout, merged weights or FP8 of ``was.component``, a model.
+
+    Some changes do not count, because they are safe while other threads run the model: modes of CUDA graphs,
+    fusions that are left out, and the replacement of ``_apply`` (``moves.follow``).
+    """
+    return (
+        patcher.needs_change(was.component, was.findings)
+        or merged_adapters.must_release(was.component, options.merges)
+        or fp8_option.may_change(was.component, options.precision)
+    )
+
+
+def put_back(before: list[Snapshot], followed: Iterable[nn.Module]) -> list[tuple[str, Any]]:
+    """Give each component the state that it had before ``optimize``.
+
+    ``followed``: the models without a snapshot that are followed since then.
+
+    Returns (path, module or part of a pipeline) for all that could not be restored.
+    """
+    left = []
+    for was in before:
+        is_model = isinstance(was.component, nn.Module)
+        if was.is_stock:
+            if is_model:
+                graphs.remove(was.component)
+            left += patcher.undo(was.component, was.name)
+            continue
+        patcher.take_back(was.component, was.findings, was.laid_out)
+        if is_model:
+            _allow_merging_as(was)
+            patcher.leave_out(was.component, was.left_out)
+            for finding in was.leaving:
+                if not finding.fusion.is_applied(finding.module):
+                    finding.fusion.apply(finding.module)
+            if not was.is_fp8:
+                fp8_option.set_precision(was.component, None)
+        for module in was.component.modules() if is_model else ():
+            if is_graphable(module) and module not in was.modes:
+                graphs.remove(module)
+        for module, mode in was.modes.items():
+            graphs.install(module, mode)
+        for module in was.component.modules() if is_model else ():
+            (follow if module in was.followed else unfollow)(module)
+    for model in followed:
+        unfollow(model)
+    return left
+
+
+def _allow_merging_as(was: Snapshot) -> None:
+    # A module comes before the modules in it, for which ``allow`` also decides.
+    for module in was.component.modules():
+        if merged_adapters.is_allowed(module) == (module in was.unmerged):
+            merged_adapters.allow(module, module not in was.unmerged)
