@@ -1,20 +1,21 @@
 """Moves the weights of offloaded models to the GPU and back, faster than diffusers' own code (*stock*).
 
-After ``enable_model_cpu_offload``, a pipeline moves each model to the GPU before its calls and back after
-them. Stock copies all weights both ways. Here ``StagedCopy`` copies large weights to the GPU.
+After ``enable_model_cpu_offload``, a pipeline moves a model to the GPU when it calls the model. The model
+returns to main memory when the pipeline calls another model, or when the image is done. Stock copies all
+weights both ways. Here ``StagedCopy`` copies large weights, and fewer weights are copied back.
 
-On the way back, large weights are copied only if they changed on the GPU. Main memory keeps them while the
-model is on the GPU, and each unchanged one gets its old memory back when the model returns. Checksums tell
-whether a weight has changed. The GPU computes them after the weights arrive and again before they return.
+Main memory keeps the large weights while their model is on the GPU. When the model returns, each weight that
+did not change on the GPU gets its old memory back. The changed weights are copied. Checksums tell whether a
+weight has changed. The GPU computes them after the weights arrive and again before they return.
 
 Memory is kept only if an earlier return from the GPU has allocated it, and if no other tensor or process
 shares it when the model leaves for the GPU. Memory from elsewhere may be mapped from a file, or other code
 may write into it. So the first return of a model copies all weights.
 
 While a model is on the GPU, its large weights also take main memory, as much as between two images. If the
-hook that offloads the model is removed meanwhile, the memory stays until the next move. diffusers does this
-at the end of each image. If that move is to main memory, unchanged weights get their old memory back. Any
-other move frees the memory, and so does ``restore``.
+hook that offloads the model is removed meanwhile, the memory is kept until the next move. If this move is to
+main memory, unchanged weights get their old memory back. Any other move frees the memory, and so does
+``restore``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MIN_BYTES = 2**20
 # For ``checksums``, a weight's size must be a multiple of _WORD bytes, and its address of _ALIGNMENT.
 _WORD = 8
 _ALIGNMENT = 16
-# If ``checksums`` raises one of these errors, weights are copied as in stock.
+# If ``checksums`` raises one of these errors, no memory is kept, and all weights are copied back.
 _ERRORS = (KernelError, torch.OutOfMemoryError)
 
 
@@ -53,7 +54,7 @@ class _Kept:
 
     Attributes:
         homes: id of a parameter -> a tensor in main memory with the parameter's values at its arrival.
-        sums: the checksums that the parameters had after they arrived, on the GPU, in the order of ``homes``.
+        sums: checksums of the parameters after their arrival, in the order of ``homes``. It is on the GPU.
     """
 
     homes: dict[int, Tensor]
@@ -62,14 +63,14 @@ class _Kept:
 
 # Model on the GPU -> the main memory that is kept for it.
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-# Model -> {id of a parameter: its storage in main memory}, for the large weights that returned from the GPU.
+# Model -> {id of a parameter: a weak reference to its storage}, for large weights back from the GPU.
 # The keys are ids and not weak references: with ``torch.__future__.set_swap_module_params_on_conversion``,
 # PyTorch cannot move a tensor that has a weak reference.
 _returned: weakref.WeakKeyDictionary[nn.Module, dict[int, StorageWeakRef]] = weakref.WeakKeyDictionary()
 
 
 def forget(root: nn.Module) -> None:
-    """Free the main memory that is kept for ``root``. If ``root`` is on the GPU, it returns as in stock."""
+    """Free the main memory that is kept for ``root``. The next return of ``root`` copies all weights."""
     _kept.pop(root, None)
     _returned.pop(root, None)
 
@@ -82,18 +83,26 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
     layout of the weights.
     """
     weights = {id(weight): weight for weight in root.parameters() if _is_large(weight)}
-    on_gpu = {key for key, weight in weights.items() if _is_on_gpu(weight)}
-    unchanged = _unchanged(root, weights, fn)
+    on_gpu = {key: weight for key, weight in weights.items() if _is_on_gpu(weight)}
     at_home = {key: weight for key, weight in weights.items() if _is_at_home(weight)}
-    destination = _destination(fn, at_home.values()) if is_offloaded_whole(root) else None
+    is_offloaded = is_offloaded_whole(root)
+    returns = (is_offloaded or root in _kept) and _goes_home(fn, on_gpu.values())
+    unchanged = _unchanged(root, weights) if returns else {}
+    destination = _destination(fn, at_home.values()) if is_offloaded else None
     homes = {} if destination is None else _homes(root, at_home)
-    stage = None if destination is None else _stage_to(destination, at_home.values())
+    if returns:
+        copied, may_be_staged = {key: w for key, w in on_gpu.items() if key not in unchanged}, _may_return
+        stage = _stage_on({weight.device for weight in copied.values()}, copied.values(), may_be_staged)
+    else:
+        copied, may_be_staged = at_home, _may_go
+        stage = _stage_on({destination}, copied.values(), may_be_staged)
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) in unchanged:
             return unchanged[id(tensor)]
-        if stage is not None and id(tensor) in at_home and _may_be_staged(tensor):
-            return stage(tensor)
+        # If two modules share a weight, ``move`` gets it twice. The second time it has already arrived.
+        if stage is not None and id(tensor) in copied and may_be_staged(tensor):
+            return stage.to_cpu(tensor) if returns else stage.to_gpu(tensor)
         return fn(tensor)
 
     try:
@@ -106,7 +115,11 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
 
 
 def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
-    """Record that the large weights ``returned`` came back to main memory. Free what is kept in vain."""
+    """Record that the large weights ``returned`` came back to main memory.
+
+    Also free the memory that is kept for ``root``, unless ``root`` is still offloaded, no weight came back,
+    and a weight with kept memory is still on the GPU.
+    """
     if returned:
         _returned[root] = {key: StorageWeakRef(each.untyped_storage()) for key, each in returned.items()}
     kept = _kept.get(root)
@@ -114,7 +127,7 @@ def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
         return
     stays = any(id(weight) in kept.homes and _is_on_gpu(weight) for weight in root.parameters())
     if returned or not stays or not is_offloaded_whole(root):
-        del _kept[root]
+        _kept.pop(root, None)  # another thread may have called ``forget``
 
 
 def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -129,10 +142,10 @@ def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def _wait_for(device: torch.device | None) -> None:
-    """Wait until all copies and checksums on ``device`` are done. Do nothing if it is None or no GPU.
+    """Wait for the copies and checksums on the current stream of ``device``, if it is a GPU.
 
-    Without this wait, another stream could read a weight, or change it, too early. PyTorch's own copies from
-    main memory wait too.
+    Without this wait, another stream could read a weight before it is copied, or change it before its
+    checksum is computed. PyTorch's own copies from main memory wait too.
     """
     if device is not None and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -149,7 +162,7 @@ def _is_at_home(weight: Tensor) -> bool:
 def _is_large(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         return False
-    if weight.is_conj() or weight.is_neg():  # its memory has other values
+    if weight.is_conj() or weight.is_neg():  # its memory has the values before conjugation or negation
         return False
     size = weight.numel() * weight.element_size()
     return size >= _MIN_BYTES and size % _WORD == 0
@@ -168,12 +181,20 @@ def _homes(root: nn.Module, at_home: dict[int, nn.Parameter]) -> dict[int, Tenso
     }
 
 
-def _stage_to(device: torch.device, weights: Iterable[Tensor]) -> StagedCopy | None:
-    """Returns None if ``device`` is no GPU, if none of ``weights`` may be staged, or without pinned memory.
+def _stage_on(
+    devices: Collection[torch.device | None],
+    weights: Iterable[Tensor],
+    may_be_staged: Callable[[Tensor], bool],
+) -> StagedCopy | None:
+    """Returns a ``StagedCopy`` for ``weights``, or None if PyTorch must copy all of them.
 
-    Also returns None if PyTorch uses one CPU thread. Then PyTorch's own copy is as fast.
+    The result is None in each of these cases: ``devices`` is not exactly one GPU; none of ``weights`` may be
+    staged; there is no pinned memory; PyTorch has only one CPU thread, so that little would be gained.
     """
-    if device.type != "cuda" or torch.get_num_threads() == 1 or not any(map(_may_be_staged, weights)):
+    device = next(iter(devices)) if len(devices) == 1 else None
+    if device is None or device.type != "cuda" or torch.get_num_threads() == 1:
+        return None
+    if not any(map(may_be_staged, weights)):
         return None
     try:
         return StagedCopy(device)
@@ -181,13 +202,17 @@ def _stage_to(device: torch.device, weights: Iterable[Tensor]) -> StagedCopy | N
         return None
 
 
-def _may_be_staged(weight: Tensor) -> bool:
-    """True if ``StagedCopy`` can copy ``weight``, and does so faster than PyTorch.
+def _may_go(weight: Tensor) -> bool:
+    """True if ``StagedCopy`` can copy ``weight`` to a GPU, and does so faster than PyTorch.
 
-    PyTorch copies pinned memory faster, without a buffer. A weight that two modules share is moved twice. The
-    second time it is already on the GPU, and is not staged.
+    PyTorch copies pinned memory faster, without a buffer.
     """
     return _is_at_home(weight) and not weight.is_pinned() and _is_dense(weight)
+
+
+def _may_return(weight: Tensor) -> bool:
+    """True if ``StagedCopy`` can copy ``weight`` to main memory."""
+    return _is_on_gpu(weight) and _is_dense(weight)
 
 
 def _has_arrived(weight: Tensor, home: Tensor, device: torch.device | None) -> bool:
@@ -195,9 +220,9 @@ def _has_arrived(weight: Tensor, home: Tensor, device: torch.device | None) -> b
 
 
 def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
-    """True if ``weight`` is on a GPU, has the dtype, shape and strides of ``home``, and has a checksum.
+    """True if ``weight``, on a GPU, has dtype, shape and strides of ``home``, and ``checksums`` can read it.
 
-    ``checksums`` cannot read a weight that has gaps in memory, or whose address is not aligned.
+    ``checksums`` can read a weight that has no gaps in memory and whose address is aligned.
     """
     is_readable = _is_dense(weight) and weight.data_ptr() % _ALIGNMENT == 0
     is_same = (weight.dtype, weight.shape, weight.stride()) == (home.dtype, home.shape, home.stride())
@@ -206,34 +231,26 @@ def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
 
 def _is_dense(weight: Tensor) -> bool:
     """True if ``weight`` has no gaps in memory, and no elements that share memory."""
-    # PyTorch preserves the strides of exactly these tensors.
+    # ``empty_like`` preserves the strides of exactly these tensors.
     return torch.empty_like(weight, device="meta").stride() == weight.stride()
 
 
-def _unchanged(
-    root: nn.Module, weights: dict[int, nn.Parameter], fn: Callable[[Tensor], Tensor]
-) -> dict[int, Tensor]:
+def _unchanged(root: nn.Module, weights: dict[int, nn.Parameter]) -> dict[int, Tensor]:
     """Returns {id of a parameter: its kept memory} for the weights that did not change on the GPU.
 
-    The result is empty if ``fn`` does more than copy to main memory, if kernels are off, or if checksums
-    fail. If ``fn`` only copies to main memory, nothing is kept for ``root`` any more when this function
-    returns. So the old memory of a changed weight is freed before the caller copies the weight.
+    The result is empty if kernels are off, or if checksums fail. Nothing is kept for ``root`` any more when
+    this function returns. So the old memory of a changed weight is freed before the caller copies the weight.
     """
-    kept = _kept.get(root)
+    kept = _kept.pop(root, None)
     if kept is None:
         return {}
-    away = [weights[key] for key in kept.homes if key in weights and _is_on_gpu(weights[key])]
-    destination = _destination(fn, away)
-    if destination is None or destination.type != "cpu":
-        return {}
-    del _kept[root]
     still = {
         key: slot
         for slot, (key, home) in enumerate(kept.homes.items())
         if key in weights
         and _may_be_copy(weights[key], home)
         and weights[key].device == kept.sums.device
-        # A copy outside of inference mode would be no inference tensor.
+        # Stock's copy is an inference tensor only in inference mode, so ``home`` may be one only then.
         and (not home.is_inference() or torch.is_inference_mode_enabled())
     }
     if not still or not dispatch.is_on():
@@ -245,10 +262,17 @@ def _unchanged(
         return {}
 
 
-def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) -> torch.device | None:
-    """The device to which ``fn`` copies ``weights``. None if there are none, or if ``fn`` does anything else.
+def _goes_home(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) -> bool:
+    """True if ``fn`` copies ``weights`` to main memory, and does nothing else."""
+    destination = _destination(fn, weights)
+    return destination is not None and destination.type == "cpu"
 
-    ``fn`` is called with a small tensor for each device, dtype and order of strides among the weights.
+
+def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) -> torch.device | None:
+    """The device to which ``fn`` copies ``weights``. None unless ``fn`` copies all to one device.
+
+    It is also None if ``weights`` is empty, or if ``fn`` does more than copy. To find out, ``fn`` is called
+    with a small tensor for each device, dtype and order of strides among the weights.
     """
     devices = set()
     for device, dtype, order in {(each.device, each.dtype, _order_of(each)) for each in weights}:
@@ -266,9 +290,10 @@ def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) ->
 
 
 def _values(count: int, dtype: torch.dtype) -> Tensor:
-    """Values (count,) of ``dtype`` that other functions than a plain copy would change: their bits are mixed.
+    """Values (count,) of ``dtype`` that show whether a function is a plain copy.
 
-    A floating dtype has an infinity and a NaN among them.
+    Their bits are mixed, so most other functions change them. A floating dtype that has an infinity and a NaN
+    has both among them.
     """
     if dtype is torch.bool:
         return torch.arange(count) % 2 == 0

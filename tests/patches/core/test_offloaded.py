@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core import offloaded
-from sdfastgn.patches.core.instance_entries import Moves, follow_moves, stop_following
+from sdfastgn.patches.core.moves import follow, unfollow
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -247,13 +247,17 @@ def test_checksums_that_fail(machine, monkeypatch, error):
 
 
 class Stage:
-    """Replaces ``StagedCopy``. It lists the tensors that it is called with, and clones them."""
+    """Replaces ``StagedCopy``. It lists the tensors that it gets, and clones them."""
 
     def __init__(self, device):
-        self.device, self.copied = device, []
+        self.device, self.copied, self.returned = device, [], []
 
-    def __call__(self, tensor):
+    def to_gpu(self, tensor):
         self.copied.append(tensor)
+        return tensor.clone()
+
+    def to_cpu(self, tensor):
+        self.returned.append(tensor)
         return tensor.clone()
 
 
@@ -341,6 +345,65 @@ def test_nothing_is_staged_elsewhere(machine, stages, monkeypatch, destination):
     assert stages == []
 
 
+@pytest.fixture
+def stage(machine, monkeypatch):
+    """The ``Stage`` of all moves."""
+    stage = Stage("any")
+    monkeypatch.setattr(offloaded, "_stage_on", lambda *args: stage)
+    return stage
+
+
+def test_weights_that_are_copied_to_main_memory_are_staged(machine, stage):
+    first, second = machine.root
+    for change in (lambda: write(first.weight), lambda: replace(second.bias)):
+        stage.returned.clear()
+        machine.image(on_gpu=change)
+        assert len(stage.returned) == 1
+    assert stage.returned[0] is second.bias
+
+
+def test_the_first_return_is_staged(machine, stage):
+    offloaded.forget(machine.root)
+    assert machine.image() == NAMES  # PyTorch copies none
+    assert list(map(id, stage.returned)) == list(map(id, machine.root.parameters()))
+
+
+def test_a_return_is_staged_once_for_a_weight_in_two_modules(machine, stage):
+    first, second = machine.root
+    second.bias = first.weight
+    offloaded.forget(machine.root)
+    machine.arrive()
+    with offloaded.moving(machine.root, torch.clone) as move:
+        for weight in (first.weight, second.bias):
+            weight.data = move(weight).detach()
+            machine.away.discard(id(weight))
+    assert list(map(id, stage.returned)) == [id(first.weight)]
+
+
+def to_double(tensor):
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+
+
+def test_moves_that_do_more_than_copy_are_not_staged(machine, stage):
+    machine.image(fn=to_double)
+    assert stage.returned == []
+
+
+def test_weights_with_gaps_are_not_staged_home(machine, stage):
+    machine.arrive()
+    machine.root[0].weight.data = torch.randn(16, 8, 3, 6)[..., ::2]
+    machine.leave()
+    assert stage.returned == []
+
+
+def test_without_offloading_no_return_is_staged(machine, stage):
+    offloaded.forget(machine.root)
+    machine.arrive()
+    del machine.root._hf_hook
+    machine.leave()
+    assert stage.returned == []
+
+
 def test_one_cpu_thread_stages_nothing(machine, stages, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     machine.arrive()
@@ -417,6 +480,19 @@ def test_without_the_hook_the_next_move_frees_what_is_kept(machine):
     assert machine.root not in offloaded._kept
 
 
+def test_another_thread_forgets_during_a_move(machine, monkeypatch):
+    """As ``optimize(pipe, cuda_graphs=False)`` may do while an image runs."""
+
+    def forget_now(root):
+        offloaded.forget(root)
+        return False
+
+    machine.arrive()
+    with offloaded.moving(machine.root, to_double):
+        monkeypatch.setattr(offloaded, "is_offloaded_whole", forget_now)
+    assert machine.root not in offloaded._kept
+
+
 def test_memory_that_is_short_for_the_small_tensor(machine, monkeypatch):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError
@@ -428,9 +504,9 @@ def test_memory_that_is_short_for_the_small_tensor(machine, monkeypatch):
 
 
 def test_a_module_whose_moves_are_not_followed_keeps_nothing(machine):
-    follow_moves(Moves(machine.root))
+    follow(machine.root)
     machine.arrive()
-    stop_following(machine.root, Moves)
+    unfollow(machine.root)
     assert machine.root not in offloaded._kept
 
 

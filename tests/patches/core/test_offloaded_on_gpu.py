@@ -6,11 +6,13 @@ gives them other addresses.
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload_with_hook
+from transformers import T5Config, T5EncoderModel
 
 import sdfastgn
 from sdfastgn.models.loras import add_lora
@@ -95,19 +97,36 @@ def test_changes_are_never_lost(change, where):
     assert all(torch.equal(ours[name].cuda(), theirs[name].cuda()) for name in theirs)
 
 
-def test_weights_are_staged_to_the_gpu(monkeypatch):
-    unet, _, stock, inputs = offloaded_unet()
-    staged, copy_of = [], offloaded.StagedCopy.__call__
-    monkeypatch.setattr(
-        offloaded.StagedCopy,
-        "__call__",
-        lambda stage, weight: staged.append(weight) or copy_of(stage, weight),
-    )
+def test_weights_are_staged_both_ways(monkeypatch):
+    staged = {"to_gpu": [], "to_cpu": []}
+    for name, found in staged.items():
+        copy_of = getattr(offloaded.StagedCopy, name)
+
+        def listed(stage, weight, found=found, copy_of=copy_of):
+            found.append(weight)
+            return copy_of(stage, weight)
+
+        monkeypatch.setattr(offloaded.StagedCopy, name, listed)
+    unet, hook, stock, inputs = offloaded_unet()
+    staged["to_gpu"].clear()
     output = run(unet, inputs)
-    assert list(map(id, staged)) == list(map(id, large_weights(unet)))
+    assert list(map(id, staged["to_gpu"])) == list(map(id, large_weights(unet)))
     torch.testing.assert_close(output, run(stock, inputs), rtol=1e-3, atol=1e-3)
     for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+    staged["to_cpu"].clear()
+    changed = large_weights(unet)[0]
+    changed.data.mul_(2)
+    hook.offload()
+    assert list(map(id, staged["to_cpu"])) == [id(changed)]
+    run(unet, inputs)
+    changed.data.div_(2)
+    staged["to_cpu"].clear()
+    offloaded.forget(unet)
+    hook.offload()
+    assert list(map(id, staged["to_cpu"])) == list(map(id, large_weights(unet)))
+    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours, theirs.cpu())
 
 
 def test_weights_and_checksums_are_ready_for_other_streams(monkeypatch):
@@ -160,3 +179,29 @@ def test_images_of_an_offloaded_pipeline():
     pipe.remove_all_hooks()
     pipe.to("cuda")
     assert np.array_equal(generate(pipe, **SIZE), images[0])
+
+
+def test_a_model_that_stays_stock_gets_its_memory_back():
+    config = T5Config(vocab_size=20, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2)
+    encoder = T5EncoderModel(config).eval()
+    unet, _, _ = make("cuda", mode=True)
+    pipe = SimpleNamespace(components={"unet": unet, "text_encoder": encoder})
+    tokens = torch.arange(20, device="cuda")[None]
+    stock = copy.deepcopy(encoder).cuda()
+    sdfastgn.optimize(pipe)
+    _, hook = cpu_offload_with_hook(encoder, "cuda")
+    home = None
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(encoder(tokens).last_hidden_state, stock(tokens).last_hidden_state)
+        hook.offload()
+        home = home or addresses(encoder)
+        assert addresses(encoder) == home
+    sdfastgn.restore(pipe)
+    with torch.no_grad():
+        assert torch.equal(encoder(tokens).last_hidden_state, stock(tokens).last_hidden_state)
+    hook.offload()
+    assert encoder not in offloaded._returned
+    assert all(
+        torch.equal(value, stock.state_dict()[name].cpu()) for name, value in encoder.state_dict().items()
+    )
