@@ -38,6 +38,7 @@ from scripts.publish.tables.fp8 import (
 )
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
+from scripts.publish.tables.offloading import offloading_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
 from scripts.publish.tables.serving import serving_load_markdown
@@ -72,6 +73,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "adapters": adapters_markdown,
     "tiled_decode": tiled_decode_markdown,
     "memory": memory_markdown,
+    "offloading": offloading_markdown,
     "fp8_times": fp8_times_markdown,
     "fp8_mlperf": fp8_mlperf_markdown,
     "fp8_quality": fp8_quality_markdown,
