@@ -70,7 +70,7 @@ test-slow: $(STAMP)  ## the tests that start processes, build packages or try al
 	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu" -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs no GPU
-	$(QUIET_PYTEST) -m every_gpu -n 2 $(PYTEST_ARGS)
+	$(QUIET_PYTEST) tests/kernels/test_compile_only.py -m every_gpu -n 2 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -91,7 +91,7 @@ comfyui-node: $(STAMP)  ## the folder for ComfyUI's custom_nodes, with the packa
 
 test-serve: $(STAMP)  ## the example for Ray Serve and the load script, after an install of Ray
 	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[serve]'
-	$(QUIET_PYTEST) tests/test_ray_serve.py tests/scripts/publish/test_serving_load.py --durations=5 $(PYTEST_ARGS)
+	$(QUIET_PYTEST) tests/test_ray_serve.py tests/scripts/publish/test_serving_load.py -n 2 --dist loadfile $(PYTEST_ARGS)
 
 matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
 	@$(PIP) install --quiet 'nox[uv]==2026.10.20'
