@@ -18,6 +18,7 @@ Weights are loaded before the limit is set. If they alone exceed it, the first i
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 import sdfastgn
-from scripts.publish.runs import in_a_process, release_memory
+from scripts.publish.runs import call_times, in_a_process, release_memory, write_each
 from scripts.publish.tables.memory import KIND, MemoryRow
 from sdfastgn.bench import documents, gate, timing
 from sdfastgn.bench import workload as workloads
@@ -72,24 +73,20 @@ def drawn(row: MemoryRow, pipe: Any, call: Callable[[], Any], device: torch.devi
 
     If a call fails, the row has the reason, and the images are None.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds, images = [], None
-    try:
-        for _ in range(IMAGES):
-            took, images = timing.time_once(call, device)
-            seconds.append(took)
-    except Exception as error:  # without memory, cuDNN and cuBLAS raise other errors than OutOfMemoryError
-        row, images = replace(row, status=documents.FAILED, reason=one_line(error)), None
-    else:
-        most = (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
-        mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
-        row = replace(row, image_s=seconds, reserved_mib=mib[0], allocated_mib=mib[1])
+    calls = call_times(call, IMAGES, device)
     graphs = sdfastgn.report(pipe).graphs
     counts = [sum(getattr(each, name) for each in graphs) for name in ("captured", "dropped")]
-    return replace(row, captured=counts[0], dropped=counts[1]), images
+    row = replace(
+        row,
+        image_s=list(calls.seconds),
+        reserved_mib=calls.reserved_mib,
+        allocated_mib=calls.allocated_mib,
+        captured=counts[0],
+        dropped=counts[1],
+        status=documents.FAILED if calls.reason else documents.OK,
+        reason=calls.reason,
+    )
+    return row, calls.result
 
 
 # ---- peak memory without a limit
@@ -238,18 +235,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     pipelines = (("tiny_xl", True), ("tiny", False)) if options.tiny else PIPELINES
     device = torch.device(options.device)
-    rows: list[MemoryRow] = []
     with timing.global_switches(cudnn_benchmark=False) as switches:
         where = environment(device, switches)
         config = {"dtype": dtype_on(options.device), "steps": STEPS}
-        for name in [options.only] if options.only else MEASUREMENTS:
-            for row in MEASUREMENTS[name](
-                pipelines, options.device, lambda: time.monotonic() - start > options.seconds
-            ):
-                rows.append(row)
-                print(f"{time.monotonic() - start:5.0f} s  {row}", flush=True)
-                # The file is written after each row, so that an interrupted run keeps its results.
-                documents.write_json(options.json, documents.document(KIND, where, config, rows))
+        measured = itertools.chain.from_iterable(
+            MEASUREMENTS[name](pipelines, options.device, lambda: time.monotonic() - start > options.seconds)
+            for name in ([options.only] if options.only else MEASUREMENTS)
+        )
+        rows = write_each(measured, options.json, KIND, where, config)
     return exit_code(rows)
 
 

@@ -11,8 +11,8 @@ weights back to main memory. In later calls, large weights are copied back only 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +24,13 @@ import transformers
 from torch import nn
 
 import sdfastgn
-from scripts.publish.runs import release_memory
+from scripts.publish.runs import call_times, release_memory, write_each
 from scripts.publish.tables.offloading import KIND, OffloadingRow
 from scripts.publish.tiled_decode import AUTOENCODERS
-from sdfastgn.bench import documents, timing
+from sdfastgn.bench import documents, gate, timing
 from sdfastgn.bench.environment import environment
-from sdfastgn.bench.gate import PSNR_BOUNDS
-from sdfastgn.bench.images import psnr
+from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.cli.session import exit_code
-from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models.architectures import with_random_weights
 from sdfastgn.models.configurations import PROMPT, TEXT_ENCODERS, VAES
 from sdfastgn.models.pipelines import build_tokenizer
@@ -145,13 +143,16 @@ def _text_encoder(family: str, config: dict[str, Any], device: torch.device) -> 
 
 
 def rows(name: str, device: torch.device, tiny: bool) -> Iterator[OffloadingRow]:
-    """Yields the row of stock, then that of the optimized pipeline."""
+    """Yields the row of the stock pipeline, then the row of the optimized pipeline."""
+    release_memory()  # the pipeline that was measured before is freed
     offloaded = PIPELINES[name](device, tiny)
     pipe = offloaded.pipe
     pipe.set_progress_bar_config(disable=True)
     models = [model for model in pipe.components.values() if isinstance(model, nn.Module)]
-    weights = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
-    expected = None
+    weights = sum(p.nbytes for model in models for p in model.parameters())
+    size = offloaded.arguments["height"]
+    config = BenchConfig(name, "pipeline", size, 1, "bf16", str(device), repeats=CALLS, steps=STEPS)
+    stock = None
     for is_optimized in (False, True):
         if is_optimized:
             sdfastgn.optimize(pipe)
@@ -160,9 +161,8 @@ def rows(name: str, device: torch.device, tiny: bool) -> Iterator[OffloadingRow]
         row, made = _called(OffloadingRow(name, is_optimized, weights / 2**30), offloaded.call, device)
         pipe.remove_all_hooks()
         if made is not None:
-            made = torch.as_tensor(made)
-            expected = made if expected is None else expected
-            row = _checked(row, made, expected)
+            stock = stock or gate.Reference(made)
+            row = _checked(row, config, made, stock)
         yield row
 
 
@@ -171,32 +171,20 @@ def _called(row: OffloadingRow, call: Callable[[], Any], device: torch.device) -
 
     If a call fails, the row has the reason, and the result is None.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds, made = [], None
-    try:
-        for _ in range(CALLS):
-            took, made = timing.time_once(call, device)
-            seconds.append(took)
-    except Exception as error:
-        return replace(row, status=documents.FAILED, reason=one_line(error)), None
-    reserved = torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None
-    return replace(row, call_s=seconds, reserved_gib=reserved), made
+    calls = call_times(call, CALLS, device)
+    if calls.reason:
+        return replace(row, status=documents.FAILED, reason=calls.reason), None
+    reserved = None if calls.reserved_mib is None else calls.reserved_mib / 1024
+    return replace(row, call_s=list(calls.seconds), reserved_gib=reserved), calls.result
 
 
-def _checked(row: OffloadingRow, made: torch.Tensor, expected: torch.Tensor) -> OffloadingRow:
+def _checked(row: OffloadingRow, config: BenchConfig, made: Any, stock: gate.Reference) -> OffloadingRow:
     """Returns ``row``, or a row with the status ``WRONG`` if ``made`` is wrong.
 
-    That is so if ``made`` is not finite, is constant, or differs too much from ``expected``.
+    That is so if ``made`` is not finite, is constant, or differs too much from ``stock``.
     """
-    lowest, highest = made.aminmax()
-    if not bool(torch.isfinite(made).all()) or bool(lowest == highest):
-        return replace(row, status=documents.WRONG, reason="not finite, or constant", call_s=[])
-    db = psnr(made.numpy(), expected.numpy())
-    if db < PSNR_BOUNDS["bf16"]:
-        return replace(row, status=documents.WRONG, reason=f"{db:.1f} dB", call_s=[])
-    return row
+    reason = gate.judge(config, made, stock).reason or gate.problem(config, made)
+    return replace(row, status=documents.WRONG, reason=reason, call_s=[]) if reason else row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -211,20 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="measure small pipelines")
     parser.add_argument("--device", default="cuda", help="device of the pipelines")
     options = parser.parse_args(arguments)
-    start = time.monotonic()
     device = torch.device(options.device)
-    found: list[OffloadingRow] = []
+    names = [options.only] if options.only else PIPELINES
     with timing.global_switches(cudnn_benchmark=False) as switches:
         where = environment(device, switches)
-        for name in [options.only] if options.only else PIPELINES:
-            for row in rows(name, device, options.tiny):
-                found.append(row)
-                print(f"{time.monotonic() - start:5.0f} s  {row}", flush=True)
-                # The file is written after each row, so that an interrupted run keeps its results.
-                documents.write_json(
-                    options.json, documents.document(KIND, where, {"dtype": "bf16", "steps": STEPS}, found)
-                )
-            release_memory()
+        measured = itertools.chain.from_iterable(rows(name, device, options.tiny) for name in names)
+        found = write_each(measured, options.json, KIND, where, {"dtype": "bf16", "steps": STEPS})
     return exit_code(found)
 
 

@@ -12,9 +12,12 @@ from scripts.publish import offloading
 from scripts.publish.pages import TABLES
 from scripts.publish.tables.offloading import OffloadingRow
 from sdfastgn.bench.documents import FAILED, OK, WRONG
+from sdfastgn.bench.gate import Reference
+from sdfastgn.bench.workload import BenchConfig
 from tests.bench.tables.cases import SOURCE, save
 
 CPU = torch.device("cpu")
+CONFIG = BenchConfig("flux", "pipeline", 8, 1, "bf16", "cpu", repeats=1)
 ROW = OffloadingRow("flux", False, 31.6, [30.0, 29.0, 25.0], 23.25)
 
 
@@ -50,14 +53,14 @@ def test_an_error_is_a_row_without_times() -> None:
 
 @pytest.mark.parametrize("made", [torch.zeros(1, 8, 8, 3), torch.full((1, 8, 8, 3), torch.nan)])
 def test_images_without_content_are_wrong(made: torch.Tensor) -> None:
-    row = offloading._checked(ROW, made, made)
+    row = offloading._checked(ROW, CONFIG, made, Reference(made))
     assert (row.status, row.call_s) == (WRONG, [])
 
 
 def test_other_images_are_wrong() -> None:
     image = torch.linspace(0, 1, 192).view(1, 8, 8, 3)
-    assert offloading._checked(ROW, image, image) == ROW
-    assert offloading._checked(ROW, 1 - image, image).status == WRONG
+    assert offloading._checked(ROW, CONFIG, image, Reference(image)) == ROW
+    assert offloading._checked(ROW, CONFIG, 1 - image, Reference(image)).status == WRONG
 
 
 def test_the_file_has_all_rows(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
