@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import CLIPTextConfig, CLIPTextModel
 
 import sdfastgn
 from sdfastgn.bench.images import psnr
@@ -19,6 +20,12 @@ IMAGE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
 
 def pipeline(model: str = "tiny") -> Any:
     return build_pipeline(model, dtype=torch.float32, device="cpu")
+
+
+def text_encoder() -> CLIPTextModel:
+    """A CLIP text encoder with a vocabulary of 20 tokens. Its calls can run as CUDA graphs."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return CLIPTextModel(CLIPTextConfig(vocab_size=20, **sizes)).eval()
 
 
 def generate(pipe: Any, **options: Any) -> np.ndarray:

@@ -13,7 +13,6 @@ from accelerate.hooks import remove_hook_from_module
 from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel
 
 import sdfastgn
 from sdfastgn import api
@@ -26,6 +25,7 @@ from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.moves import follow, is_followed
 from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.controlnet import build_controlnet
+from tests.small_pipelines import text_encoder
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -447,10 +447,7 @@ def test_the_with_block_follows_models_that_stay_stock_only_inside():
 
 def test_the_with_block_without_graphs_keeps_following():
     """``graphs.remove`` ends what ``graphs.install`` has begun, but the pipeline was optimized before."""
-    config = CLIPTextConfig(
-        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    pipe = SimpleNamespace(components={"unet": Net(), "text_encoder": CLIPTextModel(config)})
+    pipe = SimpleNamespace(components={"unet": Net(), "text_encoder": text_encoder()})
     sdfastgn.optimize(pipe, cuda_graphs=False)
     with sdfastgn.optimized(pipe, cuda_graphs=True):
         pass

@@ -7,13 +7,12 @@ import pytest
 import torch
 from accelerate import cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
-from transformers import CLIPTextConfig, CLIPTextModel
 
 import sdfastgn
 from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.graphs.policy import FEW_CALLS
 from tests.patches.graphs.cases import agree, built, make, optimized, reasons_of, run, same_results, state
-from tests.small_pipelines import SIZE, generate, psnr
+from tests.small_pipelines import SIZE, generate, psnr, text_encoder
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -113,10 +112,7 @@ def test_a_forward_around_the_hook_is_other_code():
 
 def test_an_offloaded_text_encoder_has_none():
     """It would be captured at the second of two calls, and then leave the GPU."""
-    config = CLIPTextConfig(
-        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    encoder = CLIPTextModel(config).eval()
+    encoder = text_encoder()
     cpu_offload_with_hook(encoder, CPU)
     optimized(encoder)
     with torch.no_grad():
