@@ -26,6 +26,15 @@ def run_make(folder: Path, target: str, *variables: str) -> tuple[str, str]:
     return done.stdout, log.read_text()
 
 
+def test_test_compile_collects_each_file_with_its_marker() -> None:
+    marker = "mark." + "every_gpu"  # in two parts, so that this file does not count
+    marked = {
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py") if marker in path.read_text()
+    }
+    assert marked == {"tests/kernels/test_compile_only.py"}
+    assert all(path in (ROOT / "Makefile").read_text() for path in marked)
+
+
 def test_bench_runs_the_list_of_measurements(tmp_path: Path) -> None:
     _, log = run_make(tmp_path, "bench", "BENCH_ARGS=--resume --budget 560")
     assert log.split() == [
