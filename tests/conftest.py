@@ -51,6 +51,14 @@ def warned_once():
         api.warn_of_machine("optimize")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def spies_of_tests():
+    """Lets models run fused while tests note calls with functions that they put into other packages."""
+    from sdfastgn.patches.code import replaced
+
+    replaced.OWN |= {"tests"}
+
+
 @pytest.fixture(autouse=True)
 def surroundings(request, monkeypatch):
     """Sets what every test relies on, and resets global state after the test.

@@ -7,13 +7,15 @@ A *component* is a model (a module tree) or a part of a pipeline that is no modu
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from sdfastgn.patches.code.states import reason_of_code
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
@@ -134,11 +136,14 @@ def inspect(
         if name in asked or any(map(fusion.is_applied, component.modules())):
             fusions.append(fusion)
     findings = []
-    reason = reason_to_leave(component)
+    reason, why_now = (
+        reason_to_leave(component),
+        functools.cache(functools.partial(reason_of_code, component)),
+    )
     for path, module in component.named_modules(prefix=prefix):
         for fusion in fusions:
             if fusion.claims(module):
-                finding = _finding(path, module, fusion, reason)
+                finding = _finding(path, module, fusion, reason, why_now)
                 findings.append(finding)
                 # Some fusions have a method ``skipped_in``. It yields the children of the module that stay
                 # as they are although the module is fused.
@@ -152,19 +157,25 @@ def inspect(
 
 
 def _finding(
-    path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
+    path: str,
+    module: Any,
+    fusion: Fusion | ObjectFusion,
+    reason_to_leave: str | None = None,
+    why_now: Callable[[], str | None] = lambda: None,
 ) -> Finding:
     """Returns what ``fusion`` does with ``module``: it is fused, can be fused or is skipped, and why.
 
     ``fusion.claims(module)`` must be true.
 
-    ``reason_to_leave``: why nothing in the module's model may be fused; None if modules may be fused.
+    Args:
+        reason_to_leave: why nothing in the module's model may be fused; None if modules may be fused.
+        why_now: returns why fused modules of the model run stock's code now; None if they run fused.
     """
     if fusion.is_applied(module):
         # Some fusions have a method ``reason_now``. If an applied fusion runs stock's code because of the
         # module's present state, for example training mode, the method returns this reason.
         reason_now = getattr(fusion, "reason_now", None)
-        why_not = None if reason_now is None else reason_now(module)
+        why_not = why_now() or (None if reason_now is None else reason_now(module))
         return Finding(path, module, fusion, "skipped" if why_not else "fused", why_not or "")
     was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
     reason = was_wrong or fusion.reason_to_skip(module) or reason_to_leave

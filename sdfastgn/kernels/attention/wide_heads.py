@@ -25,6 +25,7 @@ need O(n^2) memory", 2021, for chunks.
 from __future__ import annotations
 
 import math
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -58,13 +59,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q: (N, heads, L, D).
         k, v: (N, heads, keys, D), the dtype and device of q.
 
-    The arguments are not checked. Returns (N, heads, L, D) in the dtype of q.
+    The arguments are not checked. Returns (N, heads, L, D) in the dtype of q. If other code has replaced
+    PyTorch's function, the replacement runs.
     """
-    if _runs_in_chunks(q, k, v) and (
-        (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
+    if (
+        not is_replaced()
+        and _runs_in_chunks(q, k, v)
+        and ((q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype)
     ):
         return _in_chunks(q, k, v, q.shape[-1] ** -0.5)
     return F.scaled_dot_product_attention(q, k, v)
+
+
+def is_replaced() -> bool:
+    """True if other code, such as SageAttention, has replaced PyTorch's ``scaled_dot_product_attention``."""
+    return type(F.scaled_dot_product_attention) is not BuiltinFunctionType
 
 
 def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:

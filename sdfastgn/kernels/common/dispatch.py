@@ -91,6 +91,11 @@ def stock_code() -> Iterator[None]:
         _in_stock_code.reset(token)
 
 
+def is_stock_code() -> bool:
+    """True inside ``stock_code``."""
+    return _in_stock_code.get()
+
+
 def is_on() -> bool:
     """True if calls of this thread may launch kernels now."""
     # torch.compile cannot trace the ContextVar. Compiled code therefore ignores ``stock_code``.

@@ -39,6 +39,7 @@ class Survey:
     change. ``has_same_tensors`` compares the rest while the GPU runs the graph.
 
     The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merged_adapters.py``).
+    With ``merges=False`` no layer counts as merged: the model runs stock's code.
 
     Attributes:
         layers: the wrappers (peft's layers) in ``root`` that run with merged weights.
@@ -47,8 +48,8 @@ class Survey:
         reason: why the last ``refresh`` returned False.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.layers = adopt(root)
+    def __init__(self, root: nn.Module, merges: bool = True) -> None:
+        self.layers = adopt(root) if merges else []
         merged = set(self.layers)
         self.takes_scale = PEFT not in sys.modules or all(
             module in merged for module in root.modules() if hasattr(type(module), "scale_layer")

@@ -67,7 +67,7 @@ _EXITS = (".conv_out", ".quant_conv", ".out.2")
 def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a model's first convolution: makes its input channels-last.
 
-    If the input is on a device without kernels, the hook instead gives the model's weights their former
+    If no kernels run for the input, the hook instead gives the model's weights their former
     layout. In the transforms of torch.func it does nothing, because torch.vmap does not support
     ``contiguous`` with a memory format.
     """
@@ -77,7 +77,8 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     if dispatch.has_kernels(args[0]):
         return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
-    if _STOCK_LAYOUT in conv.__dict__ and not torch.compiler.is_compiling():
+    # In ``stock_code`` the weights stay, because CUDA graphs of the fused model read them.
+    if _STOCK_LAYOUT in conv.__dict__ and not (torch.compiler.is_compiling() or dispatch.is_stock_code()):
         _lay_out_as_stock(conv)
     return None
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["one_at_a_time", "undisturbed"]
+__all__ = ["call_entry", "one_at_a_time", "set_call_entry", "undisturbed"]
 
 # Maximum number of seconds that a change waits for running calls.
 _MAX_WAIT = 30.0
@@ -58,12 +58,16 @@ class _Change:
 
 
 class _Gate:
-    """Replaces ``_call_impl`` of one module during a change. New calls wait here until the change is done."""
+    """Replaces ``_call_impl`` of one module during a change. New calls wait here until the change is done.
 
-    __slots__ = ("module",)
+    ``entry``: what the module has under this key apart from the gate (``set_call_entry``), or None.
+    """
+
+    __slots__ = ("entry", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.entry = vars(module).get(_GATE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
@@ -72,7 +76,26 @@ class _Gate:
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()
+        if self.entry is not None:
+            return self.entry(*args, **kwargs)
         return type(self.module)._call_impl(self.module, *args, **kwargs)
+
+
+def call_entry(module: nn.Module) -> Any:
+    """What replaces ``_call_impl`` of ``module``, apart from a gate; None if nothing does."""
+    entry = vars(module).get(_GATE)
+    return entry.entry if type(entry) is _Gate else entry
+
+
+def set_call_entry(module: nn.Module, entry: Any) -> None:
+    """Let ``entry`` replace ``_call_impl`` of ``module``; with None, nothing replaces it any more."""
+    present = vars(module).get(_GATE)
+    if type(present) is _Gate:
+        present.entry = entry
+    elif entry is not None:
+        vars(module)[_GATE] = entry
+    else:
+        vars(module).pop(_GATE, None)
 
 
 @contextmanager
@@ -101,7 +124,9 @@ def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         _change = None
         for module in change.modules:
-            vars(module).pop(_GATE, None)
+            gate = vars(module).pop(_GATE, None)
+            if type(gate) is _Gate and gate.entry is not None:
+                vars(module)[_GATE] = gate.entry
         change.done.set()
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
-from sdfastgn.kernels.attention.wide_heads import attend
+from sdfastgn.kernels.attention.wide_heads import attend, is_replaced
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.product.op import linear
@@ -148,7 +148,8 @@ class FusedAttention(Attention):
 
         x: the tokens, (N, tokens, C).
         """
-        return self._runs_in_order(x) and self.cross_attention_dim == self.query_dim
+        is_self_attention = self.cross_attention_dim == self.query_dim
+        return is_self_attention and self._runs_in_order(x) and not is_replaced()
 
     def over_frames(self, x: Tensor, frames: int) -> Tensor:
         """Self-attention of each pixel over the frames of its video.
@@ -302,7 +303,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
     # The kernel for few keys is compiled for each number of keys. Self-attention of a small image also has
     # few keys, but the kernel would have to be compiled for each image size. So only prompts use it.
     fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
-    if fits and not dispatch.is_autocast(query):
+    if fits and not (dispatch.is_autocast(query) or is_replaced()):
         found = attend_to_few(query, key, value)
         if found is not None:
             return found

@@ -6,7 +6,9 @@ A call takes these steps, each in its own file:
 2. If ``store.py`` has a graph for the key, and all weights are still at the addresses that the graph reads,
    new scales of adapters, new values of factors (``factors.py``) and new FP8 weights are written into memory,
    and the graph is started. While the GPU runs it, ``watch.py`` compares the model with its state at the
-   capture. If the model has changed, the result is discarded and the graphs are dropped.
+   capture. If the model has changed, the result is discarded and the graphs are dropped. ``code/states.py``
+   compares the code on which the call depends. If parts of it were replaced, the result is discarded, and
+   another ``GraphedForward`` serves the call: there is one for each state of the code.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
    draws random numbers is not captured (``random_numbers.py``).
 4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
@@ -25,7 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.patches.code.running import running
+from sdfastgn.patches.code.states import States
 from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import class_forward
@@ -57,6 +62,9 @@ _MAX_REASONS = 64
 # Maximum number of graphs of one module for calls with gradients.
 _MAX_TRAINING_GRAPHS = 4
 
+# A call starts again this many times if code is replaced meanwhile. Then it runs stock's code.
+_MAX_CHANGES = 4
+
 # id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, all of them drop
 # their graphs. A search through the modules would not find a ``GraphedForward`` that another library has
 # wrapped, because then the module's ``__dict__`` has the wrapper.
@@ -71,6 +79,10 @@ def all_living() -> list[GraphedForward]:
 
 class _Outdated(Exception):  # noqa: N818  # not an error: the call starts again
     """Raised if the model has changed since the ``_Current`` of the call was made."""
+
+
+class _CodeChanged(Exception):  # noqa: N818  # not an error: the call starts again
+    """Raised if code on which the call depends was replaced, before a result leaves."""
 
 
 class _Current(NamedTuple):
@@ -140,7 +152,8 @@ class GraphedForward(InstanceEntry):
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
-        "_backend", "_policy", "_store", "eager", "method", "mode", "replaces_entry", "scratch", "training",
+        "_backend", "_others", "_policy", "_states", "_store", "eager", "method", "mode", "replaces_entry",
+        "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
@@ -162,6 +175,10 @@ class GraphedForward(InstanceEntry):
         self._backend = backend
         self._store = Store()
         self._policy = Policy()
+        self._states = States(module)
+        self._others: dict[
+            int, GraphedForward
+        ] = {}  # index of a state of the code after the first -> its own
         self.eager: Counter[str] = Counter()
         is_training = mode == "training"
         self.training = _TrainingForward(module, "auto", backend, *self._options) if is_training else None
@@ -200,22 +217,22 @@ class GraphedForward(InstanceEntry):
     @property
     def alive(self) -> int:
         """Number of graphs that exist now."""
-        return len(self._store)
+        return sum(len(each._store) for each in self._all())
 
     @property
     def captured(self) -> int:
         """Number of captures so far."""
-        return self._store.captured
+        return sum(each._store.captured for each in self._all())
 
     @property
     def replays(self) -> int:
         """Number of calls so far whose result came from a graph."""
-        return self._store.replays
+        return sum(each._store.replays for each in self._all())
 
     @property
     def dropped(self) -> int:
         """Number of graphs dropped so far."""
-        return self._store.dropped
+        return sum(each._store.dropped for each in self._all())
 
     @property
     def last_change(self) -> str:
@@ -233,6 +250,18 @@ class GraphedForward(InstanceEntry):
             return getattr(type(module), self.method)(module, *args, **kwargs)
         if self.training is not None and torch.is_grad_enabled():
             return self.training(*args, **kwargs)
+        for _ in range(_MAX_CHANGES):
+            server = self._of_state(self._states.last())
+            try:
+                with self._states.running():
+                    return server._serve(module, args, kwargs)
+            except _CodeChanged:
+                pass
+        with dispatch.stock_code():
+            return self._run_eagerly(module, args, kwargs)
+
+    def _serve(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call and return its result. Raises _CodeChanged if the code is in another state."""
         try:
             try:
                 return self._by_graph(module, args, kwargs)
@@ -248,6 +277,7 @@ class GraphedForward(InstanceEntry):
             self._policy.pause_without_memory()  # even if there was nothing to free
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
+        self._check_code()
         return self._run_eagerly(module, args, kwargs)
 
     def clear(self) -> int:
@@ -255,6 +285,9 @@ class GraphedForward(InstanceEntry):
 
         Graphs with gradients belong to ``training``, whose own ``clear`` drops them.
         """
+        return sum(each._clear() for each in self._all())
+
+    def _clear(self) -> int:
         backend = self._store.backend
         if backend is None:
             return 0
@@ -270,6 +303,8 @@ class GraphedForward(InstanceEntry):
         """
         if self.training is not None:
             self.training.moved()
+        for other in self._others.values():
+            other.moved()
         store = self._store
         if store.backend is None:
             return
@@ -288,8 +323,38 @@ class GraphedForward(InstanceEntry):
         0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
         """
         backend = self._store.backend
-        own = {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
+        own = {id(backend): backend.memory()} if backend is not None and self.alive else {}
         return own if self.training is None else own | self.training.pool_bytes()
+
+    # ---- one ``GraphedForward`` for each state of the code
+
+    def _of_state(self, index: int) -> GraphedForward:
+        """The ``GraphedForward`` that serves calls while the code is in the state ``index``."""
+        if index == 0 or self._states.are_too_many:
+            return self
+        other = self._others.get(index)
+        if other is None:
+            other = self._others[index] = type(self)(self.module, self.mode, self._backend, *self._options)
+            other._states, other.eager = self._states, self.eager
+            _living.pop(id(other), None)  # this object drops its graphs
+        other.mode = self.mode
+        return other
+
+    def _all(self) -> list[GraphedForward]:
+        return [self, *self._others.values()]
+
+    def _check_code(self) -> None:
+        """Raise _CodeChanged if code on which the call depends was replaced since the state ``now``."""
+        states = self._states
+        if states.same():
+            return
+        before, change = states.now, states.change()
+        if states.look() == before:
+            return
+        self._policy.last_change = f"other code has replaced {change}, or put it back"
+        if states.are_too_many:
+            self.clear()
+        raise _CodeChanged
 
     @property
     def _unwatched(self) -> frozenset[str]:
@@ -320,13 +385,15 @@ class GraphedForward(InstanceEntry):
         """
         store = self._store
         reason = "they are turned off" if self.mode is False else self._reason_now(module)
+        if self._states.are_too_many:
+            reason = "other code replaces and puts back what it runs, in too many ways"
         if reason is not None:
             raise Unsupported(reason)
         if not len(store):
             # This comes before the arguments are looked at, because in a pause a call must take hardly longer
             # than a call of a model without graphs.
             self._policy.check_pause()
-        survey = store.survey or self._survey_of(module)
+        survey = store.survey or (Survey(module, False) if self._states.replaced else self._survey_of(module))
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
         reason = reason_for(module, call)
@@ -397,6 +464,7 @@ class GraphedForward(InstanceEntry):
             return None
         current.refresh_fp8()
         output = graph.run(current.call, current.backend)
+        self._check_code()
         return output if survey.has_same_tensors() and watch.unchanged(current.module) else None
 
     def _replay_or_capture(self, current: _Current) -> Any:
@@ -406,6 +474,7 @@ class GraphedForward(InstanceEntry):
         with the reason, if the call must run eagerly.
         """
         module, key, policy = current.module, current.key, self._policy
+        self._check_code()
         self._check_model(current)
         current.refresh_fp8()
         graph = self._store.find(key)
@@ -438,15 +507,18 @@ class GraphedForward(InstanceEntry):
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, current.forward, call, backend)),
             ):
-                graph = capture_call(
-                    self._kind,
-                    current.forward,
-                    call,
-                    backend,
-                    partial(self._watch_of, current),
-                    is_warm=is_warm,
-                    scratch=self.scratch,
-                )
+                with running() as frames:
+                    graph = capture_call(
+                        self._kind,
+                        current.forward,
+                        call,
+                        backend,
+                        partial(self._watch_of, current),
+                        is_warm=is_warm,
+                        scratch=self.scratch,
+                    )
+                self._check_code()
+                self._states.see(frames)
                 if self._key_of(module, call) != key:  # another thread has switched a part of the module
                     raise _Outdated
                 store.add(key, graph)

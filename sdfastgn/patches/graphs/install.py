@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sdfastgn.kernels.common.private import is_compiled
+from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.core.class_forward import (
     class_forward,
     has_foreign_forward,
@@ -93,6 +94,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     if mode is not False and reason_to_leave(root) is not None:
         mode = False
     for _, module in list(outermost(root)):
+        stop_checking(module)
         for inner in module.modules():
             if inner is not module and _graphed(inner) is not None:  # ``optimize(inner)`` was called before
                 _take_off(inner)
@@ -108,11 +110,13 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         # A model with convolutions has an entry that does more (``channels_last.py``).
         if _graphed(module) is not None:
             follow(module)
+    check_calls(root, [module for _, module in outermost(root) if _graphed(module) is not None])
 
 
 def remove(root: nn.Module) -> None:
-    """Undo ``install``: remove each ``GraphedForward`` in ``root``, and drop its graphs."""
+    """Undo ``install``: remove each ``GraphedForward`` and ``Checked`` in ``root``, and drop its graphs."""
     install(root, False)
+    stop_checking(root)
 
 
 def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:

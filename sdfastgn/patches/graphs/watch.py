@@ -20,9 +20,10 @@ A model with code of an unknown package is not captured, because such code may k
 A function belongs to the package in which its code was written. Its ``__module__`` may name another package,
 because ``functools.wraps`` copies it.
 
-Four changes are not noticed:
+Class attributes, and functions and variables of Python modules, are compared by ``code/guard.py``.
 
-- a class attribute, or a function or variable of a Python module, is replaced;
+Three changes are not noticed:
+
 - the ``.data`` of a tensor becomes another view of the same memory;
 - a number or list is replaced by an equal one of a user's class;
 - a module's dict of buffers or hooks is replaced as a whole.
@@ -44,6 +45,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sdfastgn.patches.code.checked import CALL
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import has_foreign_forward, is_offloaded_whole
 from sdfastgn.patches.core.instance_entries import GUARDS
@@ -107,10 +109,10 @@ _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "modul
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Attributes of modules that are not compared:
 # - the attributes of ``nn.Module()`` that no forward reads, such as the dicts of hooks for gradients;
-# - sdfastgn's own entries ``_apply``, which runs when a module is moved, and those that GUARDS names, which
-#   run when a module is copied;
+# - sdfastgn's own entries: ``_apply``, which runs when a module is moved, CALL, which compares code, and
+#   those that GUARDS names, which run when a module is copied;
 # - the dicts of forward hooks and of buffers. ``_see_hooks`` and ``_see_module`` watch their content.
-_INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
+_INERT = frozenset((*vars(nn.Module()), "_apply", CALL, *GUARDS)) - {"training", "_parameters", "_modules"}
 # Attributes that diffusers' loader of LoRAs sets in the root of a model. They may change, because no forward
 # reads them.
 _NOTES = frozenset(("peft_config", "_hf_peft_config_loaded", "lora_scale", "_safe_fusing"))

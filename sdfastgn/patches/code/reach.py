@@ -1,0 +1,235 @@
+"""Finds what the code of a model depends on besides tensors: functions, and all that they read by name.
+
+``Reach.see_model`` reads the bytecode of stock's forward of each module in a model, of the functions that it
+names, and so on. Nothing is run: no memory, no GPU and no random numbers are needed, and hooks and counters
+of other code notice nothing. ``Reach.see_frames`` adds functions that really ran (``running.py``). That also
+finds functions that bytecode does not name, such as the entry of a dict that a variable chose.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from sdfastgn.patches.code.reading import Item, names_in
+from sdfastgn.patches.code.running import Frames
+
+__all__ = ["MISSING", "Entry", "Reach", "function_in", "package_of"]
+
+MISSING: Any = object()
+
+# What a call of a module runs, whatever its code names.
+_CALL = "__call__"
+_CALLS = frozenset((_CALL, "_wrapped_call_impl", "_call_impl", "forward"))
+# Functions of these packages are compared, but what they name is not: they are no part of a model.
+_NOT_READ = sys.stdlib_module_names | {"sdfastgn", "triton", "numpy", "torch"}
+# The parts of PyTorch that are written in Python and compute.
+_READ = ("torch.nn.modules.", "torch.nn.functional")
+# Methods that operators and indexing call on tensors.
+_OPERATORS = frozenset(name for name in dir(torch.Tensor) if name.startswith("__") and name.endswith("__"))
+# A dict with more entries is no table of functions.
+_MAX_TABLE = 64
+_BUILTIN = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, type)
+
+
+class Entry(NamedTuple):
+    """One thing that code reads by name.
+
+    Attributes:
+        holder: the class that has it, or the dict: of a Python module, or one that the code names.
+        name: its key there.
+        value: its value when it was seen; ``MISSING`` if there was none, so that a later one counts.
+        owner: the name of the module or class, for messages.
+    """
+
+    holder: Any
+    name: Any
+    value: Any
+    owner: str
+
+    @property
+    def words(self) -> str:
+        """How messages name it, such as "torch.nn.functional.interpolate"."""
+        return f"{self.owner}.{self.name}"
+
+    @property
+    def namespace(self) -> Mapping[Any, Any]:
+        return vars(self.holder) if isinstance(self.holder, type) else self.holder
+
+
+class Reach:
+    """All that some code depends on, as ``Entry`` objects, and the functions among their values."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[int, Any], Entry] = {}
+        self.functions: dict[int, types.FunctionType] = {}
+        self._attributes: set[str] = set()
+        self._classes: dict[type, None] = {torch.Tensor: None}
+        self._frames: set[types.CodeType] = set()
+        self._settled = (0, 0)
+
+    def see_model(self, root: nn.Module) -> None:
+        """Add what calls of ``root`` and of the modules in it run, as stock's code says."""
+        for module in root.modules():
+            self._classes[type(module)] = None
+            for value in vars(module).values():
+                if type(value) not in _BUILTIN and not isinstance(value, (nn.Module, torch.Tensor)):
+                    self._see_callable(value)
+        self._settle()
+
+    def see_frames(self, frames: Frames) -> None:
+        """Add functions that ran."""
+        for code, (names, owner) in frames.found.items():
+            if code not in self._frames and _is_read(names.get("__name__")):
+                self._frames.add(code)
+                for base in owner.__mro__ if owner is not None else ():
+                    if code.co_name in vars(base):
+                        self._see_entry(base, code.co_name, _name_of(base))
+                self._read(code, names, {})
+        self._settle()
+
+    def _see_callable(self, value: Any) -> None:
+        """Add the function or the object with ``__call__`` that an attribute of a module refers to."""
+        function = function_in(value)
+        if function is not None:  # a ``Watch`` compares the function itself
+            self._read_function(function)
+        elif function_in(getattr(type(value), _CALL, None)) is not None:
+            self._classes[type(value)] = None
+
+    def _settle(self) -> None:
+        """Add the methods that the code found so far names, until nothing new is found."""
+        while self._settled != (now := (len(self._attributes), len(self._classes))):
+            self._settled = now
+            for kind in list(self._classes):
+                self._see_methods(kind)
+
+    def _see_methods(self, kind: type) -> None:
+        bases = [base for base in kind.__mro__ if base.__flags__ & _IS_HEAP_TYPE]
+        for i, base in enumerate(bases):
+            if package_of(base.__module__) in sys.stdlib_module_names:
+                continue
+            wanted = _CALLS if base is nn.Module else self._attributes | _CALLS
+            if base is torch.Tensor:
+                for name in filter(functools.partial(hasattr, base), self._attributes | _OPERATORS):
+                    self._see_entry(base, name, _name_of(base))
+                continue
+            for name in wanted.intersection(vars(base)):
+                for one in bases[: i + 1]:
+                    self._see_entry(one, name, _name_of(one))
+
+    def _see_entry(self, holder: Any, name: Any, owner: str) -> Any:
+        entry = self.entries.get((id(holder), name))
+        if entry is None:
+            namespace = vars(holder) if isinstance(holder, type) else holder
+            entry = Entry(holder, name, namespace.get(name, MISSING), owner)
+            self.entries[id(holder), name] = entry
+            self._see_value(entry.value, owner)
+        return entry.value
+
+    def _see_value(self, value: Any, owner: str) -> None:
+        function = function_in(value)
+        if function is not None:
+            self._follow(function)
+        elif type(value) is dict and 0 < len(value) <= _MAX_TABLE and all(map(_is_code, value.values())):
+            for key in value:
+                self._see_entry(value, key, f"a table in {owner}")
+
+    def _follow(self, function: types.FunctionType) -> None:
+        if id(function) in self.functions:
+            return
+        self.functions[id(function)] = function
+        for cell in function.__closure__ or ():
+            inner = function_in(_content_of(cell))
+            if inner is not None:
+                self._follow(inner)
+        self._read_function(function)
+
+    def _read_function(self, function: types.FunctionType) -> None:
+        if _is_read(function.__globals__.get("__name__")):
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            self._read(function.__code__, function.__globals__, cells)
+
+    def _read(self, code: types.CodeType, names: dict[str, Any], cells: dict[str, types.CellType]) -> None:
+        found = names_in(code)
+        self._attributes |= found.attributes
+        for chain in sorted(found.chains, key=len):
+            self._walk(chain, names, cells)
+
+    def _walk(self, chain: tuple[Any, ...], names: dict[str, Any], cells: dict[str, types.CellType]) -> None:
+        first, *rest = chain
+        if first in cells:
+            value = _content_of(cells[first])
+        elif first in names:
+            value = self._see_entry(names, first, str(names.get("__name__")))
+        else:  # a builtin
+            return
+        for part in rest:
+            if isinstance(part, Item):
+                if type(value) is not dict or part.key not in value:
+                    return
+                value = self._see_entry(value, part.key, "a dict")
+            elif isinstance(value, types.ModuleType):
+                value = self._see_entry(vars(value), part, value.__name__)
+            elif isinstance(value, type):
+                value = self._attribute_of_class(value, part)
+            else:
+                break
+        if isinstance(value, type) and _is_read(value.__module__):
+            self._classes[value] = None
+
+    def _attribute_of_class(self, kind: type, name: str) -> Any:
+        for base in kind.__mro__:
+            if base.__flags__ & _IS_HEAP_TYPE:
+                value = self._see_entry(base, name, _name_of(base))
+                if value is not MISSING:
+                    return value
+        return MISSING
+
+
+# The flag of classes that Python code has defined. Attributes of others cannot be replaced.
+_IS_HEAP_TYPE = 1 << 9
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable is not set yet
+        return MISSING
+
+
+def function_in(value: Any) -> types.FunctionType | None:
+    """The Python function behind a method, property, partial or function; None if there is none."""
+    while value is not None and not isinstance(value, types.FunctionType):
+        if isinstance(value, (classmethod, staticmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, (functools.partial, functools.partialmethod, functools.cached_property)):
+            value = value.func
+        elif isinstance(value, property):
+            value = value.fget
+        else:
+            return None
+    return value
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, type) or function_in(value) is not None
+
+
+def package_of(name: Any) -> str:
+    """The top-level package in the dotted ``name`` of a Python module; "?" if ``name`` is no name."""
+    return name.partition(".")[0] if isinstance(name, str) and name else "?"
+
+
+def _is_read(name: Any) -> bool:
+    """True if what a function of the Python module ``name`` names counts too."""
+    return package_of(name) not in _NOT_READ or str(name).startswith(_READ)

@@ -1,0 +1,75 @@
+"""Reads from a function's bytecode which globals, attributes and entries of dicts it names.
+
+``F.interpolate(x, **_OPTIONS["up"])`` names the global ``F`` and its attribute ``interpolate``, the global
+``_OPTIONS`` and its entry ``"up"``. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from typing import Any, NamedTuple
+
+__all__ = ["Item", "Names", "names_in"]
+
+# Instructions that put the value of a name on the stack. LOAD_DEREF does so for variables of closures.
+_NAMES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"))
+# Instructions that replace the last value on the stack by an attribute of it. Python 3.12 has no LOAD_METHOD.
+_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+# Instructions that may stand between two parts of ``a.b["c"]`` without changing the value.
+_NEUTRAL = frozenset(("PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
+
+
+class Item(NamedTuple):
+    """A part of a chain: the entry ``key`` of a dict, as in ``["up"]``."""
+
+    key: Any
+
+
+class Names(NamedTuple):
+    """What a code object names.
+
+    Attributes:
+        chains: a global or a variable of a closure, and what is read from it, as in ``("F", "interpolate")``.
+        attributes: all names of attributes, whatever they are read from.
+    """
+
+    chains: frozenset[tuple[Any, ...]]
+    attributes: frozenset[str]
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> Names:
+    """What ``code`` and the functions that are defined in it name."""
+    chains: set[tuple[Any, ...]] = set()
+    attributes: set[str] = set()
+    chain: tuple[Any, ...] = ()
+    key: tuple[Any, ...] = ()  # (the constant after ``chain``,), or nothing
+    for instruction in dis.get_instructions(code):
+        op, value = instruction.opname, instruction.argval
+        if op in _NAMES:
+            chain, key = (value,), ()
+            chains.add(chain)
+        elif op in _ATTRIBUTES:
+            attributes.add(value)
+            chain, key = (*chain, value) if chain else (), ()
+            if chain:
+                chains.add(chain)
+        elif op == "LOAD_CONST" and chain and isinstance(value, (str, int)):
+            key = (value,)
+            if chain[-1] == "get":
+                chains.add((*chain[:-1], Item(value)))
+        elif op == "BINARY_SUBSCR" and key:
+            chain, key = (*chain, Item(*key)), ()
+            chains.add(chain)
+        elif op not in _NEUTRAL:
+            if op == "LOAD_SUPER_ATTR":
+                attributes.add(value)
+            chain, key = (), ()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = names_in(constant)
+            chains |= inner.chains
+            attributes |= inner.attributes
+    return Names(frozenset(chains), frozenset(attributes))

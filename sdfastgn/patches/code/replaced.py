@@ -1,0 +1,96 @@
+"""Finds code of PyTorch, diffusers and other known packages that somebody else has replaced.
+
+A fused forward computes what the packages' own code computes. If other code was put into its place, for
+instance SageAttention for ``F.scaled_dot_product_attention``, a fused forward would ignore it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import functional as F
+
+from sdfastgn.patches.code.reach import MISSING, Entry, function_in, package_of
+
+__all__ = ["OWN", "is_honoured", "replaced_in"]
+
+# Packages that replace functions of each other, and of themselves, without changing what these compute.
+# For instance, torch._dynamo wraps functions that it has compiled, and accelerate those that make parameters.
+OWN = sys.stdlib_module_names | {
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "comfy",
+    "sdfastgn",
+}
+# Functions that were written in C. They may lack the name of their module.
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# What fused forwards call as stock's do: a replacement acts on them too.
+_CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
+
+
+def replaced_in(entries: Iterable[Entry]) -> list[str]:
+    """The names of all replaced code among ``entries`` that fused forwards would ignore."""
+    return [entry.words for entry in entries if _is_foreign(entry) and not is_honoured(entry)]
+
+
+def is_honoured(entry: Entry) -> bool:
+    """True if fused forwards call the function ``entry`` by its name, as stock's do."""
+    return any(entry.holder is holder and entry.name == name for holder, name in _CALLED_BY_FUSED)
+
+
+def _is_foreign(entry: Entry) -> bool:
+    """True if the value of ``entry`` is code that was written for another place."""
+    value = entry.value
+    if value is MISSING or isinstance(value, types.ModuleType) or not _is_callable(value):
+        return False
+    home, written_in = _module_of(entry.holder), _written_in(value)
+    if package_of(written_in) in OWN or package_of(written_in) == package_of(home):
+        return isinstance(entry.holder, type) and _is_of_another_class(value, entry.holder)
+    return entry.name not in _imported_by(home)
+
+
+def _is_of_another_class(value: Any, kind: type) -> bool:
+    """True if ``value`` is a method that was written in a class other than ``kind`` and its bases."""
+    name = "" if isinstance(value, type) else getattr(function_in(value), "__qualname__", "")
+    where = name.rpartition(".")[0]
+    return where not in ("", *(base.__qualname__ for base in kind.__mro__)) and "<locals>" not in where
+
+
+def _is_callable(value: Any) -> bool:
+    return callable(value) or function_in(value) is not None
+
+
+def _module_of(holder: Any) -> str:
+    """The name of the Python module that ``holder`` belongs to; "" for a dict that is no module's."""
+    return holder.__module__ if isinstance(holder, type) else str(holder.get("__name__", ""))
+
+
+def _written_in(value: Any) -> str:
+    """The Python module in which the code of ``value`` was written."""
+    function = function_in(value)
+    if function is not None:
+        # ``__module__`` may be copied from another function, by functools.wraps.
+        return str(function.__globals__.get("__name__"))
+    if isinstance(value, _BUILT_IN):
+        return "torch"
+    return value.__module__ if isinstance(value, type) else type(value).__module__
+
+
+@functools.cache
+def _imported_by(module: str) -> frozenset[str]:
+    """The names that the source of a Python module imports."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return frozenset()
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return frozenset(alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names)

@@ -1,0 +1,39 @@
+"""Code as another package would put it into PyTorch's or diffusers' place."""
+
+import contextlib
+import types
+
+from torch.nn import functional as F
+
+
+def of_package(function, name="sageattention.core"):
+    """``function`` as if it were written in the Python module ``name``."""
+    namespace = {**function.__globals__, "__name__": name}
+    made = types.FunctionType(function.__code__, namespace, function.__name__, None, function.__closure__)
+    made.__qualname__ = function.__name__
+    return made
+
+
+def halved(stock):
+    """``stock`` with another result."""
+
+    def replacement(*args, **kwargs):
+        return stock(*args, **kwargs) * 0.5
+
+    return of_package(replacement)
+
+
+@contextlib.contextmanager
+def replaced(holder, name, new=halved):
+    """A context in which ``new(stock)`` stands in the place of the function ``name`` of ``holder``."""
+    stock = vars(holder)[name]
+    setattr(holder, name, new(stock))
+    try:
+        yield
+    finally:
+        setattr(holder, name, stock)
+
+
+def sage():
+    """A context in which another attention is on, as SageAttention's own instructions put it there."""
+    return replaced(F, "scaled_dot_product_attention")

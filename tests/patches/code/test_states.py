@@ -1,0 +1,214 @@
+"""Optimized models whose code is replaced: each result is the one that stock gives at that moment."""
+
+import contextlib
+
+import diffusers
+import pytest
+import torch
+from diffusers.models import attention, attention_processor, resnet
+from torch import nn
+from torch.nn import functional as F
+
+import sdfastgn
+from sdfastgn.patches.code.states import MAX_STATES, reason_of_code
+from sdfastgn.patches.core.exclusive import call_entry
+from sdfastgn.patches.graphs import install as cuda_graphs
+from tests.patches.code.foreign import of_package, replaced, sage
+from tests.patches.graphs.cases import DEVICES, agree, make, reasons_of, run, state
+
+pytestmark = pytest.mark.fused_on_cpu
+
+# Code that a UNet runs: (class or Python module, name of the function in it).
+REPLACED = [
+    (F, "scaled_dot_product_attention"),
+    (attention_processor.AttnProcessor2_0, "__call__"),
+    (attention_processor.Attention, "forward"),
+    (attention.BasicTransformerBlock, "forward"),
+    (resnet.ResnetBlock2D, "forward"),
+    (nn.Linear, "forward"),
+    (nn.Conv2d, "forward"),
+    (nn.Conv2d, "_conv_forward"),
+    (nn.GroupNorm, "forward"),
+    (nn.LayerNorm, "forward"),
+    (F, "group_norm"),
+    (F, "interpolate"),
+]
+MODES = ["auto", True, False]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def made(device, mode):
+    unet, stock, inputs = make(device, mode) if mode is not False else make(device, "auto")
+    if mode is False:
+        sdfastgn.optimize(unet, cuda_graphs=False)
+    for model in (unet, stock):
+        model.set_attn_processor(attention_processor.AttnProcessor2_0())
+    return unet, stock, inputs
+
+
+def differ(a, b):
+    return (a - b).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", REPLACED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
+def test_code_replaced_after_some_calls(device, case, mode):
+    unet, stock, inputs = made(device, mode)
+    usual = run(stock, inputs)
+    for _ in range(3):
+        agree(run(unet, inputs), usual)
+    with replaced(*case):
+        expected = run(stock, inputs)
+        assert differ(expected, usual)  # so that this test can fail
+        for _ in range(4):
+            agree(run(unet, inputs), expected)
+    for _ in range(3):
+        agree(run(unet, inputs), usual)
+    if mode is not False:
+        assert state(unet).alive == 2
+        assert state(unet).captured == 2
+        assert state(unet).last_change.startswith("other code has replaced ")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", REPLACED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
+def test_code_replaced_before_the_first_call(device, case, mode):
+    """And put back later: nothing of it stays in a graph."""
+    with replaced(*case):
+        unet, stock, inputs = made(device, mode)
+        expected = run(stock, inputs)
+        for _ in range(3):
+            agree(run(unet, inputs), expected)
+    usual = run(stock, inputs)
+    assert differ(expected, usual)
+    for _ in range(3):
+        agree(run(unet, inputs), usual)
+
+
+def test_code_that_is_exchanged_within_each_image(device):
+    """As in a pipeline that turns SageAttention on for some steps: one graph for each state."""
+    unet, stock, inputs = made(device, "auto")
+    for _ in range(3):
+        for context in (contextlib.nullcontext, sage):
+            for _ in range(3):
+                with context():
+                    agree(run(unet, inputs), run(stock, inputs))
+    assert (state(unet).captured, state(unet).alive, state(unet).dropped) == (2, 2, 0)
+    assert state(unet).replays > 10
+
+
+def scaled(factor):
+    return lambda stock: of_package(lambda *args, **kwargs: stock(*args, **kwargs) * factor)
+
+
+def test_too_many_states(device):
+    """Then the model has no graphs any more, and the report says why."""
+    unet, stock, inputs = made(device, "auto")
+    for factor in range(1, MAX_STATES + 3):
+        with replaced(F, "group_norm", scaled(factor)):
+            for _ in range(3):
+                agree(run(unet, inputs), run(stock, inputs))
+    assert state(unet).alive == 0
+    assert "in too many ways" in reasons_of(unet)
+    agree(run(unet, inputs), run(stock, inputs))
+    assert state(unet).alive == 0
+
+
+def test_replaced_attention_runs_in_fused_blocks(device):
+    """Fused blocks call PyTorch's function by its name, so they need not become slower."""
+    unet, stock, inputs = made(device, "auto")
+    with sage():
+        agree(run(unet, inputs, calls=3), run(stock, inputs))
+        assert reason_of_code(unet) is None
+
+
+def test_code_replaced_during_the_capture(device):
+    """A processor's code that puts other code into place does not stay in the graph."""
+    unet, stock, inputs = made(device, "auto")
+    usual = run(stock, inputs)
+    agree(run(unet, inputs), usual)
+    with replaced(nn.GroupNorm, "forward"):
+        run(unet, inputs)
+    for _ in range(3):
+        agree(run(unet, inputs), usual)
+
+
+def test_the_report_names_replaced_code(device):
+    unet, _, inputs = made(device, "auto")
+    run(unet, inputs)
+    with replaced(F, "interpolate"):
+        run(unet, inputs)
+        skipped = [entry for entry in sdfastgn.report(unet).entries if entry.status == "skipped"]
+        assert {entry.reason for entry in skipped} == {
+            "other code has replaced torch.nn.functional.interpolate"
+        }
+    assert not [entry for entry in sdfastgn.report(unet).entries if entry.status == "skipped"]
+
+
+class Own(nn.Module):
+    """A model of a user, with parts that run fused."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()) for _ in range(2)])
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+def images(device="cpu"):
+    return torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m(x), lambda m, x: m.blocks[1](x)], ids=["root", "child"])
+def test_models_that_have_no_graphs(device, call):
+    model, x = Own().to(device), images(device)
+    sdfastgn.optimize(model)
+    usual = call(model, x)
+    with replaced(F, "group_norm"):
+        assert differ(call(model, x), usual)
+    torch.testing.assert_close(call(model, x), usual)
+    sdfastgn.restore(model)
+    assert all(call_entry(module) is None for module in model.modules())
+
+
+def test_autoencoders_that_have_no_graphs(device):
+    """``decode`` calls the decoder by itself."""
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(block_out_channels=(32, 32), norm_num_groups=4).to(device).eval()
+    z = torch.randn(1, 4, 8, 8, device=device)
+    sdfastgn.optimize(vae, cuda_graphs=False)
+    with torch.no_grad(), replaced(nn.GroupNorm, "forward"):
+        found = vae.decode(z).sample
+        sdfastgn.restore(vae)
+        agree(found, vae.decode(z).sample)
+
+
+def test_gradients_see_replaced_code(device):
+    unet, stock, inputs = made(device, "training")
+
+    def gradients(model):
+        model.zero_grad()
+        model(**inputs).sample.square().sum().backward()
+        return model.conv_in.weight.grad.clone()
+
+    for _ in range(3):
+        torch.testing.assert_close(gradients(unet), gradients(stock), atol=2e-3, rtol=2e-3)
+    with replaced(nn.GroupNorm, "forward"):
+        for _ in range(3):
+            torch.testing.assert_close(gradients(unet), gradients(stock), atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(gradients(unet), gradients(stock), atol=2e-3, rtol=2e-3)
+
+
+def test_a_model_under_change_keeps_its_checks(device):
+    """``optimize`` puts gates into the same place while other threads may call the model."""
+    model = Own().to(device)
+    sdfastgn.optimize(model)
+    before = call_entry(model)
+    sdfastgn.optimize(model)
+    assert call_entry(model) is before
+    assert cuda_graphs.has_graphable(model) is False
