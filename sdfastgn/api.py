@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
+import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from dataclasses import fields
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -32,11 +37,27 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# ``with sdfastgn.optimized(...)`` calls ``optimized`` through a frame of contextlib. This number of frames is
-# added to a warning's ``stacklevel``, so that the warning shows the user's line.
-_WITH = 1
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 
+def _checked(function: F) -> F:
+    """A decorator: an unknown keyword argument raises a TypeError that suggests a known one."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
+                raise TypeError(f"sdfastgn.{function.__name__}: no argument is called {name!r}; {hint}")
+        return function(*args, **options)
+
+    return checked  # type: ignore[return-value]
+
+
+@_checked
 def optimize(
     obj: T,
     *,
@@ -131,23 +152,14 @@ def optimize(
             it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
             waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
-    before, _ = _optimize(
-        "optimize",
-        obj,
-        strict,
-        cuda_graphs,
-        missing_ok,
-        verify,
-        fold_batch_norm,
-        merge_adapters,
-        exact_tiling,
-        precision,
+    options = Options(
+        strict, cuda_graphs, missing_ok, verify, fold_batch_norm, merge_adapters, exact_tiling, precision
     )
-    if not (before or missing_ok):
-        warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
+    _optimize("optimize", obj, options)
     return obj
 
 
+@_checked
 def restore(obj: T) -> T:
     """Undo ``optimize`` in place. ``obj`` gets its former classes, strides, attributes and outputs.
 
@@ -177,44 +189,90 @@ def restore(obj: T) -> T:
         for name, part in patcher.parts_ever_of(obj):
             left += patcher.undo(part, name)
     if left:
-        warnings.warn(_left_over("restore", left), stacklevel=2)
+        _warn(_left_over("restore", left))
     return obj
 
 
-@contextmanager
-def optimized(
-    obj: T,
-    *,
-    strict: bool = False,
-    cuda_graphs: Literal["auto", "training"] | bool = "auto",
-    missing_ok: bool = False,
-) -> Iterator[T]:
-    """A context manager: ``with sdfastgn.optimized(pipe):`` optimizes, and restores at the end of the block.
+class Optimized(Generic[T]):
+    """What ``optimized`` returns: a context manager that is also a decorator, and nothing else."""
 
-    A component that was optimized before the block stays optimized, with its former ``cuda_graphs``,
-    ``merge_adapters`` and ``exact_tiling``. All other components are restored. If the pipeline gets a new
-    scheduler inside the block, the new scheduler is restored too. If it gets a new model, the new model stays
-    as it is. Arguments, errors and warnings: as in ``optimize`` and ``restore``.
-    """
-    before, others = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
-    if not before:
-        if not missing_ok:
-            warnings.warn(f"sdfastgn.optimized: {_nothing_in(obj)}", stacklevel=2 + _WITH)
-        yield obj
-        return
-    try:
-        yield obj
-    finally:
+    def __init__(self, obj: T, options: Options) -> None:
+        self._obj = obj
+        self._options = options
+        # What ``_optimize`` has returned, for each block that has begun.
+        self._blocks: list[tuple[list[Snapshot], WeakSet[nn.Module]]] = []
+
+    def __enter__(self) -> T:
+        self._blocks.append(_optimize("optimized", self._obj, self._options))
+        return self._obj
+
+    def __exit__(self, *error: object) -> None:
+        before, others = self._blocks.pop()
+        if not before:
+            return
         models = [was for was in before if isinstance(was.component, nn.Module)]
-        _refuse_in_ddp("optimized", obj, [was.component for was in models if was.is_stock])
+        _refuse_in_ddp("optimized", self._obj, [was.component for was in models if was.is_stock])
         with _changing("optimized", [*(was.component for was in models), *others]):
             left = put_back(before, others)
             known = {id(was.component) for was in before}
-            for name, part in patcher.parts_ever_of(obj):
+            for name, part in patcher.parts_ever_of(self._obj):
                 if id(part) not in known:  # ``part`` came into the pipeline inside the block
                     left += patcher.undo(part, name)
         if left:
-            warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
+            _warn(_left_over("optimized", left))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Decorate a function: each of its calls is a block of its own."""
+        if len(args) != 1 or options or not callable(args[0]):
+            raise TypeError(f"sdfastgn.optimized: what it returns cannot be called; {_ONLY_A_BLOCK}")
+        function = args[0]
+
+        @functools.wraps(function)
+        def inside(*args: Any, **options: Any) -> Any:
+            with Optimized(self._obj, self._options):
+                return function(*args, **options)
+
+        return inside
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this only for names that the object lacks.
+        raise AttributeError(
+            f"sdfastgn.optimized: what it returns has no attribute {name!r}; {_ONLY_A_BLOCK}"
+        )
+
+
+# What to do with the result of ``optimized``, for errors.
+_ONLY_A_BLOCK = "use it with `with sdfastgn.optimized(...):`, or call sdfastgn.optimize"
+
+
+def _with_arguments_of(
+    twin: Callable[Concatenate[T, P], T],
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[T, P], Optimized[T]]]:
+    """A decorator: the function takes the arguments of ``twin``, and returns an ``Optimized``."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(twin).replace(return_annotation="Optimized[T]")
+        vars(function)["__signature__"] = signature
+        return _checked(function)
+
+    return decorate
+
+
+@_with_arguments_of(optimize)
+def optimized(obj: Any, **options: Any) -> Any:
+    """A context manager: ``with sdfastgn.optimized(pipe):`` optimizes, and restores at the end of the block.
+
+    It takes the arguments of ``optimize``. Errors and warnings are those of ``optimize`` and ``restore``.
+
+    A component that was optimized before the block stays optimized, with its former ``cuda_graphs``,
+    ``fold_batch_norm``, ``merge_adapters``, ``exact_tiling`` and ``precision``. All other components are
+    restored. If the pipeline gets a new scheduler inside the block, the new scheduler is restored too. If it
+    gets a new model, the new model stays as it is.
+
+    The result is also a decorator: ``@sdfastgn.optimized(pipe)`` optimizes during each call of the function
+    below it.
+    """
+    return Optimized(obj, Options(**options))
 
 
 def verdicts(obj: Any) -> list[Verdict]:
@@ -237,6 +295,7 @@ def verdicts(obj: Any) -> list[Verdict]:
     return found
 
 
+@_checked
 def report(obj: Any) -> Report:
     """Report what is fused in ``obj``, what could be fused, and what is skipped and why. Changes nothing.
 
@@ -322,35 +381,22 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _optimize(
-    call: str,
-    obj: Any,
-    strict: bool,
-    cuda_graphs: str | bool,
-    missing_ok: bool,
-    verify: bool = False,
-    fold_batch_norm: bool = False,
-    merge_adapters: bool = True,
-    exact_tiling: bool = True,
-    precision: str | None = fp8_option.KEPT,
-) -> tuple[list[Snapshot], WeakSet[nn.Module]]:
+def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], WeakSet[nn.Module]]:
     """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
     Returns the state of each component before the change, and the models with nothing to optimize that are
     followed from now on (``moves.py``). Both are empty if there is nothing to optimize in ``obj``.
     """
-    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "exact_tiling": exact_tiling}
-    flags |= {"fold_batch_norm": fold_batch_norm, "merge_adapters": merge_adapters}
-    _check_options(call, cuda_graphs, flags)
-    left_out = () if exact_tiling else ("tiled_decode",)
-    options = Options(("batch_norm",) if fold_batch_norm else (), merge_adapters, left_out, precision)
+    _check_options(call, options)
     models = _models(call, obj)
     roots = _roots(models, options.asked)
     if not roots:
-        if not missing_ok and (strict or isinstance(obj, nn.Module)):
-            raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
+        if not options.missing_ok:
+            if options.strict or isinstance(obj, nn.Module):
+                raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
+            _warn(f"sdfastgn.{call}: {_nothing_in(obj)}")
         return [], WeakSet()
-    fp8_option.check(call, roots.values(), precision)
+    fp8_option.check(call, roots.values(), options.precision)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     _prepare_triton(roots.values())
@@ -358,17 +404,17 @@ def _optimize(
         components = {**roots, **patcher.parts_of(obj)}
         before = [take(name, component, options) for name, component in components.items()]
         others = WeakSet(models[name] for name in models.keys() - roots if not is_followed(models[name]))
-        if strict:
-            _refuse_skipped(call, before, merge_adapters)
+        if options.strict:
+            _refuse_skipped(call, before, options.merge_adapters)
         warn_of_machine(call)
-        changing = [w.component for w in before if w.name in roots and (verify or may_change(w, options))]
+        changing = [w.component for w in before if w.name in roots and may_change(w, options)]
         with _changing(call, changing):
             try:
                 for was in before:
                     patcher.apply(was.component, was.findings, obj)
-                if verify:
-                    _tell(call, verdicts(obj), strict)
-                _set_options(roots.values(), options, cuda_graphs)
+                if options.verify:
+                    _tell(call, verdicts(obj), options.strict)
+                _set_options(roots.values(), options)
                 # All models of a pipeline may be offloaded, also those with nothing to fuse.
                 for model in () if isinstance(obj, nn.Module) else models.values():
                     follow(model)
@@ -379,12 +425,12 @@ def _optimize(
     return before, others
 
 
-def _set_options(roots: Iterable[nn.Module], options: Options, cuda_graphs: str | bool) -> None:
+def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
     for root in roots:
-        merged_adapters.allow(root, options.merges)
+        merged_adapters.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
         fp8_option.set_precision(root, options.precision)
-        graphs.install(root, cuda_graphs)
+        graphs.install(root, options.cuda_graphs)
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:
@@ -393,14 +439,16 @@ def _prepare_triton(roots: Iterable[nn.Module]) -> None:
             prepare(device)
 
 
-def _check_options(call: str, cuda_graphs: Any, flags: dict[str, Any]) -> None:
+def _check_options(call: str, options: Options) -> None:
     # ``in MODES`` alone would accept 0 and numpy's False, which are equal to False. So the type is checked.
-    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
+    mode = options.cuda_graphs
+    if type(mode) not in (bool, str) or mode not in graphs.MODES:
         modes = '"auto", "training", True or False'
-        raise ValueError(f"sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be {modes}")
-    for name, flag in flags.items():
-        if type(flag) is not bool:
-            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
+        raise ValueError(f"sdfastgn.{call}: cuda_graphs={mode!r} must be {modes}")
+    for field in fields(Options):
+        value = getattr(options, field.name)
+        if type(field.default) is bool and type(value) is not bool:
+            raise ValueError(f"sdfastgn.{call}: {field.name}={value!r} must be True or False")
 
 
 def _refuse_skipped(call: str, before: list[Snapshot], merges: bool) -> None:
@@ -430,7 +478,7 @@ def _tell(call: str, found: list[Verdict], strict: bool) -> None:
         text = f"sdfastgn.{call}: verify=True, {len(parts)} of {parts_text(found)} {status}: {reasons}"
         if strict and status == verification.PUT_BACK:
             raise ValueError(text)
-        warnings.warn(text, stacklevel=4)
+        _warn(text)
 
 
 def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
@@ -498,6 +546,14 @@ def _roots(models: dict[str, nn.Module], asked: tuple[str, ...] = ()) -> dict[st
     }
 
 
+def _warn(text: str) -> None:
+    """Give a UserWarning that shows the line outside of this file from which sdfastgn was called."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals is globals():
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
 # Texts of the warnings about this machine that were already given. Each warning is given once per process.
 noted: set[str] = set()
 
@@ -510,7 +566,7 @@ def warn_of_machine(call: str) -> None:
     for note in _machine_notes():
         if note not in noted:
             noted.add(note)
-            warnings.warn(f"sdfastgn.{call}: {note}", stacklevel=4 + (_WITH if call == "optimized" else 0))
+            _warn(f"sdfastgn.{call}: {note}")
 
 
 def _machine_notes() -> Iterator[str]:

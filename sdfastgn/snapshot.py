@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import nn
 
@@ -19,17 +19,26 @@ __all__ = ["Options", "Snapshot", "may_change", "put_back", "take"]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``optimize`` that decide what is changed.
+    """The options of ``optimize`` and ``optimized``. The docstring of ``optimize`` explains each of them."""
 
-    ``asked``: names of fusions that are off by default (``ASKED_FUSIONS``) and that the user has turned on.
-    ``merges``: the option ``merge_adapters``. ``left_out``: names of fusions that the user has turned off.
-    ``precision``: the option ``precision``.
-    """
+    strict: bool = False
+    cuda_graphs: Literal["auto", "training"] | bool = "auto"
+    missing_ok: bool = False
+    verify: bool = False
+    fold_batch_norm: bool = False
+    merge_adapters: bool = True
+    exact_tiling: bool = True
+    precision: Literal["fp8"] | None = None
 
-    asked: tuple[str, ...]
-    merges: bool
-    left_out: tuple[str, ...]
-    precision: str | None
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Names of the fusions that are off by default (``ASKED_FUSIONS``) and that these options turn on."""
+        return ("batch_norm",) if self.fold_batch_norm else ()
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the fusions that these options turn off."""
+        return () if self.exact_tiling else ("tiled_decode",)
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,10 @@ class Snapshot:
     ``is_stock``: True if sdfastgn had changed nothing in the component. ``modes``: module whose calls run as
     CUDA graphs -> its option ``cuda_graphs``. ``findings``: what ``patcher.inspect`` found in the component.
     ``laid_out``: the modules whose layout sdfastgn had changed. ``followed``: the modules whose method
-    ``_apply`` a ``Moves`` had replaced (``moves.py``). ``is_fp8``: True if the component had matrix products
-    in FP8. ``unmerged``: the modules that had ``merge_adapters=False``. ``left_out``: names of the fusions
-    that were turned off. ``leaving``: findings of applied fusions that ``patcher.leave_out`` undoes.
+    ``_apply`` a ``Moves`` had replaced (``moves.py``). ``in_fp8``: the models in the component that had
+    matrix products in FP8, with these products. ``unmerged``: the modules that had ``merge_adapters=False``.
+    ``asked`` and ``left_out``: names of the fusions that were turned on and off. ``leaving``: findings of
+    applied fusions that ``patcher.leave_out`` undoes.
     """
 
     name: str
@@ -51,8 +61,9 @@ class Snapshot:
     modes: dict[nn.Module, str | bool]
     laid_out: set[nn.Module]
     followed: frozenset[nn.Module] = frozenset()
-    is_fp8: bool = False
+    in_fp8: dict[nn.Module, fp8.Kept] = field(default_factory=dict)
     unmerged: frozenset[nn.Module] = frozenset()
+    asked: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     leaving: tuple[patcher.Finding, ...] = ()
 
@@ -72,13 +83,13 @@ def take(name: str, component: Any, options: Options) -> Snapshot:
     }
     followed = followed_in(component)
     is_stock = is_stock and not (modes or followed or channels_last.is_applied(component))
-    laid_out, is_fp8 = channels_last.laid_out(component), any(map(fp8.is_allowed, component.modules()))
+    laid_out = channels_last.laid_out(component)
     unmerged = frozenset(module for module in component.modules() if not merged_adapters.is_allowed(module))
     left_out = patcher.left_out_of(component)
     names = left_out.union(options.left_out)
     every = patcher.inspect(component, name, left_out=()) if names else []
     leaving = tuple(f for f in every if f.fusion.name in names and f.fusion.is_applied(f.module))
-    kept = followed, is_fp8, unmerged, left_out, leaving
+    kept = followed, fp8.kept_in(component), unmerged, patcher.asked_of(component), left_out, leaving
     return Snapshot(name, component, findings, is_stock, modes, laid_out, *kept)
 
 
@@ -89,8 +100,9 @@ def may_change(was: Snapshot, options: Options) -> bool:
     fusions that are left out, and the replacement of ``_apply`` (``moves.follow``).
     """
     return (
-        patcher.needs_change(was.component, was.findings)
-        or merged_adapters.must_release(was.component, options.merges)
+        options.verify
+        or patcher.needs_change(was.component, was.findings)
+        or merged_adapters.must_release(was.component, options.merge_adapters)
         or fp8_option.may_change(was.component, options.precision)
     )
 
@@ -113,12 +125,12 @@ def put_back(before: list[Snapshot], followed: Iterable[nn.Module]) -> list[tupl
         patcher.take_back(was.component, was.findings, was.laid_out)
         if is_model:
             _allow_merging_as(was)
+            patcher.ask_only(was.component, was.asked)
             patcher.leave_out(was.component, was.left_out)
             for finding in was.leaving:
                 if not finding.fusion.is_applied(finding.module):
                     finding.fusion.apply(finding.module)
-            if not was.is_fp8:
-                fp8_option.set_precision(was.component, None)
+            fp8_option.put_back(was.component, was.in_fp8)
         for module in was.component.modules() if is_model else ():
             if is_graphable(module) and module not in was.modes:
                 graphs.remove(module)

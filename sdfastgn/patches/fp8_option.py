@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from sdfastgn.patches.core import fp8
 from sdfastgn.patches.graphs import install as graphs
 
-__all__ = ["KEPT", "check", "may_change", "set_precision"]
-
-# Value of ``precision`` with which each model keeps its precision.
-KEPT: Any = object()
+__all__ = ["check", "may_change", "put_back", "set_precision"]
 
 
 def check(call: str, roots: Iterable[nn.Module], precision: Any) -> None:
@@ -27,7 +24,7 @@ def check(call: str, roots: Iterable[nn.Module], precision: Any) -> None:
 
     ``call``: the name of the public function, for the error.
     """
-    if precision is None or precision is KEPT:
+    if precision is None:
         return
     if precision != "fp8":
         raise ValueError(f'sdfastgn.{call}: precision={precision!r} must be None or "fp8"')
@@ -38,22 +35,30 @@ def check(call: str, roots: Iterable[nn.Module], precision: Any) -> None:
 
 def may_change(root: nn.Module, precision: str | None) -> bool:
     """True if ``set_precision(root, precision)`` may change anything."""
-    if precision is KEPT:
-        return False
     return precision is not None or any(map(fp8.is_allowed, _models_in(root)))
 
 
 def set_precision(root: nn.Module, precision: str | None) -> None:
     """Give the models in ``root`` products in FP8, or drop them. Graphs of changed models are dropped."""
-    for model in _models_in(root) if precision is not KEPT else ():
+    for model in _models_in(root):
         found = [] if precision is None else _products_in(model)
         if found and not fp8.has_all(model, found):
             graphs.remove(model)
             fp8.allow(model, found)
         elif not found and fp8.is_allowed(model):
             graphs.remove(model)
-            for module in model.modules():
-                fp8.forget(module)
+            fp8.forget_all(model)
+
+
+def put_back(root: nn.Module, kept: Mapping[nn.Module, fp8.Kept]) -> None:
+    """Give the models in ``root`` the products again that ``fp8.kept_in(root)`` has returned as ``kept``."""
+    for model in _models_in(root):
+        if not fp8.has_kept(model, kept.get(model)):
+            graphs.remove(model)
+            fp8.forget_all(model)
+    for model, former in kept.items():
+        if not fp8.has_kept(model, former):
+            fp8.give_back(model, former)
 
 
 def _products_in(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:

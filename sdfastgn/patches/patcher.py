@@ -29,6 +29,7 @@ __all__ = [
     "Finding",
     "apply",
     "ask",
+    "ask_only",
     "asked_of",
     "has_fusions",
     "inspect",
@@ -225,6 +226,12 @@ def ask(roots: Iterable[nn.Module], names: Collection[str]) -> None:
     """
     for root in roots if names else ():
         _asked[root] = asked_of(root).union(names)
+
+
+def ask_only(root: nn.Module, names: Collection[str]) -> None:
+    """As ``ask`` for one model, but the names of earlier calls are forgotten."""
+    _asked.pop(root, None)
+    ask([root], names)
 
 
 def asked_of(root: nn.Module) -> frozenset[str]:

@@ -1,7 +1,11 @@
 """``optimize``, ``restore``, ``optimized`` and ``report`` on module trees, pipelines and bad input."""
 
+import contextlib
+import copy
+import dataclasses
 import functools
 import gc
+import inspect
 import json
 import weakref
 from types import SimpleNamespace
@@ -24,6 +28,7 @@ from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.moves import follow, is_followed
 from sdfastgn.patches.graphs import install as cuda_graphs
+from sdfastgn.snapshot import Options
 from tests.controlnet import build_controlnet
 from tests.small_pipelines import text_encoder
 
@@ -298,6 +303,130 @@ def test_the_with_block_restores_what_was_taken_out_of_the_pipeline_meanwhile():
 def test_the_with_block_is_named_in_its_errors(obj, options, error):
     with pytest.raises(error, match=r"^sdfastgn\.optimized: "), sdfastgn.optimized(obj, **options):
         pass
+
+
+def test_optimize_and_optimized_take_the_same_arguments():
+    ours, block = (inspect.signature(getattr(sdfastgn, name)) for name in ("optimize", "optimized"))
+    assert block.parameters == ours.parameters
+    defaults = {name: p.default for name, p in ours.parameters.items() if name != "obj"}
+    assert {field.name: field.default for field in dataclasses.fields(Options)} == defaults
+    assert dataclasses.asdict(Options(**defaults)) == defaults
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"verify": True},
+        {"fold_batch_norm": True},
+        {"merge_adapters": False},
+        {"exact_tiling": False},
+        {"precision": None},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_with_block_takes_every_option(options, first_options):
+    """Afterwards the pipeline has its former options."""
+    pipe = pipeline_with(first_options)
+    pipe.components["net"] = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)).eval()
+    sdfastgn.optimize(pipe.components["net"])
+    before = [(e.path, e.fusion, e.status) for e in sdfastgn.report(pipe).entries]
+    with sdfastgn.optimized(pipe, **options):
+        inside = sdfastgn.report(pipe)
+        expected = {"merge_adapters": True, "exact_tiling": True}
+        assert options_of(pipe) == expected | {k: v for k, v in options.items() if k in expected}
+        assert ("batch_norm" in {e.fusion for e in inside.fused}) == ("fold_batch_norm" in options)
+    assert options_of(pipe) == first_options
+    assert [(e.path, e.fusion, e.status) for e in sdfastgn.report(pipe).entries] == before
+
+
+def test_the_with_block_refuses_fp8_as_optimize_does():
+    for name in ("optimize", "optimized"):
+        with (
+            pytest.raises(ValueError, match=rf'^sdfastgn\.{name}: precision="fp8" is impossible'),
+            contextlib.nullcontext(getattr(sdfastgn, name)(Net(), precision="fp8")) as block,
+            block,
+        ):
+            pass
+
+
+def test_the_with_block_is_a_decorator():
+    net = Net()
+
+    @sdfastgn.optimized(net)
+    def fused(*args, **options):
+        """Say what is fused."""
+        return args, options, bool(sdfastgn.report(net).fused)
+
+    assert (fused.__name__, fused.__doc__) == ("fused", "Say what is fused.")
+    for _ in range(2):
+        assert fused(1, two=2) == ((1,), {"two": 2}, True)
+        assert not sdfastgn.report(net).fused
+
+
+def test_one_with_block_can_be_used_again_also_inside_of_itself():
+    net = Net()
+    block = sdfastgn.optimized(net)
+    for _ in range(2):
+        with block:
+            with block:
+                pass
+            assert sdfastgn.report(net).fused
+        assert not sdfastgn.report(net).fused
+
+
+INSTEAD = r"use it with `with sdfastgn.optimized\(...\):`, or call sdfastgn.optimize$"
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [(("a cat",), {}), ((), {}), ((), {"prompt": "a cat"}), ((torch.ones(1), 2), {}), ((len,), {"steps": 2})],
+    ids=["prompt", "nothing", "keyword", "tensors", "function-and-keyword"],
+)
+def test_what_optimized_returns_is_not_the_pipeline(args, options):
+    block = sdfastgn.optimized(Net())
+    with pytest.raises(TypeError, match=f"^sdfastgn.optimized: what it returns cannot be called; {INSTEAD}"):
+        block(*args, **options)
+
+
+def test_what_optimized_returns_has_nothing_of_the_pipeline():
+    net = Net()
+    block = sdfastgn.optimized(net)
+    with pytest.raises(AttributeError, match=rf"^sdfastgn.optimized: .* no attribute 'body'; {INSTEAD}"):
+        _ = block.body
+    assert not hasattr(block, "body")
+    assert getattr(block, "body", None) is None
+    assert isinstance(block, contextlib.AbstractContextManager)
+    assert inspect.signature(block)
+    assert inspect.unwrap(block) is block
+    assert inspect.getmembers(block)
+    assert not inspect.isfunction(block)
+    repr(block)
+    for twin in (copy.copy(block), copy.deepcopy(block)):
+        with twin as inside:
+            assert sdfastgn.report(inside).fused
+        assert not sdfastgn.report(inside).fused
+        assert isinstance(inside, Net)
+    assert not hasattr(object.__new__(type(block)), "_obj")
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "hint"),
+    [
+        ("optimize", "cuda_graph", "did you mean 'cuda_graphs'?"),
+        ("optimize", "precison", "did you mean 'precision'?"),
+        ("optimized", "merge_adapter", "did you mean 'merge_adapters'?"),
+        ("optimized", "zzz", "it takes obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm, "
+         "merge_adapters, exact_tiling, precision"),
+        ("restore", "strict", "it takes obj"),
+        ("report", "details", "it takes obj"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_argument(call, name, hint):
+    net = Net()
+    with pytest.raises(TypeError) as caught:
+        getattr(sdfastgn, call)(net, **{name: True})
+    assert str(caught.value) == f"sdfastgn.{call}: no argument is called {name!r}; {hint}"
+    assert not sdfastgn.report(net).fused
 
 
 @pytest.mark.parametrize("name", ["strict", "missing_ok", "verify", "fold_batch_norm", "exact_tiling"])

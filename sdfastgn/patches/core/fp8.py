@@ -20,6 +20,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,17 @@ from sdfastgn.patches.core.moves import follow_moves, stop_following
 
 __all__ = [
     "Fp8",
+    "Kept",
     "allow",
     "device_reason",
     "forget",
+    "forget_all",
     "generation",
+    "give_back",
+    "has_kept",
     "is_allowed",
     "is_outdated",
+    "kept_in",
     "may_run_in",
     "product_of",
     "reason_now",
@@ -144,19 +150,60 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
 
     ``found``: the owner of each product, and its weights. Drop the graphs of the model first.
     """
-    global _hook
-    if _hook is None:
-        _hook = register_module_module_registration_hook(_put_into)
     found = list(found)
-    own = _models[model] = Products([model, *(_layer_of(owner, weights[0]) for owner, weights in found[:1])])
-    _model_of.update(dict.fromkeys(model.modules(), own))
+    own = Products([model, *(_layer_of(owner, weights[0]) for owner, weights in found[:1])])
     for owner, weights in found:
         if not _has(owner, weights):
             _products[owner] = Product(weights)
+    own.products = [_products[m] for m in model.modules() if m in _products]
+    _set(model, own, [owner for owner, _ in found])
+
+
+def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
+    """Enter ``own`` as the products of ``model``. ``owners``: their owners, whose moves are followed."""
+    global _hook
+    if _hook is None:
+        _hook = register_module_module_registration_hook(_put_into)
+    _models[model] = own
+    _model_of.update(dict.fromkeys(model.modules(), own))
+    for owner in owners:
         _products[owner].model = weakref.ref(own)
         if "_apply" not in vars(owner):
             follow_moves(_Moves(owner))
-    own.products = [_products[m] for m in model.modules() if m in _products]
+
+
+class Kept(NamedTuple):
+    """The products of a model at one time, and the owner of each."""
+
+    own: Products
+    by_owner: dict[nn.Module, Product]
+
+
+def kept_in(root: nn.Module) -> dict[nn.Module, Kept]:
+    """The products of each model in ``root`` that has some, for ``give_back``."""
+    return {
+        model: Kept(_models[model], {m: _products[m] for m in model.modules() if m in _products})
+        for model in root.modules()
+        if model in _models
+    }
+
+
+def has_kept(model: nn.Module, kept: Kept | None) -> bool:
+    """True if the products of ``model`` are those of ``kept``; if that is None, True if it has none."""
+    return _models.get(model) is (None if kept is None else kept.own)
+
+
+def give_back(model: nn.Module, kept: Kept) -> None:
+    """Give ``model`` its former products, with the scales that they have learned. Drop its graphs first.
+
+    Their copies in E4M3 are freed, because nothing has noticed changes of the weights meanwhile. The next
+    call or graph makes them again.
+    """
+    _products.update(kept.by_owner)
+    _set(model, kept.own, kept.by_owner)
+    for product in kept.own.products:
+        if product.nbytes:
+            product.free()
 
 
 def _layer_of(owner: nn.Module, weight: Tensor) -> nn.Module:
@@ -179,6 +226,12 @@ def forget(module: nn.Module) -> None:
     if _hook is not None and not _products:
         _hook.remove()
         _hook = None
+
+
+def forget_all(model: nn.Module) -> None:
+    """Drop all that this file keeps for the modules of ``model``."""
+    for module in model.modules():
+        forget(module)
 
 
 class _Moves(InstanceEntry):

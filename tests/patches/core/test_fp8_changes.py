@@ -83,7 +83,7 @@ def test_restore_and_another_precision_are_exact():
     quick = call(fused)
     assert not torch.equal(quick, call(plain))
     assert torch.equal(call(copy.deepcopy(fused)), call(plain))
-    with sdfastgn.optimized(fused):
+    with sdfastgn.optimized(fused, precision="fp8"):
         assert torch.equal(call(fused), quick)
     sdfastgn.optimize(fused, precision="fp8")
     assert torch.equal(call(fused), quick)
@@ -96,6 +96,27 @@ def test_restore_and_another_precision_are_exact():
     assert all(torch.equal(p, before[name]) for name, p in fused.state_dict().items())
     assert torch.equal(call(fused), call(stock))
     assert sdfastgn.report(fused).fp8 == ()
+
+
+def test_the_with_block_turns_fp8_on_and_off_inside_only():
+    fused, plain, stock = twins()
+    with sdfastgn.optimized(plain, precision="fp8"):
+        learn(plain)
+        quick = call(plain)
+        assert state(plain).in_e4m3 == 4
+    assert sdfastgn.report(plain).fp8 == ()
+    learn(fused)
+    assert torch.equal(call(fused), quick)
+    while fp8.reason_now(fused) is not None:
+        pass
+    with sdfastgn.optimized(fused):
+        assert sdfastgn.report(fused).fp8 == ()
+        assert torch.equal(call(fused), call(plain))
+        for block in (fused, stock):
+            block.ff.net[2].weight.data.mul_(-0.5)  # noticed, because FP8 is off meanwhile
+    assert state(fused).in_e4m3 == 4  # with the scales that it had learned
+    assert fp8.reason_now(fused) is None  # graphs go on at once
+    assert error(call(fused), call(stock)) < 0.05
 
 
 @pytest.mark.parametrize("path", ["attn1.to_k", "attn2.to_q", "ff.net.0.proj", "ff.net.2"])
