@@ -8,6 +8,7 @@ import inspect
 import sys
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -28,11 +29,12 @@ from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
 from sdfastgn.patches.core.moves import follow, followed_in, is_followed
+from sdfastgn.patches.core.tested_sources import Untested, newest_release
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.reports import Entry, Report, grouped, parts_text, some
 from sdfastgn.snapshot import Options, Snapshot, may_change, put_back, take
 from sdfastgn.verification import Verdict
-from sdfastgn.versions import never_run
+from sdfastgn.versions import installed_versions, never_run
 
 __all__ = ["optimize", "optimized", "report", "restore"]
 
@@ -139,7 +141,9 @@ def optimize(
 
     ``restore`` undoes all changes exactly. Where no kernel can run (CPU, fp64, no Triton) the model runs
     stock's code, and ``report`` says so. If the machine has no GPU or no Triton, a UserWarning also says so,
-    once in a process. All checks except those of ``verify`` are made before the first change.
+    once in a process. Parts whose code in diffusers was never tested stay stock: the release is newer, or
+    other code has replaced a method. A UserWarning names each such method once in a process, and says what
+    helps. All checks except those of ``verify`` are made before the first change.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
@@ -407,6 +411,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
         if options.strict:
             _refuse_skipped(call, before, options.merge_adapters)
         warn_of_machine(call)
+        _warn_of_untested(call, [f for was in before for f in was.findings])
         changing = [w.component for w in before if w.name in roots and may_change(w, options)]
         with _changing(call, changing):
             try:
@@ -554,7 +559,8 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-# Texts of the warnings about this machine that were already given. Each warning is given once per process.
+# Texts of the warnings about this machine that were already given, and methods of diffusers that a warning
+# has named. Each of them is named once per process.
 noted: set[str] = set()
 
 
@@ -567,6 +573,31 @@ def warn_of_machine(call: str) -> None:
         if note not in noted:
             noted.add(note)
             _warn(f"sdfastgn.{call}: {note}")
+
+
+def _warn_of_untested(call: str, found: list[patcher.Finding]) -> None:
+    """Warn of parts in ``found`` that stay stock because the code of diffusers was never tested."""
+    skipped = [f.reason for f in found if isinstance(f.reason, Untested)]
+    methods = Counter(reason.method for reason in skipped)
+    if methods.keys() <= noted:
+        return
+    noted.update(methods)
+    named = some(
+        [f"{method} ({parts_text(range(count))})" for method, count in methods.most_common()], _SHOWN_METHODS
+    )
+    release = installed_versions()["diffusers"]
+    _warn(
+        f"sdfastgn.{call}: {len(skipped)} of {parts_text(found)} run stock's code, at stock's speed, because "
+        f"sdfastgn was not tested with the installed code of {named}. Either diffusers {release} is newer "
+        "than sdfastgn, or other code has replaced these methods. sdfastgn.report lists the parts. "
+        f"What helps: a newer sdfastgn; diffusers {newest_release('diffusers')} or older; or the command "
+        "`sdfastgn sources`, which lists the methods and accepts their code once you have read the changes."
+    )
+
+
+# Maximum number of methods of diffusers that a warning names. A release seldom changes more of those that one
+# pipeline uses.
+_SHOWN_METHODS = 8
 
 
 def _machine_notes() -> Iterator[str]:

@@ -1,19 +1,27 @@
 """In the installed diffusers all code that fusions rely on is known, and every part of a model is fused."""
 
 import ast
+import copy
+import json
+import re
 import subprocess
 import sys
+import warnings
 
+import diffusers
 import pytest
 import torch
 
 import sdfastgn
+from sdfastgn import api
 from sdfastgn.models.architectures import build_unet, build_vae
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.core import tested_sources
 from sdfastgn.patches.core.tested_sources import unknown_source
 from sdfastgn.patches.graphs.factors import readers
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
 from tests.controlnet import build_controlnet
+from tests.patches.samples import make_unknown
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -55,6 +63,86 @@ def test_every_part_of_a_model_is_fused(case, parts):
     build, model = case
     report = sdfastgn.report(build(model, torch.float16, "meta"))
     assert (len(report.fusable), report.skipped) == (parts, ())
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Returns a function: it calls its argument, and returns the warnings about code that is unknown."""
+    monkeypatch.setattr(api, "noted", set(api.noted))
+
+    def said_by(call):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        return [w for w in caught if "was not tested with the installed code" in str(w.message)]
+
+    return said_by
+
+
+def blocks_of(*objs):
+    return [inner for obj in objs for inner in obj.modules() if type(inner).__name__ == "ResnetBlock2D"]
+
+
+def test_one_warning_names_the_unknown_code_of_all_components(said, monkeypatch):
+    pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
+    twin = copy.deepcopy(pipe)
+    scheduler = type(pipe.scheduler).__name__
+    assert not said(lambda: sdfastgn.restore(sdfastgn.optimize(pipe)))
+    make_unknown(monkeypatch, "ResnetBlock2D.forward")
+    make_unknown(monkeypatch, f"{scheduler}.step")
+    parts = len(sdfastgn.report(pipe).entries)
+    [warned] = said(lambda: sdfastgn.optimize(sdfastgn.optimize(pipe)))
+    assert (warned.category, warned.filename) == (UserWarning, __file__)
+    blocks = len(blocks_of(pipe.unet, pipe.vae))
+    assert blocks > 10
+    text = str(warned.message)
+    share = f"{blocks + 2} of {parts} parts run stock's code, at stock's speed"  # tiled decode is one of them
+    assert text.startswith(f"sdfastgn.optimize: {share}")
+    assert f"code of ResnetBlock2D.forward ({blocks + 1} parts), {scheduler}.step (1 part). " in text
+    assert f"Either diffusers {diffusers.__version__} is newer than sdfastgn, or other code has repl" in text
+    newest = tested_sources.newest_release("diffusers")
+    advice = ("sdfastgn.report", "a newer sdfastgn", f"diffusers {newest} or older", "`sdfastgn sources`")
+    assert all(words in text for words in advice)
+    assert not said(lambda: sdfastgn.optimize(twin))
+    assert not said(sdfastgn.optimized(twin).__enter__)
+
+
+def test_the_with_block_warns_in_its_own_name_and_of_new_methods_only(said, monkeypatch):
+    unet, vae = build_unet("tiny", torch.float32, "cpu"), build_vae("tiny", torch.float32, "cpu")
+
+    def block(obj):
+        with sdfastgn.optimized(obj):
+            pass
+
+    make_unknown(monkeypatch, "ResnetBlock2D.forward")
+    [warned] = said(lambda: block(unet))
+    assert str(warned.message).startswith("sdfastgn.optimized: ")
+    assert warned.filename == __file__
+    assert not said(lambda: block(vae))
+    make_unknown(monkeypatch, "Upsample2D.forward")
+    [warned] = said(lambda: block(vae))
+    assert re.search(r"Upsample2D\.forward \(\d+ parts\)", str(warned.message))
+
+
+def test_a_method_that_other_code_replaced_is_named(said, monkeypatch):
+    forward = diffusers.models.resnet.ResnetBlock2D.forward
+    monkeypatch.setattr(diffusers.models.resnet.ResnetBlock2D, "forward", lambda *args: forward(*args) * 2)
+    vae = build_vae("tiny", torch.float32, "cpu")
+    [warned] = said(lambda: sdfastgn.optimize(vae))
+    assert "ResnetBlock2D.forward (" in str(warned.message)
+    assert "ResnetBlock2D.forward of this diffusers is not" in json.dumps(sdfastgn.report(vae).to_dict())
+
+
+def test_unknown_code_is_an_error_alone_if_strict(said, monkeypatch):
+    make_unknown(monkeypatch, "ResnetBlock2D.forward")
+
+    def refused():
+        with pytest.raises(
+            ValueError, match=r"^sdfastgn\.optimize: strict=True and .* ResnetBlock2D\.forward"
+        ):
+            sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu"), strict=True)
+
+    assert not said(refused)
 
 
 @pytest.mark.slow

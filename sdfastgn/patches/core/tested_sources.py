@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 import textwrap
 import types
 import weakref
@@ -23,10 +24,12 @@ from typing import Any, NamedTuple
 __all__ = [
     "FILE",
     "TestedSource",
+    "Untested",
     "computed",
     "definition_of",
     "hash_of",
     "is_known",
+    "newest_release",
     "source_hash",
     "tested",
     "tested_versions",
@@ -72,6 +75,17 @@ def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
     release in which this code was seen.
     """
     return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def newest_release(package: str) -> str:
+    """The newest release of ``package`` (such as "diffusers") that has the tested versions in ``FILE``."""
+    releases = [
+        version["first_seen"]
+        for name, methods in tested_versions().items()
+        for version in (version for versions in methods.values() for version in versions)
+        if name.startswith(f"{package}.") and "first_seen" in version
+    ]
+    return max(releases, key=lambda release: [int(number) for number in re.findall(r"\d+", release)])
 
 
 def is_known(cls: Any, method: str) -> bool:
@@ -177,12 +191,26 @@ def _is_upstreams(link: Any) -> bool:
     return module.partition(".")[0] in _UPSTREAM
 
 
-def unknown_source(*sources: TestedSource) -> str | None:
+class Untested(str):
+    """The reason to skip a module if a method of upstream has code that was never tested.
+
+    A class of its own, by which ``optimize`` finds these reasons among others.
+    """
+
+    __slots__ = ()
+
+    @property
+    def method(self) -> str:
+        """The method, as ``Class.method``."""
+        return self.partition(" ")[0]
+
+
+def unknown_source(*sources: TestedSource) -> Untested | None:
     """Why a module is skipped, if a method of ``sources`` has code that was never tested; else None."""
     for cls, methods in sources:
         for method in methods:
             if not is_known(cls, method):
                 package = _UPSTREAM.get(upstream_name(cls).partition(".")[0], "diffusers")
                 name = f"{cls.__name__}.{method}"
-                return f"{name} of this {package} is not a version that sdfastgn was tested with"
+                return Untested(f"{name} of this {package} is not a version that sdfastgn was tested with")
     return None
