@@ -118,11 +118,11 @@ def optimize(
             stock. The next call notices a change of adapters or scales, merges again, and keeps its graphs.
             A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs these
             calls of layers with adapters as in stock.
-        exact_tiling: matters after ``enable_vae_tiling()`` for the VAEs of Stable Diffusion and Flux, if the
-            latents are larger than a tile. True computes the same image as the decoder without tiles, except
-            for rounding. Memory stays bounded, and large images take more work than in stock's tiles. Where
-            this is impossible, stock's tiles are decoded (docs/memory.md). False always decodes in stock's
-            tiles.
+        exact_tiling: matters after ``pipe.vae.enable_tiling()`` for the VAEs of Stable Diffusion and Flux, if
+            the latents are larger than a tile. True computes the same image as the decoder without tiles,
+            except for rounding. Memory stays bounded, and large images take more work than in stock's tiles.
+            Where this is impossible, stock's tiles are decoded (docs/memory.md). False always decodes in
+            stock's tiles.
         precision: ``"fp8"`` computes matrix products of transformer blocks (``BasicTransformerBlock``) in
             E4M3: queries, keys and values of self-attention, queries of cross-attention, and the feed-forward
             network. None computes them in the model's dtype. FP8 needs weights in fp16 or bf16, on an NVIDIA
@@ -263,7 +263,7 @@ def _with_arguments_of(
 
 
 @_with_arguments_of(optimize)
-def optimized(obj: Any, **options: Any) -> Any:
+def optimized(obj: T, **options: Any) -> Optimized[T]:
     """A context manager: ``with sdfastgn.optimized(pipe):`` optimizes, and restores at the end of the block.
 
     It takes the arguments of ``optimize``. Errors and warnings are those of ``optimize`` and ``restore``.

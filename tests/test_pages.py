@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import click
+import diffusers
 import pytest
 import tomllib
 import torch
@@ -26,6 +27,7 @@ import sdfastgn
 from sdfastgn.cli import digits, session
 from sdfastgn.cli.app import app, click_command
 from sdfastgn.kernels.common import op as ops
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.registry import FUSIONS
 from tests.command_line import ROOT, exit_code, invoke
 from tests.pages import BLOCKS, LANGUAGES, PAGES, commands, python_of, substitute
@@ -324,6 +326,28 @@ def test_every_fusion_is_in_the_table():
 def test_the_api_page_has_every_public_name():
     names = re.findall(r"^::: sdfastgn\.(\w+)$", PAGES["docs/api.md"], re.MULTILINE)
     assert sorted(names) == sorted({*sdfastgn.__all__} - {"__version__"})
+
+
+def test_switches_of_diffusers_exist():
+    """Pages and docstrings for users name methods by which diffusers' classes are set up."""
+    users = [text for page, text in PAGES.items() if re.match(r"README|docs/(?!stable-fast)[\w-]+\.md", page)]
+    users += [str(getattr(sdfastgn, name).__doc__) for name in sdfastgn.__all__]
+    named = set(re.findall(r"\b(?:enable|disable|fuse|load|set|unload)_\w+(?=\(\))", "\n".join(users)))
+    named |= set(re.findall(r"`((?:enable|disable|fuse|unload)_\w+)`", "\n".join(users)))
+    classes = (diffusers.StableDiffusionXLPipeline, diffusers.AutoencoderKL, diffusers.UNet2DConditionModel)
+    assert {"enable_tiling", "enable_model_cpu_offload", "fuse_lora"} <= named
+    assert {name for name in named if not any(hasattr(cls, name) for cls in classes)} == set()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_what_needs_a_gpu_says_so():
+    """docs/getting-started.md names these."""
+    pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match="not on an NVIDIA GPU"):
+        sdfastgn.optimize(pipe, precision="fp8")
+    with pytest.raises(RuntimeError, match="requires accelerator"):
+        pipe.enable_model_cpu_offload()
+    assert invoke("warm-up", "tiny").exit_code == 2
 
 
 @pytest.mark.parametrize("folder", ["docs/adr", "docs/measurements"])

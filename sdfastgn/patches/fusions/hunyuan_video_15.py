@@ -12,7 +12,8 @@ Further differences from stock:
 - A 1x1x1 convolution in fp16 or bf16 is a matrix product.
 - In HunyuanVideo 1.5, a frame attends to itself and to earlier frames. Stock computes the scores of all
   frames and masks later ones, with a mask that it fills in a Python loop. Here each frame is one attention
-  call, which gets only the keys of itself and of earlier frames.
+  call, which gets only the keys of itself and of earlier frames. Stock's mask fits one video, so stock raises
+  a RuntimeError for a batch of two. The fused forward computes it.
 
 All of this runs only for inference without gradients, autocast, compilers and traces. Otherwise, and if a
 layer has hooks, an adapter or another dtype, stock's forward runs. The norms and convolutions that it calls

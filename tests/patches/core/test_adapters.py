@@ -58,12 +58,13 @@ def test_the_report_names_each_layer_with_a_lora(when):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_report_names_other_adapters_in_all_models_of_a_pipeline(when):
     controlnet = build_controlnet("tiny", torch.float32, "cpu")
-    components = {**pipeline().components, "controlnet": controlnet}
+    plain = nn.ModuleDict({"fc1": nn.Linear(4, 4)})  # there is nothing to optimize, so it is in no report
+    components = {**pipeline().components, "controlnet": controlnet, "plain": plain}
     pipe = SimpleNamespace(components=components)
     if when == "after":
         sdfastgn.optimize(pipe)
     config = LoHaConfig(r=2, target_modules=["conv_in", "linear_1", "fc1"])
-    for name in ("unet", "controlnet", "text_encoder"):
+    for name in ("unet", "controlnet", "text_encoder", "plain"):
         inject_adapter_in_model(config, components[name])
     if when == "before":
         sdfastgn.optimize(pipe)
