@@ -3,6 +3,9 @@
 What the forward saves for the backward is in memory of the graphs, and the next replay of the forward
 overwrites it. So after a replay, other calls that need the same graph run eagerly, until the backward of the
 replayed call has run or until its result is freed.
+
+The replay of the backward overwrites it too, because the backward writes its own results over saved tensors
+that it has already read. So a backward that runs again (``retain_graph=True``) first replays the forward.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class Flags(Survey):
 
 
 class _Turn:
-    """One replay of a forward. ``is_done``: True once the backward of this replay has run."""
+    """One call whose forward was replayed. ``is_done``: True once its backward has begun."""
 
     __slots__ = ("__weakref__", "is_done")
 
@@ -153,15 +156,17 @@ class TrainingGraph:
 
     def replay_forward(self, call: Call, turn: _Turn) -> list[Tensor]:
         with self._backend.ordered():
+            self._turn = weakref.ref(turn)
             call.fill(self.buffers)
             self._forward.replay()
-            self._turn = weakref.ref(turn)
             return [tensor.clone() for tensor in self._outputs]
 
     def replay_backward(
         self, turn: _Turn, versions: list[int], received: tuple[Tensor | None, ...]
     ) -> list[Tensor | None]:
         """Returns the gradients of the trained parameters, and of the arguments that require gradients.
+
+        May be called several times for one ``turn``.
 
         Args:
             turn: the replay of the forward to which this backward belongs.
@@ -174,8 +179,8 @@ class TrainingGraph:
         with self._backend.lock, self._backend.ordered():
             if self._turn is None or self._turn() is not turn:
                 raise RuntimeError(
-                    "sdfastgn: this backward was run before, and the model was called since then; "
-                    'cuda_graphs="auto" keeps the values of each call'
+                    "sdfastgn: this backward was run before, and the model was called since then; with "
+                    'optimize(model, cuda_graphs="auto") it could run again'
                 )
             if versions != self.versions() or not self._watch.is_in_place():
                 raise RuntimeError(
@@ -185,8 +190,10 @@ class TrainingGraph:
             kept = [grad for grad, is_kept in zip(received, self._is_differentiable, strict=True) if is_kept]
             for place, grad in zip(self._received, kept, strict=True):
                 place.zero_() if grad is None else place.copy_(grad)
-            self._backward.replay()
+            if turn.is_done:  # its backward has overwritten what the forward had saved
+                self._forward.replay()
             turn.is_done = True
+            self._backward.replay()
             made = [grad for grad in self._backward.output if grad is not None]
             copies = list(map(torch.empty_like, made))
             copy_each(copies, made)

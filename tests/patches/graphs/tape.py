@@ -3,13 +3,20 @@ the Python that made them.
 
 Tensors without dimensions that the call finds are taken by value, as a graph takes those that are
 not on the GPU.
+
+In a pool of its own, a later graph may write into what its capture has freed of an earlier graph's
+memory. The replay of a tape fills this memory with NaN.
 """
 
 import contextlib
 import threading
+from collections import Counter
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Four bytes of this value are NaN as fp32, two are NaN as fp16 or bf16, and eight are -1 as int64.
+_BYTE_OF_NAN = 255
 
 
 class _Tape(TorchDispatchMode):
@@ -40,7 +47,7 @@ class _Tape(TorchDispatchMode):
         returns = func._schema.returns
         may_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         # A view needs no repeating. ``aten.to`` and others return a view of their input or a copy.
-        if not (may_view and _storages(out) <= _storages((args, kwargs))):
+        if not (may_view and _storages(out).keys() <= _storages((args, kwargs)).keys()):
             written = any(r.alias_info is not None and r.alias_info.is_write for r in returns) or not returns
             self.own.update(t.data_ptr() for t in _tensors(out))
             self.entries.append(
@@ -50,8 +57,8 @@ class _Tape(TorchDispatchMode):
 
 
 def _storages(tree):
-    """The addresses of the storages of all tensors in ``tree``."""
-    return {t.untyped_storage().data_ptr() for t in _tensors(tree)}
+    """The storages of all tensors in ``tree``, by address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in _tensors(tree)}
 
 
 def _tensors(tree):
@@ -77,9 +84,17 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
+def _freed(tapes):
+    """The storages of all but the last of ``tapes`` to which nothing else refers any more."""
+    made = _storages([out for tape in tapes[:-1] for *_, out in tape.entries if out is not None])
+    uses = Counter(t.untyped_storage().data_ptr() for tape in tapes for t in _tensors(tape.entries))
+    # Each storage has one more reference, in ``made``.
+    return [s for at, s in made.items() if torch._C._storage_Use_Count(s._cdata) == uses[at] + 1]
+
+
 class TapeHandle:
-    def __init__(self, entries, output):
-        self.entries, self.output = entries, output
+    def __init__(self, entries, output, reused):
+        self.entries, self.output, self.reused = entries, output, reused
 
     def replay(self):
         for func, args, kwargs, out in self.entries:
@@ -87,6 +102,8 @@ class TapeHandle:
             if out is not None:
                 for old, value in zip(_tensors(out), _tensors(new), strict=True):
                     old.copy_(value)
+        for storage in self.reused:
+            storage.fill_(_BYTE_OF_NAN)
 
 
 class TapeBackend:
@@ -115,7 +132,7 @@ class TapeBackend:
         fn()
 
     def new_pool(self):
-        return object()
+        return []  # the tapes in it
 
     def capture(self, fn, pool=None):
         if self.fail is not None:
@@ -123,7 +140,9 @@ class TapeBackend:
         self.captures += 1
         with _Tape(self.kept) as tape:
             output = fn()
-        return TapeHandle(tape.entries, output)
+        pool = [] if pool is None else pool
+        pool.append(tape)
+        return TapeHandle(tape.entries, output, _freed(pool))
 
     def wait(self):
         pass

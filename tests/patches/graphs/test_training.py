@@ -22,7 +22,7 @@ from sdfastgn.patches.graphs import training
 from tests.controlnet import build_controlnet
 from tests.copies import Original
 from tests.patches.graphs.cases import DEVICES, built, make, optimized, original, settled
-from tests.patches.graphs.tape import TapeBackend
+from tests.patches.graphs.tape import TapeBackend, TapeHandle
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -167,20 +167,56 @@ def test_a_call_without_a_backward_frees_the_graph():
     assert trained_state(unet).replays == replays + 3
 
 
-def test_a_backward_that_is_run_twice():
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("what", TRAINED)
+def test_a_backward_that_runs_again(what, is_checkpointed, device):
+    """On a GPU the first backward overwrites what the forward has saved."""
+    unet, other, batch = pair(device, TRAINED[what])
+    for model in (unet, other) if is_checkpointed else ():
+        model.enable_gradient_checkpointing()
+    warm(unet, other, batch=batch)
+    replays = trained_state(unet).replays
+    found = {unet: [], other: []}
+    for model, those in found.items():
+        for number in (7, 8):
+            sample = model(**batch(number)).sample
+            losses = [F.mse_loss(sample, torch.ones_like(sample)), sample.abs().mean(), sample.sin().mean()]
+            model.zero_grad()
+            for loss in losses:  # each gradient is added to those before it
+                loss.backward(retain_graph=True)
+                those.append({name: p.grad.clone() for name, p in parameters(model).items()})
+            wanted = parameters(model)
+            those.append(
+                dict(zip(wanted, torch.autograd.grad(losses[0], list(wanted.values())), strict=True))
+            )
+    for a, b in zip(found[unet], found[other], strict=True):
+        same(a, b)
+    assert trained_state(unet).replays == replays + 2
+
+
+def test_a_backward_that_runs_again_after_another_call():
     unet, other, batch = pair()
     warm(unet, other, batch=batch)
-    found = []
-    for model in (unet, other):
-        model.zero_grad()
-        loss = loss_of(model, batch(7))
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        found.append({name: p.grad.clone() for name, p in parameters(model).items()})
-    same(*found)
     loss = loss_of(unet, batch(7))
     loss.backward(retain_graph=True)
-    loss_of(unet, batch(8))
+    same(*(gradients(model, loss_of(model, batch(8))) for model in (unet, other)))
+    before = {name: p.grad.clone() for name, p in parameters(unet).items()}
+    with pytest.raises(RuntimeError, match=r'the model was called since then.*cuda_graphs="auto"'):
+        loss.backward()
+    same({name: p.grad for name, p in parameters(unet).items()}, before)
+
+
+def test_a_backward_that_runs_again_after_a_call_that_failed(monkeypatch):
+    """The failed call has overwritten the arguments that the forward would read again."""
+    unet, _, batch = pair()
+    warm(unet, batch=batch)
+    loss = loss_of(unet, batch(7))
+    loss.backward(retain_graph=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(TapeHandle, "replay", mock.Mock(side_effect=RuntimeError("no replay")))
+        with pytest.raises(RuntimeError, match="no replay"):
+            loss_of(unet, batch(8))
     with pytest.raises(RuntimeError, match="the model was called since then"):
         loss.backward()
 
