@@ -115,6 +115,7 @@ class TrainingGraph:
             with torch.no_grad(), backend.allocating():
                 self._received = list(map(torch.zeros_like, ends))
             wanted = [*trained, *(buffers[place] for place in self._places)]
+            self._dependents = _dependents(ends, wanted)
             self._backward = backend.capture(lambda: _gradients(ends, wanted, self._received), pool)
         # Detaches the output from autograd's nodes. A tensor that occurs twice in the output stays one
         # tensor.
@@ -194,11 +195,18 @@ class TrainingGraph:
                 self._forward.replay()
             turn.is_done = True
             self._backward.replay()
-            made = [grad for grad in self._backward.output if grad is not None]
+            # Autograd gives no gradient to a parameter on which none of the outputs with a received gradient
+            # depends. The graph has computed zeros for it.
+            left_out = {place for place, grad in enumerate(kept) if grad is None}
+            grads = self._backward.output
+            if left_out:
+                pairs = zip(grads, self._dependents, strict=True)
+                grads = [None if left_out.issuperset(places) else grad for grad, places in pairs]
+            made = [grad for grad in grads if grad is not None]
             copies = list(map(torch.empty_like, made))
             copy_each(copies, made)
         of_each = iter(copies)
-        return [None if grad is None else next(of_each) for grad in self._backward.output]
+        return [None if grad is None else next(of_each) for grad in grads]
 
     def versions(self) -> list[int]:
         return list(map(version_of, self._parameters))
@@ -302,6 +310,23 @@ def _run_checkpointed(is_reentrant: bool, block: Callable[..., Any], *args: Any)
         with torch.no_grad():
             return block(*args)
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _dependents(ends: list[Tensor], wanted: list[Tensor]) -> list[set[int]]:
+    """For each tensor of ``wanted``, the places of the ``ends`` that were computed from it."""
+    found: dict[int, set[int]] = {id(tensor): set() for tensor in wanted}
+    for place, end in enumerate(ends):
+        seen: set[Any] = set()
+        todo: list[Any] = [torch.autograd.graph.get_gradient_edge(end).node]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo += [other for other, _ in node.next_functions]
+                leaf = id(getattr(node, "variable", None))
+                if leaf in found:
+                    found[leaf].add(place)
+    return [found[id(tensor)] for tensor in wanted]
 
 
 def _gradients(ends: list[Tensor], wanted: list[Tensor], received: list[Tensor]) -> tuple[Tensor | None, ...]:

@@ -221,6 +221,35 @@ def test_a_backward_that_runs_again_after_a_call_that_failed(monkeypatch):
         loss.backward()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_losses_of_single_outputs(device):
+    """As in eager calls, a parameter that does not affect the loss gets no gradient, and not zeros."""
+    found = []
+    for mode in ("training", False):
+        controlnet = build_controlnet("tiny", torch.float32, device).train()
+        optimized(controlnet, mode)
+        inputs = {**make(device)[2], "controlnet_cond": torch.ones(1, 3, 64, 64, device=device)}
+        call = partial(controlnet, **inputs, return_dict=False)
+        for _ in range(3):
+            down, mid = call()
+            gradients(controlnet, sum(output.square().mean() for output in (*down, mid)))
+        down, mid = call()
+        losses = [output.square().mean() for output in (mid, down[0], down[-1])]
+        wanted = parameters(controlnet)
+        for loss in losses:
+            grads = torch.autograd.grad(loss, list(wanted.values()), retain_graph=True, allow_unused=True)
+            found.append(dict(zip(wanted, grads, strict=True)))
+        controlnet.zero_grad()
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            found.append({name: None if p.grad is None else p.grad.clone() for name, p in wanted.items()})
+        if mode:
+            assert trained_state(controlnet).replays == 3
+    for a, b in zip(found[:6], found[6:], strict=True):
+        same(a, b)
+        assert any(value is None for value in b.values())
+
+
 @pytest.mark.gpu
 def test_a_backward_while_another_thread_captures(monkeypatch):
     """The backward waits in the thread that runs all backwards of the GPU. The capture must not need it."""
