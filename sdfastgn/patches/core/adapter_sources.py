@@ -5,7 +5,6 @@ That file explains the terms *wrapper* (peft's layer), *stand-in* and *merged we
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.core.fusion import is_unhooked
 from sdfastgn.patches.core.hooks import LAYOUT_HOOKS
+from sdfastgn.patches.core.numpy_numbers import is_numpy_real
 
 __all__ = [
     "OF_CONV",
@@ -32,11 +32,8 @@ OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 
 def is_class_of_scales(kind: type) -> bool:
-    """True for the class of a scale that can be merged: int, float, or such a class of NumPy.
-
-    Scales are often taken from ``np.linspace``. NumPy is not imported, because it may not be installed.
-    """
-    return issubclass(kind, (int, float)) or (kind.__module__ == "numpy" and issubclass(kind, numbers.Real))
+    """True for the class of a scale that can be merged: int, float, or such a class of NumPy."""
+    return issubclass(kind, (int, float)) or is_numpy_real(kind)
 
 
 class Source(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from sdfastgn.kernels.common.private import copy_each, default_device, sdp_priority_order, switches
+from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
 from sdfastgn.patches.graphs.factors import Factor, is_number
 
 __all__ = [
@@ -46,7 +48,7 @@ class Unsupported(Exception):  # noqa: N818  # not an error: the call runs witho
 
 
 class Number(NamedTuple):
-    """Describes an argument that may be a Python number, such as a timestep. One graph serves all its values.
+    """Describes an argument that may be a number, such as a timestep. One graph serves all its values.
 
     Attributes:
         position: index of the argument if it is positional.
@@ -92,7 +94,7 @@ class Call:
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        numbers: name of an argument -> ``Number``, for each argument that may be a Python number.
+        numbers: name of an argument -> ``Number``, for each argument that may be a number.
 
     Attributes:
         key: hashable. Calls with equal keys can share a graph: their arguments have the same structure,
@@ -173,8 +175,10 @@ class Call:
         elif number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            if kind in (int, float):  # diffusers' forward would make a tensor of the same dtype
-                dtype = torch.int64 if kind is int else number.float_dtype
+            # diffusers' forward would make a tensor of the same dtype. It takes NumPy's integers and
+            # ``np.float64``, and raises an error for NumPy's other numbers.
+            if is_number(value) and isinstance(value, (float, Integral)):
+                dtype = number.float_dtype if isinstance(value, float) else torch.int64
                 spec = _Spec((), (), dtype)
                 return self._slot(value if dtype.is_floating_point else int(value), spec, tokens)
         if kind in (Tensor, torch.nn.Parameter):
@@ -186,7 +190,7 @@ class Call:
                 raise Unsupported(f"{path} has a tensor of layout {value.layout}")
             is_lazy = value.is_conj() or value.is_neg()
             return self._slot(value, _Spec(tuple(value.shape), value.stride(), value.dtype, is_lazy), tokens)
-        if kind in _PLAIN:
+        if _is_plain(kind):
             tokens.append((kind, value))
             return value
         if kind not in _CONTAINERS:
@@ -205,6 +209,11 @@ class Call:
         self.tensors.append(value)
         self._specs.append(spec)
         return _Slot(len(self.tensors) - 1)
+
+
+def _is_plain(kind: type) -> bool:
+    """True for a class of values that a graph repeats as they were at its capture."""
+    return kind in _PLAIN or is_numpy_constant(kind)
 
 
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:
@@ -261,7 +270,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return fn(value)
-    if kind in _PLAIN:
+    if _is_plain(kind):
         return value
     if kind in (list, tuple):
         return kind([mapped(item, fn) for item in value])

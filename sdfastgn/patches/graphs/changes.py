@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
+
 __all__ = ["Place", "changed", "difference_of", "joined", "tensor_in_words"]
 
 # Classes whose values are shown. Values of other classes are not, because their ``repr`` may run any code.
@@ -126,16 +128,21 @@ def tensor_in_words(name: str) -> str:
 def _shown(value: Any) -> str:
     """Returns ``repr(value)`` if it is short and safe to compute, else the name of the value's class.
 
-    It is safe for the classes in ``_SHOWN`` and for containers of such values. A class is shown by its name.
+    It is safe for the classes in ``_SHOWN``, NumPy's numbers, and containers of such values. A class is shown
+    by its name.
     """
     if isinstance(value, type):
         return value.__name__
-    is_plain = type(value) in _SHOWN
+    is_plain = _is_shown(value)
     if type(value) in _SHOWN_CONTAINERS:
         items = chain.from_iterable(value.items()) if type(value) is dict else value
-        is_plain = all(type(item) in _SHOWN for item in items)
+        is_plain = all(map(_is_shown, items))
     text = repr(value) if is_plain else ""
     return text if is_plain and len(text) <= _MAX_SHOWN else type(value).__name__
+
+
+def _is_shown(value: Any) -> bool:
+    return type(value) in _SHOWN or is_numpy_constant(type(value))
 
 
 def _holds(is_same: Callable[[Any, Any], Any], old: Any, new: Any) -> bool:

@@ -1,9 +1,9 @@
 """Numbers that users change between two images, as inputs of CUDA graphs.
 
-A graph repeats the Python numbers of its capture. Some of these numbers are *factors*: FreeU's four numbers
-and the scale of an IP-Adapter, which are attributes of modules, and the scale of a ControlNet, which is an
-argument. diffusers multiplies tensors by a factor or writes it into a tensor, and otherwise only asks whether
-the factor is 0.
+A graph repeats the numbers of its capture. Some of these numbers are *factors*: FreeU's four numbers and the
+scale of an IP-Adapter, which are attributes of modules, and the scale of a ControlNet, which is an argument.
+A factor may be a number of Python or of NumPy. diffusers multiplies tensors by a factor or writes it into a
+tensor, and otherwise only asks whether the factor is 0.
 
 While a call is captured, a ``Factor`` replaces each of these numbers. It is a float, but operations of
 PyTorch read its value from memory on the device. New values are written into this memory before a replay, so
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.patches.core.fusion import stock_class
+from sdfastgn.patches.core.numpy_numbers import is_numpy_real
 from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
 from sdfastgn.patches.graphs.changes import Place, changed
 
@@ -163,13 +164,12 @@ def is_tested(module: nn.Module) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """True for an int, a float or a ``np.float64``. Other values (bool, tensors) are never factors.
+    """True for an int, a float or a real number of NumPy. Other values (bool, tensors) are never factors.
 
-    Values of ``np.linspace`` are ``np.float64``. Some code of diffusers refuses NumPy's other numbers. NumPy
-    is not imported, because it may not be installed.
+    Some code of diffusers refuses NumPy's numbers. Its error comes from a model's first call, which is eager.
     """
     kind = type(value)
-    return kind in (int, float) or (kind.__module__, kind.__name__) == ("numpy", "float64")
+    return kind in (int, float) or is_numpy_real(kind)
 
 
 class Factors:

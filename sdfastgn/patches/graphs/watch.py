@@ -49,6 +49,7 @@ from sdfastgn.patches.code.checked import CALL
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import has_foreign_forward, is_offloaded_whole
 from sdfastgn.patches.core.instance_entries import GUARDS
+from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
 from sdfastgn.patches.graphs.comparisons import (
     Attributes,
@@ -84,8 +85,7 @@ _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_forma
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
 # Leaves of exactly these classes contain no code, so the package of their class is not checked.
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
-# Packages whose numbers and other leaves may occur in a model. NumPy is one of them, because its float64 and
-# complex128 are subclasses of float and complex.
+# Packages whose numbers and other leaves may occur in a model.
 _TRUSTED_LEAVES = _TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 # Attributes through which functions, methods and partials refer to other objects.
@@ -410,12 +410,8 @@ def _learns_in_forward(module: nn.Module) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    """True if ``value`` refers to no other object that must be watched.
-
-    NumPy's bool is no subclass of bool. It is recognized by its name, because NumPy may not be installed.
-    """
-    kind = type(value)
-    return isinstance(value, _LEAVES) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
+    """True if ``value`` refers to no other object that must be watched."""
+    return isinstance(value, _LEAVES) or is_numpy_constant(type(value))
 
 
 def _package_of(value: Any) -> str:

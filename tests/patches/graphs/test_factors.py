@@ -12,14 +12,25 @@ from diffusers.utils.torch_utils import apply_freeu
 
 from sdfastgn.models.architectures import randomize
 from sdfastgn.models.configurations import UNETS
-from sdfastgn.patches.graphs.arguments import Call, Number
+from sdfastgn.patches.graphs.arguments import Call, Number, Unsupported
 from sdfastgn.patches.graphs.factors import Factor, Factors
 from tests.controlnet import build_controlnet
-from tests.patches.graphs.cases import agree, make, optimized, run, same_results, state
+from tests.patches.graphs.cases import (
+    agree,
+    inputs_after,
+    ip_adapter,
+    ip_adapter_scale,
+    make,
+    optimized,
+    run,
+    same_results,
+    state,
+)
 
 pytestmark = pytest.mark.fused_on_cpu
 
 VALUE = 1.2345678
+NUMPY = [np.float64, np.float32, np.float16, np.int64]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -111,13 +122,57 @@ def test_freeu_of_other_code_is_captured_anew(monkeypatch):
     assert state(unet).captured == 2
 
 
-def test_freeu_with_numbers_of_numpy():
+@pytest.mark.parametrize("kind", NUMPY)
+def test_freeu_with_numbers_of_numpy(kind):
     unet, stock, inputs = make()
-    for b1 in np.linspace(1.1, 1.5, 3):
+    for b1 in (kind(1), kind(2), kind(1.5)):
         for model in (unet, stock):
-            model.enable_freeu(0.9, 0.2, b1, 1.6)
-        same_results(unet, stock, inputs, calls=3)
+            model.enable_freeu(0.9, 0.2, b1, kind(3))
+        same_results(unet, stock, inputs, calls=2)
     assert (state(unet).captured, state(unet).eager) == (1, {"first call of its kind": 1})
+
+
+@pytest.mark.parametrize("kind", NUMPY)
+def test_scales_of_an_ip_adapter_as_numbers_of_numpy(kind):
+    unet, stock, inputs = make()
+    for model in (unet, stock):
+        ip_adapter(model)
+    inputs = inputs_after(ip_adapter, inputs)
+    for scale in (kind(1), kind(2), kind(3)):
+        for model in (unet, stock):
+            ip_adapter_scale(model, scale)
+        same_results(unet, stock, inputs, calls=2)
+    assert (state(unet).captured, state(unet).eager) == (1, {"first call of its kind": 1})
+
+
+@pytest.mark.parametrize("kind", NUMPY)
+def test_an_attribute_that_is_a_number_of_numpy(kind):
+    """It is no factor, so a new value leads to a new capture."""
+    unet, stock, inputs = make()
+    for captured, value in enumerate((kind(1), kind(2)), 1):
+        for model in (unet, stock):
+            model.mid_block.resnets[0].output_scale_factor = value
+        same_results(unet, stock, inputs, calls=3)
+        assert state(unet).captured == captured
+    assert "output_scale_factor" in state(unet).last_change
+
+
+def test_arguments_that_are_numbers_of_numpy():
+    def key_of(value, number=None):
+        return Call((torch.ones(2),), {"value": value}, {} if number is None else {"value": number}).key
+
+    timestep, factor = Number(1, torch.float64), Number(1, is_factor=True)
+    for kind in (np.int8, np.int64, np.uint16):
+        assert key_of(kind(3), timestep) == key_of(7, timestep)
+    assert key_of(np.float64(3.5), timestep) == key_of(7.5, timestep)
+    for kind in NUMPY:
+        assert key_of(kind(3), factor) == key_of(0.5, factor)
+        assert key_of([kind(3)], factor) == key_of([0.5], factor)
+    for kind in (*NUMPY, np.longdouble, np.uint8, np.complex64):
+        assert key_of(kind(3)) == key_of(kind(3)) != key_of(kind(2))
+    assert key_of(np.bool_(True)) == key_of(np.bool_(True)) != key_of(np.bool_(False))
+    with pytest.raises(Unsupported, match="value has a ndarray"):
+        key_of(np.array(3.0))
 
 
 def test_a_list_of_scales_as_a_union_of_controlnets_takes_it():
@@ -134,13 +189,14 @@ def test_a_list_of_scales_as_a_union_of_controlnets_takes_it():
     assert [(x * factor).tolist() for factor in later["scale"]] == [[0.25, 0.25], [3.0, 3.0]]
 
 
+@pytest.mark.parametrize("kind", [float, *NUMPY])
 @pytest.mark.parametrize("guess_mode", [False, True])
-def test_a_controlnets_scale(guess_mode):
+def test_a_controlnets_scale(guess_mode, kind):
     controlnet, stock = (build_controlnet("tiny", torch.float32, "cpu") for _ in range(2))
     optimized(controlnet)
     inputs = {**make()[2], "controlnet_cond": torch.ones(1, 3, 64, 64), "guess_mode": guess_mode}
     outputs = []
-    for scale in (0.9, 0.5, 0, 1, np.float64(0.7)):
+    for scale in map(kind, (3, 0.5, 0, 1, 0.7)):
         with torch.no_grad():
             found, expected = (
                 model(**inputs, conditioning_scale=scale, return_dict=False) for model in (controlnet, stock)
