@@ -40,7 +40,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.adapter_sources import Source, active_adapters, source_of
 from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import restore_class
-from sdfastgn.patches.core.merged_weights import Record, changing, forget, records, write
+from sdfastgn.patches.core.merged_weights import Record, changing, forget, only_reads, records, write
 
 # The Python module in which peft defines its wrappers for LoRA.
 PEFT = "peft.tuners.lora.layer"
@@ -353,13 +353,15 @@ def leave(module: nn.Module) -> None:
 def frozen() -> Iterator[None]:
     """A context, for a capture, in which merged weights are not written.
 
-    A call whose merged weights are outdated raises RuntimeError.
+    A call whose merged weights are outdated raises RuntimeError. They do not count as outdated because code
+    of the model reads ``layer.weight``, as diffusers' ``ImageProjection`` does in each call.
     """
-    token = _is_frozen.set(True)
+    tokens = _is_frozen.set(True), only_reads.set(True)
     try:
         yield
     finally:
-        _is_frozen.reset(token)
+        _is_frozen.reset(tokens[0])
+        only_reads.reset(tokens[1])
 
 
 @contextmanager

@@ -31,8 +31,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
 # are neither copied nor pickled.
 records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-# True while code of peft runs that gets weights from wrappers but writes into none. Then ``may_change`` does
-# nothing, and merged weights stay valid.
+# True while code runs that gets weights from wrappers but writes into none: some code of peft, and the
+# forward of a model that is captured. Then ``may_change`` does nothing, and merged weights stay valid.
 only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
 # (index of a GPU, handle of a stream) -> stream, for the streams that have read merged weights since these
 # were written last. The next write waits for these streams.

@@ -15,7 +15,17 @@ import sdfastgn
 from sdfastgn.patches.core import adapter_survey, channels_last, merged_adapters
 from sdfastgn.patches.core.merged_weights import Record, records
 from sdfastgn.patches.graphs.capture import Graph
-from tests.patches.graphs.cases import DEVICES, agree, make, optimized, run, same_results, state
+from tests.patches.graphs.cases import (
+    DEVICES,
+    agree,
+    inputs_after,
+    ip_adapter,
+    make,
+    optimized,
+    run,
+    same_results,
+    state,
+)
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -343,6 +353,21 @@ def test_scales_of_numpy(kind):
         values = {**inputs, "cross_attention_kwargs": {"scale": kind(-1)}}
         agree(run(unet, values), run(stock, values))
     assert (state(unet).captured, state(unet).replays) == (1, 7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_whose_weight_is_read_in_each_call(device):
+    """diffusers' ``ImageProjection`` reads the dtype of ``image_embeds.weight``."""
+    unet, stock, inputs = make(device)
+    inputs = inputs_after(ip_adapter, inputs)
+    for model in (unet, stock):
+        ip_adapter(model), add(model, "a", 5, ["image_embeds", "to_q"])
+    same_results(unet, stock, inputs, 3)
+    for model in (unet, stock):
+        model.encoder_hid_proj.image_projection_layers[0].image_embeds.weight.data.mul_(3)
+    same_results(unet, stock, inputs, 3)
+    assert (state(unet).captured, state(unet).replays) == (1, 5)
+    assert unet.encoder_hid_proj.image_projection_layers[0].image_embeds in records
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
