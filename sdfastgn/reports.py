@@ -35,6 +35,7 @@ _NO_LOSS = (
     "is compiled by torch.compile",
     "the call is traced or transformed",
     "the scales of its FP8 products are not known yet",
+    "values were beyond the range of FP8",
 )
 STATUSES = ("fused", "fusable", "skipped")
 
@@ -244,6 +245,12 @@ def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
     if f.inexact:
         names = some(list(f.inexact), max_paths)
         notes.append(f"{len(f.inexact)} stay in the model's dtype, because of their error: {names}")
+    if f.growing:
+        names = some(list(f.growing), max_paths)
+        notes.append(
+            f"{len(f.growing)} stay in the model's dtype, because their inputs keep growing: {names}"
+        )
+    notes += [f"{f.again} learned again, because values were beyond the range of FP8"] if f.again else []
     if f.in_e4m3:
         notes.append(f"largest relative error of a product: {f.error:.3f}")
         notes.append(f"values beyond the range of FP8: {f.beyond}")

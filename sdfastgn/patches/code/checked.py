@@ -14,6 +14,7 @@ from torch import nn
 
 from sdfastgn.patches.code.states import States, is_checked
 from sdfastgn.patches.core.exclusive import call_entry, set_call_entry
+from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
 
 __all__ = ["CALL", "Checked", "check_calls", "stop_checking"]
@@ -44,12 +45,14 @@ class Checked(InstanceEntry):
 def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
     """Compare the code in calls of ``root``, and of the modules in it that other code may call by themselves.
 
-    These are the children of ``root``: an autoencoder's ``decode`` calls its decoder. Idempotent.
+    These are the children of ``root``: an autoencoder's ``decode`` calls its decoder. Modules without fused
+    parts are left as they are. Idempotent.
 
     ``compared``: modules whose calls compare their code already.
     """
     for module in _entrances(root):
-        if call_entry(module) is None and module not in compared:
+        is_new = call_entry(module) is None and module not in compared
+        if is_new and any(stock_class(part) is not type(part) for part in module.modules()):
             set_call_entry(module, Checked(module))
             guard(module)
 

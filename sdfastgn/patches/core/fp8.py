@@ -28,8 +28,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdfastgn.kernels.common import private
-from sdfastgn.kernels.common.e4m3 import BEYOND
-from sdfastgn.patches.core.fp8_product import Product, Products
+from sdfastgn.patches.core.fp8_product import Product, ProductCall, Products
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.merged_adapters import is_merged, is_wrapper, wrapped_layer
 from sdfastgn.patches.core.moves import follow_moves, stop_following
@@ -51,6 +50,7 @@ __all__ = [
     "product_of",
     "reason_now",
     "refresh",
+    "saturated",
     "state_of",
 ]
 
@@ -81,10 +81,12 @@ class Fp8:
             first call.
         inexact: names of the products that stay in the model's dtype because of their error in E4M3, or
             because their inputs were all 0 or had an infinity or NaN.
+        growing: names of the products that stay in the model's dtype because they learned again too often.
+        again: number of products that learned again, because values were beyond the range.
         adapted: number of products that run in the model's dtype because a layer has LoRA adapters that are
             not merged.
         error: the largest error of the products that run in E4M3; NaN if there is none.
-        beyond: number of values so far that were beyond the range of E4M3.
+        beyond: number of values so far that were beyond the range of E4M3. The calls that had them ran again.
         bytes: size of the weights in E4M3.
         offloading: what moves the weights in each call, so that no product runs in E4M3 or learns; empty if
             nothing does.
@@ -97,6 +99,8 @@ class Fp8:
     short: int
     unused: int
     inexact: tuple[str, ...]
+    growing: tuple[str, ...]
+    again: int
     adapted: int
     error: float
     beyond: int
@@ -155,7 +159,7 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
     for owner, weights in found:
         if not _has(owner, weights):
             _products[owner] = Product(weights)
-    own.products = [_products[m] for m in model.modules() if m in _products]
+    own.begin([_products[m] for m in model.modules() if m in _products])
     _set(model, own, [owner for owner, _ in found])
 
 
@@ -167,7 +171,6 @@ def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
     _models[model] = own
     _model_of.update(dict.fromkeys(model.modules(), own))
     for owner in owners:
-        _products[owner].model = weakref.ref(own)
         if "_apply" not in vars(owner):
             follow_moves(_Moves(owner))
 
@@ -200,6 +203,7 @@ def give_back(model: nn.Module, kept: Kept) -> None:
     call or graph makes them again.
     """
     _products.update(kept.by_owner)
+    kept.own.begin(kept.own.products)
     _set(model, kept.own, kept.by_owner)
     for product in kept.own.products:
         if product.nbytes:
@@ -279,15 +283,15 @@ def may_run_in(block: nn.Module) -> bool:
     return own is not None and not own.offloading()
 
 
-def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> Product | None:
-    """The product of ``owner`` in E4M3, with ``weights``.
+def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> ProductCall | None:
+    """A call of the product of ``owner`` in E4M3, with ``weights``.
 
     None if there is none, if ``weights`` do not fit, or if hooks move them in each call.
     """
     product = _products.get(owner)
     if product is None or not may_run_in(owner):
         return None
-    return product if product.is_of(weights) else None
+    return ProductCall(product, product.quantizer_now()) if product.is_of(weights) else None
 
 
 def reason_now(model: nn.Module) -> str | None:
@@ -306,17 +310,27 @@ def generation(model: nn.Module) -> int:
 
 
 def is_outdated(model: nn.Module) -> bool:
-    """True if weights of ``model`` were written to, or quantized, since the last ``refresh``."""
+    """True if graphs of ``model`` would read old weights, scales or counters, so that ``refresh`` must run.
+
+    Weights are old if they were written to, or quantized, since the last ``refresh``.
+    """
     own = _models.get(model)
     return own is not None and own.is_outdated()
 
 
 def refresh(model: nn.Module) -> None:
-    """Quantize the weights of ``model`` again that were written to, in the current stream.
-
-    This stream also waits for weights that another stream quantizes.
-    """
+    """Bring all that graphs of ``model`` read up to date, in the current stream (``Products.refresh``)."""
     _models[model].refresh()
+
+
+def saturated(model: nn.Module) -> bool:
+    """True if the graph of ``model`` that just ran had values beyond the range, so that its result is wrong.
+
+    If ``model`` has products in E4M3, this waits for the GPU. Then run the call again without a graph.
+    """
+    own = _models.get(model)
+    # With gradients products run in the model's dtype.
+    return own is not None and not torch.is_grad_enabled() and own.saturated()
 
 
 def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
@@ -329,8 +343,10 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
             wrappers = [module for module in model.modules() if is_wrapper(module) and not is_merged(module)]
             adapted = {id(wrapped_layer(module).weight) for module in wrappers}
             found = {n: _products[m] for n, m in model.named_modules() if m in _products}
+            own = _models[model]
             described = _described(name or type(model).__name__, found, adapted)
-            offloading = _models[model].offloading()
+            described = replace(described, beyond=described.beyond + own.uncollected())
+            offloading = own.offloading()
             if offloading:
                 described = replace(
                     described, in_e4m3=0, learning=0, short=0, unused=0, offloading=offloading
@@ -352,9 +368,11 @@ def _described(path: str, products: dict[str, Product], adapted: set[int]) -> Fp
         learning=begun if has_learned else begun + len(unused),
         short=sum(product.is_short for product in plain.values()),
         unused=len(unused) if has_learned else 0,
-        inexact=tuple(name for name, p in plain.items() if p.has_learned and not p.is_on),
+        inexact=tuple(n for n, p in plain.items() if p.has_learned and not p.is_on and not p.is_growing),
+        growing=tuple(name for name, product in plain.items() if product.is_growing),
+        again=sum(product.again > 0 for product in products.values()),
         adapted=len(products) - len(plain),
         error=max((product.error for product in on), default=math.nan),
-        beyond=int(sum(product.quantizer[BEYOND].item() for product in on)),
+        beyond=sum(product.beyond for product in products.values()),
         bytes=sum(product.nbytes for product in products.values()),
     )

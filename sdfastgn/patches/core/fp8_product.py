@@ -10,8 +10,19 @@ weights in E4M3, and compares the product in E4M3 with the product in fp32. If t
 ``MOST_ERROR``, the product stays in the model's dtype for good. Otherwise it runs in E4M3 from the next call
 on. If memory runs out in the last call, the copy is freed, and the next call without a graph tries again.
 
-While products learn, the model runs without CUDA graphs. Afterwards the scales of inputs never change. They
-are in the memory of the GPU, where graphs read them.
+While products learn, the model runs without CUDA graphs.
+
+Later inputs may have values beyond the range of E4M3. No result is computed with such values. In a call
+without a graph (``ProductCall``), the kernel before the product writes the input again, in the model's dtype,
+and the product *learns again* from it: its scale grows to cover the old and the new values. After each call
+that ran as a graph, the counters of all products are read (``Products.saturated``). If one has counted, the
+call runs again without a graph. Graphs read the scales from memory, so they get the new ones without a new
+capture.
+
+A scale grows by powers of two: then all values but the smallest are rounded as before. A product that learns
+again too often, or whose error becomes too large, is *suspended*: it runs in the model's dtype. When weights
+of the model change, for instance because of other adapters, inputs may be small again. Then suspended
+products run in E4M3 again, and a scale that has grown very much (``MOST_KEPT``) becomes the first one.
 
 The model's parameters are never changed. If a weight is written to or replaced, it is quantized again, into
 the same memory: by the next call without a graph, or before the next graph. A write through ``.data`` is not
@@ -24,6 +35,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +49,9 @@ from sdfastgn.kernels.product.op import linear as in_model_dtype
 from sdfastgn.patches.core.class_forward import accelerate_hooks
 from sdfastgn.patches.core.merged_weights import wait_for, written_now
 
-__all__ = ["Product", "Products", "linear"]
+__all__ = ["Product", "ProductCall", "Products", "linear", "written"]
+
+_Written = TypeVar("_Written")
 
 # Number of calls in which a product learns. Most images take 20 to 50 steps of one call each, so these are
 # all or most steps of an image. From one step to the next, the magnitudes of the inputs change little.
@@ -47,12 +61,22 @@ CALLS = 30
 HEADROOM = 2.0
 # Maximum relative error of a product in E4M3. For random numbers the error is 0.037.
 MOST_ERROR = 0.06
+# A product that learns again more often than this without a change of weights is suspended.
+MOST_AGAIN = 4
+# A product that was suspended this often stays in the model's dtype for good. Each suspension and each end of
+# one needs new captures.
+MOST_SUSPENSIONS = 3
+# A scale that has grown by at most this factor stays when weights change. At a factor of 16 the relative
+# error of random numbers with a wide distribution was 0.040 instead of 0.037, at 64 it was 0.056.
+MOST_KEPT = 16
 # The error is measured with at most this many rows of the input, because large images have more.
 _ROWS = 4096
 # The smallest scale of a weight, for weights that are all 0.
 _LEAST = 1e-12
 # Why a model runs without CUDA graphs while its products learn.
 REASON = "the scales of its FP8 products are not known yet"
+# Why a call runs again without a graph.
+BEYOND_REASON = "values were beyond the range of FP8"
 
 
 class Products:
@@ -61,6 +85,8 @@ class Products:
     Attributes:
         calls: number of calls of the model so far in which products learned.
         products: the products.
+        quantizers: the quantizers that graphs read, (products, 4). ``refresh`` writes them.
+        writes: counts how often weights were quantized again.
         replaced: counts how often a product that is on got other weights, such as merged ones, or freed its
             copy.
 
@@ -70,12 +96,24 @@ class Products:
     """
 
     def __init__(self, hooked: Sequence[nn.Module]) -> None:
-        self.calls = self.replaced = 0
+        self.calls = self.replaced = self.writes = 0
         self._hooked = tuple(map(weakref.ref, hooked))
         self._was_offloaded = False
         self.products: list[Product] = []
+        self.quantizers = torch.empty(0, 4)
+        self._is_stale = False  # True if ``quantizers`` must be written
+        self._is_counted = False  # True if the products know the counts in ``quantizers``
         self._weights: list[Tensor] | None = None
         self._versions: list[int] = []
+
+    def begin(self, products: list[Product]) -> None:
+        """Set the products. No graph reads their quantizers yet."""
+        self.products = products
+        with torch.inference_mode(False), torch.no_grad():
+            device = products[0].quantizer.device if products else None
+            self.quantizers = torch.zeros(len(products), 4, dtype=torch.float32, device=device)
+            for i, product in enumerate(products):
+                product.begin(self, self.quantizers[i])
 
     def offloading(self) -> str:
         """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
@@ -109,16 +147,54 @@ class Products:
         if is_replaced:
             self.replaced += 1
 
+    def scales_changed(self) -> None:
+        """Products call this when their scale has changed. The next graph must read it."""
+        self._is_stale = True
+
     def is_outdated(self) -> bool:
         # This runs before each replay. Graphs notice by themselves when weights move.
-        return self._versions_now() != self._versions
+        return self._is_stale or self._versions_now() != self._versions
 
     def refresh(self) -> None:
-        """Quantize the weights that were written to, and let the current stream wait for all copies."""
+        """Bring all that graphs read up to date: weights that were written to, scales and counters.
+
+        The current stream waits for copies that others write. No graph of the model may run meanwhile.
+        """
         for product in () if self.offloading() else self.products:
             product.refresh()
             product.wait()
+        for product in self.products:
+            product.follow_weights()
+        if self._is_stale:
+            self._is_stale = False  # first, because another thread may change a scale now
+            self._is_counted = False
+            found = [product.quantizer.to(self.quantizers.device) for product in self.products]
+            torch.stack(found, out=self.quantizers)
         self._versions = self._versions_now()
+
+    def saturated(self) -> bool:
+        """True if the graph that just ran had values beyond the range: its result is wrong.
+
+        Waits for the GPU. The products with such values learn again in the next call without a graph. Call
+        ``refresh`` before the graph, so that counters are 0.
+        """
+        if not any(product.is_on for product in self.products):
+            return False
+        counts = self.quantizers[:, BEYOND]
+        if not counts.amax().item():
+            return False
+        for product, count in zip(self.products, counts.tolist(), strict=True):
+            if count:
+                product.saturated(int(count))
+        self._is_stale = self._is_counted = True
+        return True
+
+    def uncollected(self) -> int:
+        """Number of values beyond the range in graphs that ``saturated`` was not called for.
+
+        These are graphs that other code has captured.
+        """
+        return 0 if self._is_counted else int(self.quantizers[:, BEYOND].sum().item())
 
     def _versions_now(self) -> list[int]:
         if self._weights is None:
@@ -131,24 +207,37 @@ class Product:
     nothing.
 
     Attributes:
-        quantizer: the quantizer for the input, (4,) fp32.
+        quantizer: the quantizer for the input, (4,) fp32. It is never changed once the product has learned:
+            calls have copies, and a product that learns again gets another one.
         is_on: True if the product runs in E4M3.
+        is_due: True if values were beyond the range, so that the product must learn again.
+        is_growing: True if the product is suspended because it learned again too often.
+        growth: the scale is the first one times this.
+        again: number of calls in which the product learned again.
+        beyond: number of values so far that were beyond the range.
         is_short: True if memory ran out in the call that ends learning. The next call tries again.
         calls: number of calls in which the product learned.
         error: the relative error in E4M3 against fp32; NaN before it is known.
+        dtype: the dtype of the weights, and of results.
         weights: weak references to the weights. The product must not keep its layers alive.
         model: weak reference to the ``Products`` of the product.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.is_on, self.is_short, self.calls, self.error = False, False, 0, math.nan
+        self.is_due = self.is_growing = self._is_suspended = False
+        self.again = self.beyond = self._writes = self._again_now = self._suspensions = 0
         self.model: Callable[[], Products | None] = lambda: None
         self.weights = tuple(map(weakref.ref, weights))
         first = weights[0]
         self._shape = sum(map(len, weights)), first.shape[1]
-        self._dtype, self._device = first.dtype, first.device
+        self.dtype, self._device = first.dtype, first.device
         with torch.inference_mode(False):
             self.quantizer = torch.zeros(4, dtype=torch.float32, device=first.device)
+        self._of_graphs = self.quantizer
+        self.growth = 1
+        # Growth of the scale -> quantizer. All are kept, because calls in other threads may read them.
+        self._quantizers = {1: self.quantizer}
         self._e4m3 = self._scale = self.quantizer[:0]
         self._state = _state(weights)
         self._written: tuple[int, torch.cuda.Event | None] = (0, None)
@@ -165,13 +254,18 @@ class Product:
     def nbytes(self) -> int:
         return self._e4m3.nbytes
 
+    def begin(self, model: Products, quantizer: Tensor) -> None:
+        """Become a product of ``model``, whose graphs read ``quantizer``."""
+        self.model, self._of_graphs = weakref.ref(model), quantizer
+        quantizer.copy_(self.quantizer)
+
     def fits(self, weights: Sequence[Tensor]) -> bool:
         """True if this can be the product of ``weights``.
 
         Their dtype, device and number of columns must be as before, and so must the sum of their rows.
         """
         return sum(map(len, weights)) == self._shape[0] and all(
-            (w.dtype, w.device, w.shape[1]) == (self._dtype, self._device, self._shape[1]) for w in weights
+            (w.dtype, w.device, w.shape[1]) == (self.dtype, self._device, self._shape[1]) for w in weights
         )
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
@@ -184,6 +278,9 @@ class Product:
         if not self.fits(weights) or _is_capturing():
             return False
         self.touch()  # if an error stops the next line, the copy may be written in part
+        model = self.model()
+        if model is not None:
+            model.writes += 1
         self._quantize(weights)
         self.weights = tuple(map(weakref.ref, weights))
         self._changed(is_replaced=not is_known)
@@ -232,7 +329,7 @@ class Product:
             yield
         finally:
             self.weights = tuple(map(weakref.ref, weights))
-            if self.is_on and _addresses(owner.parameters()) != before:
+            if self.nbytes and _addresses(owner.parameters()) != before:
                 self.free()
 
     def free(self) -> None:
@@ -242,9 +339,9 @@ class Product:
         self._changed(is_replaced=True)
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
-        """Bring the copy of the weights in E4M3 up to date, if the product is on."""
+        """Bring the copy of the weights in E4M3 up to date, if the product is on or suspended."""
         state = _state(weights)
-        if self.is_on:
+        if self.is_on or self._is_suspended:
             self._write(weights)
         self._state = state
 
@@ -263,38 +360,84 @@ class Product:
                 start += len(weight)
         self._written = written_now(self._device)
 
-    @property
     def quantizer_now(self) -> Tensor | None:
-        """The quantizer to write the input with; None if the product needs the model's dtype."""
-        if not self.is_on:
+        """The quantizer for one call; None if the product needs the model's dtype."""
+        is_capturing = _is_capturing()
+        if not is_capturing:
+            self.follow_weights()
+        if not self.is_on or (self.is_due and not is_capturing and rehearsal.get() is None):
             return None
-        # In a rehearsal kernels may run on uninitialized memory. Its values must not be counted.
-        return self.quantizer if rehearsal.get() is None else self.quantizer.clone()
+        if is_capturing:
+            return self._of_graphs if self._of_graphs.device == self._device else None
+        self.wait()
+        return self.quantizer.clone()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes the product of x (..., depth), which was written with ``quantizer``. There is no bias."""
-        return linear_e4m3(x, self._e4m3, self._scales(), self._dtype)
-
-    def add_(self, total: Tensor, x: Tensor) -> None:
-        """Adds the product of x to ``total`` (..., columns), which is contiguous, in place."""
-        flat = total.view(-1, total.shape[-1]), x.view(-1, x.shape[-1])
-        add_linear_e4m3_(*flat, self._e4m3, self._scales())
-
-    def _scales(self) -> tuple[Tensor, Tensor]:
-        """The scales of the input and of the weights. The current stream waits until both are written."""
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """The weights in E4M3 and their scale. The current stream waits until both are written."""
         if not _is_capturing():  # before a graph, ``refresh`` waits
             self.wait()
-        return self.quantizer[SCALE : SCALE + 1], self._scale
+        return self._e4m3, self._scale
 
     def wait(self) -> None:
         """Make the current stream wait until the weights in E4M3 are written."""
         wait_for(self._written, self._device)
 
-    def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Learn from an input x (..., depth) in the model's dtype, unless learning is over."""
+    def saturated(self, count: int) -> None:
+        """Record ``count`` values beyond the range. The product learns again as soon as it gets its input."""
+        self.beyond += count
+        self.is_due = True
+
+    def follow_weights(self) -> None:
+        """If weights of the model have changed, end a suspension, and undo a very large growth of the scale.
+
+        Inputs may be as small as at first now. For them a large scale would be inexact.
+        """
+        model = self.model()
+        if model is None or model.writes == self._writes:
+            return
+        self._writes, self._again_now = model.writes, 0
+        if self.growth > MOST_KEPT:
+            self._grow(1)
+        if self._is_suspended:
+            self.is_on, self.is_growing, self._is_suspended = True, False, False
+            self._changed(is_replaced=True)
+
+    def _suspend(self) -> None:
+        # The copy in E4M3 is not freed: a graph in another thread may be reading it.
+        self.is_on = False
+        self._suspensions += 1
+        self._is_suspended = self._suspensions < MOST_SUSPENSIONS
+        model = self.model()
+        if model is not None:  # graphs in which the product is on must not run again
+            model.changed(is_replaced=True)
+
+    def _grow(self, growth: int) -> None:
+        """Use the first scale times ``growth``, a power of two."""
+        self.wait()
+        if growth not in self._quantizers:
+            with torch.inference_mode(False):
+                quantizer = self._quantizers[1].clone()
+            quantizer[SCALE] *= growth
+            quantizer[INVERSE] /= growth
+            self._written = written_now(self._device)
+            self._quantizers[growth] = quantizer
+        self.growth, self.quantizer = growth, self._quantizers[growth]
+        model = self.model()
+        if model is not None:
+            model.scales_changed()
+
+    def learn(self, x: Tensor, weights: Sequence[Tensor], growth: int) -> None:
+        """Learn from an input x (..., depth) in the model's dtype, unless learning is over.
+
+        ``growth``: the growth of the scale when the call began.
+        """
         # In a rehearsal some kernels do not run, so x may be uninitialized. A capture would learn again at
         # each replay.
-        if self.has_learned or rehearsal.get() is not None or _is_capturing():
+        if rehearsal.get() is not None or _is_capturing():
+            return
+        if self.has_learned:
+            if self.is_on and self.is_due:
+                self._learn_again(x, weights, growth)
             return
         model = self.model()
         if self.calls == 0 and model is not None and model.calls >= CALLS:
@@ -325,24 +468,104 @@ class Product:
         self.quantizer[SCALE], self.quantizer[INVERSE] = scale, 1 / scale
         self._state = _state(weights)
         self._write(weights)
+        self.error = self._error(x, weights)
+        self._of_graphs.copy_(self.quantizer)
+        self.is_on = self.error <= MOST_ERROR
+
+    def _learn_again(self, x: Tensor, weights: Sequence[Tensor], growth: int) -> None:
+        """Let the scale grow, so that it covers x too. If the product keeps growing, or if its error is large
+        now, suspend it.
+        """
+        self.is_due = False
+        largest = _largest(x).item()
+        if not 0 < largest < math.inf:  # the stock model would compute infinity or NaN here too
+            return
+        first = self._quantizers[1][SCALE].item()
+        needed = 2 ** math.ceil(math.log2(max(2 * growth, HEADROOM * largest / LARGEST / first)))
+        if needed <= self.growth:  # a call in another thread has just learned again
+            return
+        self._grow(needed)
+        with contextlib.suppress(torch.OutOfMemoryError):  # the stock model would not fail here
+            self.error = self._error(x, weights)
+        self.again += 1
+        self._again_now += 1
+        self.is_growing = self._again_now > MOST_AGAIN
+        if self.is_growing or self.error > MOST_ERROR:
+            self._suspend()
+
+    def _error(self, x: Tensor, weights: Sequence[Tensor]) -> float:
+        """The relative error of the product of x in E4M3, against fp32."""
         x = x.reshape(-1, x.shape[-1])
         x = x[:: -(-len(x) // _ROWS)]
         expected = torch.cat([F.linear(x.float(), weight.float()) for weight in weights], -1)
-        found = self(quantized(x, self.quantizer)).float()
-        self.error = ((found - expected).norm() / expected.norm()).item()
-        self.quantizer[BEYOND] = 0
-        self.is_on = self.error <= MOST_ERROR
+        call = ProductCall(self, self.quantizer.clone())
+        found = call(quantized(x, call.quantizer)).float()  # type: ignore[arg-type]
+        return ((found - expected).norm() / expected.norm()).item()
 
 
-def linear(product: Product | None, x: Tensor, weight: Tensor) -> Tensor:
-    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Otherwise ``product`` learns from x.
+class ProductCall:
+    """One call of a product.
 
-    ``product``: the product of ``weight``; None if it has none. Then x is in the dtype of ``weight``.
+    Attributes:
+        product: the product.
+        quantizer: the quantizer to write the input with; None if the product needs the model's dtype. It is
+            this call's own: another thread may give the product another scale meanwhile, or have values
+            beyond the range. In a capture it is the one that graphs read.
     """
-    if product is not None:
+
+    __slots__ = ("_growth", "product", "quantizer")
+
+    def __init__(self, product: Product, quantizer: Tensor | None) -> None:
+        self.product, self.quantizer, self._growth = product, quantizer, product.growth
+
+    def written(self, kernel: Callable[..., _Written]) -> _Written:
+        """Returns ``kernel(quantizer=...)``, which writes the input. With None it writes the model's dtype.
+
+        If values are beyond the range, the kernel runs again with None. This check waits for the GPU. It is
+        left out in captures, and in rehearsals, where kernels may run on uninitialized memory.
+        """
+        found = kernel(quantizer=self.quantizer)
+        if self.quantizer is None or rehearsal.get() is not None or _is_capturing():
+            return found
+        beyond = self.quantizer[BEYOND].item()
+        if not beyond:
+            return found
+        del found
+        self.product.saturated(int(beyond))
+        return kernel(quantizer=None)
+
+    def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        self.product.learn(x, weights, self._growth)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes the product of x (..., depth), which was written with ``quantizer``. There is no bias."""
+        e4m3, scale = self.product.operands()
+        return linear_e4m3(x, e4m3, (self._scale(), scale), self.product.dtype)
+
+    def add_(self, total: Tensor, x: Tensor) -> None:
+        """Adds the product of x to ``total`` (..., columns), which is contiguous, in place."""
+        e4m3, scale = self.product.operands()
+        flat = total.view(-1, total.shape[-1]), x.view(-1, x.shape[-1])
+        add_linear_e4m3_(*flat, e4m3, (self._scale(), scale))
+
+    def _scale(self) -> Tensor:
+        return self.quantizer[SCALE : SCALE + 1]  # type: ignore[index]
+
+
+def written(call: ProductCall | None, kernel: Callable[..., _Written]) -> _Written:
+    """``call.written(kernel)``. Without a product, the result of ``kernel`` in the model's dtype."""
+    return kernel(quantizer=None) if call is None else call.written(kernel)
+
+
+def linear(call: ProductCall | None, x: Tensor, weight: Tensor) -> Tensor:
+    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Otherwise the product learns from x.
+
+    ``call``: a call of the product of ``weight``; None if it has none. Then x is in the dtype of ``weight``.
+    """
+    if call is not None:
         if x.dtype is E4M3:
-            return product(x)
-        product.learn(x, [weight])
+            return call(x)
+        call.learn(x, [weight])
     return in_model_dtype(x, weight)
 
 

@@ -37,7 +37,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core import fp8
-from sdfastgn.patches.core.fp8_product import Product
+from sdfastgn.patches.core.fp8_product import ProductCall
 from sdfastgn.patches.core.fusion import ClassSwap, dropped_out, is_unhooked, layer_of
 from sdfastgn.patches.core.linear import call_linear, is_plain_linear
 from sdfastgn.patches.core.merged_adapters import is_wrapper, plain_layer, stand_in_of, wrapped_layer
@@ -118,7 +118,7 @@ class FusedAttention(Attention):
             return None
         return self._leave(call_linear(self.to_v, context))[:, 0]
 
-    def product(self, x: Tensor, context: Tensor | None) -> Product | None:
+    def product(self, x: Tensor, context: Tensor | None) -> ProductCall | None:
         """The product of the tokens x (N, tokens, C) in E4M3: q, k and v, or only q if there is a context.
 
         None if there is none, or if a call of this module would do anything besides projections and
@@ -132,7 +132,7 @@ class FusedAttention(Attention):
             return None
         return fp8.product_of(self if context is None else wrapped_layer(linears[0]), found.weights)
 
-    def with_product(self, product: Product, x: Tensor, context: Tensor | None) -> Tensor:
+    def with_product(self, product: ProductCall, x: Tensor, context: Tensor | None) -> Tensor:
         """The result of a call with x, which has the dtype of the model or was written for ``product``.
 
         ``product``: the result of the method ``product``. x: (N, tokens, C). context: as in ``product``.
@@ -183,7 +183,7 @@ class FusedAttention(Attention):
         )
 
     def _project(
-        self, hidden_states: Tensor, context: Tensor | None, product: Product | None = None
+        self, hidden_states: Tensor, context: Tensor | None, product: ProductCall | None = None
     ) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head).
 

@@ -6,6 +6,7 @@ These are LayerNorm with the residual add before it, and the feed-forward networ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -149,8 +150,8 @@ def add_feed_forward(
     return total
 
 
-def _products_of(layers: list[Any] | None) -> list[fp8_product.Product | None] | None:
-    """The products in E4M3 of GEGLU's linear layer and of the last linear layer. None if there are none.
+def _products_of(layers: list[Any] | None) -> list[fp8_product.ProductCall | None] | None:
+    """Calls of the products in E4M3 of GEGLU's linear layer and the last linear layer. None without any.
 
     ``layers``: the layers of a feed-forward network, as in ``add_feed_forward``.
     """
@@ -185,7 +186,7 @@ def feed_forward_weights(
 
 
 def _add_in_e4m3(
-    products: list[fp8_product.Product | None],
+    products: list[fp8_product.ProductCall | None],
     layers: list[Any],
     layer: Any,
     x: Tensor,
@@ -195,12 +196,12 @@ def _add_in_e4m3(
     first, last = plain_layer(layer_of(layers[0], "proj")), layers[-1]
     (weight, bias), (last_weight, last_bias) = parameters_of(first), parameters_of(last)
     up, down = products
-    h, total = add_layer_norm(
-        x, residual, *parameters_of(layer), layer.eps,
-        total_bias=last_bias, quantizer=None if up is None else up.quantizer_now,
-    )  # fmt: skip
+    norm_of_sum = *parameters_of(layer), layer.eps
+    h, total = fp8_product.written(
+        up, partial(add_layer_norm, x, residual, *norm_of_sum, total_bias=last_bias)
+    )
     h = fp8_product.linear(up, h, weight)
-    h = geglu(h, bias, quantizer=None if down is None else down.quantizer_now)
+    h = fp8_product.written(down, partial(geglu, h, bias))
     if down is not None:
         if h.dtype is E4M3:
             down.add_(total, h)

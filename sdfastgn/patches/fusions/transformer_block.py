@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,9 +169,9 @@ def _in_e4m3(
     if product is None:
         return None
     if residual is None:
-        h = norm(layer, x, product.quantizer_now)
+        h = product.written(partial(norm, layer, x))
     else:
-        h, x = add_norm(layer, x, residual, product.quantizer_now)
+        h, x = product.written(partial(add_norm, layer, x, residual))
     return attn.with_product(product, h, context), x
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
+from sdfastgn.patches.core import fp8, fp8_product
 from sdfastgn.patches.graphs import capture, install
 from tests.patches import samples
 from tests.patches.graphs.cases import (
@@ -469,3 +470,18 @@ def test_the_reason_to_leave_a_model_is_looked_for_once(monkeypatch):
     root = nn.ModuleList(copy.deepcopy(built("tiny", "cpu")) for _ in range(3))
     assert [graphs.eager for graphs, _ in install.inspect(root)] == [{"it is left": 0}] * 3
     assert walks == [root]
+
+
+def test_a_result_with_values_beyond_the_range_of_fp8_is_dropped(monkeypatch):
+    unet, stock, inputs = make()
+    same_results(unet, stock, inputs, 3)
+    before = state(unet)
+    monkeypatch.setattr(fp8, "saturated", lambda model: model is unet)
+    with monkeypatch.context() as patch:  # the result of the replay is wrong
+        patch.setattr(capture.Graph, "run", lambda self, call, backend: (torch.zeros(1),))
+        same_results(unet, stock, inputs, 2)
+    assert state(unet).eager[fp8_product.BEYOND_REASON] == 2
+    assert (state(unet).replays, state(unet).alive) == (before.replays, 1)
+    monkeypatch.setattr(fp8, "saturated", lambda model: False)
+    same_results(unet, stock, inputs, 1)
+    assert (state(unet).replays, state(unet).captured) == (before.replays + 1, before.captured)

@@ -1,6 +1,9 @@
-"""CUDA graphs of models with products in FP8: weights are quantized again before a replay."""
+"""CUDA graphs of models with products in FP8: replays read new weights, and values that are beyond the range
+of FP8 never show in a result.
+"""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -59,6 +62,33 @@ def two(unet):
 
 def none(unet):
     pass
+
+
+def turned_off(unet):
+    """An adapter whose scale is 0."""
+    torch.manual_seed(5)
+    layers = ["to_q", "to_v", "net.0.proj", "net.2"]
+    config = LoraConfig(r=3, lora_alpha=4, target_modules=layers, init_lora_weights=False)
+    unet.add_adapter(config, adapter_name="a")
+    set_weights_and_activate_adapters(unet, ["a"], [0.0])
+
+
+def times(scale):
+    return lambda unet: set_weights_and_activate_adapters(unet, ["a"], [scale])
+
+
+@torch.no_grad()
+def larger(unet):
+    for name, weight in unet.named_parameters():
+        if ".norm3." in name:
+            weight.mul_(8)
+
+
+@torch.no_grad()
+def smaller(unet):
+    for name, weight in unet.named_parameters():
+        if ".norm3." in name:
+            weight.div_(8)
 
 
 def error(y, expected):
@@ -150,3 +180,88 @@ def test_adapters_that_were_fused_and_unloaded(learned):
         unet.fuse_lora()
         unet.unload_lora()
     replays_differ(quick, plain, inputs, without)
+
+
+@pytest.mark.parametrize(
+    ("change", "back", "most"),
+    [
+        # With the old scales the errors were 0.26, 0.16, 0.82 and 0.55.
+        pytest.param(times(4.0), times(0.0), 0.13, id="4x"),
+        pytest.param(times(-4.0), times(0.0), 0.13, id="-4x"),
+        pytest.param(times(12.0), times(0.0), 0.4, id="12x"),
+        pytest.param(larger, smaller, 0.06, id="activations"),
+    ],
+)
+def test_values_beyond_the_range_never_show(change, back, most, learned):
+    quick, plain, inputs = learned(turned_off)
+    small, before = run(plain, inputs), state(quick)
+    for unet in (quick, plain):
+        change(unet)
+    expected = run(plain, inputs)
+    for _ in range(4):
+        assert error(run(quick, inputs), expected) < most
+    after = state(quick)
+    assert after.eager[fp8_product.BEYOND_REASON] == 1
+    assert (after.captured, after.dropped, after.replays) == (1, 0, before.replays + 3)
+    (found,) = sdfastgn.report(quick).fp8
+    assert (found.in_e4m3, found.growing) == (found.products, ())
+    assert found.again > 0
+    back(quick)
+    assert error(run(quick, inputs), small) < 0.05
+    assert (state(quick).captured, state(quick).replays) == (1, after.replays + 1)
+
+
+def test_a_suspended_product_gets_other_graphs(learned, monkeypatch):
+    quick, plain, inputs = learned(turned_off)
+    small, all_in_e4m3 = run(plain, inputs), run(quick, inputs)
+    monkeypatch.setattr(fp8_product, "MOST_AGAIN", 0)
+    for unet in (quick, plain):
+        times(4.0)(unet)
+    expected = run(plain, inputs)
+    for _ in range(4):
+        assert error(run(quick, inputs), expected) < 0.13
+    (found,) = sdfastgn.report(quick).fp8
+    assert found.in_e4m3 + len(found.growing) == found.products
+    assert found.growing
+    assert state(quick).captured == 2
+    times(0.0)(quick)
+    for _ in range(4):
+        y = run(quick, inputs)
+        assert error(y, small) < 0.05
+    assert error(y, all_in_e4m3) < 0.01
+    (found,) = sdfastgn.report(quick).fp8
+    assert found.in_e4m3 == found.products
+    assert state(quick).replays > 2
+
+
+def test_values_that_are_not_finite_stay_so(learned):
+    quick, plain, inputs = learned(none)
+    expected = run(quick, inputs)
+    broken = {**inputs, "sample": torch.full_like(inputs["sample"], float("nan"))}
+    for _ in range(2):
+        assert torch.equal(run(quick, broken).isnan(), run(plain, broken).isnan())
+    assert torch.equal(run(quick, inputs), expected)
+    (found,) = sdfastgn.report(quick).fp8
+    assert (found.in_e4m3, found.again) == (found.products, 0)
+
+
+def test_threads_that_have_values_beyond_the_range_at_once(learned):
+    quick, plain, inputs = learned(turned_off)
+    for unet in (quick, plain):
+        times(12.0)(unet)
+    expected, results = run(plain, inputs), [[], []]
+    torch.cuda.synchronize()
+
+    def draw(found):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(10):
+                found.append(run(quick, inputs))
+
+    threads = [threading.Thread(target=draw, args=(found,)) for found in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert [len(found) for found in results] == [10, 10]
+    assert max(error(y, expected) for found in results for y in found) < 0.4
