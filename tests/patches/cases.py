@@ -71,11 +71,13 @@ def compiles_to_stocks_graph(models, call):
     targets = []
 
     def backend(graph, _):
-        targets.append([str(node.target) for node in graph.graph.nodes])
+        # Names of inputs say by which way the compiler has found them.
+        targets.append(["input" if n.op == "placeholder" else str(n.target) for n in graph.graph.nodes])
         return graph
 
     found = [call(torch.compile(model, backend=backend, fullgraph=True)) for model in models]
-    assert targets[0] == targets[1]
+    assert Counter(targets[0])["input"] == Counter(targets[1])["input"]
+    assert [t for t in targets[0] if t != "input"] == [t for t in targets[1] if t != "input"]
     if WHERE["device"] == "cpu":
         assert torch.equal(*found)
     else:

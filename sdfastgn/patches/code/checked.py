@@ -48,9 +48,9 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
     These are the children of ``root``: an autoencoder's ``decode`` calls its decoder. Modules without fused
     parts are left as they are. Idempotent.
 
-    ``compared``: modules whose calls compare their code already.
+    ``compared``: modules whose calls compare their code already, also that of the modules in them.
     """
-    for module in _entrances(root):
+    for module in () if root in compared else _entrances(root):
         is_new = call_entry(module) is None and module not in compared
         if is_new and any(stock_class(part) is not type(part) for part in module.modules()):
             set_call_entry(module, Checked(module))

@@ -258,7 +258,8 @@ class GraphedForward(InstanceEntry):
                 with self._states.running():
                     return server._serve(module, args, kwargs)
             except _CodeChanged:
-                pass
+                if self._states.are_too_many:
+                    self.clear()
         with dispatch.stock_code():
             return self._run_eagerly(module, args, kwargs)
 
@@ -354,8 +355,6 @@ class GraphedForward(InstanceEntry):
         if states.look() == before:
             return
         self._policy.last_change = f"other code has replaced {change}, or put it back"
-        if states.are_too_many:
-            self.clear()
         raise _CodeChanged
 
     @property
