@@ -1,16 +1,18 @@
 """What the command line and the benchmarks share.
 
-That is the error for bad options, parts of messages (the program's name, numbers with nouns), and whether a
-launcher such as torchrun started this process.
+That is the error for bad options and files, parts of messages (the program's name, numbers with nouns), and
+whether a launcher such as torchrun started this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program"]
+__all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program", "writing"]
 
 # Value of click's ``Context.obj`` if the process runs nothing but one command. Such a command may change how
 # Python imports modules (``cli/light_imports.py``). In other processes, as in tests, it must not.
@@ -18,11 +20,20 @@ OWN_PROCESS = "own process"
 
 
 class OptionError(ValueError):
-    """Raised if an option that the user gave cannot be used.
+    """Raised if an option that the user gave cannot be used, or a file cannot be read or written.
 
     The message is one line that says what is wrong. Most messages name the option, its value, and what is
     allowed.
     """
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A context in which the file ``path`` is written. If this fails, OptionError names the path and why."""
+    try:
+        yield
+    except OSError as error:  # for instance, the disk is full
+        raise OptionError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def program() -> str:

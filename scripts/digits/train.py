@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdfastgn.cli import digits_pipeline
-from sdfastgn.cli.checks import folder, made_folder
+from sdfastgn.cli.checks import folder, folder_file
 from sdfastgn.cli.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
 from sdfastgn.models.pipelines import build_tokenizer, write_tokenizer
 from sdfastgn.program import OptionError
@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:
-        made_folder("--output", folder("--output", str(options.output)), digits_pipeline.CLASSIFIER)
+        folder_file("--output", folder("--output", str(options.output)), digits_pipeline.CLASSIFIER)
     except OptionError as error:
         parser.error(str(error))
     torch.manual_seed(options.seed)

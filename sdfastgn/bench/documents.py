@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sdfastgn.program import OptionError
+from sdfastgn.program import OptionError, writing
 
 # Version of the JSON format. A new version only adds fields, so the same code reads all versions.
 # Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
@@ -90,10 +90,11 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write ``content`` as JSON. Each row, and each setting, has its own line.
 
-    Raises ValueError if ``content`` has NaN or infinity.
+    Raises ValueError if ``content`` has NaN or infinity, and OptionError if the file cannot be written.
     """
     lines = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
-    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def _block(value: Any) -> str:

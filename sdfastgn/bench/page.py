@@ -22,6 +22,7 @@ from sdfastgn.bench.tables.profile import breakdown_of
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_of
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up
 from sdfastgn.bench.variants import VARIANTS, is_ours, label
+from sdfastgn.program import writing
 
 # Maximum number of pixels along a side of an image on the page. Larger images are shrunk, because a PNG of
 # 1024x1024 has several MB. PSNR and SSIM are computed from the original images.
@@ -73,7 +74,8 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
         colors=CATEGORY_COLORS,
         comparison=comparison(results),
     )
-    path.write_text(shown, encoding="utf-8")
+    with writing(path):
+        path.write_text(shown, encoding="utf-8")
 
 
 def _by_variant(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:

@@ -7,6 +7,7 @@ function, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -14,7 +15,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from sdfastgn.program import OWN_PROCESS, program
 
@@ -25,14 +26,17 @@ COMMANDS = (
 
 # The exit code after Ctrl-C. As in shells, it is 128 plus the number of the signal SIGINT, 2.
 INTERRUPTED = 130
+# Numbers of the errors that a write to standard output raises: the disk or the quota is full, the file is too
+# large, the device fails, or the pipe is closed.
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 def main(doc: str | None = None, command: str | Callable[..., None] = "", **defaults: Any) -> None:
     """Run the command line and exit.
 
-    The exit code is 0 after success, 2 after bad input (one line says what is wrong), and 130 after Ctrl-C.
-    It is 1 if the command ran but something failed, for example if an output was wrong or nothing could be
-    measured.
+    The exit code is 0 after success, 2 after bad input or if a file cannot be written (one line says what is
+    wrong), and 130 after Ctrl-C. It is 1 if the command ran but something failed, for example if an output
+    was wrong or nothing could be measured.
 
     Args:
         doc: the description that ``--help`` shows; empty for the command's own description.
@@ -58,16 +62,31 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        sys.exit(_run(doc, command, defaults))
+        code = _run(doc, command, defaults)
+        sys.stdout.flush()  # if this fails, it must fail before the process ends, to be one line
+        sys.exit(code)
     except BaseException as end:
         # If Ctrl-C is pressed during an import, the imported module may raise another exception instead of
         # KeyboardInterrupt. So ``asked`` is looked at too: it is not empty after Ctrl-C.
-        if not asked and not isinstance(end, KeyboardInterrupt):
+        if asked or isinstance(end, KeyboardInterrupt):
+            print(f"{program()}: interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        if not isinstance(end, OSError) or end.errno not in CANNOT_WRITE:
             raise
-        print(f"{program()}: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        _end_without_output(end)
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _end_without_output(error: OSError) -> NoReturn:
+    """End after an error of standard output. Errors of files are OptionErrors (``program.writing``)."""
+    # Otherwise Python would write the text that is left at the end of the process, and fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:  # as after ``| head -1``, which typer ends in the same way
+        sys.exit(1)
+    where = error.filename or "to standard output"
+    print(f"{program()}: cannot write {where}: {error.strerror}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _import_command(name: str) -> None:

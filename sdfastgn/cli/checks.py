@@ -6,6 +6,7 @@ the name of the option, for the error.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -141,10 +142,16 @@ def folder(option: str, value: str) -> Path:
     return Path(value)
 
 
-def made_folder(option: str, path: Path, name: str) -> None:
-    """Make the folder ``path`` if it does not exist, and check that a file ``name`` can be written in it."""
+def folder_file(option: str, path: Path, name: str) -> None:
+    """Check that a file ``name`` can be written in the folder ``path``. A missing folder is not made."""
+    if path.is_dir():
+        file_path(option, path / name)
+        return
     try:
-        path.mkdir(exist_ok=True)
+        if os.path.lexists(path):  # a file, or a link to nothing
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        beside = path.parent / name  # where a file can be made, a folder can be made too
+        beside.open("xb").close()
+        beside.unlink()
     except OSError as error:
         raise OptionError(f"{option}: cannot make a folder at {str(path)!r}: {_why(error)}") from None
-    file_path(option, path / name)

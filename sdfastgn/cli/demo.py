@@ -22,5 +22,6 @@ def demo(
     with one_line_errors():
         check_folder()
         folder = checks.folder("--output", output)
-        checks.made_folder("--output", folder, PICTURE)
-    raise typer.Exit(run_demo(folder, terminal.console()))
+        checks.folder_file("--output", folder, PICTURE)
+        code = run_demo(folder, terminal.console())
+    raise typer.Exit(code)

@@ -20,6 +20,7 @@ from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.cli import digits_pipeline
 from sdfastgn.cli.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
 from sdfastgn.models.pipelines import load_pipeline
+from sdfastgn.program import writing
 
 PICTURE = "demo.png"
 STEPS = digits_pipeline.STEPS
@@ -71,9 +72,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
         ("restored", restored, restored_seconds, "bit-identical" if same else "DIFFERS"),
     ):
         difference = f"{np.abs(images - stock).max():.1e}"
-        body.append(
-            [name, f"{seconds:.2f}", _read(images), f"{psnr(images, stock):.1f} dB", difference, verdict]
-        )
+        decibel = f"{psnr(images, stock):.1f} dB"
+        body.append([name, f"{seconds:.2f}", _read(images), decibel, difference, verdict])
     header = ("pipeline", "seconds", "digits read", "PSNR to stock", "largest difference", "verdict")
     caption = (
         f"A classifier reads the digits. The optimized images have to reach {LEAST_PSNR[device]:.0f} dB."
@@ -86,7 +86,10 @@ def run_demo(output_dir: Path, console: Console) -> int:
             "are bit-identical. On a GPU they differ a little. The seconds say nothing about a GPU."
         )
         labels = "stock", "optimized\n(no kernel runs\non this machine)"
-    grid(prompts, dict(zip(labels, (stock, optimized), strict=True))).save(output_dir / PICTURE)
+    picture = grid(prompts, dict(zip(labels, (stock, optimized), strict=True)))
+    with writing(output_dir / PICTURE):
+        output_dir.mkdir(exist_ok=True)
+        picture.save(output_dir / PICTURE)
     console.print(f"wrote {output_dir / PICTURE}", soft_wrap=True)
     return 0 if agrees and same else 1
 

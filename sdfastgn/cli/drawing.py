@@ -25,7 +25,7 @@ from sdfastgn.cli.prompts import Job, batches, shares
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.pipelines import load_pipeline
-from sdfastgn.program import OptionError, counted, is_main, program
+from sdfastgn.program import OptionError, counted, is_main, program, writing
 from sdfastgn.versions import installed_versions
 
 # Key in the PNG files' metadata. Its value is JSON: the image's settings and the packages' versions.
@@ -68,15 +68,20 @@ def _is_whole(picture: Image.Image) -> bool:
 
 
 def _save(picture: Image.Image, path: Path, text: str) -> None:
-    """Save ``picture`` at ``path``, with ``text`` as metadata. No incomplete image is ever at ``path``."""
+    """Save ``picture`` at ``path``, with ``text`` as metadata. No incomplete image is ever at ``path``.
+
+    The folder is made here, so that there is none if no image can be drawn.
+    """
     info = PngInfo()
     info.add_text(METADATA, text)
     part = path.with_suffix(f".{OWN}.part")
-    try:
-        picture.save(part, format="PNG", pnginfo=info)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        try:
+            picture.save(part, format="PNG", pnginfo=info)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def run(job: Job, device: str | None = None) -> int:
@@ -87,7 +92,7 @@ def run(job: Job, device: str | None = None) -> int:
     device = loading.device_name("--device", device)
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
-    checks.made_folder("--out", job.out, f"{OWN}.part")
+    checks.folder_file("--out", job.out, f"{OWN}.part")
     finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
     for part in job.out.glob("[0-9]*.*.part"):  # unfinished files of processes that were killed
         part.unlink(missing_ok=True)
@@ -133,6 +138,8 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"wrote {job.path(line)}")
+            except OptionError:  # an image cannot be written, so no other can be
+                raise
             except Exception as error:  # other batches may still work: this size may need too much memory
                 failed += len(left)
                 for line in left:

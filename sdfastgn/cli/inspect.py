@@ -49,9 +49,9 @@ def inspect(
         from sdfastgn import report
 
         reports = {name: report(target) for name, target in _inspected(model).items()}
-    out = terminal.console()
-    for name, found in reports.items():
-        out.print(f"{model}: {name}", style="bold")
-        out.print(found.details(), markup=False)
-    if json is not None:
-        documents.write_json(json, {name: found.to_dict() for name, found in reports.items()})
+        out = terminal.console()
+        for name, found in reports.items():
+            out.print(f"{model}: {name}", style="bold")
+            out.print(found.details(), markup=False)
+        if json is not None:
+            documents.write_json(json, {name: found.to_dict() for name, found in reports.items()})

@@ -27,7 +27,7 @@ from sdfastgn.models import pipelines
 from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import PROMPT, TEXT_TO_IMAGE, VAES
 from sdfastgn.models.saved import latent_scale
-from sdfastgn.program import OptionError, counted, program
+from sdfastgn.program import OptionError, counted, program, writing
 
 # Number of denoising steps of each image. Some schedulers fail with a single step.
 _STEPS = 2
@@ -95,7 +95,8 @@ def run(
     )
     print(f"{cache}: {size / 2**20:.1f} MiB")
     if export is not None:
-        written = kernel_archive.export(export, torch.device(device))
+        with writing(export):
+            written = kernel_archive.export(export, torch.device(device))
         print(f"{export}: {counted(written, 'kernel')}, {export.stat().st_size / 2**20:.1f} MiB")
     return 0
 

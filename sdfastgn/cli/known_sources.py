@@ -29,7 +29,7 @@ from sdfastgn.patches.core.tested_sources import (
 )
 from sdfastgn.patches.graphs.factors import readers
 from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
-from sdfastgn.program import OptionError
+from sdfastgn.program import OptionError, writing
 
 # Every checkout of ComfyUI has this file. So a folder without it is no checkout of ComfyUI.
 _OF_COMFYUI = "comfy/ops.py"
@@ -206,10 +206,8 @@ def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> l
         versions.setdefault(upstream_name(method.cls), {}).setdefault(method.name, []).append(entry)
     if len(left) < len(unknown):
         file = tested_sources.FILE
-        try:
+        with writing(file):
             file.write_text(text_of(versions), encoding="utf-8")
-        except OSError as error:
-            raise OptionError(f"--accept: cannot write {str(file)!r}: {error.strerror}") from None
         _print(out, f"{len(unknown) - len(left)} accepted, in {file}")
     return left
 

@@ -36,7 +36,7 @@ from sdfastgn.bench.variants import Variant
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.cli import processes
 from sdfastgn.cli.terminal import console, print_lines, watched
-from sdfastgn.program import OptionError, counted, is_main, launched
+from sdfastgn.program import OptionError, counted, is_main, launched, writing
 
 
 def _environment_line(environment: dict[str, Any]) -> str:
@@ -103,7 +103,8 @@ def _run_bench(
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
-        images_path(json).unlink(missing_ok=True)  # the images that an earlier run wrote beside its JSON
+        with writing(images_path(json)):  # the images that an earlier run wrote beside its JSON
+            images_path(json).unlink(missing_ok=True)
     print_lines(out, result.warnings)
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
         for config in configs:
@@ -115,8 +116,8 @@ def _run_bench(
                 content["rows"].append(asdict(row))
                 if html is not None and images:
                     result.figures[case_title(row, content)] = page.figures(found, images)
+                on_done(end_to_end_tables.row_line(row))  # before the files: they may not be writable
                 _write(result, json, html)
-                on_done(end_to_end_tables.row_line(row))
 
             end_to_end.run(config, variants, on_variant=on_start, on_row=on_row, images=images)
             _print_part(out, config, found)

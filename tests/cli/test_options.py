@@ -1,4 +1,4 @@
-"""A try at writing leaves no trace, and a folder of results is made only where its place exists."""
+"""A try at writing leaves no trace, neither of a file nor of a folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sdfastgn.cli import checks
+from sdfastgn.program import OptionError
 from tests.command_line import state_of
 
 
@@ -28,10 +29,19 @@ def test_a_try_at_writing_leaves_no_trace(name: str, tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_a_folder_of_results_is_made_where_it_is_named(tmp_path: Path) -> None:
-    path = checks.folder("--out", str(tmp_path / "out"))
-    assert not path.exists()
-    checks.made_folder("--out", path, "a.png")
-    checks.made_folder("--out", path, "a.png")
-    assert path.is_dir()
-    assert not list(path.iterdir())
+@pytest.mark.parametrize("name", ["new", "old", "link"])
+def test_a_try_at_a_folder_leaves_no_trace(name: str, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    before = state_of(tmp_path)
+    path = checks.folder("--out", str(tmp_path / name))
+    checks.folder_file("--out", path, "a.png")
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["file", "link"])
+def test_a_folder_cannot_be_where_something_else_is(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(OptionError, match=r"--out: cannot make a folder at .*: File exists"):
+        checks.folder_file("--out", tmp_path / name, "a.png")

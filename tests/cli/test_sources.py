@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_written(monkeypatch):
     monkeypatch.setattr(tested_sources, "FILE", Path("/proc/x.json"))
     result = invoke("sources", "--accept")
     assert result.exit_code == 2
-    assert "--accept: cannot write '/proc/x.json'" in result.output
+    assert "sdfastgn: cannot write '/proc/x.json'" in result.output
 
 
 _CLASSES = {

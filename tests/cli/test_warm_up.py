@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from unittest import mock
 
@@ -102,6 +103,14 @@ def test_export_and_import(rehearsal, tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert result.stdout.endswith(f"{path}: 4 kernels, 1.0 MiB\n")
     assert calls == [("import", "kernels.zip"), ("import", "kernels.zip"), "fill"]
+
+
+def test_an_archive_that_cannot_be_written_is_an_error(rehearsal, tmp_path, monkeypatch):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(kernel_cache.kernel_archive, "export", full)
+    result = invoke("warm-up", "tiny", "--size", "64", "--export", str(tmp_path / "kernels.zip"))
+    assert result.exit_code == 2
+    assert result.stderr == f"sdfastgn: cannot write '{tmp_path}/kernels.zip': No space left on device\n"
 
 
 def test_an_archive_that_is_of_no_use_is_an_error(rehearsal, tmp_path):

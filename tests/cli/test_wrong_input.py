@@ -206,6 +206,7 @@ GENERATES = {
     f"{GENERATE} --model /no/such": "--model: no such path '/no/such'; give a path",
     f"{GENERATE} --model folder": "--model: no configuration of a UNet in 'folder'",
     f"{GENERATE} --out folder --variant fp16": "--model: cannot load",
+    f"{GENERATE} --variant fp16": "--model: cannot load",
     f"{GENERATE} --prompts /no/such": "--prompts: cannot read '/no/such'",
     f"{GENERATE} --prompts {os.devnull}": "--prompts: no prompt in '/dev/null'",
     f"{GENERATE} --out ''": "--out: must be a folder, got ''",

@@ -15,6 +15,7 @@ from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, OURS, KernelRow
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
+from sdfastgn.program import writing
 
 # Colors that can be told apart in print and by the color-blind (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
@@ -32,7 +33,8 @@ def plot_reason() -> str | None:
 
 
 def save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
