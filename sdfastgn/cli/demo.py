@@ -17,11 +17,11 @@ def demo(
     """Draw digits with a small trained pipeline, stock and optimized. Needs no GPU and no network."""
     from sdfastgn.cli import checks, terminal
     from sdfastgn.cli.digits import PICTURE, run_demo
-    from sdfastgn.cli.digits_pipeline import check_folder
+    from sdfastgn.cli.digits_pipeline import find_folder
 
     with one_line_errors():
-        check_folder()
+        pipeline = find_folder()
         folder = checks.folder("--output", output)
         checks.folder_file("--output", folder, PICTURE)
-        code = run_demo(folder, terminal.console())
+        code = run_demo(folder, terminal.console(), pipeline)
     raise typer.Exit(code)

@@ -36,8 +36,8 @@ LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
 CELL, LABEL_WIDTH, LABEL_HEIGHT, FONT_SIZE = 2 * SIZE, 120, 44, 12
 
 
-def run_demo(output_dir: Path, console: Console) -> int:
-    """Show on a small trained Stable Diffusion pipeline what sdfastgn does, and check it.
+def run_demo(output_dir: Path, console: Console, pipeline: Path = digits_pipeline.FOLDER) -> int:
+    """Show on the small trained pipeline in the folder ``pipeline`` what sdfastgn does, and check it.
 
     Writes ``demo.png`` into ``output_dir``, with stock's images, the optimized pipeline's images, and their
     difference. Two things are checked: the optimized images reach ``LEAST_PSNR`` against stock's images; and
@@ -46,8 +46,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.print("1. A small StableDiffusionPipeline, trained on handwritten digits, is loaded from")
-    console.print(f"   {digits_pipeline.FOLDER}", soft_wrap=True)
-    pipe = load_pipeline("demo", str(digits_pipeline.FOLDER), torch.float32, device)
+    console.print(f"   {pipeline}", soft_wrap=True)
+    pipe = load_pipeline("demo", str(pipeline), torch.float32, device)
     pipe.set_progress_bar_config(disable=True)
     prompts = [prompt_of(digit, INK_WORDS[digit % len(INK_WORDS)]) for digit in DIGITS]
 
@@ -66,14 +66,14 @@ def run_demo(output_dir: Path, console: Console) -> int:
     # On a CPU even the optimized pipeline runs stock's code. So the restored pipeline's images do not prove
     # that it was restored. The report must also say that nothing is fused.
     same = bool(np.array_equal(restored, stock)) and not sdfastgn.report(pipe).fused
-    body = [["stock", f"{stock_seconds:.2f}", _read(stock)]]
+    body = [["stock", f"{stock_seconds:.2f}", _read(stock, pipeline)]]
     for name, images, seconds, verdict in (
         ("optimized", optimized, optimized_seconds, "same images" if agrees else "DIFFERS"),
         ("restored", restored, restored_seconds, "bit-identical" if same else "DIFFERS"),
     ):
         difference = f"{np.abs(images - stock).max():.1e}"
         decibel = f"{psnr(images, stock):.1f} dB"
-        body.append([name, f"{seconds:.2f}", _read(images), decibel, difference, verdict])
+        body.append([name, f"{seconds:.2f}", _read(images, pipeline), decibel, difference, verdict])
     header = ("pipeline", "seconds", "digits read", "PSNR to stock", "largest difference", "verdict")
     caption = (
         f"A classifier reads the digits. The optimized images have to reach {LEAST_PSNR[device]:.0f} dB."
@@ -124,8 +124,8 @@ def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
     return picture
 
 
-def _read(images: np.ndarray) -> str:
-    found = digits_pipeline.read(images)
+def _read(images: np.ndarray, pipeline: Path) -> str:
+    found = digits_pipeline.read(images, pipeline)
     return f"{sum(a == b for a, b in zip(found, DIGITS, strict=True))} of {len(DIGITS)}"
 
 

@@ -37,11 +37,18 @@ STEPS = 20
 GUIDANCE = 3.0
 
 
-def check_folder() -> None:
-    """Raise OptionError if there is no folder ``FOLDER``, as in an installed package."""
-    if not FOLDER.is_dir():
-        where = "it is in a checkout of sdfastgn's repository and not in the installed package"
-        raise OptionError(f"demo: no trained pipeline at {str(FOLDER)!r}: {where}; run sdfastgn demo there")
+def find_folder() -> Path:
+    """The folder of the pipeline and the classifier. Raises OptionError if it is not found.
+
+    It is ``FOLDER``, or in the current folder if sdfastgn is installed and the current folder is a checkout.
+    """
+    places = (FOLDER, Path("scripts", "digits").absolute())
+    for place in places:
+        if (place / CLASSIFIER).is_file():
+            return place
+    where = "it is in a checkout of sdfastgn's repository and not in the installed package"
+    tried = " or ".join(repr(str(place)) for place in places)
+    raise OptionError(f"demo: no trained pipeline at {tried}: {where}; run sdfastgn demo in the checkout")
 
 
 def prompt_of(digit: int, ink: str = "") -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 import sdfastgn
 from sdfastgn.cli import digits, digits_pipeline
 from sdfastgn.cli.digits import CELL, DIGITS, LABEL_HEIGHT, LABEL_WIDTH
-from tests.command_line import invoke
+from tests.command_line import ROOT, invoke
 from tests.pages import BLOCKS
 
 
@@ -45,12 +45,23 @@ def test_it_shows_the_main_job(tmp_path):
 
 
 def test_outside_of_a_checkout_it_says_in_one_line_where_its_pipeline_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(digits_pipeline, "FOLDER", tmp_path / "scripts" / "digits")
+    monkeypatch.setattr(digits_pipeline, "FOLDER", tmp_path / "installed")
+    monkeypatch.chdir(tmp_path)
     result = invoke("demo", "--output", str(tmp_path / "out"))
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"sdfastgn: demo: no trained pipeline at '{tmp_path}/scripts/digits'")
+    places = f"'{tmp_path}/installed' or '{tmp_path}/scripts/digits'"
+    assert result.stderr.startswith(f"sdfastgn: demo: no trained pipeline at {places}")
     assert "in a checkout of sdfastgn's repository" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_installed_package_finds_the_pipeline_of_the_checkout_it_runs_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(digits_pipeline, "FOLDER", tmp_path / "installed")
+    monkeypatch.chdir(ROOT)
+    result = invoke("demo", "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert f"   {ROOT / 'scripts' / 'digits'}\n" in result.stdout
+    assert (tmp_path / "out" / digits.PICTURE).is_file()
 
 
 def broken(pipe):
