@@ -5,7 +5,7 @@ Checks raise OptionError. The checks that need no torch are in ``checks.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
+# Options that only a pipeline uses. For other parts they are refused.
+PIPELINE_OPTIONS = ("steps", "scheduler", "guidance", "prompt")
 
 
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
@@ -210,14 +212,37 @@ def bench_configs(
     ]
 
 
+def _check_used(given: Mapping[str, Any], configs: Sequence[BenchConfig]) -> None:
+    """Raise OptionError if the user has given an option that none of ``configs`` uses."""
+    pipelines = [config for config in configs if config.part == "pipeline"]
+    for option in PIPELINE_OPTIONS:
+        if option in given and not pipelines:
+            parts = ", ".join(dict.fromkeys(config.part for config in configs))
+            raise OptionError(f"--{option}: is for --part pipeline, got --part {parts}")
+    for config in pipelines if "guidance" in given else ():
+        is_random = config.weights == "random"
+        unet = UNETS[config.model] if is_random else unet_config("--weights", config.weights)
+        if unet.get("time_cond_proj_dim"):
+            own = f"the UNet of {config.model!r} takes guidance as an input, and is timed with its own"
+            raise OptionError(f"--guidance: {own}, got {given['guidance']}")
+
+
 def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
     """The configs of the preset ``name``. If ``name`` is None, the configs that the options ask for.
 
     ``given``: the options of the user; None for an option that was not given. They replace the preset's
     settings. If the user gives a model, only the preset's cases for this model are used. If there are none,
     the preset's first case is used, with the user's model in the place of its own.
+
+    Raises OptionError also for an option that no config uses.
     """
     given = {option: value for option, value in given.items() if value is not None}
+    configs = _configs(name, given)
+    _check_used(given, configs)
+    return configs
+
+
+def _configs(name: str | None, given: Mapping[str, Any]) -> list[BenchConfig]:
     if name is None:
         return bench_configs(**{"model": None, **given})
     cases = [case.settings for case in PRESETS[one_of("--preset", name, PRESETS)].cases]

@@ -29,6 +29,7 @@ PIPELINES: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "sd15": (SD15, None),
     "sdxl": (SDXL, None),
     "sd21": (SD21, None),
+    "lcm": ({**SD15, "time_cond_proj_dim": 256}, None),
     "pruned": ({**SDXL, "transformer_layers_per_block": [0, 2, 4]}, None),
     "inpainting": ({**SD15, "in_channels": 9}, None),
     "video": ({"_class_name": "UNet3DConditionModel"}, None),
@@ -127,6 +128,15 @@ BENCH = {
     "bench --guidance inf": "Invalid value for '--guidance': inf is not finite",
     f"bench --seed {2**64}": f"Invalid value for '--seed': {2**64} is not a whole number of 64 bits",
     "bench --color": "No such option: --color",
+    # An option that what is timed does not use.
+    "bench --steps 4": "--steps: is for --part pipeline, got --part unet",
+    "bench --part vae --part train --scheduler DDIMScheduler": "--scheduler: is for *, got --part vae, train",
+    "bench --model wan --guidance 0": "--guidance: is for --part pipeline, got --part vae",
+    "bench --prompt cat": "--prompt: is for --part pipeline, got --part unet",
+    "bench --preset fal --part unet --steps 4": "--steps: is for --part pipeline, got --part unet",
+    "bench --preset diffusers --prompt cat": "--prompt: is for --part pipeline, got --part unet",
+    "bench --model lcm --part pipeline --guidance 0": "--guidance: the UNet of 'lcm' takes guidance as an",
+    "bench --weights lcm --part pipeline --guidance 0": "--guidance: the UNet of 'lcm' takes guidance as an",
 }
 # Checked before anything is loaded.
 WEIGHTS = {

@@ -197,6 +197,6 @@ def test_a_preset_runs_with_its_scheduler_and_a_page(tmp_path):
     assert invoke("report", str(files["json"]), "--html", str(tmp_path / "later.html")).exit_code == 0
     assert (tmp_path / "later.html").read_text(encoding="utf-8").count("data:image/png") == 5
     # Another run's JSON takes them away.
-    command = ("bench", *small, "--device", "cpu", "--repeats", "1", "--variants", "eager")
+    command = ("bench", "--model", "tiny", "--device", "cpu", "--repeats", "1", "--variants", "eager")
     assert invoke(*command, "--json", str(files["json"])).exit_code == 0
     assert not (tmp_path / "out.images").exists()
