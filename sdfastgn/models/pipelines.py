@@ -20,7 +20,7 @@ from packaging.version import Version
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.models import architectures, configurations
+from sdfastgn.models import architectures, configurations, saved
 from sdfastgn.program import OptionError
 
 # Name of the argument of ``from_pretrained`` for the dtype. diffusers 0.40 has renamed this argument: older
@@ -75,13 +75,14 @@ def load_pipeline(
         dtype, device: dtype and device for the pipeline.
         variant: the part of the weight files' names that selects one of several files, such as fp16.
 
-    Raises OptionError with diffusers' reason if it cannot be loaded.
+    Raises OptionError with diffusers' reason if it cannot be loaded, or if the Hub cannot be reached.
     """
     if Path(weights).is_file():  # without this check diffusers would take the path of a file for a Hub id
         raise OptionError(f"{option}: {weights!r} is a file; expected a saved pipeline's folder or a Hub id")
     try:
         pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
     except Exception as error:  # diffusers raises many classes of error, such as KeyError
+        saved.check_hub(option, weights, error)
         raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
     return pipe.to(device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ def unet_config(option: str, weights: str) -> dict[str, Any]:
 
     ``option``: the command-line option that named the pipeline, for errors.
 
-    Raises OptionError if the pipeline has no configuration of a UNet.
+    Raises OptionError if the pipeline has no configuration of a UNet, or the Hub cannot be reached.
     """
     lacks = f"{option}: no configuration of a UNet in {weights!r}"
     if Path(weights).is_dir() and not (Path(weights) / "unet" / _CONFIG).exists():
@@ -42,9 +43,25 @@ def unet_config(option: str, weights: str) -> dict[str, Any]:
     try:
         return load_config(weights, "unet")
     except Exception as error:  # the Hub's client raises errors of many classes
+        check_hub(option, weights, error)
         from sdfastgn.kernels.common.failures import one_line  # here, because it imports torch
 
         raise OptionError(f"{lacks}: {one_line(error)}") from None
+
+
+def check_hub(option: str, weights: str, error: BaseException) -> None:
+    """Raise OptionError if ``error`` was raised because the Hub cannot be reached.
+
+    diffusers' own message then says only that ``weights`` lack a file.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        is_offline = type(cause).__name__ == "OfflineModeIsEnabled"
+        why = "HF_HUB_OFFLINE is set" if is_offline else str(cause).strip() or type(cause).__name__
+        lacks = f"{weights!r} is not fully in the local cache, and the Hub cannot be reached"
+        raise OptionError(f"{option}: {lacks} ({why.splitlines()[0]})") from None
 
 
 def latent_scale(vae: Mapping[str, Any] | None) -> int:

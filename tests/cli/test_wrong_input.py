@@ -230,9 +230,20 @@ GENERATES = {
     f"{GENERATE} --dtype fp8": "--dtype: unknown value 'fp8'",
     f"{GENERATE} --guidance nan": "Invalid value for '--guidance': nan is not",
 }
+# What names the model -> a command that reads one from the Hub while there is no network.
+NO_NETWORK = {
+    "--weights": "bench --weights some/model",
+    "--model": "generate --model some/model --prompts text --out out --device cpu",
+    "MODEL": "warm-up some/model",
+}
 MODELS = {
     "inspect /no/such/folder": "MODEL: no such path '/no/such/folder'; give tiny, tiny_xl,",
     "inspect folder": "MODEL: cannot load 'folder'",
+    **{
+        command: f"{option}: 'some/model' is not fully in the local cache, and the Hub cannot be reached "
+        "(HF_HUB_OFFLINE is set)"
+        for option, command in NO_NETWORK.items()
+    },
     "verify tiny": "PATH: no such path 'tiny'; give a path, or a Hub id",
     "verify text": "PATH: 'text' is a file; expected",
     "verify no-index": "PATH: cannot load 'no-index': *not a valid JSON",
@@ -280,6 +291,7 @@ def test_wrong_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     arguments = ["" if word == "''" else word for word in command.split()]
     shown = refusal(monkeypatch, capsys, here, "sdfastgn", *arguments)
     said = message.replace("HERE", str(here))

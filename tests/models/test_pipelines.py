@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from unittest import mock
 
 import numpy as np
@@ -13,7 +14,7 @@ from sdfastgn.bench.run import run
 from sdfastgn.bench.variants import VARIANTS
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.bench.workload import build_pipeline as build_workload
-from sdfastgn.models import configurations
+from sdfastgn.models import configurations, saved
 from sdfastgn.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
 from sdfastgn.program import OptionError
 
@@ -37,6 +38,33 @@ def test_from_pretrained_gives_the_same_image(model, tmp_path):
     loaded = load_pipeline("--weights", str(tmp_path), torch.float32, "cpu")
     assert type(loaded) is type(pipe)
     assert np.array_equal(generate(loaded), before)
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), "[Errno 111] Connection refused"),
+        (socket.gaierror(-2, "Name or service not known"), "[Errno -2] Name or service not known"),
+        (TimeoutError(), "TimeoutError"),
+        (type("OfflineModeIsEnabled", (ConnectionError,), {})("long text"), "HF_HUB_OFFLINE is set"),
+    ],
+)
+@pytest.mark.parametrize("read", [saved.unet_config, lambda *where: load_pipeline(*where, torch.half, "cpu")])
+def test_without_a_network_the_error_says_so(read, cause, why, monkeypatch):
+    """diffusers wraps the cause in an OSError, which only says that a file is missing."""
+
+    def no_network(*_, **__):
+        try:
+            raise cause
+        except OSError:
+            raise OSError("some/model does not appear to have a file named config.json")  # noqa: B904
+
+    monkeypatch.setattr("diffusers.UNet2DConditionModel.load_config", no_network)
+    monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", no_network)
+    with pytest.raises(OptionError) as caught:
+        read("--weights", "some/model")
+    lacks = "--weights: 'some/model' is not fully in the local cache, and the Hub cannot be reached"
+    assert str(caught.value) == f"{lacks} ({why})"
 
 
 def test_tokenizer_pads_prompts_to_77_tokens():
