@@ -12,6 +12,7 @@ from sdfastgn.bench.variants import PARTS, VARIANTS
 from sdfastgn.cli.app import NAMES, command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import (
+    DTYPE_WORDS,
     DeviceOption,
     GuidanceOption,
     HtmlOption,
@@ -21,7 +22,7 @@ from sdfastgn.cli.options import (
     SizeOption,
     WeightsOption,
 )
-from sdfastgn.models.configurations import DTYPES, MODELS, PROMPT, VIDEO_NETWORKS
+from sdfastgn.models.configurations import MODELS, PROMPT, VIDEO_NETWORKS
 from sdfastgn.program import is_main
 
 NAMES["{variants}"] = lambda: VARIANTS
@@ -46,7 +47,7 @@ BenchDtypeOption = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help=f"Data type: {', '.join(DTYPES)}.",
+        help=f"Data type: {DTYPE_WORDS}.",
         show_default="fp16 on a GPU, bf16 for models that are used in bf16; fp32 on the CPU",
     ),
 ]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from sdfastgn.models.configurations import DTYPES
 from sdfastgn.program import OptionError
 
 # Matches a whole number of at most 18 digits, which fits into 64 bits. Without a limit, ``int`` would fail
@@ -37,6 +38,12 @@ def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) 
     if not values:
         raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
     return [one_of(option, value, allowed) for value in dict.fromkeys(values)]
+
+
+def dtype_word(option: str, value: str) -> str:
+    """Return the key of ``DTYPES`` that ``value`` names: itself, or torch's name of the dtype."""
+    short = {full: name for name, full in DTYPES.items()}
+    return one_of(option, short.get(value, value), DTYPES)
 
 
 def split(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.cli.bench_options import png_path
-from sdfastgn.cli.checks import DIGITS, file_paths, one_of, positive, some_of, split
+from sdfastgn.cli.checks import DIGITS, dtype_word, file_paths, one_of, positive, some_of, split
 from sdfastgn.cli.loading import device_name
 from sdfastgn.models.configurations import DTYPES
 from sdfastgn.program import OptionError
@@ -35,6 +35,10 @@ def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
     if not shapes:
         raise OptionError(f"{option}: no shape in {text!r}; give {wanted}")
     return tuple(dict.fromkeys(shapes))
+
+
+def _dtype_list(option: str, text: str) -> list[str]:
+    return some_of(option, [dtype_word(option, word) for word in split(text)], DTYPES)
 
 
 def kernel_configs(
@@ -67,7 +71,7 @@ def kernel_configs(
             seed,
             wall_clock=device == "cpu",
         )
-        for dtype in some_of("--dtype", dtypes or DTYPE, DTYPES)
+        for dtype in _dtype_list("--dtype", dtypes or DTYPE)
     ]
 
 

@@ -10,8 +10,7 @@ import typer
 
 from sdfastgn.cli.app import NAMES, command
 from sdfastgn.cli.errors import one_line_errors
-from sdfastgn.cli.options import DeviceOption, JsonOption, SeedOption
-from sdfastgn.models.configurations import DTYPES
+from sdfastgn.cli.options import DTYPE_WORDS, DeviceOption, JsonOption, SeedOption
 
 
 def _suites() -> Mapping[str, Any]:
@@ -40,7 +39,7 @@ DtypesOption = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help=f"Data type: {', '.join(DTYPES)}, or a list of them.",
+        help=f"Data type: {DTYPE_WORDS}, or a list of them.",
         show_default="fp16",
     ),
 ]

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from sdfastgn.cli.checks import one_of
-from sdfastgn.models.configurations import DTYPES
+from sdfastgn.cli.checks import dtype_word
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
@@ -30,8 +29,8 @@ def device_name(option: str, value: str | None) -> str:
 
 
 def dtype_name(option: str, value: str | None, device: str, on_gpu: str = "fp16") -> str:
-    """Return ``value`` if it is one of ``DTYPES``. None means ``on_gpu`` on a GPU and fp32 on the CPU."""
-    return one_of(option, ("fp32" if device == "cpu" else on_gpu) if value is None else value, DTYPES)
+    """The name in ``DTYPES`` of the dtype ``value``. None means ``on_gpu`` on a GPU and fp32 on the CPU."""
+    return dtype_word(option, ("fp32" if device == "cpu" else on_gpu) if value is None else value)
 
 
 def text_to_image(option: str, weights: str) -> tuple[int, int]:

@@ -10,6 +10,8 @@ import typer
 
 from sdfastgn.models.configurations import DTYPES, MODELS, SEEDS
 
+# Values of --dtype, for help texts.
+DTYPE_WORDS = f"{', '.join(DTYPES)}, or torch's name such as float16"
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help=f"Model: {', '.join(MODELS)}.", show_default="as in --weights, or tiny"),
@@ -17,7 +19,9 @@ ModelOption = Annotated[
 DtypeOption = Annotated[
     str | None,
     typer.Option(
-        "--dtype", help=f"Data type: {', '.join(DTYPES)}.", show_default="fp16 on a GPU, fp32 on the CPU"
+        "--dtype",
+        help=f"Data type: {DTYPE_WORDS}.",
+        show_default="fp16 on a GPU, fp32 on the CPU",
     ),
 ]
 DeviceOption = Annotated[

@@ -6,6 +6,7 @@ reported at once.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdfastgn.cli import checks
-from sdfastgn.models.configurations import DTYPES, SEEDS
+from sdfastgn.models.configurations import SEEDS
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
@@ -84,15 +85,19 @@ def read_prompts(
     default seed of a line is the seed in ``defaults`` plus the line number.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        content = path.read_bytes()
     except OSError as error:
         raise OptionError(f"--prompts: cannot read {str(path)!r}: {error.strerror or error}") from None
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # most lines of it would be read wrong
+        raise OptionError(f"--prompts: {str(path)!r} is in UTF-16; save it as UTF-8")
     found, problems = {}, {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             if text := line.decode("utf-8-sig").strip():
                 given = json.loads(text) if path.suffix.lower() == ".jsonl" else {"prompt": text}
                 found[number] = _settings(given, {**defaults, "seed": defaults["seed"] + number}, scale)
+        except UnicodeDecodeError:
+            problems[number] = "not UTF-8; save the file as UTF-8"
         except json.JSONDecodeError as error:
             problems[number] = f"no JSON: {error.msg} at column {error.colno}"
         except (ValueError, OverflowError, RecursionError) as error:
@@ -176,7 +181,7 @@ def checked_job(
     checks.weights_source("--model", model, words=())
     place = checks.folder("--out", out)
     if dtype is not None:
-        checks.one_of("--dtype", dtype, DTYPES)
+        dtype = checks.dtype_word("--dtype", dtype)
     checks.positive("--batch-size", batch_size)
     checks.positive("--steps", settings["steps"])
     native, scale = native_size(model, unet_config("--model", model), without_vae=8)

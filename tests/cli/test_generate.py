@@ -166,11 +166,13 @@ def test_bad_lines_are_named_and_the_others_drawn(tiny: str, tmp_path: Path) -> 
     assert names(tmp_path / "out") == [f"{len(lines):05}.png"]
 
 
-def test_text_that_is_not_utf_8_is_a_bad_line(tiny: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_bytes(b"\xff\n")
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_text_that_is_not_utf_8_is_a_bad_line(name: str, tiny: str, tmp_path: Path) -> None:
+    prompts = tmp_path / name
+    prompts.write_text('{"prompt": "ein Vögelchen"}\n', encoding="latin-1")
     result = invoke("generate", "--model", tiny, "--prompts", str(prompts), "--out", str(tmp_path / "out"))
-    assert (result.exit_code, f"{prompts}:1: 'utf-8" in result.output) == (1, True), result.output
+    assert result.exit_code == 1
+    assert f"{prompts}:1: not UTF-8; save the file as UTF-8\n" in result.stderr
 
 
 def test_a_batch_that_fails_is_told_and_the_others_drawn(

@@ -1,4 +1,4 @@
-"""A try at writing leaves no trace, neither of a file nor of a folder."""
+"""Names of dtypes, and that a try at writing leaves no trace, neither of a file nor of a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sdfastgn.cli import checks
+from sdfastgn.cli import bench_options, checks, kernel_options, loading, prompts
+from sdfastgn.models.configurations import DTYPES
 from sdfastgn.program import OptionError
 from tests.command_line import state_of
 
@@ -45,3 +46,25 @@ def test_a_folder_cannot_be_where_something_else_is(name: str, tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     with pytest.raises(OptionError, match=r"--out: cannot make a folder at .*: File exists"):
         checks.folder_file("--out", tmp_path / name, "a.png")
+
+
+@pytest.mark.parametrize(("short", "full"), DTYPES.items())
+def test_a_dtype_has_its_short_name_and_torchs(short: str, full: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("a cat")
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text("{}")
+    settings = {
+        "negative_prompt": None,
+        "width": None,
+        "height": None,
+        "steps": 1,
+        "guidance": 1.0,
+        "seed": 0,
+    }
+    files = {"model": str(tmp_path), "prompts": tmp_path / "prompts", "out": str(tmp_path / "out")}
+    for name in (short, full):
+        assert loading.dtype_name("--dtype", name, "cpu") == short
+        assert bench_options.preset_configs(None, dtype=name)[0].dtype == short
+        assert prompts.checked_job(**files, settings=settings, dtype=name).dtype == short
+    (found,) = kernel_options.kernel_configs(dtypes=f"{full},{short}")
+    assert found.dtype == short

@@ -67,7 +67,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("wrong") / "here"
     (here / "folder").mkdir(parents=True)
     (here / "text").write_text("a cat\ntwo dogs\n")
-    (here / "latin-1").write_bytes(b"\xff\n")
+    (here / "utf-16").write_text("a cat\ntwo dogs\n", encoding="utf-16")
     (here / "link.json").symlink_to("new/sub/a.json")
     (here / "link.png").symlink_to("a.png")
     for name, (unet, index) in PIPELINES.items():
@@ -218,6 +218,7 @@ GENERATES = {
     f"{GENERATE} --out folder --variant fp16": "--model: cannot load",
     f"{GENERATE} --variant fp16": "--model: cannot load",
     f"{GENERATE} --prompts /no/such": "--prompts: cannot read '/no/such'",
+    f"{GENERATE} --prompts utf-16": "--prompts: 'utf-16' is in UTF-16; save it as UTF-8",
     f"{GENERATE} --prompts {os.devnull}": "--prompts: no prompt in '/dev/null'",
     f"{GENERATE} --out ''": "--out: must be a folder, got ''",
     f"{GENERATE} --out /proc/x": "--out: cannot make a folder at '/proc/x'",
