@@ -6,6 +6,7 @@ import ast
 import difflib
 import inspect
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -67,8 +68,8 @@ def print_sources(
 
     Args:
         out: where to print.
-        against: an earlier release: a diffusers wheel, a folder that contains diffusers, or a ComfyUI
-            checkout. For each unknown method, its changes since this release are printed.
+        against: an earlier release: a diffusers wheel, a folder with or of diffusers, or a checkout of
+            diffusers or ComfyUI. For each unknown method, its changes since this release are printed.
         comfyui: a checkout of ComfyUI, whose methods are looked at too.
         accept: if True, write the hashes of the unknown methods into ``tested_sources.json``. Then they are
             known.
@@ -121,13 +122,20 @@ def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
 
 
 def _release_files(against: Path) -> Any:
-    """Open a diffusers wheel, a folder that contains diffusers, or a ComfyUI checkout.
+    """Open a diffusers wheel, a folder with or of diffusers, or a checkout of diffusers or ComfyUI.
 
-    Returns an object with pathlib's interface. Raises OptionError if ``against`` is none of these.
+    Returns the folder that contains the package, with pathlib's interface. Raises OptionError if ``against``
+    is none of these.
     """
-    files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
-    if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
-        return files
+    place = Path(os.path.abspath(against))  # the parent of "." is not in its path
+    every: list[Any] = [place, place.parent, place / "src"]
+    if zipfile.is_zipfile(against):
+        every = [zipfile.Path(against)]
+    elif place.name not in ("diffusers", "comfy"):  # otherwise the package may be the folder itself
+        every.remove(place.parent)
+    for files in every:
+        if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
+            return files
     raise OptionError(f"--against: no wheel or folder of diffusers or ComfyUI, got {str(against)!r}")
 
 

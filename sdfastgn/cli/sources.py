@@ -19,7 +19,7 @@ def sources(
         Path | None,
         typer.Option(
             "--against",
-            help="Earlier release: a wheel or folder of diffusers, or a checkout of ComfyUI. "
+            help="Earlier release: a wheel, a folder or a checkout of diffusers, or a checkout of ComfyUI. "
             "Shows what changed since then.",
         ),
     ] = None,

@@ -70,9 +70,13 @@ def test_an_unknown_one_and_how_to_see_what_changed():
 
 
 @pytest.mark.usefixtures("file")
-def test_what_changed_since_a_release(wheel, tmp_path):
+def test_what_changed_since_a_release(wheel, tmp_path, monkeypatch):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    shown = {invoke("sources", "--against", str(path)).stdout for path in (wheel, tmp_path)}
+    checkout = tmp_path / "checkout" / "diffusers"
+    zipfile.ZipFile(wheel).extractall(checkout / "src")
+    monkeypatch.chdir(tmp_path / "diffusers")
+    places = (wheel, tmp_path, tmp_path / "diffusers", ".", checkout, checkout / "src" / "diffusers")
+    shown = {invoke("sources", "--against", str(path)).stdout for path in places}
     [lines] = [each.splitlines() for each in shown]
     changed = [line.strip() for line in lines if line.startswith("    ")]
     assert changed[:2] == ["--- known", "+++ installed"]
