@@ -38,7 +38,7 @@ _SIZE = re.compile(rf"({checks.DIGITS})(?:x({checks.DIGITS}))?")
 
 def run(
     *,
-    model: str | None,
+    model: str,
     sizes: Sequence[str] = (),
     batch: int = 1,
     dtype: str | None = None,
@@ -48,11 +48,10 @@ def run(
 ) -> int:
     """Compile a model's kernels into Triton's cache, and print their number and the cache's size.
 
-    Returns 0, or 1 if a kernel cannot be compiled.
+    Returns 0, or 1 if a kernel cannot be compiled. ``warm_up`` has checked what needs no torch.
 
     Args:
         model: a name of ``TEXT_TO_IMAGE``, which gets random weights, or a saved text-to-image pipeline.
-            None: only ``archive`` is read.
         sizes: pixels of the images, ``512`` or ``768x512`` (width first). Empty: the model's own size.
         batch: images per call. With guidance the UNet gets each image twice.
         dtype, device: as in ``bench``. Kernels are compiled for GPUs of the same generation as ``device``.
@@ -61,22 +60,14 @@ def run(
 
     Raises OptionError for a bad option.
     """
-    if model is None:
-        if archive is None or export is not None:
-            raise OptionError("MODEL: give the model whose kernels are compiled")
-        _import(archive, _gpu("--device", device))
-        return 0
-    checks.weights_source("MODEL", model, words=TEXT_TO_IMAGE)
     if model in TEXT_TO_IMAGE:
         native, scale = VAES[model]["sample_size"], latent_scale(VAES[model])
     else:
         native, scale = loading.text_to_image("MODEL", model)
-    checks.positive("--batch", batch)
     wanted = [_size(text, scale) for text in sizes or [str(native)]]
-    checks.file_path("--export", export)
     device = _gpu("--device", device)
     if archive is not None:
-        _import(archive, device)
+        add_archive(archive, device)
     weights = DTYPES[loading.dtype_name("--dtype", dtype, device)]
     if model in TEXT_TO_IMAGE:
         pipe = pipelines.build_pipeline(model, dtype=weights, device=device)
@@ -101,7 +92,9 @@ def run(
     return 0
 
 
-def _import(path: Path, device: str) -> None:
+def add_archive(path: Path, device: str | None) -> None:
+    """Add the kernels of an archive that ``export`` wrote to Triton's cache, and print their number."""
+    device = _gpu("--device", device)
     try:
         added, present = kernel_archive.load(path, torch.device(device))
     except (kernel_archive.ArchiveError, OSError) as error:

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
+from sdfastgn.cli import checks
 from sdfastgn.cli.app import command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import DeviceOption, DtypeOption
 from sdfastgn.models.configurations import TEXT_TO_IMAGE
+from sdfastgn.program import OptionError
+
+
+def _check(model: str | None, archive: Path | None, device: str | None, of_model: dict[str, Any]) -> None:
+    """Check what can be checked without torch. ``of_model``: the options that only a model's kernels need."""
+    if checks.device_word("--device", device) == "cpu":
+        raise OptionError("--device: kernels can only be compiled on a CUDA GPU, got 'cpu'")
+    if model is None:
+        lacks = "give the model whose kernels are compiled"
+        given = [option for option, value in of_model.items() if value not in (None, [])]
+        if archive is None or given:
+            raise OptionError(f"MODEL: {lacks}{f', for {given[0]}' if given else ''}")
+        return
+    checks.weights_source("MODEL", model, words=TEXT_TO_IMAGE)
+    if of_model["--batch"] is not None:
+        checks.positive("--batch", of_model["--batch"])
+    if of_model["--dtype"] is not None:
+        checks.dtype_word("--dtype", of_model["--dtype"])
+    checks.file_path("--export", of_model["--export"])
 
 
 @command(name="warm-up")
@@ -31,7 +51,7 @@ def warm_up(
             show_default="the model's own",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Images per call.")] = 1,
+    batch: Annotated[int | None, typer.Option("--batch", help="Images per call.", show_default="1")] = None,
     export: Annotated[
         Path | None,
         typer.Option("--export", metavar="<path>", help="Write the model's compiled kernels to this file."),
@@ -46,13 +66,18 @@ def warm_up(
     device: DeviceOption = None,
 ) -> None:
     """Compile a model's kernels into Triton's cache, or bring them from a machine with the same GPU."""
-    from sdfastgn.cli.kernel_cache import run
-
     with one_line_errors():
+        of_model = {"--size": size, "--batch": batch, "--export": export, "--dtype": dtype}
+        _check(model, archive, device, of_model)
+        from sdfastgn.cli.kernel_cache import add_archive, run  # late, because this import takes seconds
+
+        if model is None:
+            add_archive(cast(Path, archive), device)
+            return
         code = run(
             model=model,
             sizes=size or (),
-            batch=batch,
+            batch=1 if batch is None else batch,
             dtype=dtype,
             device=device,
             export=export,

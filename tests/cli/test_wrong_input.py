@@ -253,14 +253,19 @@ MODELS = {
     "warm-up sd3": f"MODEL: no such path 'sd3'; give {', '.join(configurations.TEXT_TO_IMAGE)}, a path, or",
     "warm-up sd_turbo": "MODEL: no such path 'sd_turbo'; give ",
     "warm-up": "MODEL: give the model whose kernels are compiled",
-    "warm-up --import a.zip --export b.zip": "MODEL: give the model whose kernels are compiled",
+    **{
+        f"warm-up --import a.zip {option} {value}": "MODEL: give the model whose kernels are compiled, for "
+        f"{option}"
+        for option, value in {"--export": "b.zip", "--size": 64, "--batch": 0, "--dtype": "fp16"}.items()
+    },
     "warm-up tiny --export missing/a.zip": "--export: there is no folder",
     "warm-up folder": "MODEL: no configuration of a UNet in 'folder'",
+    "warm-up tiny --dtype fp8": "--dtype: unknown value 'fp8'",
     "warm-up tiny --batch 0": "--batch: must be a positive whole number, got 0",
     "warm-up tiny --size 1,2": "--size: must be like 512 or 768x512 (width first), got '1,2'",
     f"warm-up tiny --size {10**18}": "--size: must be like 512 or 768x512 (width first), got",
     "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (one latent * pixels), got 60",
-    "warm-up tiny --device tpu": "--device: cannot use 'tpu'; choose from cpu",
+    "warm-up tiny --device tpu": "--device: cannot use 'tpu'; give cuda, cuda:N or cpu",
     "warm-up tiny --device cpu": "--device: kernels can only be compiled on a CUDA GPU, got 'cpu'",
 }
 REPORT = {
