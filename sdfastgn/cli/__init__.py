@@ -14,6 +14,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
@@ -62,7 +63,9 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        code = _run(doc, command, defaults)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _run(doc, command, defaults)
         sys.stdout.flush()  # if this fails, it must fail before the process ends, to be one line
         sys.exit(code)
     except BaseException as end:
@@ -76,6 +79,13 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         _end_without_output(end)
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning as one line, without the file that raised it. Replaces ``warnings.showwarning``."""
+    # PyTorch appends the line of its C++ code in brackets.
+    text = str(message).partition(" (Triggered internally at ")[0]
+    print(f"warning: {' '.join(text.split())}", file=sys.stderr)
 
 
 def _end_without_output(error: OSError) -> NoReturn:

@@ -21,6 +21,7 @@ from sdfastgn.cli.checks import (
     one_of,
     positive,
     some_of,
+    warn_of_path,
     weights_source,
     whole_numbers,
 )
@@ -187,6 +188,8 @@ def bench_configs(
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
     name, sizes = _sizes(model, weights_source("--weights", weights), chosen, size)
+    if model is not None and weights == "random" and Path(model).exists():
+        warn_of_path("--model", model, f"--weights ./{model}")
     _check_lora_rank(lora_rank, chosen)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [

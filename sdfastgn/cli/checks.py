@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -82,10 +83,21 @@ def device_word(option: str, value: str | None) -> str | None:
     return value
 
 
+def warn_of_path(option: str, value: str, instead: str) -> None:
+    """Warn that ``value`` is read as a name although there is such a path. ``instead``: names the path."""
+    warnings.warn(f"{option}: {value!r} is read as a name; for the path give {instead}", stacklevel=3)
+
+
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """Return ``value`` if it is one of ``words`` or an existing path, or looks like a Hub id (owner/name)."""
+    """Return ``value`` if it is one of ``words`` or an existing path, or looks like a Hub id (owner/name).
+
+    Warns if it is one of ``words`` and a path, because the word is taken.
+    """
     try:
-        if value in words or (value and Path(value).expanduser().exists()):
+        exists = bool(value) and Path(value).expanduser().exists()
+        if value in words and exists:
+            warn_of_path(option, value, f"./{value}")
+        if value in words or exists:
             return value
     except (OSError, RuntimeError) as error:  # the path is too long, or begins with ~ and an unknown user
         raise OptionError(f"{option}: cannot look at {value!r}: {_why(error)}") from None

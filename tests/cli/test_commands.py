@@ -99,6 +99,24 @@ def test_an_output_without_all_characters_has_the_others(monkeypatch: pytest.Mon
     assert rb"first images, sdxl 1024\xb2" in written.getvalue()
 
 
+def test_a_name_that_is_a_folder_too_is_said_to_be_read_as_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    says = "'tiny' is read as a name; for the path give"
+    with pytest.warns(UserWarning, match=f"^MODEL: {says} ./tiny$"):
+        assert invoke("inspect", "tiny").exit_code == 0
+    with pytest.warns(UserWarning, match=f"^--model: {says} --weights ./tiny$"):
+        bench_options.preset_configs(None, model="tiny")
+    (tmp_path / "random").mkdir()
+    with pytest.warns(
+        UserWarning, match="^--weights: 'random' is read as a name; for the path give ./random$"
+    ):
+        bench_options.preset_configs(None, weights="random")
+    assert "MODEL: cannot load './tiny'" in invoke("inspect", "./tiny").stderr
+
+
 # ---- bench
 
 

@@ -35,16 +35,18 @@ BENCH = "sdfastgn.bench"
 GENERATE = "generate --model scripts/digits --prompts README.md --out images"
 WRONG = ("batch-size 0", "device tpu", "dtype fp8", "model tests", "out /no/such/images")
 WRONG += ("prompts /no/such", "steps 0", "width 100")
+WRONG_WARM_UP = ("tiny --device cpu", "tiny --batch 0", "tiny --dtype fp8", "sd3", "tiny --export /no/such/a")
 # Commands of one process -> exit code, and what no command so far has imported: help and a bad option of
 # generate are there at once.
 LIGHT: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     "light": {
         **{f"{GENERATE} --{option}": (2, (*ALL, BENCH)) for option in WRONG},
+        **{f"warm-up {wrong}": (2, (*ALL, BENCH)) for wrong in WRONG_WARM_UP},
         "bench --help": (0, ALL),
         "info": (0, ("diffusers", *HEAVY)),
         "inspect tiny --json FOLDER/light.json": (0, HEAVY),
     },
-    "warm-up": {"warm-up tiny --device cpu": (2, (BENCH,))},
+    "warm-up": {"warm-up tiny --size 60": (2, (BENCH,))},
 }
 
 
@@ -70,6 +72,20 @@ for command, (status, heavy) in {LIGHT[name]}.items():
         assert invoke("inspect", "tiny", "--json", str(full)).exit_code == 0
         assert set(json.loads(full.read_text())) == {"unet", "vae"}
         assert (tmp_path / "light.json").read_text() == full.read_text()
+
+
+def test_a_warning_is_one_line_without_its_file() -> None:
+    code = """
+import warnings
+from sdfastgn import cli
+
+def warn() -> None:
+    warnings.warn("first\\n  second (Triggered internally at /pytorch/a.cpp:1.)", FutureWarning)
+
+cli.main("", warn)
+"""
+    done = process(sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "warning: first second\n")
 
 
 def interrupted(*command: str, waits_for: str, **environment: str) -> tuple[int, list[str]]:
