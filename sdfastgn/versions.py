@@ -14,7 +14,7 @@ RUN = {
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
 }
 # Packages whose versions may change measured times or outputs.
-_PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
+_PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft", "stable-fast")
 
 
 def never_run(package: str, version: str) -> str | None:

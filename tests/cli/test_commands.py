@@ -25,6 +25,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.models import configurations
 from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
+from sdfastgn.versions import installed_versions
 from tests import small_video
 from tests.command_line import ROOT, invoke
 
@@ -49,10 +50,18 @@ RIGHT: dict[str, tuple[int, list[str]]] = {
     "info --device cpu": (
         0,
         [
-            "torch:",
             "GPU:",
-            "kernels of sdfastgn: no, ",
+            *(f"{name}: {version}" for name, version in installed_versions().items() if version),
+            "cuDNN: ",
+            "kernels of sdfastgn on cpu: no, ",
             "the device is cpu",
+            "calls run in plain PyTorch",
+        ],
+    ),
+    "info --device cpu --all": (
+        0,
+        [
+            "torch:",
             "variant eager: yes",
             "variant sdfastgn: without kernels",
             "kernel eager: yes",
@@ -87,6 +96,16 @@ def test_a_command_ends_and_says(command: str) -> None:
     assert result.exit_code == code, result.output
     shown = " ".join(result.stdout.split())
     assert [each for each in words if each not in shown] == []
+
+
+@pytest.mark.parametrize(("number", "shown"), [(91002, "9.10.2"), (8902, "8.9.2"), (None, "not installed")])
+def test_info_is_ten_lines(number: int | None, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    monkeypatch.setattr("sdfastgn.versions.RUN", {"torch": ("1.0",)})
+    lines = invoke("info", "--device", "cpu").stdout.splitlines()
+    assert len(lines) == 10
+    assert lines[2].endswith("was never run with this sdfastgn (1.0 were))")
+    assert lines[3] == f"cuDNN: {shown}"
 
 
 def test_an_output_without_all_characters_has_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +163,7 @@ def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     assert "│ thrown away │" in result.stdout
     assert [(row["variant"], row["status"]) for row in rows_of(path)] == [("thrown_away", OK)]
-    assert "variant thrown_away: yes" in invoke("info", "--device", "cpu").stdout
+    assert "variant thrown_away: yes" in invoke("info", "--device", "cpu", "--all").stdout
     assert "thrown_away" in invoke("bench", "-h").stdout
 
 
