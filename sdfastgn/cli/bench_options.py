@@ -188,8 +188,6 @@ def bench_configs(
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
     name, sizes = _sizes(model, weights_source("--weights", weights), chosen, size)
-    if model is not None and weights == "random" and Path(model).exists():
-        warn_of_path("--model", model, f"--weights ./{model}")
     _check_lora_rank(lora_rank, chosen)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
@@ -242,6 +240,9 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
     given = {option: value for option, value in given.items() if value is not None}
     configs = _configs(name, given)
     _check_used(given, configs)
+    model = given.get("model")
+    if model is not None and configs[0].weights == "random" and Path(model).exists():
+        warn_of_path("--model", model, f"--weights ./{model}")
     return configs
 
 

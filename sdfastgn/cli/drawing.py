@@ -6,6 +6,7 @@ images differ only by rounding.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import sys
@@ -24,6 +25,7 @@ from sdfastgn.cli import checks, loading, processes, terminal
 from sdfastgn.cli.prompts import Job, batches, shares
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models.architectures import DTYPES
+from sdfastgn.models.configurations import ARGUMENTS
 from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.program import OptionError, counted, is_main, program, writing
 from sdfastgn.versions import installed_versions
@@ -92,6 +94,7 @@ def run(job: Job, device: str | None = None) -> int:
     device = loading.device_name("--device", device)
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
+    job, note = _with_own_settings(job)
     checks.folder_file("--out", job.out, f"{OWN}.part")
     finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
     for part in job.out.glob("[0-9]*.*.part"):  # unfinished files of processes that were killed
@@ -106,7 +109,7 @@ def run(job: Job, device: str | None = None) -> int:
         finished = sorted(set(gather_object(finished)))
         todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
-            failed = _draw(job, share, own_device) if share else 0
+            failed = _draw(job, share, own_device, note) if share else 0
         failed = sum(gather_object([failed]))
     if is_main():
         drawn, there, bad = len(todo) - failed, len(finished), len(job.problems) + failed
@@ -116,33 +119,54 @@ def run(job: Job, device: str | None = None) -> int:
     return 1 if job.problems or failed else 0
 
 
+def _with_own_settings(job: Job) -> tuple[Job, str]:
+    """Returns (``job`` with the pipeline's own steps and guidance where none were given, a note on them)."""
+    missing = [
+        field for field in ARGUMENTS if any(getattr(each, field) is None for each in job.wanted.values())
+    ]
+    if not missing:
+        return job, ""
+    own = loading.own_settings("--model", job.model, missing)
+    told = ", ".join(f"{field} {value}" for field, value in own.items())
+    return job.filled(own), f"settings that are not given are the pipeline's own: {told}" if told else ""
+
+
 def _print_problem(job: Job, line: int, problem: str) -> None:
-    print(f"{program()}: {job.prompts}:{line}: {problem}", file=sys.stderr)
+    print(f"{program()}: {job.place(line)}: {problem}", file=sys.stderr)
 
 
-def _draw(job: Job, lines: Sequence[int], device: str) -> int:
-    """Draw the images of ``lines``. Returns the number of images that could not be drawn."""
+def _draw(job: Job, lines: Sequence[int], device: str, note: str) -> int:
+    """Draw the images of ``lines``. Returns the number of images that could not be drawn.
+
+    ``note``: a line that is printed before the first image, or empty.
+    """
     pipe = load_pipeline("--model", job.model, DTYPES[str(job.dtype)], device, job.variant)
     pipe.set_progress_bar_config(disable=True)
+    if note and is_main():
+        print(note, file=sys.stderr)
     if not job.stock:
         sdfastgn.optimize(pipe, missing_ok=True)
-    failed = 0
+    failed, number, time_left = 0, itertools.count(1), terminal.TimeLeft(len(lines))
     with terminal.watched(len(lines), quiet=not is_main()) as (on_start, on_done):
         for batch in batches(job.wanted, lines, job.batch_size):
             on_start(f"lines {', '.join(map(str, batch))}")
             left = list(batch)
             try:
-                for line, picture in zip(batch, _pictures(job, pipe, batch), strict=True):
+                pictures = _pictures(job, pipe, batch)
+                eta = time_left.after(len(batch))
+                for line, picture in zip(batch, pictures, strict=True):
                     versions = {"sdfastgn": sdfastgn.__version__, **installed_versions()}
                     content = {"settings": job.asked(line), "versions": versions}
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
-                    on_done(f"wrote {job.path(line)}")
+                    on_done(f"{next(number)}/{len(lines)}{eta}: wrote {job.path(line)}")
             except OptionError:  # an image cannot be written, so no other can be
                 raise
             except Exception as error:  # other batches may still work: this size may need too much memory
                 failed += len(left)
+                time_left.after(len(left))
                 for line in left:
+                    next(number)
                     _print_problem(job, line, one_line(error))
                     on_done("")
     return failed
@@ -150,10 +174,12 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
 
 def _pictures(job: Job, pipe: Any, lines: Sequence[int]) -> list[Image.Image]:
     each = [job.wanted[line] for line in lines]
-    negative = None if each[0].negative_prompt is None else [one.negative_prompt for one in each]
+    # Some pipelines, such as LCM's, take no negative prompt.
+    has_negative = each[0].negative_prompt is not None
+    negative = {"negative_prompt": [one.negative_prompt for one in each]} if has_negative else {}
     images: list[Image.Image] = pipe(
         prompt=[one.prompt for one in each],
-        negative_prompt=negative,
+        **negative,
         # Each image has its own CPU generator, so its noise is the same in every batch and on every device.
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in each],
         **each[0].shared(),

@@ -6,12 +6,15 @@ Checks raise OptionError. The checks that need no torch are in ``checks.py``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from sdfastgn.cli.checks import dtype_word
+from sdfastgn.models.configurations import ARGUMENTS
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
@@ -45,6 +48,60 @@ def text_to_image(option: str, weights: str) -> tuple[int, int]:
     return native_size(weights, config, without_vae=8)
 
 
+class SavedPipeline(NamedTuple):
+    """What a pipeline's index says, without loading the pipeline.
+
+    Attributes:
+        kind, scheduler: names of the pipeline's and of the scheduler's class in diffusers.
+        arguments: the arguments of a call of the pipeline.
+        origin: the Hub id or path from which the pipeline was loaded before it was saved; or empty.
+    """
+
+    kind: str
+    scheduler: str
+    arguments: Mapping[str, inspect.Parameter]
+    origin: str
+
+
+def saved_pipeline(weights: str) -> SavedPipeline | None:
+    """None if ``weights`` are no pipeline of diffusers. The error of loading them will say why."""
+    import diffusers
+
+    try:
+        index = dict(diffusers.DiffusionPipeline.load_config(weights))
+        kind, scheduler = index["_class_name"], index.get("scheduler") or ("", "")
+        arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
+        return SavedPipeline(kind, str(scheduler[1]), arguments, str(index.get("_name_or_path", "")))
+    except Exception:  # diffusers and the Hub's client raise errors of many classes
+        return None
+
+
+def own_settings(option: str, weights: str, names: Collection[str] = tuple(ARGUMENTS)) -> dict[str, Any]:
+    """The settings ``names`` (steps, guidance) with which a saved pipeline draws if its call is given none.
+
+    They are the defaults of the pipeline's class. A model that was distilled to few steps often has the class
+    of the model that it comes from. The schedulers of LCM and TCD show such a model, which gets 4 steps. If
+    only its name shows it, this warns. ``option``: the option that named the pipeline, for the warning.
+    """
+    if (saved := saved_pipeline(weights)) is None:
+        return {}
+    own = {
+        field: saved.arguments[name].default for field, name in ARGUMENTS.items() if name in saved.arguments
+    }
+    is_few = saved.scheduler in ("LCMScheduler", "TCDScheduler")
+    if is_few:
+        own["steps"] = 4
+        if not unet_config(option, weights).get("time_cond_proj_dim"):  # guidance is no input of the UNet
+            own["guidance"] = 1.0
+    own = {field: value for field, value in own.items() if field in names}
+    name = f"{Path(weights).name} {saved.origin}".lower()
+    if not is_few and ("turbo" in name or "lightning" in name):
+        told = ", ".join(f"{field} {value}" for field, value in own.items())
+        made = "may be made for few steps, but is drawn with"
+        warnings.warn(f"{option}: {weights!r} {made} {told}", stacklevel=2)
+    return own
+
+
 def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
     """Why ``weights`` are no text-to-image pipeline, as the end of a sentence that begins with "must be".
 
@@ -53,13 +110,9 @@ def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
     """
     if (channels := config.get("in_channels", 4)) != config.get("out_channels", 4):
         return f"a text-to-image UNet, but the one of {weights!r} takes {channels} channels"
-    import diffusers
-
-    try:
-        kind = dict(diffusers.DiffusionPipeline.load_config(weights))["_class_name"]
-        arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
-    except Exception:  # ``weights`` are no pipeline; the error of loading them will say why
+    if (saved := saved_pipeline(weights)) is None:
         return ""
+    kind, arguments = saved.kind, saved.arguments
     inputs = ("image", "mask_image", "control_image", "image_embeds", "video")
     needs = [name for name in inputs if name in arguments]
     if "prompt" not in arguments:

@@ -10,37 +10,44 @@ import codecs
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from sdfastgn.cli import checks
-from sdfastgn.models.configurations import SEEDS
+from sdfastgn.models.configurations import ARGUMENTS, SEEDS
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one image."""
+    """The settings of one image. If ``steps`` or ``guidance`` are None, the pipeline's own are meant."""
 
     prompt: str
     negative_prompt: str | None
     width: int
     height: int
-    steps: int
-    guidance: float
+    steps: int | None
+    guidance: float | None
     seed: int
 
     def shared(self) -> dict[str, Any]:
         """The pipeline's arguments that must be the same for all images of one call."""
-        size = {"width": self.width, "height": self.height}
-        return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
+        numbers = {name: getattr(self, field) for field, name in ARGUMENTS.items()}
+        numbers = {name: value for name, value in numbers.items() if value is not None}
+        return {"width": self.width, "height": self.height, **numbers}
 
 
 # Type of a field in ``Settings`` -> classes that its value in JSON may have. Subclasses are not allowed: bool
 # is a subclass of int, but True is not a number of steps.
-_KINDS = {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (int, float)}
+_KINDS = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)),
+}
 
 
 def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
@@ -68,12 +75,15 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
             raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
     checks.image_size("width", values["width"], scale)
     checks.image_size("height", values["height"], scale)
-    checks.positive("steps", values["steps"])
-    if not math.isfinite(values["guidance"]):
-        raise ValueError(f"guidance: must be finite, got {values['guidance']!r}")
+    if values["steps"] is not None:
+        checks.positive("steps", values["steps"])
+    if values["guidance"] is not None:
+        values["guidance"] = float(values["guidance"])
+        if not math.isfinite(values["guidance"]):
+            raise ValueError(f"guidance: must be finite, got {values['guidance']!r}")
     if values["seed"] not in SEEDS:
         raise ValueError(f"seed: must be a whole number of 64 bits, got {values['seed']!r}")
-    return Settings(**{**values, "guidance": float(values["guidance"])})
+    return Settings(**values)
 
 
 def read_prompts(
@@ -137,13 +147,14 @@ class Job:
     """The checked options of ``generate``, and the settings in the checked lines of its file.
 
     Attributes:
+        prompts: the file, or None if the prompt was an option. Then it is line 1.
         out: the folder of the images. The folder or its parent exists.
         wanted: line number -> settings of the image.
         problems: line number -> what is wrong with this line.
         dtype: a name in ``DTYPES``, or None for the device's default.
     """
 
-    prompts: Path
+    prompts: Path | None
     out: Path
     wanted: dict[int, Settings]
     problems: dict[int, str]
@@ -156,16 +167,41 @@ class Job:
     def path(self, line: int) -> Path:
         return self.out / f"{line:05}.png"
 
+    def place(self, line: int) -> str:
+        """Where a line's prompt comes from, for errors."""
+        return "--prompt" if self.prompts is None else f"{self.prompts}:{line}"
+
+    def filled(self, own: Mapping[str, Any]) -> Job:
+        """This job with ``own``, {field: value}, in the place of settings that are None."""
+        wanted = {
+            line: replace(each, **{name: own[name] for name in own if getattr(each, name) is None})
+            for line, each in self.wanted.items()
+        }
+        return replace(self, wanted=wanted)
+
     def asked(self, line: int) -> dict[str, Any]:
         """All settings on which a line's image depends. They are saved in the image's metadata."""
         model = {name: getattr(self, name) for name in ("model", "variant", "dtype", "stock")}
         return {**asdict(self.wanted[line]), **model}
 
 
+def _read(
+    path: Path | None, prompt: str | None, defaults: Mapping[str, Any], scale: int
+) -> tuple[dict[int, Settings], dict[int, str]]:
+    """As ``read_prompts``. If ``path`` is None, line 1 is ``prompt``."""
+    if path is not None:
+        return read_prompts(path, defaults, scale)
+    try:
+        return {1: _settings({"prompt": prompt}, {**defaults, "seed": defaults["seed"] + 1}, scale)}, {}
+    except ValueError as error:
+        raise OptionError(f"--prompt: {error}") from None
+
+
 def checked_job(
     *,
     model: str,
-    prompts: Path,
+    prompts: Path | None = None,
+    prompt: str | None = None,
     out: str,
     settings: Mapping[str, Any],
     batch_size: int = 1,
@@ -173,22 +209,26 @@ def checked_job(
     dtype: str | None = None,
     stock: bool = False,
 ) -> Job:
-    """Check the options of ``generate`` and read its file of prompts.
+    """Check the options of ``generate`` and read its file of prompts, unless it has a single ``prompt``.
 
     ``settings``: the values of settings that a line leaves out. A width or height of None means the model's
     own size.
     """
+    if (prompts is None) == (prompt is None):
+        got = "neither" if prompt is None else "both"
+        raise OptionError(f"--prompt: give --prompt TEXT or --prompts FILE, got {got}")
     checks.weights_source("--model", model, words=())
     place = checks.folder("--out", out)
     if dtype is not None:
         dtype = checks.dtype_word("--dtype", dtype)
     checks.positive("--batch-size", batch_size)
-    checks.positive("--steps", settings["steps"])
+    if settings["steps"] is not None:
+        checks.positive("--steps", settings["steps"])
     native, scale = native_size(model, unet_config("--model", model), without_vae=8)
     sizes = {name: native if settings[name] is None else settings[name] for name in ("width", "height")}
     for name, size in sizes.items():
         checks.image_size(f"--{name}", size, scale)
-    wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
+    wanted, problems = _read(prompts, prompt, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
         model = str(where.resolve())  # the metadata must not depend on how the path was written
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

@@ -1,9 +1,11 @@
-"""Output to the terminal: the console, notes below tables, and a progress bar."""
+"""Output to the terminal: the console, notes below tables, a progress bar, and the time that is left."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
@@ -26,6 +28,28 @@ def print_lines(out: Console, lines: Iterable[str]) -> None:
     for line in lines:
         # In a plain string, rich would read brackets as markup. Names of kernels can have brackets.
         out.print(Text(line, style="dim", overflow="fold"))
+
+
+class TimeLeft:
+    """Estimates the time until ``total`` images are drawn."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.first: tuple[int, float] | None = None
+
+    def after(self, count: int) -> str:
+        """Call this after each batch, of ``count`` images. Returns a text such as ", ETA 0:20:10".
+
+        It is empty after the first batch, which says nothing of the others: it also compiles kernels.
+        """
+        self.done += count
+        now = time.monotonic()
+        if self.first is None:
+            self.first = self.done, now
+            return ""
+        done, start = self.first
+        seconds = (now - start) / (self.done - done) * (self.total - self.done)
+        return f", ETA {datetime.timedelta(seconds=round(seconds))}"
 
 
 @contextlib.contextmanager

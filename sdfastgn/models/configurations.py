@@ -31,6 +31,8 @@ from typing import Any
 PROMPT = "a photograph of an astronaut riding a horse"
 # Value of --dtype -> torch's name of the dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+# Setting of an image for which pipelines have their own default -> name of the pipeline's argument.
+ARGUMENTS = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
 # The allowed seeds: signed 64-bit integers. Some tensors are drawn with larger seeds, such as ``seed + 1``,
 # which PyTorch also accepts: its limit is 2**64 - 1.
 SEEDS = range(-(2**63), 2**63)

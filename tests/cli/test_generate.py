@@ -13,18 +13,26 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline
+from diffusers import (
+    DiffusionPipeline,
+    LatentConsistencyModelPipeline,
+    LCMScheduler,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
 from PIL import Image
 
 import sdfastgn
-from sdfastgn.cli import drawing
+from sdfastgn.cli import drawing, loading
 from sdfastgn.cli.drawing import METADATA
 from sdfastgn.cli.prompts import Settings, batches, read_prompts, shares
+from sdfastgn.models.configurations import UNETS
 from sdfastgn.models.pipelines import build_pipeline
 from tests.command_line import ROOT, exit_code, invoke, process
 
@@ -71,6 +79,7 @@ def same_images(one: Path, two: Path) -> bool:
 
 
 def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
+    own = {"StableDiffusionPipeline": 7.5, "StableDiffusionXLPipeline": 5.0}  # diffusers' guidance
     result = invoke(*command(model, LINES, tmp_path, "--batch-size", "2", "--seed", "40"))
     assert result.exit_code == 0, result.output
     assert "4 images drawn, 0 there before, 0 lines failed" in result.output
@@ -85,7 +94,7 @@ def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
             width=line.get("width", 64),
             height=64,
             num_inference_steps=2,
-            guidance_scale=line.get("guidance", 7.5),
+            **({"guidance_scale": line["guidance"]} if "guidance" in line else {}),
             generator=torch.Generator().manual_seed(seed),
         ).images[0]
         # In a batch of another size fp32 rounds otherwise: one of 255 levels.
@@ -93,8 +102,105 @@ def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
         content = json.loads(Image.open(path).info[METADATA])
         assert (content["settings"]["prompt"], content["settings"]["seed"]) == (line["prompt"], seed)
         assert content["settings"]["model"] == model
+        assert content["settings"]["guidance"] == line.get("guidance", own[type(pipe).__name__])
         assert content["versions"]["sdfastgn"] == sdfastgn.__version__
         assert content["versions"]["diffusers"]
+
+
+def test_a_single_prompt_needs_no_file(tiny: str, tmp_path: Path) -> None:
+    settings = ("--out", str(tmp_path / "out"), "--steps", "2", "--device", "cpu")
+    result = invoke("generate", "--model", tiny, "--prompt", "a cat\non a mat", *settings)
+    assert result.exit_code == 0
+    assert names(tmp_path / "out") == ["00001.png"]
+    found = json.loads(Image.open(tmp_path / "out" / "00001.png").info[METADATA])["settings"]
+    assert (found["prompt"], found["seed"]) == ("a cat\non a mat", 1)
+    assert "settings that are not given are the pipeline's own: guidance 7.5\n" in result.stderr
+
+
+def test_the_error_of_a_single_prompt_names_its_option(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "_pictures", mock.Mock(side_effect=ValueError("too long")))
+    options = ("--prompt", "a cat", "--out", str(tmp_path / "out"), "--device", "cpu")
+    result = invoke("generate", "--model", tiny, *options)
+    assert result.exit_code == 1
+    assert "sdfastgn: --prompt: ValueError: too long\n" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# Changes to a saved pipeline -> the steps and the guidance of an image that asks for none.
+OWN = {
+    "its class": ({}, {}, (50, 7.5)),
+    "SDXL": ({"_class_name": "StableDiffusionXLPipeline"}, {}, (50, 5.0)),
+    "LCM's class": ({"_class_name": "LatentConsistencyModelPipeline"}, {}, (4, 8.5)),
+    "LCM's scheduler": ({"scheduler": ["diffusers", "LCMScheduler"]}, {}, (4, 1.0)),
+    "TCD's scheduler": ({"scheduler": ["diffusers", "TCDScheduler"]}, {}, (4, 1.0)),
+    "LCM with guidance": (
+        {"scheduler": ["diffusers", "LCMScheduler"]},
+        {"time_cond_proj_dim": 256},
+        (4, 7.5),
+    ),
+}
+
+
+@pytest.mark.parametrize(("index", "unet", "expected"), OWN.values(), ids=OWN)
+def test_steps_and_guidance_are_the_pipelines_own(
+    index: dict[str, Any], unet: dict[str, Any], expected: tuple[int, float], tmp_path: Path
+) -> None:
+    base = {"_class_name": "StableDiffusionPipeline", "scheduler": ["diffusers", "PNDMScheduler"]}
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({**base, **index}))
+    (tmp_path / "unet" / "config.json").write_text(json.dumps(unet))
+    own = loading.own_settings("--model", str(tmp_path))
+    assert own == dict(zip(("steps", "guidance"), expected, strict=True))
+
+
+@pytest.mark.parametrize("origin", ["stabilityai/sd-turbo", "other/sdxl-lightning"])
+def test_a_name_of_few_steps_is_a_warning(origin: str, tmp_path: Path) -> None:
+    index = {"_class_name": "StableDiffusionPipeline", "_name_or_path": origin}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.warns(
+        UserWarning, match="may be made for few steps, but is drawn with steps 50, guidance 7.5"
+    ):
+        loading.own_settings("--model", str(tmp_path))
+    with pytest.warns(UserWarning, match="but is drawn with steps 50$"):
+        assert loading.own_settings("--model", str(tmp_path), ["steps"]) == {"steps": 50}
+
+
+def test_a_pipeline_of_lcm_draws_with_its_own_settings(tmp_path: Path) -> None:
+    """It takes no negative prompt."""
+    model = tmp_path / "model"
+    parts = build_pipeline("tiny", dtype=torch.float32, device="cpu").components
+    parts["unet"] = UNet2DConditionModel(**UNETS["tiny"], time_cond_proj_dim=32)
+    parts["scheduler"] = LCMScheduler.from_config(parts["scheduler"].config)
+    LatentConsistencyModelPipeline(**parts, requires_safety_checker=False).save_pretrained(model)
+    options = ("--prompt", "a cat", "--out", str(tmp_path / "out"), "--device", "cpu")
+    result = invoke("generate", "--model", str(model), *options)
+    assert result.exit_code == 0, result.output
+    assert "settings that are not given are the pipeline's own: steps 4, guidance 8.5\n" in result.stderr
+    found = json.loads(Image.open(tmp_path / "out" / "00001.png").info[METADATA])["settings"]
+    assert (found["steps"], found["guidance"]) == (4, 8.5)
+
+
+def test_it_says_how_many_images_are_drawn_and_when_all_will_be(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter((100.0, 110.0, 130.0, 140.0))
+    monkeypatch.setattr("sdfastgn.cli.terminal.time", mock.Mock(monotonic=lambda: next(seconds)))
+    lines = [{"prompt": "a cat"}] * 7
+    result = invoke(*command(tiny, lines, tmp_path, "--batch-size", "2", "--stock"))
+    told = [line.partition(": wrote ")[0] for line in result.stderr.splitlines() if ": wrote " in line]
+    # The first batch says nothing of the others. The second took 10 s for two images: 15 s for three.
+    seconds_left = (
+        "",
+        "",
+        ", ETA 0:00:15",
+        ", ETA 0:00:15",
+        ", ETA 0:00:08",
+        ", ETA 0:00:08",
+        ", ETA 0:00:00",
+    )
+    assert told == [f"{number}/7{eta}" for number, eta in enumerate(seconds_left, 1)]
 
 
 def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
@@ -146,7 +252,7 @@ BAD_LINES = {
     "text": ('{"prompt": 1}', "prompt: must be of type str, got 1"),
     "half a character": (r'{"prompt": "a \ud800"}', r"prompt: must be Unicode text, got 'a \ud800'"),
     "deep": ("[" * 100_000, "maximum recursion depth exceeded"),
-    "whole": ('{"prompt": "a", "steps": true}', "steps: must be of type int, got True"),
+    "whole": ('{"prompt": "a", "steps": true}', "steps: must be of type int | None, got True"),
     "steps": ('{"prompt": "a", "steps": 0}', "steps: must be a positive whole number, got 0"),
     "width": ('{"prompt": "a", "width": 100}', "width: must be a positive multiple of 8"),
     "height": ('{"prompt": "a", "height": 0}', "height: must be a positive multiple of 8"),

@@ -29,7 +29,7 @@ PIPELINES: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "sd15": (SD15, None),
     "sdxl": (SDXL, None),
     "sd21": (SD21, None),
-    "lcm": ({**SD15, "time_cond_proj_dim": 256}, None),
+    "distilled": ({**SD15, "time_cond_proj_dim": 256}, None),
     "pruned": ({**SDXL, "transformer_layers_per_block": [0, 2, 4]}, None),
     "inpainting": ({**SD15, "in_channels": 9}, None),
     "video": ({"_class_name": "UNet3DConditionModel"}, None),
@@ -136,7 +136,7 @@ BENCH = {
     "bench --preset fal --part unet --steps 4": "--steps: is for --part pipeline, got --part unet",
     "bench --preset diffusers --prompt cat": "--prompt: is for --part pipeline, got --part unet",
     "bench --model lcm --part pipeline --guidance 0": "--guidance: the UNet of 'lcm' takes guidance as an",
-    "bench --weights lcm --part pipeline --guidance 0": "--guidance: the UNet of 'lcm' takes guidance as an",
+    "bench --weights distilled --part pipeline --guidance 0": "--guidance: the UNet of 'lcm' takes guidance",
 }
 # Checked before anything is loaded.
 WEIGHTS = {
@@ -218,6 +218,8 @@ GENERATES = {
     f"{GENERATE} --out folder --variant fp16": "--model: cannot load",
     f"{GENERATE} --variant fp16": "--model: cannot load",
     f"{GENERATE} --prompts /no/such": "--prompts: cannot read '/no/such'",
+    f"{GENERATE} --prompt cat": "--prompt: give --prompt TEXT or --prompts FILE, got both",
+    "generate --model model --out out": "--prompt: give --prompt TEXT or --prompts FILE, got neither",
     f"{GENERATE} --prompts utf-16": "--prompts: 'utf-16' is in UTF-16; save it as UTF-8",
     f"{GENERATE} --prompts {os.devnull}": "--prompts: no prompt in '/dev/null'",
     f"{GENERATE} --out ''": "--out: must be a folder, got ''",
