@@ -94,3 +94,13 @@ def test_an_output_that_is_full_is_one_line(command: str, unbuffered: str) -> No
             text=True,
         )
     assert (done.returncode, done.stderr) == (2, f"sdfastgn: cannot write to standard output: {FULL}\n")
+
+
+@pytest.mark.parametrize("command", ["--version", "bench -h"])
+def test_a_reader_that_has_gone_ends_it_without_a_word(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-m", "sdfastgn", *command.split()]
+    done = subprocess.run(program, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
