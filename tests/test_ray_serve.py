@@ -26,7 +26,9 @@ from PIL import Image
 
 from sdfastgn.cli.digits_pipeline import FOLDER
 from sdfastgn.models.pipelines import load_pipeline
+from tests import serving_answers
 from tests.command_line import ROOT
+from tests.serving_answers import SEVEN
 
 ray = pytest.importorskip("ray", reason="needs Ray, which make test-serve installs")
 serve = pytest.importorskip("ray.serve")
@@ -36,7 +38,6 @@ pytestmark = pytest.mark.slow
 EXAMPLES = ROOT / "docs" / "examples"
 WAITING = 16
 HELD = 2 * 8  # by the replicas
-SEVEN = {"prompt": "a red handwritten seven", "steps": 2, "guidance": 3, "width": 64, "height": 64}
 WIDE = {**SEVEN, "width": 96}
 
 
@@ -53,6 +54,8 @@ class Watched:
             file.write(json.dumps(note) + "\n")
         while (self.folder / "wait").exists():
             time.sleep(0.01)
+        if serving_answers.WRONG_PROMPT in prompt:
+            raise ValueError("no such prompt")
         if (self.folder / "break").exists():
             (self.folder / "break").unlink()
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -147,9 +150,7 @@ def server(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    settings = example.Settings(
-        model=str(FOLDER), dtype="float32", min_replicas=2, max_replicas=2, max_waiting=WAITING
-    )
+    settings = example.Settings(model=str(FOLDER), min_replicas=2, max_replicas=2, max_waiting=WAITING)
     running = Server(folder, port)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     # To Ray there are two GPUs: it gives one to each replica.
@@ -202,16 +203,16 @@ def test_sizes_are_never_mixed_and_images_are_right(server: Server, are_right: A
     assert {call["gpu"] for call in calls} == {"0", "1"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("width", 100), ("steps", 101), ("seed", -1), ("prompt", 7), ("cfg", 1)],
-)
-def test_a_wrong_field_is_refused_by_name(server: Server, name: str, value: Any) -> None:
+@pytest.mark.parametrize("case", serving_answers.CASES, ids=lambda case: case.name)
+def test_answers_are_those_of_both_servers(server: Server, case: serving_answers.Case) -> None:
     server.forget()
-    (answer,) = server.answers({**SEVEN, name: value})
-    assert answer.status_code == 422
-    assert answer.json()["detail"][0]["loc"] == ["body", name]
-    assert server.calls() == []
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        serving_answers.check_answer(client, case)
+    assert len(server.calls()) == (case.status in (200, 500))
+
+
+def test_an_answer_names_the_seed(server: Server) -> None:
+    serving_answers.check_seeds(lambda body: server.answers(body)[0])
 
 
 def test_what_fails_together_is_drawn_alone(example: Any) -> None:
@@ -237,7 +238,11 @@ def test_a_full_queue_is_answered_with_503(server: Server) -> None:
     assert [answer.status_code for answer in accepted()] == [200] * HELD
     found = refused()
     assert sorted(answer.status_code for answer in found) == [200] * WAITING + [503] * 3
-    assert {answer.headers["retry-after"] for answer in found if answer.status_code == 503} == {"1"}
+    status, body, headers = serving_answers.BUSY
+    for answer in found:
+        if answer.status_code == status:
+            assert answer.json() == body
+            assert headers.items() <= dict(answer.headers).items()
 
 
 def test_what_nobody_waits_for_is_not_drawn(server: Server) -> None:

@@ -20,7 +20,9 @@ import torch
 from PIL import Image
 
 import sdfastgn
+from sdfastgn.cli.digits_pipeline import FOLDER
 from sdfastgn.models.pipelines import build_pipeline
+from tests import serving_answers
 from tests.command_line import ROOT
 
 TestClient = pytest.importorskip("fastapi.testclient").TestClient
@@ -164,20 +166,18 @@ def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: 
     assert watched.calls == [["a cat"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("width", "100"), ("guidance", "NaN"), ("guidance", "Infinity"), ("seed", "NaN"), ("cfg", "1")],
-)
-def test_a_wrong_field_is_refused_by_name(
-    example: types.ModuleType, watched: Watched, name: str, value: str
+@pytest.mark.parametrize("case", serving_answers.CASES, ids=lambda case: case.name)
+def test_answers_are_those_of_both_servers(
+    example: types.ModuleType, watched: Watched, case: serving_answers.Case
 ) -> None:
-    body = {key: given for key, given in CAT.items() if key != name}
-    text = json.dumps(body)[:-1] + f', "{name}": {value}}}'
     with TestClient(example.serve(watched)) as client:
-        answer = client.post("/images", content=text, headers={"content-type": "application/json"})
-    assert answer.status_code == 422
-    assert answer.json()["detail"][0]["loc"] == ["body", name]
-    assert watched.calls == []
+        serving_answers.check_answer(client, case)
+    assert len(watched.calls) == (case.status in (200, 500))
+
+
+def test_an_answer_names_the_seed(example: types.ModuleType, watched: Watched) -> None:
+    with TestClient(example.serve(watched)) as client:
+        serving_answers.check_seeds(lambda body: client.post("/images", json=body))
 
 
 @pytest.mark.usefixtures("pairs")
@@ -195,7 +195,10 @@ def test_requests_beyond_the_limit_are_answered_with_503(
 ) -> None:
     monkeypatch.setattr(example, "MAX_WAITING", 0)
     app = example.serve(watched)
-    assert answers(app, CAT)[0].status_code == 503
+    (refused,) = answers(app, CAT)
+    status, body, headers = serving_answers.BUSY
+    assert (refused.status_code, refused.json()) == (status, body)
+    assert headers.items() <= dict(refused.headers).items()
     with TestClient(app) as client:
         assert client.get("/health").json() == {"status": "ok"}
 
@@ -250,6 +253,81 @@ def test_a_request_whose_client_has_gone_is_not_drawn(example: types.ModuleType,
 
     asyncio.run(asyncio.wait_for(both(), 60))
     assert watched.calls == [["a cat"], ["a bird"]]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "settings", "expected"),
+    [
+        (True, {}, ("cuda", torch.float16)),
+        (True, {"DTYPE": "bfloat16"}, ("cuda", torch.bfloat16)),
+        (True, {"DEVICE": "cpu"}, ("cpu", torch.float32)),
+        (False, {}, ("cpu", torch.float32)),
+        (False, {"DEVICE": "", "DTYPE": ""}, ("cpu", torch.float32)),
+        (False, {"DEVICE": "cpu", "DTYPE": "float16"}, ("cpu", torch.float16)),
+    ],
+)
+def test_device_and_dtype(
+    example: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+    settings: dict[str, str],
+    expected: tuple[str, torch.dtype],
+) -> None:
+    calls: list[list[str]] = []
+
+    class Pipeline:
+        def __call__(self, prompt: list[str], **_: Any) -> None:
+            calls.append(prompt)
+
+        def to(self, device: str) -> Pipeline:
+            self.device = device
+            return self
+
+        def set_progress_bar_config(self, **_: Any) -> None:
+            pass
+
+    def load(model: str, dtype: torch.dtype) -> Pipeline:
+        assert model == "sd15"
+        loaded.dtype = dtype
+        return loaded
+
+    loaded: Any = Pipeline()
+    monkeypatch.setattr(example, "DiffusionPipeline", types.SimpleNamespace(from_pretrained=load))
+    monkeypatch.setattr(example.sdfastgn, "optimize", lambda pipe: pipe)
+    start(example, monkeypatch, has_gpu, {"MODEL": "sd15", **settings})
+    assert (loaded.device, loaded.dtype) == expected
+    # On a CPU there is nothing to compile or to capture.
+    assert len(calls) == (2 * example.MAX_BATCH if expected[0] == "cuda" else 0)
+
+
+def start(example: Any, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, settings: dict[str, str]) -> Any:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for name in ("MODEL", "DEVICE", "DTYPE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return example.create_app()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"DEVICE": "gpu"}, "DEVICE='gpu' must be cuda or cpu"),
+        ({"DEVICE": "cuda"}, "DEVICE is 'cuda', but PyTorch finds no CUDA GPU"),
+        ({"DTYPE": "fp8"}, "DTYPE='fp8' must be float16 or bfloat16 or float32"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"^serve.py: the environment variable {message}$"):
+        start(example, monkeypatch, False, {"MODEL": "no such model", **settings})
+
+
+def test_it_starts_without_a_gpu(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = start(example, monkeypatch, False, {"MODEL": str(FOLDER)})
+    (answer,) = answers(app, serving_answers.SEVEN)
+    assert (answer.status_code, answer.headers["seed"]) == (200, "3")
 
 
 def test_a_missing_model_is_named(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

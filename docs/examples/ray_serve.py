@@ -14,6 +14,7 @@ import asyncio
 import io
 import logging
 import os
+import secrets
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +26,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, BackpressureConfig
+from ray.serve.config import AutoscalingConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 # Maximum number of images in one call. There are separate CUDA graphs for each number of images.
@@ -43,6 +45,8 @@ CALL_S = 60.0
 CHECK_S = 2.0
 # Maximum number of replicas that are tried for one request. If a replica dies, another one gets the request.
 TRIES = 3
+# Seconds after which a refused client should ask again: the header Retry-After of the answer 503.
+RETRY_S = 1
 
 log = logging.getLogger("ray.serve")
 
@@ -54,7 +58,7 @@ class Settings(BaseModel):
 
     model: str  # path of a pipeline, or its name on the Hub
     device: Literal["cuda", "cpu"] = "cuda"
-    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    dtype: Literal["float16", "bfloat16", "float32"] | None = None  # None: float16 on cuda, float32 on cpu
     stock: bool = False  # True: do not call sdfastgn.optimize
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt = 1  # set it to the number of GPUs
@@ -72,7 +76,8 @@ class Wanted(BaseModel):
     height: int | None = Field(None, ge=64, le=2048, multiple_of=8)
     steps: int = Field(30, ge=1, le=100)
     guidance: float = Field(7.5, ge=0, le=50)
-    seed: int = Field(0, ge=0, lt=2**63)
+    # Random if it is not given. Clients that read numbers as floating point keep its 32 bits exactly.
+    seed: int = Field(default_factory=lambda: secrets.randbelow(2**32), ge=0, lt=2**63)
 
     def call(self) -> dict[str, Any]:
         """Returns the pipeline's arguments that must be the same for all images of one call."""
@@ -91,16 +96,19 @@ def load(settings: Settings) -> Any:
 
     import sdfastgn
 
+    on_gpu = settings.device == "cuda"
+    dtype = settings.dtype or ("float16" if on_gpu else "float32")
     # Before diffusers 0.40 the argument ``dtype`` is called ``torch_dtype``.
-    pipe = DiffusionPipeline.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
+    pipe = DiffusionPipeline.from_pretrained(settings.model, dtype=getattr(torch, dtype))
     pipe.to(settings.device).set_progress_bar_config(disable=True)
     if not settings.stock:
         sdfastgn.optimize(pipe)
-    # Before the first request, compile the kernels and capture the CUDA graphs for each number of
-    # images of the default size. Other sizes are captured when they are first asked for.
-    for count in range(1, MAX_BATCH + 1):
-        for _ in range(2):
-            pipe(prompt=["a cat"] * count, num_inference_steps=2)
+    if on_gpu:
+        # Before the first request, compile the kernels and capture the CUDA graphs for each number of
+        # images of the default size. Other sizes are captured when they are first asked for.
+        for count in range(1, MAX_BATCH + 1):
+            for _ in range(2):
+                pipe(prompt=["a cat"] * count, num_inference_steps=2)
     return pipe
 
 
@@ -194,12 +202,19 @@ class Front:
     @app.post("/images")
     async def images(self, wanted: Wanted) -> Response:
         replicas = self._painter.options(multiplexed_model_id=wanted.kind())
+        retry = {"Retry-After": str(RETRY_S)}
         for _ in range(TRIES):
             try:
-                return Response(await replicas.draw.remote(wanted), media_type="image/png")
+                png = await replicas.draw.remote(wanted)
             except RayActorError as error:  # a second try draws the same image
                 log.warning("a replica has died, another one is asked: %s", error)
-        raise HTTPException(503, "the replicas that were asked have died")
+            except BackPressureError:
+                raise HTTPException(503, "too many requests are waiting", retry) from None
+            except RayTaskError:  # the replica has logged what the pipeline raised
+                raise HTTPException(500, "the image could not be drawn") from None
+            else:
+                return Response(png, media_type="image/png", headers={"Seed": str(wanted.seed)})
+        raise HTTPException(503, "the replicas that were asked have died", retry)
 
 
 def application(settings: Settings, load: Callable[[Settings], Any] = load) -> Application:
@@ -208,7 +223,6 @@ def application(settings: Settings, load: Callable[[Settings], Any] = load) -> A
         ray_actor_options={"num_gpus": int(settings.device == "cuda")},
         max_ongoing_requests=MAX_ONGOING,
         max_queued_requests=settings.max_waiting,
-        backpressure_config=BackpressureConfig(retry_after_s=1),
         # Ray adds replicas while there are more than MAX_BATCH running and waiting requests per replica.
         autoscaling_config=AutoscalingConfig(
             min_replicas=settings.min_replicas,

@@ -3,6 +3,8 @@
 pip install fastapi uvicorn
 MODEL=path/to/pipeline uvicorn --app-dir docs/examples --factory serve:create_app
 curl localhost:8000/images -H 'content-type: application/json' -d '{"prompt": "a cat"}' -o cat.png
+
+The environment variables DEVICE (cuda or cpu) and DTYPE (float16, bfloat16 or float32) may be set, too.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import io
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +39,8 @@ MAX_BATCH = 4
 WAIT_S = 0.005
 # Maximum number of waiting requests. Further requests get the answer 503.
 MAX_WAITING = 64
+# Seconds after which a refused client should ask again: the header Retry-After of the answer 503.
+RETRY_S = 1
 # Seconds between two checks whether a client is still connected.
 LOOK_S = 0.1
 
@@ -52,7 +58,8 @@ class Wanted(BaseModel):
     height: int | None = Field(None, ge=64, le=2048, multiple_of=8)
     steps: int = Field(30, ge=1, le=100)
     guidance: float = Field(7.5, ge=0, le=50)
-    seed: int = Field(0, ge=0, lt=2**63)
+    # Random if it is not given. Clients that read numbers as floating point keep its 32 bits exactly.
+    seed: int = Field(default_factory=lambda: secrets.randbelow(2**32), ge=0, lt=2**63)
 
     def call(self) -> dict[str, Any]:
         """Returns the pipeline's arguments that must be the same for all images of one call."""
@@ -173,7 +180,8 @@ def serve(pipe: Any) -> FastAPI:
         try:
             drawn = asyncio.wrap_future(batcher.submit(wanted))
         except queue.Full:
-            raise HTTPException(503, "too many requests are waiting") from None
+            retry = {"Retry-After": str(RETRY_S)}
+            raise HTTPException(503, "too many requests are waiting", retry) from None
         while not (await asyncio.wait([drawn], timeout=LOOK_S))[0]:
             if await request.is_disconnected():
                 drawn.cancel()  # has no effect once its call has begun
@@ -183,22 +191,39 @@ def serve(pipe: Any) -> FastAPI:
             raise HTTPException(500, "the image could not be drawn")
         # The PNG is made in a thread, because other requests would have to wait for it otherwise.
         png = await run_in_threadpool(_png, drawn.result())
-        return Response(png, media_type="image/png")
+        return Response(png, media_type="image/png", headers={"Seed": str(wanted.seed)})
 
     return app
+
+
+def _setting(name: str, choices: Iterable[str], default: str) -> str:
+    """Returns the environment variable ``name``, or ``default`` if it is not set."""
+    value = os.environ.get(name) or default
+    if value not in choices:
+        raise SystemExit(
+            f"serve.py: the environment variable {name}={value!r} must be {' or '.join(choices)}"
+        )
+    return value
 
 
 def create_app() -> FastAPI:
     model = os.environ.get("MODEL")
     if not model:
         raise SystemExit("serve.py: set the environment variable MODEL to a pipeline's path or name")
+    has_gpu = torch.cuda.is_available()
+    device = _setting("DEVICE", ("cuda", "cpu"), "cuda" if has_gpu else "cpu")
+    if device == "cuda" and not has_gpu:
+        raise SystemExit("serve.py: the environment variable DEVICE is 'cuda', but PyTorch finds no CUDA GPU")
+    dtypes = ("float16", "bfloat16", "float32")
+    dtype = _setting("DTYPE", dtypes, "float16" if device == "cuda" else "float32")
     # Before diffusers 0.40 the argument ``dtype`` is called ``torch_dtype``.
-    pipe = DiffusionPipeline.from_pretrained(model, dtype=torch.float16).to("cuda")
+    pipe = DiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype)).to(device)
     pipe.set_progress_bar_config(disable=True)
     sdfastgn.optimize(pipe)
-    # Before the first request, compile the kernels and capture the CUDA graphs for each number of
-    # images of the default size. Other sizes are captured when they are first asked for.
-    for count in range(1, MAX_BATCH + 1):
-        for _ in range(2):
-            pipe(prompt=["a cat"] * count, num_inference_steps=2)
+    if device == "cuda":
+        # Before the first request, compile the kernels and capture the CUDA graphs for each number of
+        # images of the default size. Other sizes are captured when they are first asked for.
+        for count in range(1, MAX_BATCH + 1):
+            for _ in range(2):
+                pipe(prompt=["a cat"] * count, num_inference_steps=2)
     return serve(pipe)
