@@ -1,4 +1,4 @@
-# Every target works from a fresh clone: .venv is created on first use and renewed when pyproject.toml or constraints.txt change.
+# Every target works from a fresh clone: most create .venv on first use, and renew it when pyproject.toml or constraints.txt change.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -83,11 +83,13 @@ test-comfyui: $(STAMP)  ## the ComfyUI node beside a checkout: make test-comfyui
 	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 --dist loadfile \
 	    -m "$$($(BIN)/python -c '$(NO_GPU)')" $(PYTEST_ARGS)
 
-comfyui-node: $(STAMP)  ## the folder for ComfyUI's custom_nodes, with the package inside: build/comfyui/sdfastgn
-	rm -rf build/comfyui build/lib build/bdist.* && mkdir -p build/comfyui
+# The package is pure Python, so copying is enough. This needs no .venv.
+comfyui-node:  ## the folder for ComfyUI's custom_nodes, with the package inside: build/comfyui/sdfastgn
+	rm -rf build/comfyui && mkdir -p build/comfyui
 	cp -r integrations/comfyui build/comfyui/sdfastgn
-	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/comfyui/sdfastgn/package .
-	find build/comfyui -name __pycache__ -o -name bin -path '*package*' | xargs rm -rf
+	mkdir build/comfyui/sdfastgn/package
+	cp -r sdfastgn LICENSE build/comfyui/sdfastgn/package
+	find build/comfyui -name __pycache__ -prune -exec rm -rf {} +
 
 test-serve: $(STAMP)  ## the example for Ray Serve and the load script, after an install of Ray
 	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[serve]'

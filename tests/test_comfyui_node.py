@@ -16,7 +16,7 @@ from tests.command_line import ROOT
 pytestmark = pytest.mark.slow
 
 # Imports the folder in ``argv[1]`` as ComfyUI does, from a path without sdfastgn, and prints what it finds.
-# The entries of ``argv[2:]`` are the folders with PyTorch and the other packages.
+# The entries of ``argv[2:]`` go on the path: the folders with PyTorch and the other packages.
 _IMPORT = """
 import importlib.util, json, sys
 sys.path += sys.argv[2:]
@@ -24,39 +24,41 @@ assert importlib.util.find_spec("sdfastgn") is None
 spec = importlib.util.spec_from_file_location("node", sys.argv[1] + "/__init__.py")
 sys.modules["node"] = node = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(node)
-import sdfastgn.patches.registry
+import sdfastgn
 print(json.dumps([sorted(node.NODE_CLASS_MAPPINGS), sdfastgn.__file__]))
 """
+_IMPORT_ALL = f"{_IMPORT}import sdfastgn.patches.registry\n"
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder, built from a copy of the checkout in which an earlier build has left a file."""
+    """The folder, built from a copy of the checkout in which an earlier build has left files."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("sdfastgn", "integrations"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "Makefile"):
         shutil.copy(ROOT / name, copy)
-    (copy / "build" / "lib" / "sdfastgn").mkdir(parents=True)
-    (copy / "build" / "lib" / "sdfastgn" / "removed_since.py").touch()
-    (copy / "venv" / "bin").mkdir(parents=True)
-    python = copy / "venv" / "bin" / "python"
-    python.write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    (copy / "venv" / ".installed").touch()
+    for name in ("build/comfyui/sdfastgn/package/sdfastgn", "sdfastgn/__pycache__"):
+        (copy / name).mkdir(parents=True)
+        (copy / name / "removed_since.py").touch()
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    # With this Python nothing can be installed.
     done = subprocess.run(
-        ["make", "comfyui-node", "VENV=venv"], cwd=copy, env=environment, capture_output=True, text=True
+        ["make", "comfyui-node", "PYTHON=false"], cwd=copy, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert not (copy / ".venv").exists()
     return copy / "build" / "comfyui" / "sdfastgn"
 
 
-def run_import(folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def run_import(
+    folder: Path, tmp_path: Path, *first: Path, program: str = _IMPORT
+) -> subprocess.CompletedProcess[str]:
+    """Import ``folder`` in a new process, with the folders ``first`` before the others on the path."""
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     # -I and -S keep the tests' own path and editable installs out. -B writes no files into ``folder``.
     return subprocess.run(
-        [sys.executable, "-I", "-S", "-B", "-c", _IMPORT, str(folder), *packages],
+        [sys.executable, "-I", "-S", "-B", "-c", program, str(folder), *map(str, first), *packages],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -64,7 +66,7 @@ def run_import(folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]
 
 
 def test_it_runs_without_an_installed_package(node: Path, tmp_path: Path) -> None:
-    done = run_import(node, tmp_path)
+    done = run_import(node, tmp_path, program=_IMPORT_ALL)
     assert done.returncode == 0, done.stderr
     names, file = json.loads(done.stdout)
     assert names == ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnReport"]
@@ -88,4 +90,6 @@ def test_it_has_all_files_and_no_others(node: Path) -> None:
 
     own = {name for name in files_in(node) if not name.startswith("package/")}
     assert own == files_in(ROOT / "integrations" / "comfyui")
-    assert files_in(node / "package" / "sdfastgn") == files_in(ROOT / "sdfastgn")
+    package = {f"sdfastgn/{name}" for name in files_in(ROOT / "sdfastgn")}
+    assert files_in(node / "package") == {"LICENSE", *package}
+    assert not list(node.rglob("__pycache__"))
