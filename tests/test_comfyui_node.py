@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 _IMPORT = """
 import importlib.util, json, sys
 sys.path += sys.argv[2:]
-assert importlib.util.find_spec("sdfastgn") is None
 spec = importlib.util.spec_from_file_location("node", sys.argv[1] + "/__init__.py")
 sys.modules["node"] = node = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(node)
@@ -71,6 +70,20 @@ def test_it_runs_without_an_installed_package(node: Path, tmp_path: Path) -> Non
     names, file = json.loads(done.stdout)
     assert names == ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnReport"]
     assert Path(file) == node / "package" / "sdfastgn" / "__init__.py"
+
+
+def test_a_folder_of_the_same_name_is_not_taken_for_the_package(node: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "sdfastgn" / "patches"  # ``patches`` is a link in a checkout
+    checkout.parent.mkdir()
+    checkout.symlink_to(ROOT / "sdfastgn" / "patches")
+    custom_nodes = node.parent  # other nodes put it on the path
+    for first in (custom_nodes, tmp_path):
+        done = run_import(node, tmp_path, first)
+        assert done.returncode == 0, done.stderr
+        assert Path(json.loads(done.stdout)[1]) == node / "package" / "sdfastgn" / "__init__.py"
+        done = run_import(node, tmp_path, first, ROOT)  # the installed package has precedence
+        assert done.returncode == 0, done.stderr
+        assert Path(json.loads(done.stdout)[1]) == ROOT / "sdfastgn" / "__init__.py"
 
 
 def test_without_the_package_it_says_what_to_install(node: Path, tmp_path: Path) -> None:

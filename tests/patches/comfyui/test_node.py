@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,7 @@ def test_the_report_is_made_anew_in_each_prompt():
 def test_what_is_missing_is_said_when_comfyui_loads_the_folder(lacks, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacks else find(name))
+    monkeypatch.setattr(PathFinder, "find_spec", lambda *_: None)
     spec = importlib.util.spec_from_file_location("without", FOLDER / "__init__.py")
     with pytest.raises(ImportError, match=f"sdfastgn (is not installed|needs {lacks.title()})"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
