@@ -71,7 +71,7 @@ _TEXT = Output(
 
 
 def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, ...]:
-    from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae
+    from sdfastgn.patches.comfyui.model_patcher import check_vae, optimize_model, optimize_vae
     from sdfastgn.patches.comfyui.report import text_of
 
     texts: dict[str, str] = {}  # "model" or "vae" -> the latest report on it
@@ -80,6 +80,8 @@ def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = No
         texts[part] = text
         _show(node_id, "\n".join(texts.values()))
 
+    if vae is not None:
+        check_vae(vae)
     model = optimize_model(model, _GRAPHS[cuda_graphs], lambda text: renew("model", text))
     texts["model"] = text_of(model)
     if vae is not None:

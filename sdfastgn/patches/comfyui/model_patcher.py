@@ -20,7 +20,7 @@ from sdfastgn.patches.comfyui.report import text_of
 from sdfastgn.patches.comfyui.tiled_decode import TiledVAE
 from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
-__all__ = ["call_after_load", "optimize_model", "optimize_vae"]
+__all__ = ["call_after_load", "check_vae", "optimize_model", "optimize_vae"]
 
 
 def optimize_model(
@@ -91,9 +91,9 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
     Its tiled decode of images has no seams (``tiled_decode.py``).
 
     ``after_load`` is called with the text of the report before each decode and encode, when ComfyUI has
-    loaded the model. Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
+    loaded the model. Raises what ``check_vae`` raises.
     """
-    _check_vae(vae)
+    check_vae(vae)
     optimized = copy.copy(vae)
     if type(vae) is comfy.sd.VAE:
         optimized.__class__ = TiledVAE
@@ -113,16 +113,22 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
 def call_after_load(vae: Any, key: str, after_load: Callable[[str], None]) -> None:
     """Register ``after_load``, which is then called before each decode and encode (``optimize_vae``).
 
-    It replaces a function that was registered before with the same ``key``. Raises TypeError if ``vae`` is
-    no VAE of ComfyUI, or has no weights.
+    It replaces a function that was registered before with the same ``key``. Raises what ``check_vae`` raises.
     """
-    _check_vae(vae)
+    check_vae(vae)
     vae.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, key)
     vae.patcher.add_callback_with_key(
         CallbacksMP.ON_INJECT_MODEL, key, lambda patcher: after_load(text_of(patcher))
     )
 
 
-def _check_vae(vae: Any) -> None:
+def check_vae(vae: Any) -> None:
+    """Raise TypeError if ``vae`` is no VAE of ComfyUI, and ValueError if it is a VAE without a model."""
+    # ComfyUI gives such a VAE if a checkpoint has no weights of a VAE. It then has no ``patcher`` either.
+    if getattr(vae, "first_stage_model", vae) is None:
+        raise ValueError(
+            "sdfastgn: the VAE is empty (its first_stage_model is None), because the file that it was loaded "
+            "from has no VAE that ComfyUI knows. Load a VAE with the node Load VAE."
+        )
     if not hasattr(vae, "patcher"):
-        raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
+        raise TypeError(f"sdfastgn: expected a VAE of ComfyUI, got {type(vae).__name__}")

@@ -15,6 +15,7 @@ from tests.patches.comfyui import comfy_checkout
 
 comfy_checkout.import_for_cpu()
 
+import comfy.sd  # noqa: E402
 import nodes  # noqa: E402
 import tomllib  # noqa: E402  # Python 3.10, which has none, skips before this
 from comfy_api.latest import io  # noqa: E402
@@ -146,6 +147,20 @@ def test_a_report_on_a_vae_is_renewed_when_the_vae_runs(node, shown, gpu_at_hand
         of_optimize, of_report = shown  # each text is sent once, however often the report runs
         assert of_optimize == of_report
         assert re.match(r"UNetModel: faster\n(.|\n)*\nAutoencoderKL: faster\n", of_report)
+
+
+@pytest.mark.parametrize("name", ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnReport"])
+def test_a_checkpoint_without_a_vae(node, name):
+    model, vae = comfy_models.load_model("sd15"), comfy.sd.VAE(sd={})  # as ComfyUI's loader makes it
+    inputs = {
+        "SdfastgnOptimize": {"model": model, "cuda_graphs": "auto"},
+        "SdfastgnOptimizeVAE": {},
+        "SdfastgnReport": {"model": model, "latent": {}},
+    }[name]
+    with pytest.raises(ValueError, match=r"^sdfastgn: the VAE is empty .*Load a VAE with the node Load VAE"):
+        node(name, vae=vae, **inputs)
+    with pytest.raises(TypeError, match=r"^sdfastgn: expected a VAE of ComfyUI, got str$"):
+        node(name, vae="vae", **inputs)
 
 
 def test_a_vae_alone_renews_its_text(node, shown, gpu_at_hand):
