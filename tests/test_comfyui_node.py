@@ -1,7 +1,8 @@
-"""The folder that ``make comfyui-node`` builds for ComfyUI, imported without an installed sdfastgn."""
+"""The nodes for ComfyUI, without ComfyUI: the folder that ``make comfyui-node`` builds, and their names."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -68,7 +69,7 @@ def test_it_runs_without_an_installed_package(node: Path, tmp_path: Path) -> Non
     done = run_import(node, tmp_path, program=_IMPORT_ALL)
     assert done.returncode == 0, done.stderr
     names, file = json.loads(done.stdout)
-    assert names == ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnReport"]
+    assert names == ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnRunReport"]
     assert Path(file) == node / "package" / "sdfastgn" / "__init__.py"
 
 
@@ -106,3 +107,19 @@ def test_it_has_all_files_and_no_others(node: Path) -> None:
     package = {f"sdfastgn/{name}" for name in files_in(ROOT / "sdfastgn")}
     assert files_in(node / "package") == {"LICENSE", *package}
     assert not list(node.rglob("__pycache__"))
+
+
+def test_a_search_finds_the_node_that_optimizes_first() -> None:
+    spec = importlib.util.spec_from_file_location("nodes", ROOT / "integrations" / "comfyui" / "nodes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    optimize, *others = module.NODES
+    assert optimize.id == "SdfastgnOptimize"
+    for node in module.NODES:
+        assert node.id.lower().startswith("sdfastgn")
+        assert node.name.lower().startswith("sdfastgn")
+    # Of nodes whose id or name begins with what is searched, ComfyUI's page shows the shortest first.
+    lengths = [min(len(node.id), len(node.name)) for node in others]
+    assert min(len(optimize.id), len(optimize.name)) < min(lengths)

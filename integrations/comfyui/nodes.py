@@ -141,8 +141,10 @@ NODES = (
         _optimize_vae,
     ),
     Node(
-        "SdfastgnReport",
-        "sdfastgn Report",
+        # ComfyUI's page sorts the nodes whose names begin with what is searched by the length of the names.
+        # With this one a search for "sdfastgn" finds sdfastgn Optimize first.
+        "SdfastgnRunReport",
+        "sdfastgn Run Report",
         "Reports on the last run of a model, and on a VAE if one is connected. Put it behind the sampler.",
         (
             _MODEL._replace(tooltip="The model that the sampler has run."),

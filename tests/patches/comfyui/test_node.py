@@ -29,7 +29,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "integrations" / "comfyui"
 NAMES = {
     "SdfastgnOptimize": "sdfastgn Optimize",
     "SdfastgnOptimizeVAE": "sdfastgn Optimize VAE",
-    "SdfastgnReport": "sdfastgn Report",
+    "SdfastgnRunReport": "sdfastgn Run Report",
 }
 
 
@@ -86,7 +86,7 @@ def test_a_workflow(node, cuda_graphs):
     close(found, latent)
     close(image_of(faster_vae, latent), image)
     samples = {"samples": found}
-    (passed_on, text), shown = node("SdfastgnReport", model=faster, latent=samples)
+    (passed_on, text), shown = node("SdfastgnRunReport", model=faster, latent=samples)
     assert passed_on is samples
     assert list(shown) == [text]
 
@@ -141,7 +141,7 @@ def test_a_report_on_a_vae_is_renewed_when_the_vae_runs(node, shown, gpu_at_hand
     for verdict in ("will be faster once it is loaded", "faster"):
         shown.clear()
         inputs = {"model": faster, "latent": {"samples": latent}, "vae": faster_vae}
-        (_, text), _ = node("SdfastgnReport", **inputs)
+        (_, text), _ = node("SdfastgnRunReport", **inputs)
         assert re.match(rf"UNetModel: faster\n(.|\n)*\nAutoencoderKL: {verdict}\n", text)
         image_of(faster_vae, latent)
         of_optimize, of_report = shown  # each text is sent once, however often the report runs
@@ -149,13 +149,13 @@ def test_a_report_on_a_vae_is_renewed_when_the_vae_runs(node, shown, gpu_at_hand
         assert re.match(r"UNetModel: faster\n(.|\n)*\nAutoencoderKL: faster\n", of_report)
 
 
-@pytest.mark.parametrize("name", ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnReport"])
+@pytest.mark.parametrize("name", ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnRunReport"])
 def test_a_checkpoint_without_a_vae(node, name):
     model, vae = comfy_models.load_model("sd15"), comfy.sd.VAE(sd={})  # as ComfyUI's loader makes it
     inputs = {
         "SdfastgnOptimize": {"model": model, "cuda_graphs": "auto"},
         "SdfastgnOptimizeVAE": {},
-        "SdfastgnReport": {"model": model, "latent": {}},
+        "SdfastgnRunReport": {"model": model, "latent": {}},
     }[name]
     with pytest.raises(ValueError, match=r"^sdfastgn: the VAE is empty .*Load a VAE with the node Load VAE"):
         node(name, vae=vae, **inputs)
@@ -191,8 +191,8 @@ def test_everything_has_a_tooltip(schema):
 
 
 def test_the_report_is_made_anew_in_each_prompt():
-    older = of_the_older_schema()["SdfastgnReport"].IS_CHANGED()
-    newer = nodes.NODE_CLASS_MAPPINGS["SdfastgnReport"].fingerprint_inputs()
+    older = of_the_older_schema()["SdfastgnRunReport"].IS_CHANGED()
+    newer = nodes.NODE_CLASS_MAPPINGS["SdfastgnRunReport"].fingerprint_inputs()
     assert older != older  # NaN
     assert newer != newer
 
