@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import ComfyExtension, io, ui
 
-from .nodes import NODES, Input, Node
+from .nodes import NODES, Input, Node, Output
 
 _TYPES = {"MODEL": io.Model, "VAE": io.Vae, "LATENT": io.Latent, "STRING": io.String}
 
@@ -19,6 +19,11 @@ def _input(each: Input) -> Any:
     return _TYPES[each.type].Input(each.id, tooltip=each.tooltip, optional=each.is_optional)
 
 
+def _output(each: Output) -> Any:
+    # Some releases, such as 0.3.64, refuse an output with the id of an input.
+    return _TYPES[each.type].Output(display_name=each.id, tooltip=each.tooltip)
+
+
 def _class_of(node: Node) -> type[io.ComfyNode]:
     schema = io.Schema(
         node_id=node.id,
@@ -26,7 +31,7 @@ def _class_of(node: Node) -> type[io.ComfyNode]:
         category="sdfastgn",
         description=node.description,
         inputs=[_input(each) for each in node.inputs],
-        outputs=[_TYPES[each.type].Output(each.id, tooltip=each.tooltip) for each in node.outputs],
+        outputs=[_output(each) for each in node.outputs],
         hidden=[io.Hidden.unique_id],
         is_output_node=node.always_runs,
     )

@@ -31,6 +31,11 @@ NAMES = {
     "SdfastgnOptimizeVAE": "sdfastgn Optimize VAE",
     "SdfastgnRunReport": "sdfastgn Run Report",
 }
+OUTPUTS = {
+    "SdfastgnOptimize": ["model", "vae", "text"],
+    "SdfastgnOptimizeVAE": ["vae", "text"],
+    "SdfastgnRunReport": ["latent", "text"],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +70,8 @@ def node(request):
             if request.param == "V1":
                 found = getattr(kind(), kind.FUNCTION)(node_id="7", **inputs)
                 return found["result"], found["ui"]["text"]
-            clone = kind.PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.unique_id: "7"}})
+            hidden = {io.Hidden.unique_id: "7"}
+            clone = kind.PREPARE_CLASS_CLONE({"hidden_inputs": hidden, **hidden})  # 0.3.64 has no outer dict
             executed = clone.EXECUTE_NORMALIZED(**inputs)
             return executed.result, executed.ui.as_dict()["text"]
 
@@ -187,6 +193,7 @@ def test_everything_has_a_tooltip(schema):
         assert all(each.get("tooltip") for each in options)
         assert len(kind.OUTPUT_TOOLTIPS) == len(kind.RETURN_NAMES) == len(kind.RETURN_TYPES)
         assert all(kind.OUTPUT_TOOLTIPS)
+        assert list(kind.RETURN_NAMES) == OUTPUTS[name]
     assert NAMES.items() <= nodes.NODE_DISPLAY_NAME_MAPPINGS.items()
 
 
