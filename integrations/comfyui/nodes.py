@@ -83,7 +83,7 @@ def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = No
     if vae is not None:
         check_vae(vae)
     model = optimize_model(model, _GRAPHS[cuda_graphs], lambda text: renew("model", text))
-    texts["model"] = text_of(model)
+    texts["model"] = text_of(model, has_run=False)
     if vae is not None:
         vae = optimize_vae(vae, lambda text: renew("vae", text))
         texts["vae"] = text_of(vae.patcher)

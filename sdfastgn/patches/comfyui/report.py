@@ -59,11 +59,12 @@ _WORDS = {
 }
 
 
-def text_of(patcher: Any) -> str:
+def text_of(patcher: Any, has_run: bool = True) -> str:
     """The report on the model of a ``ModelPatcher``, in a few lines. The first line says if it is faster.
 
-    Before ComfyUI has loaded the model, the report says what will be fused if the whole model fits into the
-    GPU's memory. The numbers of calls are from the sampler's last run. Changes nothing.
+    While the model is not loaded, the report says what is fused whenever the whole model fits into the GPU's
+    memory. The numbers of calls are from the sampler's last run. With ``has_run`` False they are left out,
+    because the last run was not one of this workflow. Changes nothing.
     """
     root = root_of(patcher)
     name = type(root).__name__
@@ -75,17 +76,19 @@ def text_of(patcher: Any) -> str:
         count = fused.pop(_PATCHED, 0)
         if count:
             stock["other nodes' patches run inside of them"] = Counter({_PATCHED: count})
+    faster = "partly faster" if stock else "faster"
     if not fused:
         verdict = "not faster. All of it runs as stock"
     elif not any(fusion.is_applied(module) for module in root.modules() for fusion in CLAIMING):
-        verdict = "will be faster once it is loaded"
+        # ComfyUI's history keeps this text after the run, too. So it must hold before a run and after it.
+        verdict = f"{faster} whenever all of it is loaded"
     else:
-        verdict = "partly faster" if stock else "faster"
+        verdict = faster
     lines = [f"{name}: {verdict}"]
     if fused:
         lines.append(f"Fused: {_counted(fused)}")
     lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items()]
-    return "\n".join([*lines, *_calls(root)])
+    return "\n".join([*lines, *(_calls(root) if has_run else [])])
 
 
 # The report's word for transformer blocks. They run stock's code while other nodes have patches inside of
@@ -114,7 +117,7 @@ def _has_gpu() -> bool:
 
 
 def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """Counts the parts of ``root`` that are fused, or will be once it is loaded, and those that are not.
+    """Counts the parts of ``root`` that are fused whenever it is loaded, and those that are not.
 
     Returns ({word for a kind of part: number of fused parts}, {reason: {word: number of parts that run
     stock's code for this reason}}). The words are in ``_WORDS``.

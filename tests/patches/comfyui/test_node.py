@@ -18,6 +18,7 @@ comfy_checkout.import_for_cpu()
 import comfy.sd  # noqa: E402
 import nodes  # noqa: E402
 import tomllib  # noqa: E402  # Python 3.10, which has none, skips before this
+from comfy import model_management  # noqa: E402
 from comfy_api.latest import io  # noqa: E402
 
 from tests.patches.comfyui import comfy_models  # noqa: E402
@@ -31,6 +32,7 @@ NAMES = {
     "SdfastgnOptimizeVAE": "sdfastgn Optimize VAE",
     "SdfastgnRunReport": "sdfastgn Run Report",
 }
+
 OUTPUTS = {
     "SdfastgnOptimize": ["model", "vae", "text"],
     "SdfastgnOptimizeVAE": ["vae", "text"],
@@ -131,12 +133,12 @@ def shown(monkeypatch):
 def test_the_sampler_and_the_vae_renew_the_text_on_the_node(node, shown, gpu_at_hand):
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
     (faster, faster_vae, text), _ = node("SdfastgnOptimize", model=model, vae=vae, cuda_graphs="never")
-    assert text.count("will be faster once it is loaded") == 2
+    assert text.count(": faster whenever all of it is loaded\n") == 2
     latent = latent_of(faster, "sd15")
-    assert re.match(r"UNetModel: faster(.|\n)*\nAutoencoderKL: will be faster", shown.pop())
+    assert re.match(r"UNetModel: faster\n(.|\n)*\nAutoencoderKL: faster whenever all", shown.pop())
     for _ in range(2):  # a later prompt shows the first text again, and then has to renew it
         image_of(faster_vae, latent)
-        assert re.match(r"UNetModel: faster(.|\n)*\nAutoencoderKL: faster\n", shown.pop())
+        assert re.match(r"UNetModel: faster\n(.|\n)*\nAutoencoderKL: faster\n", shown.pop())
     assert not shown
 
 
@@ -144,7 +146,7 @@ def test_a_report_on_a_vae_is_renewed_when_the_vae_runs(node, shown, gpu_at_hand
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
     (faster, faster_vae, _), _ = node("SdfastgnOptimize", model=model, vae=vae, cuda_graphs="never")
     latent = latent_of(faster, "sd15")
-    for verdict in ("will be faster once it is loaded", "faster"):
+    for verdict in ("faster whenever all of it is loaded", "faster"):
         shown.clear()
         inputs = {"model": faster, "latent": {"samples": latent}, "vae": faster_vae}
         (_, text), _ = node("SdfastgnRunReport", **inputs)
@@ -153,6 +155,19 @@ def test_a_report_on_a_vae_is_renewed_when_the_vae_runs(node, shown, gpu_at_hand
         of_optimize, of_report = shown  # each text is sent once, however often the report runs
         assert of_optimize == of_report
         assert re.match(r"UNetModel: faster\n(.|\n)*\nAutoencoderKL: faster\n", of_report)
+
+
+def test_the_first_text_holds_after_the_run_too(node, shown, gpu_at_hand):
+    """ComfyUI's history keeps it, and so shows it to those who call ComfyUI's API."""
+    model = comfy_models.load_model("sd15")
+    for _ in range(2):  # the second time, the calls of the first run have been counted
+        (faster, _, text), _ = node("SdfastgnOptimize", model=model, cuda_graphs="never")
+        verdict, fused = text.splitlines()
+        assert verdict == "UNetModel: faster whenever all of it is loaded"
+        assert fused.startswith("Fused: ")
+        latent_of(faster, "sd15")
+        assert "Last run: 0 of 2 calls" in shown.pop()
+        model_management.unload_all_models()
 
 
 @pytest.mark.parametrize("name", ["SdfastgnOptimize", "SdfastgnOptimizeVAE", "SdfastgnRunReport"])
@@ -173,7 +188,7 @@ def test_a_vae_alone_renews_its_text(node, shown, gpu_at_hand):
     vae, latent = comfy_models.load_vae(), torch.ones(1, 4, 8, 8)
     (faster, text), _ = node("SdfastgnOptimizeVAE", vae=vae)
     (again, _), _ = node("SdfastgnOptimizeVAE", vae=faster)
-    assert text.startswith("AutoencoderKL: will be faster once it is loaded\n")
+    assert text.startswith("AutoencoderKL: faster whenever all of it is loaded\n")
     for _ in range(2):
         image_of(again, latent)
         assert shown.pop().startswith("AutoencoderKL: faster\n")

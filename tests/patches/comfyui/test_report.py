@@ -79,7 +79,7 @@ def test_a_stock_model(model, gpu_at_hand):
 def test_before_and_after_a_run(model, gpu_at_hand, tape):
     optimized = optimize_model(model)
     verdict, fused = lines_of(optimized)
-    assert verdict == "UNetModel: will be faster once it is loaded"
+    assert verdict == "UNetModel: faster whenever all of it is loaded"
     assert words(fused) == words(FUSED)
     latent_of(optimized, KIND, steps=4)
     verdict, fused, *calls = lines_of(optimized)
@@ -180,7 +180,7 @@ def test_graphs_that_the_user_has_turned_off(model, gpu_at_hand, tape):
 def test_a_vae(gpu_at_hand):
     vae = comfy_models.load_vae()
     optimized = optimize_vae(vae)
-    assert lines_of(optimized.patcher)[0] == "AutoencoderKL: will be faster once it is loaded"
+    assert lines_of(optimized.patcher)[0] == "AutoencoderKL: faster whenever all of it is loaded"
     inject.inject(optimized.first_stage_model)
     verdict, fused = lines_of(optimized.patcher)
     assert verdict == "AutoencoderKL: faster"
