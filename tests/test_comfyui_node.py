@@ -1,14 +1,19 @@
-"""The nodes for ComfyUI, without ComfyUI: the folder that ``make comfyui-node`` builds, and their names."""
+"""The nodes for ComfyUI, without ComfyUI: the folder of ``make comfyui-node``, and the page's script."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,3 +128,57 @@ def test_a_search_finds_the_node_that_optimizes_first() -> None:
     # Of nodes whose id or name begins with what is searched, ComfyUI's page shows the shortest first.
     lengths = [min(len(node.id), len(node.name)) for node in others]
     assert min(len(optimize.id), len(optimize.name)) < min(lengths)
+
+
+# Modules in place of those of ComfyUI's page that our script imports.
+_APP = """
+const node = (type, subgraph) => ({
+  type, subgraph, widgets: [], size: [0, 0], computeSize: () => [1, 1], setSize() {}, setDirtyCanvas() {},
+});
+const graph = (nodes) => ({ getNodeById: (id) => nodes[id], setDirtyCanvas() {} });
+const ours = () => node("SdfastgnOptimize");
+const inner = graph({ 3: ours(), 8: node("a subgraph", graph({ 4: ours() })) });
+export const app = {
+  graph: graph({ 3: ours(), 5: node("a subgraph", inner), 7: node("KSampler") }),
+  registerExtension: (extension) => (window.extension = extension),
+};
+window.texts = () => {
+  const root = app.graph, first = root.getNodeById(5).subgraph, second = first.getNodeById(8).subgraph;
+  return [[root, 3], [first, 3], [second, 4], [root, 7]].map(
+    ([graph, id]) => graph.getNodeById(id).widgets.map((widget) => widget.value));
+};
+"""
+_API = "export const api = { addEventListener: (name, heard) => (window.heard = heard) };"
+_WIDGETS = """
+export const ComfyWidgets = { STRING: (node, name) => {
+  const widget = { name, options: {} };
+  node.widgets.push(widget);
+  return { widget };
+} };
+"""
+
+
+@pytest.fixture
+def page(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """A page with our script, and with some nodes and subgraphs."""
+    (tmp_path / "scripts").mkdir()
+    for name, text in {"app": _APP, "api": _API, "widgets": _WIDGETS}.items():
+        (tmp_path / "scripts" / f"{name}.js").write_text(text)
+    (tmp_path / "extensions" / "sdfastgn").mkdir(parents=True)
+    shutil.copy(ROOT / "integrations" / "comfyui" / "web" / "text.js", tmp_path / "extensions" / "sdfastgn")
+    script = '<script type="module" src="extensions/sdfastgn/text.js"></script>'
+    (tmp_path / "index.html").write_text(f"<!doctype html><title>nodes</title>{script}")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.get(f"http://127.0.0.1:{server.server_port}/")
+        browser.execute_script("window.extension.setup()")
+        yield browser
+        server.shutdown()
+
+
+def test_a_new_text_is_shown_on_its_node(page: Any) -> None:
+    for name in ("3", "5:3", "5:8:4", "7", "9", "9:3", "3:3", "5:9"):
+        page.execute_script("window.heard({detail: {node: arguments[0], text: arguments[0]}})", name)
+    # The node 7 is none of ours: the page may show another workflow by now.
+    assert page.execute_script("return window.texts()") == [["3"], ["5:3"], ["5:8:4"], []]

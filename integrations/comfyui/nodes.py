@@ -111,10 +111,11 @@ def _report(node_id: Any, model: Any, latent: Any, vae: Any = None) -> tuple[Any
 
 
 def _show(node_id: Any, text: str) -> None:
-    """Shows a new ``text`` on a node that has already run, by a message to the user's browser."""
-    server = sys.modules.get("server")  # None if a script calls the nodes without ComfyUI's server
-    if hasattr(getattr(server, "PromptServer", None), "instance"):
-        server.PromptServer.instance.send_sync("sdfastgn.text", {"node": node_id, "text": text})
+    """Shows a new ``text`` on a node that has already run, by a message to the page that runs it."""
+    module = sys.modules.get("server")  # None if a script calls the nodes without ComfyUI's server
+    server = getattr(getattr(module, "PromptServer", None), "instance", None)
+    if server is not None:
+        server.send_sync("sdfastgn.text", {"node": node_id, "text": text}, server.client_id)
 
 
 NODES = (

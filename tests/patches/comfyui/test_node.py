@@ -61,7 +61,7 @@ def of_the_older_schema():
 
 @pytest.fixture(params=["V1", "V3"])
 def node(request):
-    """A function that runs a node as ComfyUI's executor does: (outputs, text on the node)."""
+    """A function that runs a node with the id 5:7 as ComfyUI's executor does: (outputs, text on the node)."""
     kinds = of_the_older_schema() if request.param == "V1" else nodes.NODE_CLASS_MAPPINGS
 
     def call(name, **inputs):
@@ -70,9 +70,9 @@ def node(request):
         assert asked["required"].keys() <= inputs.keys() <= {*asked["required"], *asked.get("optional", ())}
         with torch.inference_mode():
             if request.param == "V1":
-                found = getattr(kind(), kind.FUNCTION)(node_id="7", **inputs)
+                found = getattr(kind(), kind.FUNCTION)(node_id="5:7", **inputs)
                 return found["result"], found["ui"]["text"]
-            hidden = {io.Hidden.unique_id: "7"}
+            hidden = {io.Hidden.unique_id: "5:7"}
             clone = kind.PREPARE_CLASS_CLONE({"hidden_inputs": hidden, **hidden})  # 0.3.64 has no outer dict
             executed = clone.EXECUTE_NORMALIZED(**inputs)
             return executed.result, executed.ui.as_dict()["text"]
@@ -114,13 +114,15 @@ def test_a_vae_alone(node):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """The texts that the page has got for the node with id 7, the latest last."""
+    """The texts that the page has got for the node with id 5:7, the latest last."""
     texts = []
 
     class Server:
+        client_id = "page"  # the page that runs the workflow
+
         @staticmethod
-        def send_sync(event, data):
-            assert (event, data["node"]) == ("sdfastgn.text", "7")
+        def send_sync(event, data, sid=None):
+            assert (event, data["node"], sid) == ("sdfastgn.text", "5:7", "page")
             texts.append(data["text"])
 
     monkeypatch.setitem(sys.modules, "server", type(sys)("server"))

@@ -162,3 +162,29 @@ def test_an_example_runs_and_its_nodes_show_text(path, page, server):
 def test_the_examples_are_offered(server):
     offered = get(f"{server}/workflow_templates")
     assert sorted(offered["sdfastgn"]) == sorted(path.stem for path in WORKFLOWS)
+
+
+def test_a_node_in_a_subgraph_shows_its_new_text(page, server):
+    workflow = filled_in(WORKFLOWS[0])
+    page.execute_async_script(
+        "window.app.loadGraphData(arguments[0]).then(() => arguments[1](true))",
+        workflow,
+    )
+    outer, inner = page.execute_script(
+        "const graph = window.app.graph, inner = graph._nodes.find(each => each.type === 'SdfastgnOptimize');"
+        "window.outer = graph.convertToSubgraph(new Set([inner])).node;"
+        "return [window.outer.id, window.outer.subgraph._nodes[0].id]"
+    )
+    known = get(f"{server}/history").keys()
+    page.execute_script("window.app.queuePrompt(0, 1)")
+    name = until(lambda: get(f"{server}/history").keys() - known).pop()
+    record = get(f"{server}/history/{name}")[name]
+    assert record["status"]["status_str"] == "success", record["status"]
+    assert f"{outer}:{inner}" in record["outputs"]
+    shown = (
+        "window.app.api.dispatchEvent(new CustomEvent('sdfastgn.text', {detail: arguments[0]}));"
+        "const widgets = window.outer.subgraph._nodes[0].widgets;"
+        "return widgets.find(each => each.name === 'sdfastgn_text')?.value"
+    )
+    new = {"node": f"{outer}:{inner}", "text": "a new text"}
+    assert page.execute_script(shown, new) == "a new text"
