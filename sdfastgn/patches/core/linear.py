@@ -39,14 +39,18 @@ def parameters_of_plain(module: nn.Module) -> tuple[Tensor, Tensor | None] | Non
     return found if type(found[0]) in (Tensor, nn.Parameter) else None
 
 
-def call_linear(layer: Any, x: Tensor) -> Tensor:
+def call_linear(layer: Any, x: Tensor, name: str | None = None) -> Tensor:
     """Computes ``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape.
 
     A plain layer is not called: its product alone takes half the CPU time.
+
+    ``name``: the keyword by which upstream passes x to the layer; None if it passes x by position.
     """
     layer = plain_layer(layer)
     parameters = None if torch.compiler.is_dynamo_compiling() else parameters_of_plain(layer)
-    return layer(x) if parameters is None else product(x, *parameters)
+    if parameters is not None:
+        return product(x, *parameters)
+    return layer(x) if name is None else layer(**{name: x})
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:

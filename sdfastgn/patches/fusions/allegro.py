@@ -51,12 +51,16 @@ from sdfastgn.patches.fusions.video import (
 __all__ = ["FUSIONS"]
 
 
+def _is_sequential(step: Any) -> bool:
+    return type(step) in (nn.Sequential, FusedSequential)
+
+
 def _is_plain(step: Any, x: Tensor, C: int, C_out: int) -> bool:
     """True if a call of ``step`` only runs a GroupNorm, an activation and PyTorch's convolution.
 
     Their parameters must have the dtype of x. C, C_out: the numbers of input and output channels.
     """
-    if type(step) not in (nn.Sequential, FusedSequential) or not is_unhooked(step) or len(step) < 3:
+    if not _is_sequential(step) or not is_unhooked(step) or len(step) < 3:
         return False
     norm, act, *dropouts, conv = step
     return (
@@ -155,12 +159,18 @@ class FusedAllegroTemporalConvLayer(AllegroTemporalConvLayer):
         return y, identity, None
 
 
+def _check(layer: Any) -> str | None:
+    if not _is_sequential(layer.conv1):
+        return f"its first convolution is in a {type(layer.conv1).__name__}"
+    return activation_reason(layer.conv1[1])
+
+
 FUSIONS: tuple[ClassSwap, ...] = (
     ClassSwap(
         "allegro_temporal_conv",
         AllegroTemporalConvLayer,
         FusedAllegroTemporalConvLayer,
         sources=(tested(AllegroTemporalConvLayer, "__init__", "forward", "_pad_temporal_dim"),),
-        check=lambda layer: activation_reason(layer.conv1[1]),
+        check=_check,
     ),
 )

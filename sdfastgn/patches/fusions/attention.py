@@ -38,7 +38,7 @@ from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.fp8_product import ProductCall
-from sdfastgn.patches.core.fusion import ClassSwap, dropped_out, is_unhooked, layer_of
+from sdfastgn.patches.core.fusion import ClassSwap, dropped_out, drops_nothing, is_unhooked, layer_of
 from sdfastgn.patches.core.linear import call_linear, is_plain_linear
 from sdfastgn.patches.core.merged_adapters import is_wrapper, plain_layer, stand_in_of, wrapped_layer
 from sdfastgn.patches.core.tested_sources import tested
@@ -95,7 +95,8 @@ class FusedAttention(Attention):
         A caller may round the inputs if all readers would round them anyway (``rounding.py``).
         """
         is_plain = (
-            type(self.processor) is AttnProcessor2_0
+            type(self) is FusedAttention
+            and type(self.processor) is AttnProcessor2_0
             and is_unhooked(self)
             and _is_plain_attention(self)
             and self.group_norm is None
@@ -111,10 +112,15 @@ class FusedAttention(Attention):
         """
         if not is_one_token(context):
             return None
-        # The softmax of one score is 1, so queries and keys do not matter. If a module has a hook, stock's
-        # code must run, because here the hook would get a single token instead of all.
-        is_plain = is_plain_linear(self.to_q) and is_plain_linear(self.to_k)
-        if not (is_plain and self._runs_in_order(context) and all(map(is_unhooked, self.modules()))):
+        # The softmax of one score is 1, so queries and keys do not matter. If a module has a hook or another
+        # class, stock's code must run, because here it would get a single token instead of all.
+        if not (
+            is_plain_linear(self.to_q)
+            and is_plain_linear(self.to_k)
+            and self._runs_in_order(context)
+            and all(map(is_unhooked, self.modules()))
+            and self._leaves_plainly()
+        ):
             return None
         return self._leave(call_linear(self.to_v, context))[:, 0]
 
@@ -237,11 +243,20 @@ class FusedAttention(Attention):
                 return adapted(x, *together, sources).split(list(map(len, weights)), -1)
         return [_called(layer, x) for layer in layers]
 
-    def _leave(self, h: Tensor) -> Tensor:
-        """The last layers of the module: a linear layer, then dropout."""
+    def _last_layers(self) -> tuple[Any, Any]:
+        """A linear layer, and the dropout after it."""
         layers = layer_of(self, "to_out")
         # ``layers[0]`` and ``layers[1]`` of a ModuleList would take ten times the CPU time.
         project, dropout, *_ = layers._modules.values() if type(layers) is nn.ModuleList else layers
+        return project, dropout
+
+    def _leaves_plainly(self) -> bool:
+        """True if ``_leave`` computes each token's result from this token alone."""
+        project, dropout = self._last_layers()
+        return is_plain_linear(plain_layer(project)) and drops_nothing(dropout)
+
+    def _leave(self, h: Tensor) -> Tensor:
+        project, dropout = self._last_layers()
         return dropped_out(dropout, _called(project, h))
 
     def _pack(self) -> None:

@@ -20,7 +20,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_relu
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked, stock_class
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
 
@@ -35,6 +35,7 @@ def _runs_fused(module: Any, x: Tensor, layers: nn.Module) -> bool:
         and dispatch.has_kernels(x)
         and not torch.compiler.is_compiling()
         and not dispatch.is_transformed()
+        and stock_class(layers) is nn.Sequential
         and is_unhooked(layers)
     )
 
@@ -105,12 +106,18 @@ class FusedDecoderTiny(DecoderTiny):
         return _chain(self.layers, x).mul(2).sub(1).contiguous()
 
 
+def _check(block: Any) -> str | None:
+    if stock_class(block.conv) is not nn.Sequential:
+        return f"its convolutions are in a {type(block.conv).__name__}"
+    return activation_reason(block.conv[1], nn.ReLU)
+
+
 BLOCK = ClassSwap(
     "autoencoder_tiny_block",
     AutoencoderTinyBlock,
     FusedTinyBlock,
     sources=(tested(AutoencoderTinyBlock, "__init__", "forward"),),
-    check=lambda block: activation_reason(block.conv[1], nn.ReLU),
+    check=_check,
 )
 ENCODER = ClassSwap(
     "encoder_tiny",

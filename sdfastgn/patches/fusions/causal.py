@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common.layout import laid_out
@@ -234,8 +234,10 @@ def is_plain_upsampling(
         kinds: the known classes of ``block.resample[0]``.
         is_plain_time_conv: called with (``block.time_conv``, x).
     """
+    if type(block.resample) is not nn.Sequential or not is_unhooked(block.resample):
+        return False
     upsample = block.resample[0]
-    if not (is_unhooked(block.resample) and is_unhooked(upsample) and type(upsample) in kinds):
+    if type(upsample) not in kinds or not is_unhooked(upsample):
         return False
     if (upsample.scale_factor, upsample.mode, upsample.size) != ((2.0, 2.0), "nearest-exact", None):
         return False

@@ -335,9 +335,10 @@ class FusedCogVideoXEncoder3D(CogVideoXEncoder3D):
             return super().forward(sample, temb, conv_cache)
         cache, new = conv_cache or {}, {}
         x, new["conv_in"] = self.conv_in(in_channels_last(sample), conv_cache=cache.get("conv_in"))
-        blocks = {f"down_block_{i}": block for i, block in enumerate(self.down_blocks)}
-        for name, block in (blocks | {"mid_block": self.mid_block}).items():
-            x, new[name] = block(x, None, None, conv_cache=cache.get(name))
+        for i, block in enumerate(self.down_blocks):
+            name = f"down_block_{i}"
+            x, new[name] = block(x, None, None, cache.get(name))
+        x, new["mid_block"] = self.mid_block(x, None, None, conv_cache=cache.get("mid_block"))
         return _leave(self, x, None, cache, new), new
 
 

@@ -361,7 +361,7 @@ class FusedCosmosUnpatcher3d(cosmos.CosmosUnpatcher3d):
 
 def _leaves_fused(half: Any, x: Tensor) -> bool:
     """True if the last layers of an encoder or decoder can run fused: the norm, SiLU and two convolutions."""
-    C = channels_into(half.conv_out.conv_s)
+    C = channels_into(half.conv_out, "conv_s")
     return _is_plain_norm(half.norm_out, x, C) and _is_plain_projection(half.conv_out, x, C)
 
 

@@ -307,7 +307,7 @@ class _FusedEncoder(nn.Module):
     def forward(self: Any, hidden_states: Tensor, causal: Any = None) -> Tensor:
         x = hidden_states
         given = () if not hasattr(self, "is_causal") else (causal,)
-        C = channels_into(self.conv_out.conv)
+        C = channels_into(self.conv_out, "conv")
         norm = _norm_of(self.norm_out, self.conv_act, C, None, None)
         if norm is None or not (is_plain_inference(x) and _is_plain_conv(self.conv_out, x, C)):
             return super().forward(x, *given)
@@ -331,7 +331,7 @@ class _FusedDecoder(nn.Module):
     def forward(self: Any, hidden_states: Tensor, temb: Any = None, causal: Any = None) -> Tensor:
         x = hidden_states
         given = () if not hasattr(self, "is_causal") else (causal,)
-        C = channels_into(self.conv_out.conv)
+        C = channels_into(self.conv_out, "conv")
         table = self.scale_shift_table
         fits = table is None or (temb is not None and len(x) == 1 and table.dtype == x.dtype)
         if not (

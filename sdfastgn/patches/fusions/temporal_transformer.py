@@ -68,7 +68,7 @@ class FusedTransformerTemporalModel(TransformerTemporalModel):
             return super().forward(
                 hidden_states, *others, num_frames, cross_attention_kwargs, return_dict=return_dict
             )
-        output = _over_frames(self, hidden_states, num_frames)
+        output = _over_frames(self, hidden_states, num_frames, None)
         return TransformerTemporalModelOutput(sample=output) if return_dict else (output,)
 
 
@@ -90,7 +90,7 @@ class FusedAnimateDiffTransformer3D(AnimateDiffTransformer3D):
         others = encoder_hidden_states, timestep, class_labels
         if cross_attention_kwargs or not _runs_fused(self, hidden_states, num_frames, others):
             return super().forward(hidden_states, *others, num_frames, cross_attention_kwargs)
-        return _over_frames(self, hidden_states, num_frames)
+        return _over_frames(self, hidden_states, num_frames, "input")
 
 
 def tokens_of(images: Tensor) -> Tensor:
@@ -146,12 +146,12 @@ def _fits(embedding: Any, x: Tensor, frames: int) -> bool:
     return frames <= pe.shape[1] and (pe.dtype, pe.device) == (x.dtype, x.device)
 
 
-def _over_frames(model: Any, x: Tensor, frames: int) -> Tensor:
-    """The fused forward of ``model``. x: images (N * frames, C, H, W)."""
-    tokens = call_linear(model.proj_in, tokens_of(model.norm(as_video(x, frames))))
+def _over_frames(model: Any, x: Tensor, frames: int, name: str | None) -> Tensor:
+    """The fused forward of ``model``. x: images (N * frames, C, H, W). ``name``: as in ``call_linear``."""
+    tokens = call_linear(model.proj_in, tokens_of(model.norm(as_video(x, frames))), name)
     for block in model.transformer_blocks:
         tokens = _block(block, tokens, frames)
-    return add(image_of(call_linear(model.proj_out, tokens), x), x)
+    return add(image_of(call_linear(model.proj_out, tokens, name), x), x)
 
 
 def _block(block: Any, x: Tensor, frames: int) -> Tensor:

@@ -105,13 +105,13 @@ def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: t
     return video_of(y, windows.shape[0])
 
 
-def channels_into(conv: Any) -> int:
-    """Number of channels that the convolution ``conv`` reads.
+def channels_into(causal: Any, name: str) -> int:
+    """Number of channels that the convolution ``name`` in ``causal``, a causal convolution, reads.
 
-    0 if an adapter or other code has put a wrapper around it. Then checks such as ``is_plain_conv3d`` return
-    False.
+    0 if an adapter or other code has put a wrapper around one of the two. Then checks such as
+    ``is_plain_conv3d`` return False.
     """
-    return getattr(conv, "in_channels", 0)
+    return getattr(getattr(causal, name, None), "in_channels", 0)
 
 
 def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:

@@ -110,8 +110,9 @@ class FusedUpBlockMotion(UpBlockMotion):
             )
         for i, (resnet, motion) in enumerate(zip(self.resnets, self.motion_modules, strict=False), 1):
             hidden_states = cat(hidden_states, res_hidden_states_tuple[-i])
-            hidden_states = motion(resnet(hidden_states, temb), num_frames=num_frames)
-        return upsample(self, hidden_states, upsample_size)
+            hidden_states = resnet(input_tensor=hidden_states, temb=temb)
+            hidden_states = motion(hidden_states, num_frames=num_frames)
+        return _upsample_by_name(self, hidden_states, upsample_size)
 
 
 class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
@@ -154,10 +155,17 @@ class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
         blocks = zip(self.resnets, self.attentions, self.motion_modules, strict=False)
         for i, (resnet, attn, motion) in enumerate(blocks, 1):
             hidden_states = cat(hidden_states, res_hidden_states_tuple[-i])
-            hidden_states = resnet(hidden_states, temb)
-            hidden_states = attn(hidden_states, **attention, return_dict=False)[0]
+            hidden_states = resnet(input_tensor=hidden_states, temb=temb)
+            hidden_states = attn(hidden_states=hidden_states, **attention, return_dict=False)[0]
             hidden_states = motion(hidden_states, num_frames=num_frames)
-        return upsample(self, hidden_states, upsample_size)
+        return _upsample_by_name(self, hidden_states, upsample_size)
+
+
+def _upsample_by_name(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
+    """``upsample`` with arguments by keyword: AnimateDiff's split inference wraps layers and splits these."""
+    for upsampler in block.upsamplers or ():
+        hidden_states = upsampler(hidden_states=hidden_states, output_size=size)
+    return hidden_states
 
 
 FUSIONS = tuple(

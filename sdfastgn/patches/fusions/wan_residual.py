@@ -42,17 +42,17 @@ if hasattr(wan, "WanResidualUpBlock"):  # not in a diffusers before Wan 2.2
         """``WanResidualDownBlock``. x (N, C, T, H, W) -> (N, C_out, T', H', W'), channels-last."""
 
         def forward(self, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
-            cached = feat_cache, *causal.given(feat_idx)
             if not (
                 is_plain_inference(x)
                 and _is_shortcut(self.avg_shortcut, wan.AvgDown3D)
                 and _owns_result(self, self.downsampler)
             ):
-                return super().forward(x, *cached)
+                return super().forward(x, feat_cache, *causal.given(feat_idx))
+            cached = {"feat_cache": feat_cache, "feat_idx": [0] if feat_idx is None else feat_idx}
             x = laid_out(x, channels_last=True)
             y = x
             for layer in (*self.resnets, *([] if self.downsampler is None else [self.downsampler])):
-                y = layer(y, *cached)
+                y = layer(y, **cached)
             return y if add_means(y, x, self.avg_shortcut) else y + self.avg_shortcut(x.contiguous())
 
     class FusedWanResidualUpBlock(wan.WanResidualUpBlock):
@@ -61,18 +61,20 @@ if hasattr(wan, "WanResidualUpBlock"):  # not in a diffusers before Wan 2.2
         def forward(
             self, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, first_chunk: bool = False
         ) -> Tensor:
-            cached = feat_cache, *causal.given(feat_idx)
             shortcut = self.avg_shortcut
             if not (
                 is_plain_inference(x)
                 and (shortcut is None or _is_shortcut(shortcut, wan.DupUp3D))
                 and _owns_result(self, self.upsampler)
             ):
-                return super().forward(x, *cached, first_chunk=first_chunk)
+                return super().forward(x, feat_cache, *causal.given(feat_idx), first_chunk=first_chunk)
+            cached: dict[str, Any] = {}
+            if feat_cache is not None:
+                cached = {"feat_cache": feat_cache, "feat_idx": [0] if feat_idx is None else feat_idx}
             x = laid_out(x, channels_last=True)
             y = x
             for layer in (*self.resnets, *([] if self.upsampler is None else [self.upsampler])):
-                y = layer(y, *cached)
+                y = layer(y, **cached)
             if shortcut is None or add_repeated(y, x, shortcut, first_chunk):
                 return y
             return y + shortcut(x.contiguous(), first_chunk=first_chunk)

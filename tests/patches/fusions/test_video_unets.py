@@ -17,6 +17,8 @@ import sdfastgn
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.patches.fusions import spatio_temporal_transformer, temporal_resnet_block, temporal_transformer
 from tests import video_unets
+from tests.coverage import families as coverage
+from tests.coverage import relatives
 from tests.kernels.samples import kernels
 from tests.patches.cases import agree, compiles_to_stocks_graph, gradients
 
@@ -264,3 +266,34 @@ def test_attention_over_frames(N):
         of_pixel = [t[:, :, p::pixels] for t in (q, k, v)]
         expected = torch.nn.functional.scaled_dot_product_attention(*of_pixel)
         agree(found[:, p::pixels], expected.transpose(1, 2).flatten(2))
+
+
+def draw_frames(pipe):
+    size = {"num_frames": 5, "height": 8, "width": 8}
+    start = torch.Generator().manual_seed(0)
+    inputs = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    return pipe("a cat", **size, **inputs, generator=start).frames
+
+
+@pytest.mark.parametrize("order", ["optimize enable disable", "enable optimize disable"])
+def test_animatediff_with_free_noise_and_split_inference(order, launches):
+    """Split inference replaces layers by modules that split the tensors that are passed by keyword."""
+    stock = coverage.built(relatives.video, "AnimateDiff").obj
+    pipe = type(stock)(**{**stock.components, "unet": copy.deepcopy(stock.unet)})
+    for each in (stock, pipe):
+        each.set_progress_bar_config(disable=True)
+    for step in order.split():
+        if step == "optimize":
+            sdfastgn.optimize(pipe, cuda_graphs=False)
+        for each in (stock, pipe):
+            if step == "enable":
+                each.enable_free_noise(context_length=4, context_stride=2)
+                each.enable_free_noise_split_inference(spatial_split_size=2, temporal_split_size=3)
+            elif step == "disable":
+                each.disable_free_noise()
+        if step != order.split()[0]:
+            with kernels(direct=True):
+                agree(draw_frames(pipe), draw_frames(stock))
+            assert launches
+    sdfastgn.restore(pipe)
+    assert torch.equal(draw_frames(pipe), draw_frames(stock))
