@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import has_any_global_hook, is_tracing
+from sdfastgn.patches.core.adapters import WRAPPED
 from sdfastgn.patches.core.channels_last import enter, leave
 from sdfastgn.patches.core.class_forward import has_foreign_forward
 from sdfastgn.patches.core.convolution import keeps_size
 from sdfastgn.patches.core.fusion import activation_of, stock_class
 from sdfastgn.patches.core.instance_entries import InstanceEntry
-from sdfastgn.patches.core.merged_adapters import plain_layer
+from sdfastgn.patches.core.merged_adapters import adopt, is_allowed, plain_layer, waits, why_not
 from sdfastgn.patches.fusions.strips import (
     Held,
     Layer,
@@ -39,7 +40,16 @@ from sdfastgn.patches.fusions.strips import (
     write,
 )
 
-__all__ = ["Parts", "decode", "reason_now", "reason_to_skip", "runs_now", "scale_of"]
+__all__ = [
+    "Parts",
+    "decode",
+    "merges_now",
+    "reason_now",
+    "reason_of_adapters",
+    "reason_to_skip",
+    "runs_now",
+    "scale_of",
+]
 
 # Bytes that the feature maps in memory may take together. For an image of 2048^2 pixels in 16 bits this is
 # enough to keep a map of each resolution of Stable Diffusion's decoder, together with the map that it is
@@ -173,35 +183,70 @@ def runs_now(z: Tensor) -> bool:
 def reason_to_skip(parts: Parts, class_of: Callable[[Any], type] = stock_class) -> str | None:
     """Why layers with these parts can never run in strips; None if they can.
 
-    The reason lies in the classes and settings of the modules. ``reason_now`` checks training mode and hooks.
+    The reason lies in the classes and settings of the modules. ``reason_now`` checks training mode and hooks,
+    and ``reason_of_adapters`` adapters: users add and remove them at any time.
 
     ``class_of``: returns the class that a norm, an activation or a convolution has in PyTorch.
     """
-    norms, acts, convs, shortcuts = [parts.out.norm], [parts.out.act], [parts.out.conv], []
+    norms, acts, shortcuts = [parts.out.norm], [parts.out.act], []
     for layer in parts.layers:
         if isinstance(layer, UpsampleParts):
-            convs.append(layer.conv)
             continue
         norms += [layer.norm1, layer.norm2]
         acts.append(layer.act)
-        convs += [layer.conv1, layer.conv2]
         if layer.shortcut is not None:
             shortcuts.append(layer.shortcut)
     if any(class_of(norm) is not nn.GroupNorm for norm in norms):
         return "its decoder has a norm that is no nn.GroupNorm"
     if any(activation_of(act, class_of(act)) is None for act in acts):
         return "its decoder has an activation that has no fused form"
-    if not all(_is_plain_conv(conv, class_of) for conv in convs):
+    if not all(_is_plain_conv(_inner(conv), class_of) for conv in _convolutions(parts)):
         return "its decoder has a convolution that is no 3 x 3 nn.Conv2d with a border of zeros"
-    if any(plain_layer(conv).kernel_size != (1, 1) for conv in shortcuts):
+    if any(_inner(conv).kernel_size != (1, 1) for conv in shortcuts):
         return "its decoder has a shortcut that is no 1 x 1 convolution"
     return None
 
 
+def _convolutions(parts: Parts) -> list[Any]:
+    """The 3 x 3 convolutions of ``parts``, or the wrappers of adapters around them."""
+    found = [parts.out.conv]
+    for layer in parts.layers:
+        found += [layer.conv] if isinstance(layer, UpsampleParts) else [layer.conv1, layer.conv2]
+    return found
+
+
+def _inner(layer: Any) -> Any:
+    """The model's own layer, if ``layer`` is the wrapper of an adapter around it; else ``layer`` itself."""
+    children = layer._modules
+    return next((children[name] for name in WRAPPED if name in children), layer)
+
+
 def _is_plain_conv(conv: Any, class_of: Callable[[Any], type]) -> bool:
-    conv = plain_layer(conv)
     is_conv = class_of(conv) is nn.Conv2d and "_conv_forward" not in vars(conv)
     return is_conv and conv.groups == 1 and keeps_size(conv)
+
+
+def reason_of_adapters(vae: nn.Module, parts: Parts) -> str | None:
+    """Why stock's tiles run until an adapter changes; None if there is no such reason.
+
+    Strips use the weight of a convolution. So its adapter, such as a LoRA, must be merged into the weight.
+    """
+    for conv in _convolutions(parts):
+        if _inner(conv) is conv:
+            continue
+        why = why_not(conv) if is_allowed(vae) and is_allowed(conv) else "merge_adapters is False"
+        if why is not None:
+            path = next(path for path, module in vae.named_modules() if module is conv)
+            return f"the adapter of {path} is not merged: {why}"
+    return None
+
+
+def merges_now(decoder: nn.Module, parts: Parts) -> bool:
+    """Merges the adapters of all 3 x 3 convolutions. False if peft's code must run for one in this call."""
+    wrappers = [conv for conv in _convolutions(parts) if _inner(conv) is not conv]
+    if any(map(waits, wrappers)):  # such as a LoRA that was added after ``optimize``
+        adopt(decoder)
+    return not any(plain_layer(conv) is conv for conv in wrappers)
 
 
 def reason_now(decoder: nn.Module, *own_hooks: Any) -> str | None:

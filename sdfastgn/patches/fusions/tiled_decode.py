@@ -63,7 +63,12 @@ class _TiledDecode(InstanceEntry):
 
 
 def _runs_in_strips(vae: Any, z: Tensor) -> bool:
-    return strip_chain.runs_now(z) and _why_not(vae) is None and _why_not_now(vae) is None
+    return (
+        strip_chain.runs_now(z)
+        and _why_not(vae) is None
+        and _why_not_now(vae) is None
+        and strip_chain.merges_now(vae.decoder, _parts(vae.decoder))
+    )
 
 
 def _decode(vae: Any, z: Tensor) -> Tensor:
@@ -119,8 +124,8 @@ def _resnet_parts(block: Any) -> ResnetParts:
 def _why_not(vae: Any) -> str | None:
     """Why the layers of ``vae`` can never run in strips; None if they can.
 
-    The reason lies in the classes and settings of the layers. ``_why_not_now`` checks training mode and
-    hooks.
+    The reason lies in the classes and settings of the layers. ``_why_not_now`` checks training mode, hooks
+    and adapters.
     """
     decoder = vae.decoder
     if stock_class(decoder) is not Decoder:
@@ -151,7 +156,9 @@ def _is_plain_upsample(module: Any) -> bool:
 
 
 def _why_not_now(vae: Any) -> str | None:
-    return strip_chain.reason_now(vae.decoder, arm, disarm)
+    return strip_chain.reason_now(vae.decoder, arm, disarm) or strip_chain.reason_of_adapters(
+        vae, _parts(vae.decoder)
+    )
 
 
 _METHODS = "_decode", "tiled_decode"

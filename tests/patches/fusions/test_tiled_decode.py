@@ -7,6 +7,8 @@ import weakref
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -349,6 +351,85 @@ def test_unknown_code_of_diffusers_is_left_alone(stock, held, monkeypatch):
     assert reasons(vae) == [
         "AutoencoderKL.tiled_decode of this diffusers is not a version that sdfastgn was tested with"
     ]
+
+
+# ---- adapters
+
+_CONVOLUTIONS = {
+    "all": r"decoder\..*(conv|conv1|conv2|conv_in|conv_out|conv_shortcut|to_q)",
+    "in-blocks": r"decoder\..*conv[12]",
+    "shortcuts": r"decoder\..*conv_shortcut",
+    "upsampling": r"decoder\..*upsamplers\.0\.conv",
+    "last": r"decoder\.conv_out",
+}
+each_order = pytest.mark.parametrize("order", ["before-optimize", "after-optimize"])
+
+
+def adapted(stock, config, order="stock", **options):
+    """(tiled VAE with an adapter, the same VAE without tiles); only the first one is optimized."""
+    vae, whole = tiled(stock), copy.deepcopy(stock)
+    if order == "after-optimize":
+        sdfastgn.optimize(vae, **options)
+    for each in (vae, whole):
+        torch.manual_seed(2)
+        inject_adapter_in_model(config, each)
+    if order == "before-optimize":
+        sdfastgn.optimize(vae, **options)
+    return vae, whole
+
+
+def reason_of_strips(vae):
+    """Why strips do not run, by the report; None if they do."""
+    [entry] = [e for e in sdfastgn.report(vae).entries if e.fusion == "tiled_decode"]
+    return entry.reason or None
+
+
+@each_order
+@pytest.mark.parametrize("layers", _CONVOLUTIONS.values(), ids=_CONVOLUTIONS)
+def test_a_lora_runs_in_strips(stock, held, layers, order):
+    z = latents(1, 4, 9, 6)
+    config = LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+    vae, whole = adapted(stock, config, order)
+    assert reason_of_strips(vae) is None
+    expected = whole.decode(z).sample
+    for _ in range(2):
+        agree(vae.decode(z).sample, expected)
+        assert held
+        held.clear()
+    with torch.enable_grad():
+        assert reason_of_strips(vae) is None
+    assert (expected - stock.decode(z).sample).abs().max() > 0.01
+    for each in (vae, whole):
+        [layer.scale_layer(3) for layer in each.modules() if isinstance(layer, BaseTunerLayer)]
+    agree(vae.decode(z).sample, whole.decode(z).sample)
+
+
+_UNMERGED = {
+    "dora": (LoraConfig(use_dora=True), {}, "its adapter is a variant of LoRA, such as DoRA"),
+    "loha": (LoHaConfig(init_weights=False), {}, "its kind of adapter is not merged"),
+    "not-merged": (LoraConfig(init_lora_weights=False), {"merge_adapters": False}, "merge_adapters is False"),
+}
+
+
+@each_order
+@pytest.mark.parametrize(("config", "options", "reason"), _UNMERGED.values(), ids=_UNMERGED)
+def test_an_adapter_that_is_not_merged_runs_in_stocks_tiles(stock, held, config, options, reason, order):
+    z, config = latents(1, 4, 9, 6), copy.copy(config)
+    config.r, config.target_modules = 2, _CONVOLUTIONS["in-blocks"]
+    vae, whole = adapted(stock, config, order, **options)
+    found, expected = vae.decode(z).sample, adapted(stock, config)[0].decode(z).sample
+    agree(found, expected)
+    assert (found - whole.decode(z).sample).abs().max() > 0.05
+    assert not held
+    path = "decoder.up_blocks.0.resnets.0.conv1"
+    assert reason_of_strips(vae) == f"the adapter of {path} is not merged: {reason}"
+    for layer in vae.decoder.modules():
+        for name, child in [*layer.named_children()]:
+            if isinstance(child, BaseTunerLayer):
+                setattr(layer, name, child.get_base_layer())
+    assert reason_of_strips(vae) is None
+    agree(vae.decode(z).sample, stock.decode(z).sample)
+    assert held
 
 
 # ---- on a GPU
