@@ -29,8 +29,10 @@ def wrapper(root, path, note):
     parent, _, name = path.rpartition(".")
     children = root.get_submodule(parent)._modules
     child, children[name] = children[name], Wrapper(children[name], note)
-    yield
-    children[name] = child
+    try:
+        yield
+    finally:
+        children[name] = child
 
 
 @contextmanager
@@ -44,8 +46,10 @@ def subclass(root, path, note):
             return super().forward(*args, **kwargs)
 
     child.__class__ = Over
-    yield
-    child.__class__ = cls
+    try:
+        yield
+    finally:
+        child.__class__ = cls
 
 
 @contextmanager
@@ -99,6 +103,8 @@ def are_called_as_in_stock(stock, optimize, call, place):
         try:
             expected = calls_of(stock, call, group, place)
         except (AttributeError, TypeError, RuntimeError):
+            if place is not wrapper:
+                raise
             continue  # stock reads attributes of a child, so that no other code can wrap it
         _agree(calls_of(fused, call, group, place), expected)
         if group is paths:

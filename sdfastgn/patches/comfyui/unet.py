@@ -24,7 +24,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, stock_class
 from sdfastgn.patches.core.linear import call_linear
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
@@ -63,15 +63,21 @@ def _runs_fused_resblock(block: Any, x: Tensor, emb: Tensor) -> bool:
         and x.dim() == 4
         and (block.skip_t_emb or emb.dtype == x.dtype)
         and not (block.use_checkpoint and torch.is_grad_enabled())
-        and is_unhooked(block.in_layers)
-        and is_unhooked(block.out_layers)
-        and (block.skip_t_emb or is_unhooked(block.emb_layers))
+        and _is_plain_sequential(block.in_layers)
+        and _is_plain_sequential(block.out_layers)
+        and (block.skip_t_emb or _is_plain_sequential(block.emb_layers))
     )
+
+
+def _is_plain_sequential(layers: Any) -> bool:
+    return stock_class(layers) is nn.Sequential and is_unhooked(layers)
 
 
 def _is_image_resblock(block: Any) -> bool:
     """True for residual blocks of images. False for residual blocks of video models, which mix frames."""
-    return isinstance(block.in_layers[-1], nn.Conv2d) and not block.exchange_temb_dims
+    layers = block.in_layers
+    is_image = isinstance(layers, nn.Sequential) and isinstance(layers[-1], nn.Conv2d)
+    return is_image and not block.exchange_temb_dims
 
 
 class FusedSpatialTransformer(SpatialTransformer):
@@ -117,9 +123,10 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         if not (dispatch.has_kernels(x) and x.dim() == 3 and has_no_patches(options)):
             return super().forward(x, context, options)
         own = context if self.disable_self_attn else None
-        h = self.attn1(norm(prepared(self.norm1, x), x), context=own, transformer_options=options)
+        given: dict[str, Any] = {"value": None, "transformer_options": options}
+        h = self.attn1(norm(prepared(self.norm1, x), x), context=own, **given)
         h, x = add_norm(prepared(self.norm2, h, x), h, x)
-        h = self.attn2(h, context=context, transformer_options=options)
+        h = self.attn2(h, context=context, **given)
         is_known = type(self.ff) is FeedForward and type(self.ff.net) is nn.Sequential
         is_known = is_known and is_unhooked(self.ff) and is_unhooked(self.ff.net)
         norm3 = prepared(self.norm3, h, x)

@@ -22,6 +22,7 @@ from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.layers import has_steady_weights  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
+from tests.patches.children import are_called_as_in_stock, each_place  # noqa: E402
 from tests.patches.comfyui.comfy_models import snapshot  # noqa: E402
 
 pytestmark = [
@@ -107,6 +108,14 @@ def test_as_stock(name, launches):
     eject(fused)
     assert torch.equal(fused(*tensors), stock(*tensors))
     assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@each_place
+def test_children_are_called_as_in_stock(name, place, launches):
+    launches.runs = False  # only the calls are compared
+    _, stock, tensors = twins(name)
+    are_called_as_in_stock(stock, inject, lambda m: m(*tensors), place)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -12,6 +12,7 @@ from comfy.ldm.models.autoencoder import AutoencoderKL  # noqa: E402
 
 from sdfastgn.patches.comfyui.inject import has_blocks, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
+from tests.patches.children import are_called_as_in_stock, each_place  # noqa: E402
 from tests.patches.comfyui import carried_cases  # noqa: E402
 from tests.patches.comfyui.carried_cases import agree  # noqa: E402
 from tests.patches.comfyui.comfy_models import snapshot, with_random_parameters  # noqa: E402
@@ -65,6 +66,13 @@ def test_as_stock(call, launches):
     agree(models, call)
     assert "frames" in {name for name, *_ in launches}
     carried_cases.is_stock_after_ejection(models, call)
+
+
+@pytest.mark.parametrize("call", [CALLS["decode"], CALLS["encode"]], ids=["decode", "encode"])
+@each_place
+def test_children_are_called_as_in_stock(call, place, launches):
+    launches.runs = False  # only the calls are compared
+    are_called_as_in_stock(with_random_parameters(build()), inject, call, place)
 
 
 @pytest.mark.parametrize("call", [CALLS["decode"], CALLS["encode"]], ids=["decode", "encode"])

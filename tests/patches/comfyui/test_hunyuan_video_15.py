@@ -13,6 +13,7 @@ from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E40
 
 from sdfastgn.patches.comfyui.inject import has_blocks, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
+from tests.patches.children import are_called_as_in_stock, each_place  # noqa: E402
 from tests.patches.comfyui import carried_cases  # noqa: E402
 from tests.patches.comfyui.carried_cases import agree  # noqa: E402
 from tests.patches.comfyui.comfy_models import snapshot, with_random_parameters  # noqa: E402
@@ -66,6 +67,13 @@ def test_as_stock(call, launches):
     # No norm of a convolution's input runs by itself: only attention's.
     assert names.count("channel_norm") == 1 < names.count("frames")
     carried_cases.is_stock_after_ejection(models, call)
+
+
+@pytest.mark.parametrize("call", [CALLS["decode"], CALLS["encode"]], ids=["decode", "encode"])
+@each_place
+def test_children_are_called_as_in_stock(call, place, launches):
+    launches.runs = False  # only the calls are compared
+    are_called_as_in_stock(with_random_parameters(build()), inject, call, place)
 
 
 def test_resampling_that_keeps_the_number_of_channels():

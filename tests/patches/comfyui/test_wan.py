@@ -21,6 +21,7 @@ from sdfastgn.patches.comfyui.inject import inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.fusions import causal  # noqa: E402
+from tests.patches.children import are_called_as_in_stock, each_place  # noqa: E402
 from tests.patches.comfyui import carried_cases  # noqa: E402
 from tests.patches.comfyui.carried_cases import agree, twins  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, snapshot, with_random_parameters  # noqa: E402
@@ -76,6 +77,14 @@ def test_as_stock(build, levels, call, launches):
     # No norm of a convolution's input runs by itself: only attention's, once in a chunk.
     assert names.count("channel_norm") == len(chunks_of(call, stock)) <= names.count("frames")
     carried_cases.is_stock_after_ejection(models, call)
+
+
+@each_family
+@a_decode_and_an_encode
+@each_place
+def test_children_are_called_as_in_stock(build, levels, call, place, launches):
+    launches.runs = False  # only the calls are compared
+    are_called_as_in_stock(with_random_parameters(build(levels)), inject, call, place)
 
 
 def chunks_of(call, model):
