@@ -459,3 +459,16 @@ def test_on_a_gpu_it_needs_about_the_memory_of_stocks_tiles():
         found.append(torch.cuda.max_memory_allocated() - before)
     assert found[1] < 1.5 * found[0]
     assert found[1] < 1.5 * strip_chain.MOST_BYTES
+
+
+@pytest.mark.gpu
+@each_order
+def test_on_a_gpu_a_lora_runs_in_strips(stock, held, order):
+    config = LoraConfig(r=2, target_modules=_CONVOLUTIONS["all"], init_lora_weights=False)
+    vae, whole = adapted(copy.deepcopy(stock).cuda(), config, order)
+    z = latents(1, 4, 9, 6).cuda()
+    for _ in range(3):
+        agree(vae.decode(z).sample, whole.decode(z).sample, 1e-3)
+        assert held
+        held.clear()
+    assert reason_of_strips(vae) is None

@@ -20,7 +20,7 @@ from tests import video_unets
 from tests.coverage import families as coverage
 from tests.coverage import relatives
 from tests.kernels.samples import kernels
-from tests.patches.cases import agree, compiles_to_stocks_graph, gradients
+from tests.patches.cases import WHERE, agree, compiles_to_stocks_graph, gradients
 
 pytestmark = pytest.mark.fused_on_cpu
 NAMES = [pytest.param(name, id=name) for name in video_unets.UNETS]
@@ -270,30 +270,31 @@ def test_attention_over_frames(N):
 
 def draw_frames(pipe):
     size = {"num_frames": 5, "height": 8, "width": 8}
-    start = torch.Generator().manual_seed(0)
-    inputs = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
-    return pipe("a cat", **size, **inputs, generator=start).frames
+    # On a GPU the UNet runs eagerly in the first step, and as a CUDA graph in the others.
+    steps = 1 if pipe.device.type == "cpu" else 4
+    inputs = {"num_inference_steps": steps, "guidance_scale": 1.0, "output_type": "latent"}
+    return pipe("a cat", **size, **inputs, generator=torch.Generator().manual_seed(0)).frames
 
 
-@pytest.mark.parametrize("order", ["optimize enable disable", "enable optimize disable"])
-def test_animatediff_with_free_noise_and_split_inference(order, launches):
+@pytest.mark.parametrize("order", ["optimize enable disable restore", "enable optimize disable restore"])
+def test_animatediff_with_free_noise_and_split_inference(order, on_each_device, launches):
     """Split inference replaces layers by modules that split the tensors that are passed by keyword."""
-    stock = coverage.built(relatives.video, "AnimateDiff").obj
-    pipe = type(stock)(**{**stock.components, "unet": copy.deepcopy(stock.unet)})
+    stock = coverage.built(relatives.video, "AnimateDiff").obj.to(WHERE["device"])
+    pipe = type(stock)(**copy.deepcopy(stock.components))
     for each in (stock, pipe):
         each.set_progress_bar_config(disable=True)
+    is_cpu = WHERE["device"] == "cpu"
+    first, *_ = order.split()
     for step in order.split():
-        if step == "optimize":
-            sdfastgn.optimize(pipe, cuda_graphs=False)
+        if step in ("optimize", "restore"):
+            getattr(sdfastgn, step)(pipe)
         for each in (stock, pipe):
             if step == "enable":
                 each.enable_free_noise(context_length=4, context_stride=2)
                 each.enable_free_noise_split_inference(spatial_split_size=2, temporal_split_size=3)
             elif step == "disable":
                 each.disable_free_noise()
-        if step != order.split()[0]:
-            with kernels(direct=True):
-                agree(draw_frames(pipe), draw_frames(stock))
-            assert launches
-    sdfastgn.restore(pipe)
-    assert torch.equal(draw_frames(pipe), draw_frames(stock))
+        if step != first or not is_cpu:  # in the interpreter a video takes seconds
+            launches.clear()
+            agree(draw_frames(pipe), draw_frames(stock), 2e-5 if is_cpu else 1e-3)
+            assert bool(launches) == (step != "restore") or not is_cpu  # a graph launches nothing
