@@ -1,4 +1,13 @@
-"""The Triton kernel of ``checksums``. Op and launch: ``checksum/op.py``."""
+"""The Triton kernel of ``checksums`` and ``Checksums``. Ops and launch: ``checksum/op.py``.
+
+One launch serves many tensors, so it reads addresses and sizes from tables:
+
+- ``blocks``: int32 (programs, 2), for each program the index of its tensor, and the number of its block among
+  the blocks of this tensor that the launch reads;
+- ``tensors``: int64 (tensors, 3), for each tensor: its address, its size in words of 8 bytes, and its period:
+  a launch reads one block of each ``period`` blocks;
+- ``window``: one int64, which says which block of each ``period`` blocks is read.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +26,22 @@ def _mixed(x):
     return x ^ (x >> 31)
 
 
-@triton.jit(do_not_specialize=["words"])
-def checksum_kernel(x_ptr, sum_ptr, words, BLOCK: tl.constexpr):
-    """Adds the sum of ``_mixed(word + _mixed(index))`` over the words of x to ``sum``, modulo 2^64.
+@triton.jit
+def checksum_kernel(blocks_ptr, tensors_ptr, window_ptr, sums_ptr, BLOCK: tl.constexpr):
+    """Adds the sum of ``_mixed(word + _mixed(index))`` over the words of a block to its tensor's sum.
 
-    A program adds the sum of one block. ``x``: (words,) int64. ``sum``: one int64, 0 before the launch.
-    The order of the atomic additions does not matter, because the numbers are integers.
+    A program reads one block of BLOCK words. ``sums``: int64 (tensors,), 0 before the launch. Sums are modulo
+    2^64. The order of the atomic additions does not matter, because the numbers are integers.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < words
-    word = tl.load(x_ptr + at, mask=mask, other=0).to(tl.uint64)
+    program = tl.program_id(0)
+    tensor = tl.load(blocks_ptr + 2 * program)
+    row = tensors_ptr + 3 * tensor
+    # Triton does not know how an address from a table is aligned.
+    x = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int64)), 16)
+    period = tl.load(row + 2)
+    block = tl.load(blocks_ptr + 2 * program + 1) * period + tl.load(window_ptr) % period
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    mask = at < tl.load(row + 1)
+    word = tl.load(x + at, mask=mask, other=0).to(tl.uint64)
     mixed = _mixed(word + _mixed(at.to(tl.uint64))).to(tl.int64)
-    tl.atomic_add(sum_ptr, tl.sum(tl.where(mask, mixed, 0), 0), sem="relaxed")
+    tl.atomic_add(sums_ptr + tensor, tl.sum(tl.where(mask, mixed, 0), 0), sem="relaxed")

@@ -1,7 +1,10 @@
-"""Tells whether the content of tensors on a GPU has changed: ``checksums``.
+"""Tells whether the content of tensors has changed: ``checksums`` and ``Checksums``.
 
 A checksum depends on each bit of a tensor, and on the bit's place in the tensor. If the tensor changes, its
-checksum stays the same with a probability of 2^-64. The kernel reads each tensor once.
+checksum stays the same with a probability of 2^-64. One launch reads all tensors once.
+
+On a GPU the kernel of ``checksum/kernels.py`` runs. ``reference_checksums`` computes the same numbers in
+plain PyTorch.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import ceil_div
 
 # Number of words, of 8 bytes each, that a program of the kernel sums.
 BLOCK = 2048
+_WORD = 8
+# The kernel reads 16 bytes at once.
+_ALIGNMENT = 16
 _WARPS = 8
 
 
@@ -25,25 +32,135 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Computes a checksum of each tensor. Returns them as int64, (number of tensors,).
 
     Args:
-        tensors: at least one, all on the same GPU, of any dtype. Each has a multiple of 8 bytes, and fills
-            its memory without gaps. Its address is a multiple of 16. These conditions are not checked.
+        tensors: at least one, all on the same GPU, of any dtype, and without gaps in their memory.
 
     Grad: none.
 
     Raises:
         KernelError: the kernel cannot be compiled or loaded, or the GPU is too old.
     """
-    # Each sum is padded to 16 bytes: ``Launch`` is fast only for addresses that are multiples of 16.
-    sums = torch.zeros((len(tensors), 2), dtype=torch.int64, device=tensors[0].device)
-    with without_rehearsal():
-        for tensor, total in zip(tensors, sums, strict=True):
-            words = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.int64)
-            _launch(len(words), tensor.device).run(words, total)
-    return sums[:, 0]
+    return Checksums(tensors, [1] * len(tensors)).launch(tensors, 0)
+
+
+class Checksums:
+    """The checksums of the same tensors, to be computed several times.
+
+    The constructor reads addresses and shapes of all tensors, but keeps no reference to them. Each call gets
+    the same tensors again. Their values may have changed, but they must not have moved in memory.
+
+    Args:
+        tensors: as for ``checksums``, but also on a CPU.
+        periods: for each tensor the number of windows over which its blocks are spread. A call reads the
+            blocks of one window. A tensor with fewer blocks than windows has one window for each block, so
+            each call reads at least one block of each tensor.
+
+    Attributes:
+        windows: number of windows. All of them together read each tensor wholly.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], periods: Sequence[int]) -> None:
+        self._device = tensors[0].device
+        # Memory for the values of the tensors that the kernel cannot read, because their sizes are no
+        # multiple of a word, their addresses are not aligned, or their memory has gaps.
+        self._copies = {at: _padded(t) for at, t in enumerate(tensors) if not _is_readable(t)}
+        read = self._readable(tensors)
+        words = [tensor.numel() * tensor.element_size() // _WORD for tensor in read]
+        blocks = [ceil_div(count, BLOCK) for count in words]
+        self._periods = [max(1, min(pair)) for pair in zip(periods, blocks, strict=True)]
+        self.windows = max(self._periods)
+        rows = list(zip(map(Tensor.data_ptr, read), words, self._periods, strict=True))
+        counts = torch.tensor(list(map(ceil_div, blocks, self._periods)), device="cpu")
+        of = torch.repeat_interleave(torch.arange(len(rows), device="cpu"), counts)
+        number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
+        self._tensors = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._device)
+        self._blocks = torch.stack((of, number), 1).to(torch.int32).to(self._device)
+        # Each number is padded to 16 bytes: ``Launch`` is fast only for addresses that are multiples of 16.
+        self._windows = torch.arange(self.windows, device="cpu").view(-1, 1).repeat(1, 2).to(self._device)
+
+    @dispatch.retried
+    def of_window(self, tensors: Sequence[Tensor], window: int) -> Tensor:
+        """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,)."""
+        return (self.launch if dispatch.runs_in_triton(tensors[0]) else self.plain)(tensors, window)
+
+    def launch(self, tensors: Sequence[Tensor], window: int) -> Tensor:
+        """``of_window`` by the kernel.
+
+        Raises KernelError if the kernel cannot be compiled or loaded, or if the GPU is too old.
+        """
+        self._copy(tensors)
+        sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
+        if len(self._blocks):
+            with without_rehearsal():
+                _launch(len(self._blocks), self._device).run(
+                    self._blocks, self._tensors, self._windows[window], sums
+                )
+        return sums
+
+    def plain(self, tensors: Sequence[Tensor], window: int) -> Tensor:
+        """``of_window`` in plain PyTorch."""
+        self._copy(tensors)
+        return reference_checksums(self._readable(tensors), self._periods, window)
+
+    def _readable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._copies.get(at, tensor) for at, tensor in enumerate(tensors)]
+
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
+        for at, copy in self._copies.items():
+            flat = tensors[at].detach().reshape(-1)
+            copy.view(flat.dtype)[: len(flat)].copy_(flat)
+
+
+def reference_checksums(tensors: Sequence[Tensor], periods: Sequence[int], window: int) -> Tensor:
+    """Computes ``Checksums.of_window`` in plain PyTorch. Each tensor is a multiple of 8 bytes."""
+    device = tensors[0].device
+    chosen, index = [], []
+    for tensor, period in zip(tensors, periods, strict=True):
+        words = _words(tensor)
+        at = torch.arange(len(words), device=device)
+        at = at[at // BLOCK % period == window % period]
+        chosen.append(words[at])
+        index.append(at)
+    mixed = _mixed(torch.cat(chosen) + _mixed(torch.cat(index)))
+    which = torch.repeat_interleave(torch.tensor(list(map(len, index)), device=device))
+    return torch.zeros(len(index), dtype=torch.int64, device=device).index_add_(0, which, mixed)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """``_mixed`` of ``checksum/kernels.py``, of int64."""
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x shifted to the right by ``bits``, with zeros at the left."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.int64)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """True if the kernel can read ``tensor`` where it is."""
+    return (
+        tensor.numel() * tensor.element_size() % _WORD == 0
+        and tensor.data_ptr() % _ALIGNMENT == 0
+        and (
+            tensor.is_contiguous()
+            or torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # slower, for all layouts
+        )
+    )
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Zeros for the values of ``tensor``, whose size is a multiple of a word."""
+    size = ceil_div(tensor.numel() * tensor.element_size(), _WORD) * _WORD
+    return torch.zeros(size, dtype=torch.uint8, device=tensor.device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(words: int, device: torch.device) -> Launch:
+def _launch(programs: int, device: torch.device) -> Launch:
     from sdfastgn.kernels.checksum.kernels import checksum_kernel
 
-    return Launch(checksum_kernel, ceil_div(words, BLOCK), _WARPS, words=words, BLOCK=BLOCK)
+    return Launch(checksum_kernel, programs, _WARPS, BLOCK=BLOCK)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sdfastgn.kernels.checksum.op import BLOCK, checksums
+from sdfastgn.kernels.checksum.op import BLOCK, Checksums, checksums
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from tests.devices import DEVICES
 
@@ -72,3 +72,27 @@ def test_a_rehearsal_computes_checksums(device):
     found = []
     rehearse(lambda: found.append(checksums([x]).tolist()), x.device)
     assert found == [[expected(words_of(x))]]
+
+
+def tensors_of_any_size(device):
+    """Tensors of several blocks, of less than a block, at odd addresses, of odd sizes and with gaps."""
+    shapes = [(7 * 4 * BLOCK,), (2, 3 * 4 * BLOCK + 4), (33,), (0,), (5, 16)]
+    found = [random_bits(shape, torch.float16, device) for shape in shapes]
+    return [*found, found[0][1:], found[0][4 : 3 * BLOCK : 3], found[4].t(), found[0].view(torch.uint8)[3:]]
+
+
+def test_windows(device):
+    """Each call reads a part of each tensor, and all windows together read all of it."""
+    tensors = tensors_of_any_size(device)
+    sums = Checksums(tensors, [4] * len(tensors))
+    found = [sums.launch(tensors, window) for window in range(sums.windows)]
+    assert all(torch.equal(each, sums.plain(tensors, window)) for window, each in enumerate(found))
+    for number, tensor in enumerate(tensors):
+        flat = tensor.view(-1) if tensor.is_contiguous() else None
+        periods = min(4, -(-tensor.nbytes // (8 * BLOCK)))
+        for place in () if flat is None or not len(flat) else (0, len(flat) // 2, len(flat) - 1):
+            before = flat[place].clone()
+            flat.view(torch.uint8)[place * flat.element_size()] ^= 1
+            noticed = [bool(sums.launch(tensors, w)[number] != found[w][number]) for w in range(4)]
+            assert sum(noticed) in {1: (4,), 2: (2,), 3: (1, 2), 4: (1,)}[periods]
+            flat[place] = before
