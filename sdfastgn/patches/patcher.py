@@ -20,7 +20,6 @@ from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
 from sdfastgn.patches.core.left_alone import reason_to_leave
 from sdfastgn.patches.core.moves import unfollow
-from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.shared.packed_weights import unpack
@@ -317,12 +316,11 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, and its packed, folded,
+    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, and its packed,
     merged and FP8 weights.
     """
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)
-        batch_norm.forget(module)
         merged_adapters.leave(module)
         fp8.forget(module)

@@ -12,6 +12,7 @@ from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import wide_attention
+from sdfastgn.kernels.batch_norm.fold import Folded, fold_batch_norm
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.checksum.op import checksums
 from sdfastgn.kernels.common.launch import Launch
@@ -341,6 +342,9 @@ def _weights(shape, dtype):
         pair = Factors(weight.new_empty(rank, shape[1]), weight.new_empty(shape[0], rank), 1.0)
         add_low_rank([Sum(torch.empty_like(weight), weight, (pair,))])
     checksums([weight])
+    vector = weight.new_empty(shape[0])
+    for bias in (None, vector):
+        fold_batch_norm(Folded(weight, bias, vector, vector, vector, vector), 1e-5)
 
 
 KINDS = {

@@ -47,8 +47,8 @@ STREAMING = {
 }
 # Ends of shapes that have no wide loads: two positions a lane, and 30 channels.
 NARROW = ("x8x8", "x30x2x17x19")
-# Kernels that run too rarely for programmatic dependent launch.
-WITHOUT_PDL = {"add_low_rank_kernel", "checksum_kernel"}
+# Kernels that run too rarely for programmatic dependent launch, or with models that are too small for it.
+WITHOUT_PDL = {"add_low_rank_kernel", "checksum_kernel", "fold_kernel"}
 # What one kernel does beside its plain use.
 USES = {
     *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "blend", "add alone", "cat alone")),

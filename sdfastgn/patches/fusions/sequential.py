@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import ClassSwap, activation_of, foreign_override, restore_class
 from sdfastgn.patches.core.tested_sources import TestedSource
-from sdfastgn.patches.fusions.batch_norm import fold_into, foldable, folded_conv, forget, is_folded, unfold
+from sdfastgn.patches.fusions.batch_norm import fold_into, foldable, folded_conv, is_folded, unfold
 from sdfastgn.patches.fusions.group_norm import fused_activation, norm_act
 
 __all__ = ["FOLD_BATCH_NORM", "FUSION", "FusedSequential"]
@@ -46,14 +45,6 @@ class FusedSequential(nn.Sequential):
                 input = first(input)
                 i += 1
         return input
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A LoRA is wrapped around a child by such an assignment, and unwrapped by another. ``fuse_lora``
-        # may have written into the child meanwhile, through ``.data``, which PyTorch does not count.
-        child = self._modules.get(name)
-        if child is not None:
-            forget(child)
-        super().__setattr__(name, value)
 
 
 def _has_pair(module: nn.Module) -> bool:
