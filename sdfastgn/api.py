@@ -108,16 +108,13 @@ def optimize(
             kernels for small images.
         fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
             ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode, in calls
-            without gradients, autocast and CUDA graphs. Parameters stay as they are. The folded weights take
-            additional memory. They are computed again if a parameter is replaced or written in place. A
-            write through ``.data`` is not noticed: after it, call ``restore`` and ``optimize`` again.
+            without gradients and autocast. Parameters stay as they are. Each call folds their present values.
         merge_adapters: True runs layers with LoRA adapters as plain layers with merged weights, in calls
             without gradients. Some kinds of adapters cannot be merged (docs/lora.md). The merged weights are
             a copy: the parameters of layers and adapters stay as they are. The copy is as large as the
             weights of the layers that have adapters. If there is no memory for it, these layers run as in
-            stock. The next call notices a change of adapters or scales, merges again, and keeps its graphs.
-            A write through ``.data`` of a tensor from ``parameters()`` is not noticed. False runs these
-            calls of layers with adapters as in stock.
+            stock. The next call notices a change of adapters, scales or weights, merges again, and keeps its
+            graphs. False runs these calls of layers with adapters as in stock.
         exact_tiling: matters after ``pipe.vae.enable_tiling()`` for the VAEs of Stable Diffusion and Flux, if
             the latents are larger than a tile. True computes the same image as the decoder without tiles,
             except for rounding. Memory stays bounded, and large images take more work than in stock's tiles.
@@ -132,9 +129,8 @@ def optimize(
             the scales grow (docs/fp8.md). Calls with gradients run in the model's dtype. Two kinds of
             products stay in it too: those whose error in E4M3 is large or whose inputs keep growing, and
             those of layers with LoRA adapters that are not merged. The copy of the weights in E4M3 takes half
-            as much memory as these weights. A weight that is written in place is quantized again, except
-            after a write through ``.data``. A deepcopy and an unpickled model run without FP8 until
-            ``optimize`` is called for them.
+            as much memory as these weights. A weight that is written in place is quantized again. A
+            deepcopy and an unpickled model run without FP8 until ``optimize`` is called for them.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.

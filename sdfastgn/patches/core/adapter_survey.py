@@ -21,6 +21,7 @@ from sdfastgn.patches.core.adapter_sources import (
     is_class_of_scales,
     source_of,
 )
+from sdfastgn.patches.core.contents import Contents
 from sdfastgn.patches.core.merged_adapters import PEFT, adopt, runs_merged, unfuse
 from sdfastgn.patches.core.merged_weights import read_on, records, write_prepared
 from sdfastgn.patches.core.prepared_adapters import PreparedLayer
@@ -36,7 +37,8 @@ class Survey:
     ``refresh`` compares everything from which the merged weights are computed. If a graph waited for this,
     the GPU would be idle for up to a millisecond in each call. So each call compares in two parts.
     ``has_same_settings`` runs before the graph is started. It is quick, and notices what users usually
-    change. ``has_same_tensors`` compares the rest while the GPU runs the graph.
+    change. ``has_same_tensors`` compares the rest while the GPU runs the graph. Beside the graph the GPU also
+    compares the contents of all tensors, because PyTorch does not count all writes: ``has_same_contents``.
 
     The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merged_adapters.py``).
     With ``merges=False`` no layer counts as merged: the model runs stock's code.
@@ -66,6 +68,8 @@ class Survey:
         self._names: list[list[str]] | None = None
         self._sums: LowRankSums | None = None
         self._places: list[int] = []
+        self._contents: Contents | None = None
+        self._compared: list[Tensor] = []  # the tensors of ``_contents``
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -99,24 +103,48 @@ class Survey:
         """True if the adapters that are active, their scales and ``factor`` are as in the last refresh.
 
         Also records that the current stream is about to read the merged weights. The next write waits for it.
+        ``has_same_contents`` will compare what the current stream has written so far.
         """
         if not self.layers:
             return True
         for device in self._devices:
             read_on(device)
+        if self._contents is not None:
+            self._contents.begin()
         try:
             return factor == self._factor and self._settings_now() == self._settings
         except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
 
     def has_same_tensors(self) -> bool:
-        """True if all weights, and all layers of the adapters, are as in the last refresh."""
+        """True if all weights, and all layers of the adapters, are as in the last refresh.
+
+        Then the GPU begins to compare their contents. Call ``has_same_contents`` afterwards.
+        """
         if not self.layers:
             return True
         try:
-            return self._has_same_objects()
+            is_same = self._has_same_objects()
         except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
+        if is_same and self._contents is not None:
+            self._contents.look(self._compared)
+        return is_same
+
+    def has_same_contents(self) -> bool:
+        """True if the contents of all tensors are as in the last refresh. Else merged weights are outdated.
+
+        Waits until the work before the last ``has_same_settings`` is done, but not for later work.
+        """
+        if self._contents is None or self._contents.looked_same():
+            return True
+        self._touch()
+        return False
+
+    def _touch(self) -> None:
+        """Mark all merged weights as outdated."""
+        for record in self._records:
+            record.touch()
 
     def _has_same_objects(self) -> bool:
         return (
@@ -124,6 +152,29 @@ class Survey:
             and not any(map(is_expired, self._storage_ids))
             and self._objects_now() == self._objects
         )
+
+    def _has_same_values(self) -> bool:
+        """``_has_same_objects``, and all contents are the same. Waits for the GPU."""
+        return (
+            self._has_same_objects()
+            and self._contents is not None
+            and self._contents.are_same(self._compared)
+        )
+
+    def _note(self) -> None:
+        """If the contents of tensors are new, note them, and mark all merged weights as outdated."""
+        # Adapters that are not active may be in main memory (``set_lora_device``).
+        self._compared = [tensor for tensor in self._tensors if tensor.device in self._devices]
+        has_contents = self._contents is not None and self._contents.are_of(self._compared)
+        if has_contents and self._contents.are_same(self._compared):  # type: ignore[union-attr]
+            return
+        self._touch()
+        self._settings[0] = self._touches()
+        if has_contents:
+            self._contents.note(self._compared)  # type: ignore[union-attr]
+        else:
+            own = {id(t) for part in self._parameters[: len(self.layers)] for t in part.values()}
+            self._contents = Contents(self._compared, [id(tensor) not in own for tensor in self._compared])
 
     def _is_in_place(self) -> bool:
         """True if no memory of the tensors that merged weights are computed from was freed or replaced."""
@@ -136,7 +187,7 @@ class Survey:
     def _refresh(self, factor: float, compares_later: bool) -> bool:
         for device in self._devices:
             read_on(device)
-        if self._is_in_place() if compares_later else self._has_same_objects():
+        if self._is_in_place() if compares_later else self._has_same_values():
             settings = self._settings_now()
             if settings == self._settings and factor == self._factor:
                 return True
@@ -149,6 +200,7 @@ class Survey:
         self._factor = self._names = self._sums = None
         if not self._find():
             return False
+        self._note()
         count = self._write(factor)
         if count is None:
             self.reason = "another thread has changed its adapters"

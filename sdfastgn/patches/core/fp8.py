@@ -5,8 +5,9 @@ product of a module, and describes products for the report. It also follows what
 
 - If ``.to()`` or a similar method moves a weight, the weight's copy in E4M3 is freed (``_Moves``). The copy
   is made again once the weight is on the GPU again.
-- ``fuse_lora`` writes through ``.data``, which is not noticed at once. A later ``unload_lora_weights`` puts
-  the layer back into the model. This is noticed, and the weight is quantized again (``_put_into``).
+- ``fuse_lora`` writes through ``.data``. A later ``unload_lora_weights`` puts the layer back into the model.
+  This is noticed, and the weight is quantized again (``_put_into``). Other writes that PyTorch does not count
+  are noticed by the weights' contents (``contents.py``).
 - A layer with LoRA adapters runs in E4M3 if the adapters are merged (``merged_adapters.py``), with the merged
   weights; else in the model's dtype.
 - If hooks move the weights in each call (``Products.offloading``), all copies of the model are freed, and its
@@ -37,16 +38,19 @@ __all__ = [
     "Fp8",
     "Kept",
     "allow",
+    "compare",
     "device_reason",
     "forget",
     "forget_all",
     "generation",
     "give_back",
     "has_kept",
+    "has_same_contents",
     "is_allowed",
     "is_outdated",
     "kept_in",
     "may_run_in",
+    "note_replay",
     "product_of",
     "reason_now",
     "refresh",
@@ -307,6 +311,26 @@ def generation(model: nn.Module) -> int:
     """
     own = _models.get(model)
     return 0 if own is None else own.replaced
+
+
+def compare(model: nn.Module) -> None:
+    """Compare the contents of the weights of ``model``. If they changed, ``is_outdated`` is True."""
+    own = _models.get(model)
+    if own is not None:
+        own.compare()
+
+
+def note_replay(model: nn.Module) -> None:
+    """Call this before a graph of ``model`` starts, and ``has_same_contents`` after that."""
+    own = _models.get(model)
+    if own is not None:
+        own.note_replay()
+
+
+def has_same_contents(model: nn.Module) -> bool:
+    """True if the graph has read copies in E4M3 of the weights' present contents."""
+    own = _models.get(model)
+    return own is None or own.has_same_contents()
 
 
 def is_outdated(model: nn.Module) -> bool:

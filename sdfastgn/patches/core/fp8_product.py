@@ -25,8 +25,9 @@ of the model change, for instance because of other adapters, inputs may be small
 products run in E4M3 again, and a scale that has grown very much (``MOST_KEPT``) becomes the first one.
 
 The model's parameters are never changed. If a weight is written to or replaced, it is quantized again, into
-the same memory: by the next call without a graph, or before the next graph. A write through ``.data`` is not
-noticed.
+the same memory: by the next call without a graph, or before the next graph. PyTorch does not count all
+writes. So the contents of all weights are compared too, when a call without a graph begins, and while a graph
+runs (``contents.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from sdfastgn.kernels.common.e4m3 import AMAX, BEYOND, E4M3, INVERSE, LARGEST, S
 from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
 from sdfastgn.patches.core.class_forward import accelerate_hooks
-from sdfastgn.patches.core.merged_weights import wait_for, written_now
+from sdfastgn.patches.core.contents import Calls, Contents
+from sdfastgn.patches.core.merged_weights import is_merged_weight, wait_for, written_now
 
 __all__ = ["Product", "ProductCall", "Products", "linear", "written"]
 
@@ -103,7 +105,10 @@ class Products:
         self.quantizers = torch.empty(0, 4)
         self._is_stale = False  # True if ``quantizers`` must be written
         self._is_counted = False  # True if the products know the counts in ``quantizers``
+        self._began = Calls()
+        self._contents: Contents | None = None
         self._weights: list[Tensor] | None = None
+        self._compared: list[Tensor] | None = None  # ``_sources``, once they are known
         self._versions: list[int] = []
 
     def begin(self, products: list[Product]) -> None:
@@ -114,6 +119,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), 4, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
+                product.touch()  # this object does not know of which contents a former copy was made
 
     def offloading(self) -> str:
         """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
@@ -143,13 +149,74 @@ class Products:
         ``is_replaced``: True if older graphs must not run again.
         """
         self._versions = []
-        self._weights = None  # a product may have other weights now
+        self._weights = self._compared = None  # a product may have other weights now
         if is_replaced:
             self.replaced += 1
 
     def scales_changed(self) -> None:
         """Products call this when their scale has changed. The next graph must read it."""
         self._is_stale = True
+
+    def enter(self, product: Product) -> None:
+        """Call this before ``product`` runs. If a call of the model begins with it, compare contents."""
+        if self._began.begins(product) and not _is_capturing():
+            self.compare()
+
+    def compare(self) -> None:
+        """If other code has written into weights, their copies are outdated from now on."""
+        if self._contents is not None and not self._contents.are_same(self._compared_now()):
+            self._touch()
+
+    def note(self, product: Product, weights: Sequence[Tensor]) -> None:
+        """Call this before a copy of ``weights`` is made for ``product``.
+
+        If the contents of the weights are unknown, take the present ones, and all other copies are outdated.
+        """
+        sources = self._sources(product, weights)
+        if sources and (self._contents is None or not self._contents.are_of(sources)):
+            for other in self.products:
+                if other is not product:
+                    other.touch()
+            self._contents = Contents(sources, [False] * len(sources))
+
+    def note_replay(self) -> None:
+        """Call this before a graph starts in the current stream, and ``has_same_contents`` after that."""
+        if self._contents is not None:
+            self._contents.begin()
+
+    def has_same_contents(self) -> bool:
+        """True if the graph has read copies of the weights' present contents. Does not wait for its end."""
+        if self._contents is None:
+            return True
+        sources = self._compared_now()
+        if self._contents.are_of(sources):
+            self._contents.look(sources)
+            if self._contents.looked_same():
+                return True
+        self._touch()
+        return False
+
+    def _touch(self) -> None:
+        self._contents = None
+        for product in self.products:
+            product.touch()
+
+    def _compared_now(self) -> list[Tensor]:
+        if self._compared is None:
+            self._compared = self._sources()
+        return self._compared
+
+    def _sources(self, product: Product | None = None, weights: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The weights of which other code may have changed the contents, as far as they are on the GPU.
+
+        ``weights``: those of ``product``, if it has not stored them yet.
+        """
+        return [
+            weight
+            for each in self.products
+            for weight in (weights if each is product else each.living())
+            if weight.device == each.device and not is_merged_weight(weight)
+        ]
 
     def is_outdated(self) -> bool:
         # This runs before each replay. Graphs notice by themselves when weights move.
@@ -220,6 +287,7 @@ class Product:
         error: the relative error in E4M3 against fp32; NaN before it is known.
         dtype: the dtype of the weights, and of results.
         weights: weak references to the weights. The product must not keep its layers alive.
+        device: the device of its copy in E4M3.
         model: weak reference to the ``Products`` of the product.
     """
 
@@ -231,7 +299,7 @@ class Product:
         self.weights = tuple(map(weakref.ref, weights))
         first = weights[0]
         self._shape = sum(map(len, weights)), first.shape[1]
-        self.dtype, self._device = first.dtype, first.device
+        self.dtype, self.device = first.dtype, first.device
         with torch.inference_mode(False):
             self.quantizer = torch.zeros(4, dtype=torch.float32, device=first.device)
         self._of_graphs = self.quantizer
@@ -265,12 +333,14 @@ class Product:
         Their dtype, device and number of columns must be as before, and so must the sum of their rows.
         """
         return sum(map(len, weights)) == self._shape[0] and all(
-            (w.dtype, w.device, w.shape[1]) == (self.dtype, self._device, self._shape[1]) for w in weights
+            (w.dtype, w.device, w.shape[1]) == (self.dtype, self.device, self._shape[1]) for w in weights
         )
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
         """True if this is the product of ``weights``. It is brought up to date first."""
-        known = self.weights
+        known, model = self.weights, self.model()
+        if model is not None:
+            model.enter(self)
         is_known = len(known) == len(weights) and all(r() is w for r, w in zip(known, weights, strict=True))
         if is_known and self._state == _state(weights):
             return True
@@ -347,10 +417,13 @@ class Product:
 
     def _write(self, weights: Sequence[Tensor]) -> None:
         """Write the weights into the copy in E4M3, which is allocated if it does not exist."""
+        model = self.model()
+        if model is not None:
+            model.note(self, weights)
         with torch.inference_mode(False), torch.no_grad():
             if not self.nbytes:
-                self._scale = torch.empty(1, dtype=torch.float32, device=self._device)
-                self._e4m3 = torch.empty(self._shape, dtype=E4M3, device=self._device)
+                self._scale = torch.empty(1, dtype=torch.float32, device=self.device)
+                self._e4m3 = torch.empty(self._shape, dtype=E4M3, device=self.device)
             largest = torch.stack([_largest(weight) for weight in weights]).amax()
             self._scale.copy_((largest / LARGEST).clamp(min=_LEAST))
             start = 0
@@ -358,7 +431,7 @@ class Product:
                 scaled = (weight.float() / self._scale).clamp(-LARGEST, LARGEST)
                 self._e4m3[start : start + len(weight)].copy_(scaled.to(E4M3))
                 start += len(weight)
-        self._written = written_now(self._device)
+        self._written = written_now(self.device)
 
     def quantizer_now(self) -> Tensor | None:
         """The quantizer for one call; None if the product needs the model's dtype."""
@@ -368,7 +441,7 @@ class Product:
         if not self.is_on or (self.is_due and not is_capturing and rehearsal.get() is None):
             return None
         if is_capturing:
-            return self._of_graphs if self._of_graphs.device == self._device else None
+            return self._of_graphs if self._of_graphs.device == self.device else None
         self.wait()
         return self.quantizer.clone()
 
@@ -380,7 +453,7 @@ class Product:
 
     def wait(self) -> None:
         """Make the current stream wait until the weights in E4M3 are written."""
-        wait_for(self._written, self._device)
+        wait_for(self._written, self.device)
 
     def saturated(self, count: int) -> None:
         """Record ``count`` values beyond the range. The product learns again as soon as it gets its input."""
@@ -419,7 +492,7 @@ class Product:
                 quantizer = self._quantizers[1].clone()
             quantizer[SCALE] *= growth
             quantizer[INVERSE] /= growth
-            self._written = written_now(self._device)
+            self._written = written_now(self.device)
             self._quantizers[growth] = quantizer
         self.growth, self.quantizer = growth, self._quantizers[growth]
         model = self.model()

@@ -7,20 +7,18 @@ runs it. The model's parameters are never changed.
 
 ``adopt`` gives a wrapper its stand-in, and a class of ``peft_layers.py``. Each call checks whether the merged
 weight is up to date. It compares the active adapters, their scales, and the identity, address and version of
-each tensor with their values when the weight was computed. If anything differs, the merged weight is computed
-again into the same memory. So a CUDA graph that reads this memory stays valid.
+each tensor with their values when the weight was computed. PyTorch does not count all writes in the version,
+so the contents of the tensors are compared too (``contents.py``). If anything differs, the merged weight is
+computed again into the same memory. So a CUDA graph that reads this memory stays valid.
 
-- Calls without graphs compare layer by layer (``merged_layer``).
+- Calls without graphs compare layer by layer (``merged_layer``). At the first layer of each call of the
+  model, the contents of all layers are compared (``_group_of``).
 - When a graph is replayed, a ``Survey`` (``adapter_survey.py``) compares all layers of a model at once, in
   loops that run in C. If the replay has read old weights, it is repeated.
 
 With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
 where no kernels run, if merging is forbidden (``allow``) or memory is too short for it, and for every layer
 for which ``source_of`` returns a reason, such as other code's hooks, dropout or DoRA.
-
-One change is not noticed: a write through ``.data`` into a tensor that came from ``model.parameters()``, or
-in code that torch.compile compiles. PyTorch does not count such a write, and the wrapper does not see that
-its tensor was read (``may_change``).
 """
 
 from __future__ import annotations
@@ -37,8 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.adapter_sources import Source, active_adapters, source_of
+from sdfastgn.patches.core.adapter_sources import Source, active_adapters, source_of, state_of
 from sdfastgn.patches.core.class_forward import change_class
+from sdfastgn.patches.core.contents import Calls, Contents
 from sdfastgn.patches.core.fusion import restore_class
 from sdfastgn.patches.core.merged_weights import Record, changing, forget, only_reads, records, write
 
@@ -46,9 +45,8 @@ from sdfastgn.patches.core.merged_weights import Record, changing, forget, only_
 PEFT = "peft.tuners.lora.layer"
 _NO_MEMORY = "there was no memory for merged weights"
 
-# Wrapper -> all wrappers of the same model. If the merged weights of several wrappers are outdated, one
-# launch computes all of them.
-_siblings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+# Wrapper -> all wrappers of the same model.
+_siblings: weakref.WeakKeyDictionary[nn.Module, _Siblings] = weakref.WeakKeyDictionary()
 # All modules of the models for which ``allow`` has forbidden merged weights.
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Wrappers that get no merged weights, because memory was too short. They run peft's code.
@@ -78,6 +76,64 @@ class Merged:
     layers: int
     bytes: int
     adapters: tuple[str, ...]
+
+
+class _Siblings:
+    """The wrappers of one model. If merged weights of several are outdated, one launch computes all of them.
+
+    Attributes:
+        layers: the wrappers.
+        calls: tells when a new call of the model begins.
+        batches: records that were written together, with the contents of their sources before this.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.layers = weakref.WeakSet(layers)
+        self.calls = Calls()
+        self.batches: list[tuple[Contents, list[Record]]] = []
+
+    def compare(self) -> None:
+        """Compare the contents of all sources. Merged weights of other contents are outdated from now on.
+
+        Weights whose contents are not known here are outdated too: only a ``Survey`` has written them.
+        """
+        batches, self.batches = self.batches, []
+        for contents, written in batches:
+            if contents.are_same([tensor for record in written for tensor in record.tensors]):
+                self.batches.append((contents, written))
+        covered = {id(record) for _, written in self.batches for record in written}
+        for record in filter(None, map(records.get, self.layers)):
+            if id(record) not in covered:
+                record.touch()
+
+    def write(self, found: list[tuple[nn.Module, Source]]) -> list[Record]:
+        """Compute the merged weights of the wrappers in ``found``. Returns their records."""
+        changed = [pair for pair in found if _has_other_sources(*pair)]  # in the others only scales changed
+        contents = _contents_of([source for _, source in changed]) if changed else None
+        made = write(found)
+        if contents is not None:
+            written = [records[layer] for layer, _ in changed]
+            new = set(map(id, written))
+            self.batches = [each for each in self.batches if not new.issuperset(map(id, each[1]))]
+            self.batches.append((contents, written))
+        return made
+
+
+def _has_other_sources(layer: nn.Module, source: Source) -> bool:
+    """True if the merged weight of ``layer`` was not computed from the tensors of ``source``."""
+    record = records.get(layer)
+    return record is None or record.key is None or record.key[:-1] != state_of(source.tensors)
+
+
+def _contents_of(sources: Iterable[Source]) -> Contents:
+    """The present contents of ``sources``: matrices of adapters are read wholly at each comparison."""
+    tensors, whole = [], []
+    for source in sources:
+        of_layer = (source.weight, source.bias)
+        for tensor in source.tensors:
+            tensors.append(tensor)
+            whole.append(all(tensor is not own for own in of_layer))
+    return Contents(tensors, whole)
 
 
 # ---- which layers
@@ -201,36 +257,53 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     factor = _factor.get()
     source = source.scaled(factor)
+    group = None if is_frozen else _group_of(layer, source.weight)
     if record is not None and record.is_of(source) and record.fits(source):
         if not is_frozen:
             record.wait()
         return record.layer
-    if is_frozen:
+    if group is None:
         raise RuntimeError("an adapter changed during the call")
-    if source.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(source.weight):
         # Other code captures this call. Its graph would compute the merged weights again at each replay.
         return None
     try:
-        record, *_ = write([(layer, source), *_outdated_siblings(layer, factor)])
+        record, *_ = group.write([(layer, source), *_outdated_siblings(group, layer, factor)])
     except torch.OutOfMemoryError:
         _short.add(layer)
         forget(layer)
         return None
+    record.wait()  # the next write, perhaps in another stream, waits for this one
     return record.layer
 
 
-def _outdated_siblings(layer: nn.Module, factor: float) -> list[tuple[nn.Module, Source]]:
-    """Other wrappers of the same model whose merged weights are outdated, with their sources.
+def _is_capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
+    """The wrappers of the model of ``layer``, whose contents were compared in this call of the model."""
+    group = _siblings.get(layer)
+    if group is None:  # ``layer`` is in a copy of the model that was adopted
+        group = _siblings[layer] = _Siblings([layer])
+    if group.calls.begins(layer) and not _is_capturing(weight):
+        group.compare()
+    return group
+
+
+def _outdated_siblings(group: _Siblings, layer: nn.Module, factor: float) -> list[tuple[nn.Module, Source]]:
+    """Other wrappers than ``layer`` in ``group`` whose merged weights are outdated, with their sources.
 
     The caller computes all of them in one launch.
     """
     found = []
-    for other in _siblings.get(layer, ()):
-        record = records.get(other)
-        source = None if record is None or other is layer else source_of(other)
-        if isinstance(source, Source):
+    for other in group.layers:
+        if other is layer or type(other) not in _classes or other in _off or other in _short:
+            continue
+        source, record = source_of(other), records.get(other)
+        if isinstance(source, Source) and runs_merged(source.weight):
             scaled = source.scaled(factor)
-            if record is not None and record.fits(scaled) and not record.is_of(scaled):
+            if record is None or (record.fits(scaled) and not record.is_of(scaled)):
                 found.append((other, scaled))
     return found
 
@@ -280,7 +353,7 @@ def adopt(root: nn.Module) -> list[nn.Module]:
             if hasattr(module, "pack_merged"):
                 module.pack_merged()  # type: ignore[operator]
         if missing:
-            group = weakref.WeakSet(layers)
+            group = _Siblings(layers)
             for layer in layers:
                 _siblings[layer] = group
     return layers

@@ -31,6 +31,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
 # are neither copied nor pickled.
 records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+# id -> weight or bias of a stand-in, for all that exist.
+_merged: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 # True while code runs that gets weights from wrappers but writes into none: some code of peft, and the
 # forward of a model that is captured. Then ``may_change`` does nothing, and merged weights stay valid.
 only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
@@ -46,6 +48,7 @@ class Record:
 
     Attributes:
         layer: the stand-in: a plain layer that has the merged weights and runs instead of the wrapper.
+        tensors: the tensors from which the weights were computed. Empty if there are no weights.
         key: the ``Source.key`` of the tensors from which the weights were computed. None if the weights are
             outdated.
         touches: a number that grows with each event after which a ``Survey`` (``adapter_survey.py``) must
@@ -58,7 +61,7 @@ class Record:
         self.device = source.weight.device
         self.key: tuple[Any, ...] | None = None
         self.touches = 0
-        self._tensors: Sequence[Tensor] = ()
+        self.tensors: Sequence[Tensor] = ()
         self._storages: Sequence[StorageWeakRef] = ()
         self._places: tuple[Any, ...] = ()
         self._written: tuple[int, torch.cuda.Event | None] = (0, None)
@@ -104,7 +107,7 @@ class Record:
         key = source.key(tensors)
         if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
             self._places = key[:2]
-            self._tensors = tensors  # keeps the tensors alive, so that no other tensor gets their ids
+            self.tensors = tensors  # keeps the tensors alive, so that no other tensor gets their ids
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._written = written
         self.key = key
@@ -122,7 +125,7 @@ class Record:
             written: the same as for ``note``.
         """
         self._places, self._written = key[:2], written
-        self._tensors, self._storages = kept
+        self.tensors, self._storages = kept
         self.key = key
 
     def touch(self) -> None:
@@ -152,6 +155,7 @@ class Record:
         reads them notices the change.
         """
         self.touch()
+        self.tensors = ()
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)
 
@@ -179,7 +183,13 @@ def _stand_in(source: Source) -> Any:
             "weight": nn.Parameter(place, requires_grad=False),
             "bias": None if bias is None else nn.Parameter(bias, requires_grad=False),
         }
+    _merged.update((id(parameter), parameter) for parameter in layer.parameters())
     return layer
+
+
+def is_merged_weight(tensor: Tensor) -> bool:
+    """True if ``tensor`` is a stand-in's weight or bias. Only this file writes into it, and counts this."""
+    return _merged.get(id(tensor)) is tensor
 
 
 def bias_or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:

@@ -121,11 +121,18 @@ class _Current(NamedTuple):
             is_merged = self.survey.refresh(self.scale.factor, compares_later)
             return is_merged and (watch is None or watch.factors.refresh())
 
-    def refresh_fp8(self) -> None:
-        """Bring the FP8 weights and scales of the module up to date, for its graphs."""
+    def refresh_fp8(self, *, compares_later: bool = False) -> None:
+        """Bring the FP8 weights and scales of the module up to date, for its graphs.
+
+        ``compares_later``: True if the caller calls ``fp8.has_same_contents`` before it uses a result.
+        """
+        if not compares_later:
+            fp8.compare(self.module)
         if fp8.is_outdated(self.module):
             with self.backend.ordered():
                 fp8.refresh(self.module)
+        if compares_later:
+            fp8.note_replay(self.module)
 
 
 class GraphedForward(InstanceEntry):
@@ -465,10 +472,12 @@ class GraphedForward(InstanceEntry):
         is_current = survey.has_same_settings(current.scale.factor) and watch.factors.are_written()
         if not (is_current or current.refresh(watch, compares_later=True)):
             return None
-        current.refresh_fp8()
+        current.refresh_fp8(compares_later=True)
         output = graph.run(current.call, current.backend)
         self._check_code()
-        return output if survey.has_same_tensors() and watch.unchanged(current.module) else None
+        is_same = survey.has_same_tensors() and watch.unchanged(current.module)
+        is_same = is_same and survey.has_same_contents() and fp8.has_same_contents(current.module)
+        return output if is_same else None
 
     def _replay_or_capture(self, current: _Current) -> Any:
         """Run the graph of the call and return its result. If it has no graph yet, capture it first.

@@ -46,6 +46,7 @@ class Flags(Survey):
         self.layers = []
         self.takes_scale = False
         self._records = []
+        self._contents = None
         modules = list(root.modules())
         self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         self._flags = list(map(_requires_grad_of, self._parameters))

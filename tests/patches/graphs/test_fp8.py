@@ -34,6 +34,13 @@ def write(unet):
             weight.mul_(-2)
 
 
+def write_unseen(unet):
+    """PyTorch does not count these writes."""
+    for name, weight in unet.named_parameters():
+        if name.endswith(("attn1.to_v.weight", "ff.net.2.weight", "ff.net.2.base_layer.weight")):
+            weight.data.mul_(-2)
+
+
 def scaled(unet):
     set_weights_and_activate_adapters(unet, ["a"], [-2.0])
 
@@ -118,7 +125,10 @@ def learned(monkeypatch):
 
 @pytest.mark.parametrize(
     ("prepare", "change"),
-    [(none, write), (two, write), (two, scaled), (two, switched), (two, write_adapter)],
+    [
+        *((prepare, change) for prepare in (none, two) for change in (write, write_unseen)),
+        *((two, scaled), (two, switched), (two, write_adapter)),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_a_replay_reads_new_weights(prepare, change, learned):

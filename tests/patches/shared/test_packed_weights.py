@@ -23,6 +23,7 @@ from tests.patches.shared.packing_cases import (
     is_packed,
     linears,
 )
+from tests.patches.writers import WRITERS
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -92,6 +93,19 @@ STILL_PACKED = [
     lora_and_back,
     projections_fused_and_back,
 ]
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_what_any_code_writes_into_the_weights_is_seen(writer):
+    model = attention()
+    stock = copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    before = call(model)
+    for each in (model, stock):
+        writer([linear.weight for linear in linears(each)])
+    assert is_packed(model)
+    check(model, stock)
+    assert not torch.allclose(before, call(model), atol=1e-3)
 
 
 @pytest.mark.parametrize("change", STILL_PACKED, ids=lambda f: f.__name__)
