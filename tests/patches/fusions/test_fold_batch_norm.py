@@ -252,6 +252,24 @@ def test_a_write_by_any_code_is_seen(writer):
         assert (before - ours(X)).norm() > 0.004 * before.norm()
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_graph_folds_the_present_numbers():
+    ours, stock = (each.cuda() for each in folded())
+    x, stream = X.cuda(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        ours(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = ours(x)
+    for each in (ours, stock):
+        each[0][0].weight.data.mul_(-2)
+        each[0][1].running_mean.data.add_(1)
+    graph.replay()
+    torch.testing.assert_close(y, stock(x), atol=1e-4, rtol=1e-4)
+
+
 def test_in_training_and_under_hooks_and_gradients_stock_runs():
     ours, stock = folded()
     ours.train(), stock.train()
