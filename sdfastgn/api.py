@@ -20,6 +20,7 @@ from torch import nn
 
 from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import prepare
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import fp8_option, patcher
@@ -349,6 +350,7 @@ def report(obj: Any) -> Report:
             for name, model in models.items()
             if is_offloaded_whole(model) and is_followed(model)
         ),
+        without_kernels=dispatch.ops_without_kernels(),
     )
 
 

@@ -6,7 +6,7 @@ import html
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Report:
     graphs of other models in the process. ``merged``: the models with layers whose LoRA adapters are merged
     into weights. ``fp8``: the models with matrix products in FP8. ``offloaded``: names of the models that
     are offloaded by ``enable_model_cpu_offload``, and whose large weights sdfastgn moves faster.
+    ``without_kernels``: the process's operations that run in plain PyTorch, because Triton could not compile
+    their kernels -> why.
     """
 
     entries: tuple[Entry, ...]
@@ -85,6 +87,7 @@ class Report:
     merged: tuple[Merged, ...] = ()
     fp8: tuple[Fp8, ...] = ()
     offloaded: tuple[str, ...] = ()
+    without_kernels: dict[str, str] = field(default_factory=dict)
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -194,6 +197,8 @@ class Report:
         found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
+        for op, reason in self.without_kernels.items():
+            found.append((f"runs in plain PyTorch: {op}", [reason]))
         for status, entries in ((self._fused_where(), self.fused), ("would be fused", self.fusable)):
             counts = Counter(entry.component for entry in entries)
             if counts:

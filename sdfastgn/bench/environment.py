@@ -80,9 +80,11 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def check_kernels_ran(device: torch.device) -> None:
-    """Raise RuntimeError if sdfastgn's kernels are off on a GPU, so that plain PyTorch was timed."""
+    """Raise RuntimeError if kernels of sdfastgn are off on a GPU, so that plain PyTorch was timed."""
     if device.type == "cuda" and dispatch.why_off is not None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
+    for op, reason in dispatch.ops_without_kernels().items() if device.type == "cuda" else ():
+        raise RuntimeError(f"plain PyTorch ran for {op}: {reason}")
 
 
 def kernels_reason(device: torch.device) -> str | None:
@@ -98,7 +100,7 @@ def kernels_reason(device: torch.device) -> str | None:
             sdfastgn.group_norm(torch.ones(1, 32, 4, 4, device=device), 32)
     except Exception as error:  # another process may use all memory of the GPU, for instance
         return one_line(error)
-    return dispatch.why_off
+    return dispatch.why_off or next(iter(dispatch.ops_off.values()), None)
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:

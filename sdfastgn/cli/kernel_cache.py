@@ -80,6 +80,8 @@ def run(
     if dispatch.why_off is not None:
         print(f"{program()}: {dispatch.why_off}", file=sys.stderr)
         return 1
+    for op, reason in dispatch.ops_without_kernels().items():
+        print(f"{program()}: {op}: {reason}", file=sys.stderr)
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     print(
         f"{counted(count, 'kernel')}, {len(_code(cache) - before)} of them compiled now, in {seconds:.1f} s"
@@ -89,7 +91,7 @@ def run(
         with writing(export):
             written = kernel_archive.export(export, torch.device(device))
         print(f"{export}: {counted(written, 'kernel')}, {export.stat().st_size / 2**20:.1f} MiB")
-    return 0
+    return 1 if dispatch.ops_off else 0
 
 
 def add_archive(path: Path, device: str | None) -> None:

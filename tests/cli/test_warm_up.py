@@ -87,6 +87,14 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error(rehearsal, monkeypatch, ca
     assert not shown.out
 
 
+def test_an_op_without_kernels_is_an_error(rehearsal, monkeypatch, capsys):
+    monkeypatch.setattr(dispatch, "ops_off", {("geglu", 0): "Triton cannot compile _geglu_kernel here"})
+    assert kernel_cache.run(model="tiny") == 1
+    assert capsys.readouterr().err == (
+        "sdfastgn: geglu on cuda:0: Triton cannot compile _geglu_kernel here\n"
+    )
+
+
 def test_export_and_import(rehearsal, tmp_path, monkeypatch):
     """An import needs no model, and with a model it comes before the first kernel is compiled."""
     calls = []

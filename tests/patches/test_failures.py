@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 from triton.runtime import interpreter
+from triton.runtime.errors import OutOfResources
 
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
@@ -14,11 +15,16 @@ from tests.patches.samples import each_part, output, sample, stock_and_output
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("statistics_always_pay")]
 
 
+NO_COMPILER = RuntimeError("Failed to find C compiler.")
+TOO_LARGE = OutOfResources(300_000, 232_448, "shared memory")
+
+
 class NoKernels:
-    """Replaces Triton's launches: the first ``works`` of them work, all later ones find no C compiler."""
+    """Replaces Triton's launches: the first ``works`` of them work, all later ones raise ``error``."""
 
     def __init__(self, monkeypatch):
         self.launch, self.works, self.count = interpreter.GridExecutor.__call__, 10**6, 0
+        self.error = NO_COMPILER
         monkeypatch.setattr(
             interpreter.GridExecutor, "__call__", lambda *args, **kwargs: self(*args, **kwargs)
         )
@@ -26,7 +32,7 @@ class NoKernels:
     def __call__(self, *args, **kwargs):
         self.count += 1
         if self.count > self.works:
-            raise RuntimeError("Failed to find C compiler.")
+            raise self.error
         return self.launch(*args, **kwargs)
 
 
@@ -56,3 +62,9 @@ def go_on(build, call, monkeypatch):
             with warnings.catch_warnings():
                 warnings.simplefilter("error", UserWarning)
                 agree(output(module, call), expected)
+            dispatch.why_off, launches.count, launches.error = None, 0, TOO_LARGE
+            with pytest.warns(UserWarning, match="shared memory"):
+                agree(output(module, call), expected)
+            assert dispatch.why_off is None
+            dispatch.ops_off.clear()
+            launches.error = NO_COMPILER

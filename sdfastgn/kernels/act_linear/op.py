@@ -90,7 +90,7 @@ class _Plan:
         return y
 
 
-_plans = Plans(_Call, _Plan)
+_plans = Plans("act_linear", _Call, _Plan)
 
 
 # --- public function ------------------------------------------------------------------------------
@@ -144,8 +144,9 @@ def act_linear(
                     plan = _plans.of(call)
             if plan is not None:
                 return plan.run(call)
-        except dispatch.KernelError:
-            return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
+        except dispatch.KernelError as error:
+            _plans.turn_off(call, error)
+            return reference_act_linear(x, weight, bias, activation, extra_bias)
         # ``_plans.key`` raises an error that does not help the user if an argument is invalid, for example a
         # number instead of a tensor. ``_check`` raises a better error, which names the argument.
         except (AttributeError, RuntimeError):

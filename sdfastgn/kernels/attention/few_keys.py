@@ -157,6 +157,14 @@ def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -
 
     The result is (N, L, H * D) in the dtype of q, contiguous, as the next linear layer takes it.
     """
+    try:
+        return _by_kernel(q, k, v, scale)
+    except dispatch.KernelError:
+        return None
+
+
+@dispatch.kernels_of("attend_to_few")
+def _by_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor | None:
     key = (
         q.shape,
         q.stride(),
@@ -179,8 +187,5 @@ def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -
         _launches[key] = launch
     N, H, L, D = q.shape
     y = q.new_empty_strided((N, L, H * D), (L * H * D, H * D, 1))
-    try:
-        launch.run(q, k, v, y)
-    except dispatch.KernelError:
-        return None
+    launch.run(q, k, v, y)
     return y

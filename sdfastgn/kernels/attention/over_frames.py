@@ -50,7 +50,10 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
     The arguments are not checked. Returns (N, frames * pixels, heads * D), contiguous.
     """
     if dispatch.is_plain_inference(q, (k, v)):
-        y = _by_kernel(q, k, v, frames)
+        try:
+            y = _by_kernel(q, k, v, frames)
+        except dispatch.KernelError:
+            y = None
         if y is not None:
             return y
     N, H, tokens, D = q.shape
@@ -68,6 +71,7 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
+@dispatch.kernels_of("attend_over_frames")
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
     """Computes ``attend_over_frames`` by the kernel. Returns None if the kernel cannot run."""
     key = plan_key((q, k, v, frames))
@@ -79,10 +83,7 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
             return None
     N, H, tokens, D = q.shape
     y = torch.empty((N, tokens, H * D), dtype=q.dtype, device=q.device)
-    try:
-        launch.run(q, k, v, y)
-    except dispatch.KernelError:
-        return None
+    launch.run(q, k, v, y)
     return y
 
 

@@ -126,6 +126,7 @@ def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0
+        and not dispatch.is_op_off("wide_attention", q)
         and dispatch.is_plain_inference(q, (k, v))
         and not _is_cast(q)
     )

@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from sdfastgn.kernels.attention.config import VECTOR, Chunk, chunks_config, divide_config, softmax_config
-from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.activation_kernels import exp2
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
@@ -166,6 +166,7 @@ class _Plan:
 _plans: PlanCache[_Plan] = PlanCache()
 
 
+@dispatch.kernels_of("wide_attention")
 def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Returns softmax(q k^T * scale) v, contiguous (N, heads, L, D) in the dtype of q.
 

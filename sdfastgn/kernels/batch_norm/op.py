@@ -185,9 +185,9 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         # torch.compile cannot trace ``_replace`` before PyTorch 2.9.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
-    # If a kernel failed, kernels are off now, and the call ran again in plain PyTorch, without an update of
-    # the running averages. So they are updated here.
-    if not fused or dispatch.why_off is not None:
+    # If a kernel could not be compiled, the op is off now, and the call ran in plain PyTorch, which does not
+    # update the running averages. So they are updated here.
+    if not fused or dispatch.is_op_off("batch_norm", call.x):
         _update_running(call, mean, var)
     return y
 

@@ -12,7 +12,7 @@ from sdfastgn.kernels.batch_norm import kernels
 from sdfastgn.kernels.batch_norm.config import Rows, as_rows, merge_config, moments_config, small_config
 from sdfastgn.kernels.batch_norm.op import BatchNormCall
 from sdfastgn.kernels.batch_norm.plain import empty_moments
-from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
@@ -69,6 +69,7 @@ class Moments:
 _moments: PlanCache[Moments] = PlanCache()
 
 
+@dispatch.kernels_of("batch_norm")
 def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes (mean, var) of each channel of ``x`` by Triton kernels. ``x`` must not be empty."""
     key = plan_key((x,))

@@ -3,8 +3,8 @@
 A checksum depends on each bit of a tensor, and on the bit's place in the tensor. If the tensor changes, its
 checksum stays the same with a probability of 2^-64. One launch reads all tensors once.
 
-On a GPU the kernel of ``checksum/kernels.py`` runs. ``reference_checksums`` computes the same numbers in
-plain PyTorch.
+On a GPU the kernel of ``checksum/kernels.py`` runs. If it cannot be compiled, ``reference_checksums``
+computes the same numbers in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         tensors: at least one, all on the same GPU, of any dtype, and without gaps in their memory.
 
     Grad: none.
-
-    Raises:
-        KernelError: the kernel cannot be compiled or loaded, or the GPU is too old.
     """
     return Checksums(tensors, [1] * len(tensors)).launch(tensors, 0)
 
@@ -77,23 +74,19 @@ class Checksums:
         # Each number is padded to 16 bytes: ``Launch`` is fast only for addresses that are multiples of 16.
         self._windows = torch.arange(self.windows, device="cpu").view(-1, 1).repeat(1, 2).to(self._device)
 
-    @dispatch.retried
     def of_window(self, tensors: Sequence[Tensor], window: int) -> Tensor:
         """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,)."""
         return (self.launch if dispatch.runs_in_triton(tensors[0]) else self.plain)(tensors, window)
 
     def launch(self, tensors: Sequence[Tensor], window: int) -> Tensor:
-        """``of_window`` by the kernel.
-
-        Raises KernelError if the kernel cannot be compiled or loaded, or if the GPU is too old.
-        """
+        """``of_window`` by the kernel, or in plain PyTorch if the kernel cannot be compiled."""
         self._copy(tensors)
         sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
-        if len(self._blocks):
-            with without_rehearsal():
-                _launch(len(self._blocks), self._device).run(
-                    self._blocks, self._tensors, self._windows[window], sums
-                )
+        try:
+            if len(self._blocks):
+                _sum_blocks(self._blocks, self._tensors, self._windows[window], sums)
+        except dispatch.KernelError:
+            return self.plain(tensors, window)
         return sums
 
     def plain(self, tensors: Sequence[Tensor], window: int) -> Tensor:
@@ -157,6 +150,12 @@ def _padded(tensor: Tensor) -> Tensor:
     """Zeros for the values of ``tensor``, whose size is a multiple of a word."""
     size = ceil_div(tensor.numel() * tensor.element_size(), _WORD) * _WORD
     return torch.zeros(size, dtype=torch.uint8, device=tensor.device)
+
+
+@dispatch.kernels_of("checksums")
+def _sum_blocks(blocks: Tensor, tensors: Tensor, window: Tensor, sums: Tensor) -> None:
+    with without_rehearsal():
+        _launch(len(blocks), blocks.device).run(blocks, tensors, window, sums)
 
 
 @functools.lru_cache(maxsize=1024)

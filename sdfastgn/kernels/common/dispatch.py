@@ -26,6 +26,8 @@ from sdfastgn.kernels.common.private import (
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The reason why kernels are turned off in this process; None if they are on. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if gpu.triton is None else None
+# (name of an op, index of a GPU) -> why the op runs in plain PyTorch on this GPU. ``turn_op_off`` adds to it.
+ops_off: dict[tuple[str, int], str] = {}
 # True inside ``stock_code``. It is a ContextVar, so that other threads still launch kernels.
 _in_stock_code: ContextVar[bool] = ContextVar("sdfastgn_in_stock_code", default=False)
 
@@ -40,26 +42,9 @@ _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dt
 class KernelError(Exception):
     """Raised if the GPU is too old, or if Triton cannot compile or load a kernel.
 
-    All kernels are then already off (``turn_off``). An op that catches this error repeats the call, which
-    then runs in plain PyTorch.
+    The op that launched the kernel catches this error, turns its kernels off (``turn_op_off``) and runs in
+    plain PyTorch. Public functions never raise it.
     """
-
-
-def retried(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: call ``function`` a second time if it raises ``KernelError``.
-
-    ``function`` must check ``runs_in_triton`` in each call, so that the second call runs in plain PyTorch. Do
-    not decorate functions that torch.compile traces: it would trace the ``try`` of this decorator too.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except KernelError:
-            return function(*args, **kwargs)
-
-    return call
 
 
 def turn_off(reason: str) -> KernelError:
@@ -75,7 +60,60 @@ def turn_off(reason: str) -> KernelError:
             "stock's speed. Remedies: docs/troubleshooting.md",
             stacklevel=2,
         )
-    return KernelError(f"sdfastgn: {reason}")
+    return KernelError(reason)
+
+
+def turn_op_off(op: str, x: Tensor, error: KernelError) -> None:
+    """Make all later calls of ``op`` on the GPU of ``x`` run in plain PyTorch, because of ``error``.
+
+    Warns once. Does nothing if all kernels are off.
+    """
+    key = op, x.get_device()
+    if why_off is None and key not in ops_off:
+        ops_off[key] = str(error)
+        warnings.warn(
+            f"sdfastgn: {error}. From now on {op} runs in plain PyTorch on {x.device}: the same results, at "
+            "stock's speed. Other operations keep their kernels. Remedies: docs/troubleshooting.md",
+            stacklevel=2,
+        )
+
+
+def is_op_off(op: str, x: Tensor) -> bool:
+    """True if the kernels of ``op`` are off on the GPU of ``x``, or if all kernels are."""
+    return why_off is not None or (bool(ops_off) and (op, x.get_device()) in ops_off)
+
+
+def ops_without_kernels() -> dict[str, str]:
+    """``ops_off`` for reports: the op and its GPU, such as ``geglu on cuda:0`` -> why."""
+    return {
+        f"{op} on {'cpu' if index < 0 else f'cuda:{index}'}": reason
+        for (op, index), reason in ops_off.items()
+    }
+
+
+def kernels_of(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function that launches kernels of ``op``.
+
+    The first argument of the function must be a tensor on the GPU. The function raises ``KernelError`` if a
+    kernel cannot be compiled. This turns off the kernels of ``op`` on this GPU, and all later calls raise the
+    error at once. Callers catch it and compute in plain PyTorch.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def launch(*args: P.args, **kwargs: P.kwargs) -> T:
+            x: Any = args[0]
+            if is_op_off(op, x):
+                raise KernelError(f"the kernels of {op} are off")
+            try:
+                return function(*args, **kwargs)
+            except KernelError as error:
+                turn_op_off(op, x, error)
+                raise
+
+        return launch
+
+    return decorate
 
 
 @contextlib.contextmanager

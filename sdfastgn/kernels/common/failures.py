@@ -1,6 +1,7 @@
-"""Finds out whether an error of a launch means that Triton cannot run kernels on this machine.
+"""Finds out whether an error of a launch means that Triton cannot compile or load a kernel.
 
-If Triton cannot, kernels are turned off, and all later calls run in plain PyTorch.
+If Triton can run no kernel on this machine, all kernels are turned off (``dispatch.turn_off``). If it cannot
+compile this kernel, the op that launched it turns its own kernels off (``dispatch.turn_op_off``).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import torch
 
 from sdfastgn.kernels.common import dispatch, gpu
 
-# If the text of a RuntimeError contains one of these words, Triton cannot run kernels: it finds no C
-# compiler, ptxas, driver or folder for its cache; or a pass of its compiler fails; or the GPU or its driver
-# refuses the code. Any other RuntimeError is raised as usual, because it may come from an earlier kernel.
-_WORDS = ("compiler", "ptxas", "active drivers", "cache dir", "PassManager", "kernel image", "PTX")
+# If the text of a RuntimeError contains one of these words, Triton can run no kernel: it finds no C compiler,
+# ptxas, driver or folder for its cache; or the GPU or its driver refuses the code.
+_OF_MACHINE = ("compiler", "ptxas", "active drivers", "cache dir", "kernel image", "PTX")
+# The word in the text of a RuntimeError if a pass of Triton's compiler fails for one kernel. RuntimeErrors
+# with none of these words are raised as usual, because they may come from an earlier kernel.
+_OF_KERNEL = "PassManager"
 # Text of Triton's error if the GPU has no memory for a kernel's code.
 _NO_MEMORY = "Triton Error [CUDA]: out of memory"
 # Maximum length of an error's text in characters. The text is shown as one line of a report.
@@ -42,18 +45,22 @@ def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
     Returns None if there is no clearer error. Then the caller raises ``error`` itself.
 
     Raises:
-        KernelError: Triton cannot compile or load ``kernel`` here. Kernels are turned off.
+        KernelError: Triton cannot compile or load ``kernel`` here. If it can run no kernel at all, all
+            kernels are turned off.
         torch.OutOfMemoryError: there is no memory for the kernel's code. A later call may succeed.
     """
     if _NO_MEMORY in str(error):
         forget(kernel, device)
         raise torch.OutOfMemoryError(f"sdfastgn: no memory for the code of a kernel: {error}") from error
-    if _is_of_compiling(error):
-        name = getattr(kernel, "__name__", "a kernel")
-        # ``str`` of a CompilationError would begin with the kernel's source.
-        text = getattr(error, "error_message", None) or str(error)
-        said = textwrap.shorten(f"{type(error).__name__}: {text}", _MAX_TEXT, placeholder=" ...")
-        raise dispatch.turn_off(f"Triton cannot compile {name} here ({said})") from error
+    name = getattr(kernel, "__name__", "a kernel")
+    # ``str`` of a CompilationError would begin with the kernel's source.
+    text = getattr(error, "error_message", None) or str(error)
+    said = textwrap.shorten(f"{type(error).__name__}: {text}", _MAX_TEXT, placeholder=" ...")
+    reason = f"Triton cannot compile {name} here ({said})"
+    if _is_of_machine(error):
+        raise dispatch.turn_off(reason) from error
+    if _is_of_kernel(error):
+        raise dispatch.KernelError(reason) from error
 
 
 def forget(kernel: Any, device: torch.device) -> None:
@@ -61,13 +68,18 @@ def forget(kernel: Any, device: torch.device) -> None:
     kernel.device_caches.pop(device.index, None)
 
 
-def _is_of_compiling(error: Exception) -> bool:
+def _is_of_machine(error: Exception) -> bool:
+    if type(error) is RuntimeError:
+        return any(word in str(error) for word in _OF_MACHINE)
+    # Triton's compilation raises OSError for files of its cache, SubprocessError for a compiler that it runs,
+    # and ImportError for a launcher that it has built.
+    return isinstance(error, (OSError, subprocess.SubprocessError, ImportError))
+
+
+def _is_of_kernel(error: Exception) -> bool:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
     if type(error) is RuntimeError:
-        return any(word in str(error) for word in _WORDS)
-    # Triton's compilation raises OSError for files of its cache, SubprocessError for a compiler that it runs,
-    # and ImportError for a launcher that it has built.
-    machine = (OSError, subprocess.SubprocessError, ImportError)
-    return isinstance(error, (CompilationError, OutOfResources, PTXASError, *machine))
+        return _OF_KERNEL in str(error)
+    return isinstance(error, (CompilationError, OutOfResources, PTXASError))

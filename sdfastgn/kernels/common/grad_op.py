@@ -56,14 +56,13 @@ class GradOp(Op):
             # strides.
             return _in_order(empty(without_gaps(call, x_alone), wanted), names)
 
-        @dispatch.retried
         def run(call: Any) -> list[Tensor]:
             if call.x.numel() == 0:
                 return [grad.zero_() for grad in fake(call)]
-            found = self._launch(call) if dispatch.runs_in_triton(call.x) else reference(call)
+            found = self._compute(call) if dispatch.runs_in_triton(call.x) else reference(call)
             return _in_order(found, names)
 
-        self._names, self._reference, self.plans = names, reference, Plans(arguments, plan)
+        self._names, self._reference, self.plans = names, reference, Plans(name, arguments, plan)
         # Number of arguments before x. These are the gradients of the other op's results.
         self._results = arguments._fields.index("x")
         x = fields_of(arguments)[self._results]
@@ -76,10 +75,14 @@ class GradOp(Op):
     def _wanted(self, call: Any) -> tuple[Any, ...]:
         return tuple(call)[-len(self._names) :]
 
-    def _launch(self, call: Any) -> Any:
-        return self.plans.of(call).run(call)
+    def _compute(self, call: Any) -> Any:
+        """Launches kernels, or runs ``reference`` if they cannot be compiled."""
+        try:
+            return self.plans.of(call).run(call)
+        except dispatch.KernelError as error:
+            self.plans.turn_off(call, error)
+            return self._reference(call)
 
-    @dispatch.retried
     def __call__(self, call: Any) -> Any:
         """Computes the wanted gradients, and returns {operand's name: gradient}.
 
@@ -92,7 +95,7 @@ class GradOp(Op):
         if any(dispatch.is_batched(t) for t in tuple(call)[: self._results] if t is not None):
             return self._reference(call)
         if call.x.numel() and dispatch.is_plain_inference(call.x, call):
-            return self._launch(call)
+            return self._compute(call)
         found = iter(self.through_dispatcher(call))
         return {name: next(found) for name, want in zip(self._names, wanted, strict=True) if want}
 

@@ -152,9 +152,8 @@ class PlannedOp(Op):
         check: Callable[[str, Any], None] = lambda name, call: None,
         plain: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.plans = Plans(arguments, plan)
+        self.plans = Plans(name, arguments, plan)
 
-        @dispatch.retried
         def run(call: Any) -> Any:
             if call[0].numel() == 0:
                 results = fake(call)
@@ -162,7 +161,10 @@ class PlannedOp(Op):
                     result.zero_()
                 return results
             if dispatch.runs_in_triton(call[0]):
-                return self.plans.of(call).run_and_save(call)
+                try:
+                    return self.plans.of(call).run_and_save(call)
+                except dispatch.KernelError as error:
+                    self.plans.turn_off(call, error)
             return reference(call)
 
         if save is None:
@@ -199,8 +201,9 @@ class PlannedOp(Op):
                     plan = plans.of(call, trains) if x.numel() else None
                 if plan is not None:
                     return self._train(*tensors, call, plan) if trains else plan.run(call)
-            except dispatch.KernelError:
-                return self(call, name)
+            except dispatch.KernelError as error:
+                plans.turn_off(call, error)
+                return self._plain(call)
             # The search for a plan can fail for invalid arguments, such as a number in place of a tensor, a
             # tensor without strides or memory, or a value without a hash. The check then names the argument.
             except (AttributeError, RuntimeError, TypeError):

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
 
 # Maximum number of entries of a cache. Without a limit, the cache of a server would grow forever if requests
@@ -66,12 +67,13 @@ class Plans:
     """The plans of one op.
 
     Args:
+        op: the op's name, for warnings and reports.
         arguments: the declaration of the op's arguments.
         make: function ``call -> Plan``. It only gets calls whose tensors have layouts that kernels can read.
     """
 
-    def __init__(self, arguments: Any, make: Callable[[Any], Any]) -> None:
-        self._make = make
+    def __init__(self, op: str, arguments: Any, make: Callable[[Any], Any]) -> None:
+        self._op, self._make = op, make
         self.made: PlanCache[Any] = PlanCache()
         # Fields with a default are not in the schema. They hold tensors or None, so they count as tensors.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
@@ -96,14 +98,27 @@ class Plans:
         )
 
     def of(self, call: Any, saves: bool = True) -> Any:
-        """The plan for ``call``: from the cache, or newly made. The arguments must be valid and not empty."""
+        """The plan for ``call``: from the cache, or newly made. The arguments must be valid and not empty.
+
+        Raises ``KernelError`` if the op is turned off on the GPU of the call.
+        """
         key = self.key(call, self.tensors(call), saves)
         plan = self.made.get(key)
         if plan is None:
+            if dispatch.is_op_off(self._op, self._first(call)):
+                raise dispatch.KernelError(f"the kernels of {self._op} are off")
             gaps = gaps_of(call)
             plan = _CopyingPlan(self.of(without_gaps(call, gaps), saves), gaps) if gaps else self._make(call)
             self.made[key] = plan
         return plan
+
+    def turn_off(self, call: Any, error: dispatch.KernelError) -> None:
+        """Turn the op off on the GPU of ``call``, whose plan has raised ``error``."""
+        dispatch.turn_op_off(self._op, self._first(call), error)
+        self.made.clear()  # so that no call finds a plan without ``of``
+
+    def _first(self, call: Any) -> Tensor:
+        return next(t for t in self.tensors(call) if t is not None)
 
 
 class _CopyingPlan:

@@ -86,7 +86,10 @@ def grouped_layer_norm(
     """
     operands = (x, residual, groups.added, total_bias, weight, bias, groups.position)
     if dispatch.is_plain_inference(x, operands[1:]) and x.numel() < _MOST_ROWS * x.shape[-1]:
-        found = _by_kernel(operands, eps, groups)
+        try:
+            found = _by_kernel(x, operands, eps, groups)
+        except dispatch.KernelError:
+            found = None
         if found is not None:
             return found
     return _in_pytorch(x, weight, bias, eps, groups, residual, total_bias)
@@ -122,8 +125,9 @@ def _per_row(vectors: Tensor, x: Tensor, period: int) -> Tensor:
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
+@dispatch.kernels_of("grouped_layer_norm")
 def _by_kernel(
-    operands: tuple[Tensor | None, ...], eps: float, groups: Groups
+    x: Tensor, operands: tuple[Tensor | None, ...], eps: float, groups: Groups
 ) -> tuple[Tensor, Tensor] | None:
     """Computes ``grouped_layer_norm`` by the kernel. Returns None if the kernel cannot run.
 
@@ -136,14 +140,10 @@ def _by_kernel(
         _launches[key] = launch
         if launch is None:
             return None
-    first, residual, added, total_bias, *others = operands
-    x: Any = first
+    _, residual, added, total_bias, *others = operands
     y = torch.empty_like(x)
     total = None if residual is added is total_bias is None else torch.empty_like(x)
-    try:
-        launch.run(x, residual, None, added, total_bias, *others, None, total, y, None, None)
-    except dispatch.KernelError:
-        return None
+    launch.run(x, residual, None, added, total_bias, *others, None, total, y, None, None)
     return y, x if total is None else total
 
 

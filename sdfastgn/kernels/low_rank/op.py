@@ -163,9 +163,8 @@ class LowRankSums:
             kinds.setdefault(kind, []).append((index, matrix.row, rows))
         self._launches = [
             (
-                kind.device,
                 _tables(kind, tuple(row for _, row, _ in found), tuple(tuple(rows) for _, _, rows in found)),
-                [place for index, _, _ in found for place in self._places(index)],
+                [index for index, _, _ in found],
             )
             for kind, found in kinds.items()
         ]
@@ -180,19 +179,29 @@ class LowRankSums:
         ``scales``: the scales of all pairs of the first sum, then of the second sum, and so on. They replace
         the scales that the constructor was given.
         """
-        for index in self._by_reference:
+        by_reference = list(self._by_reference)
+        for tables, indices in self._launches:
+            chosen = [scales[place] for index in indices for place in self._places(index)]
+            try:
+                _launch(tables.tiles, tables, chosen or [0.0])
+            except dispatch.KernelError:
+                by_reference += indices
+        for index in by_reference:
             total = self._sums[index]
             new = (scales[place] for place in self._places(index))
             pairs = tuple(Factors(a, b, scale) for (a, b, _), scale in zip(total.pairs, new, strict=True))
             reference_add_low_rank(total._replace(pairs=pairs))
-        for device, tables, places in self._launches:
-            chosen = [scales[place] for place in places] or [0.0]
-            on_gpu = torch.tensor(chosen, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
-            if device.type == "cuda":  # the cache may free the tables before the kernel has read them
-                for table in tables[1:]:
-                    table.record_stream(torch.cuda.current_stream(device))
-            with without_rehearsal():
-                tables.launch.run(tables.tiles, tables.matrices, tables.factors, on_gpu)
+
+
+@dispatch.kernels_of("add_low_rank")
+def _launch(tiles: Tensor, tables: _Tables, scales: list[float]) -> None:
+    device = tiles.device
+    on_gpu = torch.tensor(scales, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
+    if device.type == "cuda":  # the cache may free the tables before the kernel has read them
+        for table in tables[1:]:
+            table.record_stream(torch.cuda.current_stream(device))
+    with without_rehearsal():
+        tables.launch.run(tiles, tables.matrices, tables.factors, on_gpu)
 
 
 class _Tables(NamedTuple):

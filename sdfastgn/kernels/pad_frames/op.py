@@ -318,7 +318,7 @@ def _has_kernel(call: PadFramesCall) -> bool:
     return call.x.numel() > 0 and fits(call.x.shape[1]) and rows <= _MAX_ROWS
 
 
-_plans = Plans(PadFramesCall, _plan)
+_plans = Plans("pad_frames", PadFramesCall, _plan)
 
 # --- public function ------------------------------------------------------------------------------
 
@@ -391,8 +391,8 @@ def pad_frames(
                     plan = _plans.of(call)
             if plan is not None:
                 return plan.run(call)
-        except dispatch.KernelError:
-            pass
+        except dispatch.KernelError as error:
+            _plans.turn_off(call, error)
         # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
         # tensor, or a tensor without strides or memory. ``_check`` raises a better error, which names the
         # argument.

@@ -63,7 +63,7 @@ def _statistics_of(x: Tensor) -> Tensor:
         try:
             return statistics_kernel(dense(x))
         except dispatch.KernelError:
-            return _statistics_of(x)
+            pass
     return _reference_statistics(x, _chunks(x))
 
 
@@ -84,6 +84,7 @@ def _new_launch(*args: Any, **options: Any) -> Any:
     return StatisticsLaunch(*args, **options)
 
 
+@dispatch.kernels_of("channel_statistics")
 def statistics_kernel(x: Tensor) -> Tensor:
     """Computes ``channel_statistics`` by the kernel. ``x`` must be dense and not empty."""
     key = ("read", x.shape, x.stride(), x.dtype, x.device)
@@ -95,6 +96,7 @@ def statistics_kernel(x: Tensor) -> Tensor:
     return statistics
 
 
+@dispatch.kernels_of("add_with_statistics")
 def add_kernel(
     x: Tensor,
     residual: Tensor | None,
@@ -140,6 +142,7 @@ def add_kernel(
     return y, statistics
 
 
+@dispatch.kernels_of("cat_with_statistics")
 def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
     """Computes ``cat_with_statistics`` by the kernel. The arguments must be valid, channels-last, not empty.
 
@@ -181,10 +184,12 @@ class _Cat(NamedTuple):
     b: Tensor
 
 
-@dispatch.retried
 def _add(call: _Add) -> tuple[Tensor, Tensor]:
     if dispatch.runs_in_triton(call.x) and call.x.numel() > 0:
-        return add_kernel(*call)
+        try:
+            return add_kernel(*call)
+        except dispatch.KernelError:
+            pass
     return _plain_add(call)
 
 
@@ -198,10 +203,12 @@ def _plain_add(call: _Add) -> tuple[Tensor, Tensor]:
     return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
 
 
-@dispatch.retried
 def _cat(call: _Cat) -> tuple[Tensor, Tensor]:
     if _in_one_pass(call) and dispatch.runs_in_triton(call.a):
-        return cat_kernel(*call)
+        try:
+            return cat_kernel(*call)
+        except dispatch.KernelError:
+            pass
     y = torch.cat(call, dim=1, out=_empty_cat(*call))
     return y, _cat_statistics(call, y)
 

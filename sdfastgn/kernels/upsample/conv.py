@@ -76,12 +76,14 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
     N, C, H, W = x.shape
     return (
         dispatch.runs_in_triton(x)
+        and not dispatch.is_op_off("upsample_conv2d", x)
         and x.numel() > 0
         and dense_is_channels_last(x)
         and phases_pay(N, C, weight.shape[0], H, W, x.itemsize)
     )
 
 
+@dispatch.kernels_of("upsample_conv2d")
 def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:

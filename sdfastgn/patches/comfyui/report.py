@@ -88,6 +88,7 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     if fused:
         lines.append(f"Fused: {_counted(fused)}")
     lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items()]
+    lines += [f"In plain PyTorch: {op}. Reason: {why}" for op, why in dispatch.ops_without_kernels().items()]
     return "\n".join([*lines, *(_calls(root) if has_run else [])])
 
 

@@ -31,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.checksum.op import checksums
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.dispatch import KernelError
 from sdfastgn.kernels.common.private import is_alone, refers_to
 from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.staged_copy import StagedCopy
@@ -44,8 +43,6 @@ _MIN_BYTES = 2**20
 # For ``checksums``, a weight's size must be a multiple of _WORD bytes, and its address of _ALIGNMENT.
 _WORD = 8
 _ALIGNMENT = 16
-# If ``checksums`` raises one of these errors, no memory is kept, and all weights are copied back.
-_ERRORS = (KernelError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
     ``arrived``: (weight, its main memory) for each of them.
     """
     if arrived and dispatch.is_on():
-        with contextlib.suppress(*_ERRORS):
+        with contextlib.suppress(torch.OutOfMemoryError):
             sums = checksums([weight for weight, _ in arrived])
             _kept[root] = _Kept({id(weight): home for weight, home in arrived}, sums)
 
@@ -238,8 +235,9 @@ def _is_dense(weight: Tensor) -> bool:
 def _unchanged(root: nn.Module, weights: dict[int, nn.Parameter]) -> dict[int, Tensor]:
     """Returns {id of a parameter: its kept memory} for the weights that did not change on the GPU.
 
-    The result is empty if kernels are off, or if checksums fail. Nothing is kept for ``root`` any more when
-    this function returns. So the old memory of a changed weight is freed before the caller copies the weight.
+    The result is empty if kernels are off, or if memory for checksums is short. Nothing is kept for ``root``
+    any more when this function returns. So the old memory of a changed weight is freed before the caller
+    copies the weight.
     """
     kept = _kept.pop(root, None)
     if kept is None:
@@ -258,7 +256,7 @@ def _unchanged(root: nn.Module, weights: dict[int, nn.Parameter]) -> dict[int, T
     try:
         same = checksums([weights[key] for key in still]) == kept.sums[list(still.values())]
         return {key: kept.homes[key] for key, is_same in zip(still, same.tolist(), strict=True) if is_same}
-    except _ERRORS:
+    except torch.OutOfMemoryError:
         return {}
 
 

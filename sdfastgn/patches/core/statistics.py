@@ -113,9 +113,9 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
             y, statistics = add_kernel(
                 x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], math.prod(x.shape[2:]))
             )
+            return y if statistics is None else store_statistics(y, statistics)
         except dispatch.KernelError:
-            return add(x, residual, bias, divisor)
-        return y if statistics is None else store_statistics(y, statistics)
+            pass
     total = _with_bias(x, bias) + residual
     return total if divisor == 1 else total / divisor
 
@@ -138,9 +138,9 @@ def blend(
         try:
             counts = is_normalized and emits(x.shape[1], math.prod(x.shape[2:]))
             y, statistics = add_kernel(x, residual, bias, 1.0, factors=factors, emits=counts)
+            return y if statistics is None else store_statistics(y, statistics)
         except dispatch.KernelError:
-            return blend(x, residual, bias, factors)
-        return y if statistics is None else store_statistics(y, statistics)
+            pass
     kept, scale = factors.view(2, -1, *[1] * (x.dim() - 1)).to(torch.promote_types(x.dtype, torch.float32))
     return (kept * residual + scale * _with_bias(x, bias)).to(x.dtype)
 
@@ -174,7 +174,7 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     try:
         y, statistics = add_kernel(x, None, bias, 1.0, emits=emits(x.shape[1], math.prod(x.shape[2:])), out=x)
     except dispatch.KernelError:
-        return add_bias(x, bias)
+        return _with_bias(x, bias)
     return y if statistics is None else store_statistics(y, statistics)
 
 
@@ -202,7 +202,7 @@ def cat(a: Tensor, b: Tensor) -> Tensor:
     try:
         y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], math.prod(a.shape[2:])))
     except dispatch.KernelError:
-        return cat(a, b)
+        return torch.cat((a, b), dim=1)
     return y if statistics is None else store_statistics(y, statistics)
 
 

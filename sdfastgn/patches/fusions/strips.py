@@ -396,16 +396,16 @@ def _norm_act(norm: Any, act: Any, x: Tensor, moments: Any, bias: Tensor | None 
     """
     mean, variance = moments
     name = activation_of(act, stock_class(act)) or "identity"
-    if dispatch.runs_in_triton(x):
+    if dispatch.runs_in_triton(x) and not dispatch.is_op_off("group_norm", x):
         # The kernel takes a sum of squared deviations, and divides it by the number of positions in x. So
         # this sum is ``variance`` times that number, and not the sum of the whole map.
         m2 = variance * (x.shape[2] * x.shape[3])
         statistics = torch.stack((mean, m2)).float().view(2, 1, 1, -1)
         options: dict[str, Any] = {"shift": bias, "statistics": statistics}
         y = group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, **options)
-        if dispatch.runs_in_triton(x):
-            # If this is False now, the kernel was turned off during the call of ``group_norm``. Then PyTorch
-            # has normalized with the statistics of x alone, and the code below computes y again.
+        if not dispatch.is_op_off("group_norm", x):
+            # If it is off now, it was turned off during the call of ``group_norm``. Then PyTorch has
+            # normalized with the statistics of x alone, and the code below computes y again.
             return y
     if bias is not None:
         mean = mean + bias

@@ -383,7 +383,9 @@ def test_empty(shape, device):
 def test_too_many_channels_or_rows_run_in_pytorch(monkeypatch, device):
     x, cache, norm, shift = video((1, 6, 2, 3, 4), device=device)
     options = {"front": 2, "border": (1, 1), "keep": 2, "norm": norm, "shift": shift}
-    monkeypatch.setattr(op, "_plans", Plans(op.PadFramesCall, lambda call: pytest.fail("a launch")))
+    monkeypatch.setattr(
+        op, "_plans", Plans("pad_frames", op.PadFramesCall, lambda call: pytest.fail("a launch"))
+    )
     monkeypatch.setattr(op, "_has_kernel", lambda call: False)
     check(x, cache, **options)
     check(x, cache, **{**options, "norm": groups(norm)})

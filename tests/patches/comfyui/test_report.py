@@ -63,6 +63,11 @@ def test_when_no_kernel_compiles(model, gpu_at_hand, monkeypatch):
     assert text_of(optimize_model(model)) == "UNetModel: not faster. No kernel runs: no compiler"
 
 
+def test_when_one_kernel_does_not_compile(model, gpu_at_hand, monkeypatch):
+    monkeypatch.setattr(dispatch, "ops_off", {("geglu", 0): "too large"})
+    assert "In plain PyTorch: geglu on cuda:0. Reason: too large" in text_of(optimize_model(model))
+
+
 def test_a_model_without_known_blocks(model, gpu_at_hand, monkeypatch):
     monkeypatch.setattr(model.model, "diffusion_model", nn.Sequential())
     assert text_of(model) == "Sequential: not faster. sdfastgn knows none of its blocks"
