@@ -18,7 +18,7 @@ from sdfastgn.kernels.checksum.op import checksums
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
-from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
+from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank, rank_blocks
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -337,10 +337,15 @@ def _channel_norms(shape, dtype):
 
 
 def _weights(shape, dtype):
+    """One call for each kernel that LoRA adapters of ranks up to 1024 need."""
     weight = torch.empty(shape, dtype=dtype)
-    for rank in (16, 64):
-        pair = Factors(weight.new_empty(rank, shape[1]), weight.new_empty(shape[0], rank), 1.0)
-        add_low_rank([Sum(torch.empty_like(weight), weight, (pair,))])
+    of_one_dtype = [(each, each) for each in (dtype, torch.bfloat16, torch.float32)]
+    for types in (*of_one_dtype, (dtype, torch.float32)):
+        ranks = {rank_blocks(rank, *types): rank for rank in range(1, 1025)}
+        for rank in ranks.values():
+            a = torch.empty((rank, shape[1]), dtype=types[0])
+            pair = Factors(a, torch.empty((shape[0], rank), dtype=types[1]), 1.0)
+            add_low_rank([Sum(torch.empty_like(weight), weight, (pair,))])
     checksums([weight])
     vector = weight.new_empty(shape[0])
     for bias in (None, vector):

@@ -23,9 +23,10 @@ KERNELS = Path(launch.__file__).parents[1]
 # spills hundreds of bytes.
 MAX_STACK = 32
 # channels_kernel is BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice.
-# add_low_rank_kernel keeps the operands of products in registers on Turing, and spills some. It runs only
-# when an adapter changes, so this costs little.
-MAX_STACK_OF = {"channels_kernel": 160, "add_low_rank_kernel": 128}
+# add_low_rank_kernel keeps the operands of products in registers on Turing, and spills some. On RDNA 3 it
+# spills most operands of fp32. It runs only when an adapter changes, so this costs little.
+MAX_STACK_OF = {"channels_kernel": 160, "add_low_rank_kernel": 192}
+MAX_STACK_ON_RDNA_3 = {**MAX_STACK_OF, "add_low_rank_kernel": 2560}
 # Threads of a program on every GPU.
 MAX_THREADS = 1024
 # Bytes. A scalar a warp, and what the compiler reserves. A row of channels a warp made the three
@@ -95,7 +96,8 @@ def test_kernels_compile_fit_and_do_not_spill(generation):
     assert {row.get("launch_pdl", False) for row in dependent} == {is_hopper}
     # Before a kernel's own wait L1 may hold what was there before (ADR 7).
     assert not [row for row in rows if row["early_loads"]]
-    most = [MAX_STACK_OF.get(row["kernel"].partition("[")[0], MAX_STACK) for row in rows]
+    larger = MAX_STACK_ON_RDNA_3 if generation == "gfx1100" else MAX_STACK_OF
+    most = [larger.get(row["kernel"].partition("[")[0], MAX_STACK) for row in rows]
     assert not [row for row, stack in zip(rows, most, strict=True) if row["stack"] > stack]
     assert not [row for row in rows if row["threads"] > MAX_THREADS]
     assert not [row for row in rows if row["shared"] > 1024 * SHARED_KIB[generation]]

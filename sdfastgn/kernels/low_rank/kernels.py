@@ -31,16 +31,17 @@ import triton.language as tl
 @triton.jit
 def add_low_rank_kernel(
     tiles_ptr, matrices_ptr, factors_ptr, scales_ptr,
-    WEIGHT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    WEIGHT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    LOOPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A program computes out = weight + sum of scale * b @ a for one tile.
 
     Constants:
         WEIGHT, A, B: dtypes of weight and out, of a and of b.
-        RANK: the largest rank of all pairs, rounded up to a power of 2, and at least ``DEPTH``. For pairs of
-            a lower rank, the kernel multiplies zeros.
+        BLOCK: number of ranks whose products the compiler unrolls, a multiple of ``DEPTH``.
         DEPTH: number of ranks that one ``tl.dot`` multiplies.
+        LOOPS: False if no pair has more than ``BLOCK`` ranks. For pairs of a lower rank, the kernel then
+            multiplies zeros. True: the kernel computes as many blocks as each pair needs.
         ROWS, COLUMNS: size of a tile.
         ALIGNED: True if all addresses of weight and out are multiples of 16 bytes, and all numbers of columns
             are multiples of 8.
@@ -80,17 +81,18 @@ def add_low_rank_kernel(
         b_row = tl.load(factor + 6).to(tl.int32)
         a_at = (n % inner) * a_inner + (n // inner) * a_outer
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        # ``RANK`` is a constant, so the compiler unrolls this loop. It cannot unroll a loop up to ``rank``:
-        # with that the kernel took 40 % longer on an H100 (SDXL's linear layers, rank 16).
-        for start in tl.static_range(0, RANK, DEPTH):
-            k = start + tl.arange(0, DEPTH)
-            in_b = (m < rows)[:, None] & (k < rank)[None, :]
-            in_a = (k < rank)[:, None] & (n < columns)[None, :]
-            left = tl.load(b + m[:, None] * b_row + k[None, :], mask=in_b, other=0.0)
-            right = tl.load(a + k[:, None] * a_row + a_at[None, :], mask=in_a, other=0.0)
-            if A != B:
-                left = left.to(tl.float32)
-                right = right.to(tl.float32)
-            product = tl.dot(left, right, product, input_precision="ieee")
+        for block in tl.range(0, rank if LOOPS else BLOCK, BLOCK, num_stages=1):
+            # ``BLOCK`` is a constant, so the compiler unrolls this loop. It cannot unroll a loop up to
+            # ``rank``: with that the kernel took 40 % longer on an H100 (SDXL's linear layers, rank 16).
+            for start in tl.static_range(0, BLOCK, DEPTH):
+                k = block + start + tl.arange(0, DEPTH)
+                in_b = (m < rows)[:, None] & (k < rank)[None, :]
+                in_a = (k < rank)[:, None] & (n < columns)[None, :]
+                left = tl.load(b + m[:, None] * b_row + k[None, :], mask=in_b, other=0.0)
+                right = tl.load(a + k[:, None] * a_row + a_at[None, :], mask=in_a, other=0.0)
+                if A != B:
+                    left = left.to(tl.float32)
+                    right = right.to(tl.float32)
+                product = tl.dot(left, right, product, input_precision="ieee")
         total += tl.load(scales_ptr + pair) * product
     tl.store(out + at, (base.to(tl.float32) + total).to(WEIGHT), mask=in_tile)

@@ -31,11 +31,17 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 # (rows, columns) of a program's tile.
 _TILE = (64, 64)
-# Smallest number of ranks that one ``tl.dot`` multiplies.
+# Number of ranks that one ``tl.dot`` multiplies.
 _DEPTH = 16
-# Maximum number of ``tl.dot`` in a program, because the compiler unrolls the loop over them. For higher ranks
-# each of them multiplies more ranks.
-_MOST_PRODUCTS = 16
+# Maximum rank for which the kernel has no loop over blocks of ranks. Without a loop the compiler unrolls the
+# products of all ranks, and may copy all their factors to shared memory at once. If both factors are fp16 or
+# both are bf16, it copies little, but for higher ranks it takes minutes for Turing. Else it copies 512 bytes
+# for each rank: 256 ranks do not fit on an RTX 40, and 512 not on an H200. And it takes 4 seconds for 64
+# ranks, but 15 for 128.
+_MOST_HALVES = 256
+_MOST_OTHERS = 64
+# Number of ranks in a block if there is a loop. With more, registers spill on Turing and RDNA 3.
+_LOOPED = 32
 _WARPS = 4
 # Maximum number of elements of a matrix, because offsets in the kernel are int32.
 _MOST_ELEMENTS = 2**31 - 1
@@ -240,11 +246,11 @@ def _tables(
     of = torch.repeat_interleave(torch.arange(len(matrices), device="cpu"), counts)
     number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]
-    rank = max(_DEPTH, next_power_of_2(max(pair[2] for pair in flat)))
+    block, loops = rank_blocks(max(pair[2] for pair in flat), kind.a, kind.b)
     launch = Launch(
         add_low_rank_kernel, len(of), _WARPS,
         WEIGHT=_triton_dtype(kind.weight), A=_triton_dtype(kind.a), B=_triton_dtype(kind.b),
-        RANK=rank, DEPTH=max(_DEPTH, rank // _MOST_PRODUCTS),
+        BLOCK=block, DEPTH=_DEPTH, LOOPS=loops,
         ROWS=_TILE[0], COLUMNS=_TILE[1], ALIGNED=kind.is_aligned,
     )  # fmt: skip
     return _Tables(
@@ -253,6 +259,15 @@ def _tables(
         torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device),
         torch.tensor(flat, dtype=torch.int64, device="cpu").to(kind.device),
     )
+
+
+def rank_blocks(rank: int, a: torch.dtype, b: torch.dtype) -> tuple[int, bool]:
+    """Returns the kernel's constants ``BLOCK`` and ``LOOPS`` for pairs with ranks of at most ``rank``.
+
+    ``a``, ``b``: the dtypes of the factors.
+    """
+    most = _MOST_HALVES if a == b != torch.float32 else _MOST_OTHERS
+    return (_LOOPED, True) if rank > most else (max(_DEPTH, next_power_of_2(rank)), False)
 
 
 def _triton_dtype(dtype: torch.dtype) -> object:

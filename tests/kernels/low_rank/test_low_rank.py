@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sdfastgn.kernels.low_rank import op
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
 from tests.kernels.samples import DTYPES, kernels, skip_cut_off
 
@@ -77,11 +78,24 @@ def test_factors_in_fp32_and_channels_last(name, device):
     check(total)
 
 
-@pytest.mark.parametrize("rank", [100, 300])
-def test_high_ranks(rank, device):
-    total = made((9, 24), None, (rank, 4), torch.float16, device)
+@pytest.mark.parametrize("adapters", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rank", [100, 300, 512, 1024])
+def test_high_ranks(rank, adapters, device):
+    total = made((9, 24), None, (rank, 4), torch.float16, device, adapters)
     run([total])
     check(total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_loop_over_ranks_changes_no_bit(dtype, device, monkeypatch):
+    total = made((65, 72), None, (64, 33), dtype, device)
+    run([total])
+    expected = total.out.clone()
+    monkeypatch.setattr(op, "rank_blocks", lambda *_: (32, True))
+    op._tables.cache_clear()
+    run([total._replace(out=total.out.zero_())])
+    op._tables.cache_clear()
+    assert torch.equal(total.out, expected)
 
 
 def test_factors_of_different_dtypes(device):

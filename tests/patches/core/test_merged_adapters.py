@@ -4,18 +4,23 @@ import copy
 import pickle
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from triton.runtime import interpreter
+from triton.runtime.errors import OutOfResources
 
 import sdfastgn
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.core import merged_adapters, merged_weights
 from sdfastgn.patches.core.merged_adapters import adopt, is_merged, merged_layer, release
 from sdfastgn.patches.core.peft_layers import MERGED
+from tests.kernels.samples import interpreted, kernels
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -86,6 +91,47 @@ def test_values(name, dtype):
         with torch.enable_grad():  # peft's own code
             stock = (model(x) - truth).norm()
         assert ours <= 1.2 * stock + 1e-5
+
+
+@interpreted
+@torch.no_grad()
+def test_weights_whose_kernel_cannot_be_compiled(monkeypatch):
+    """Merging goes on in plain PyTorch, and the report names the op and the reason."""
+    error = OutOfResources(262_248, 232_448, "shared memory")
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", mock.Mock(side_effect=error))
+    model = model_with(nn.Linear(12, 20))
+    adopt(model)
+    with kernels(direct=True), pytest.warns(UserWarning, match="add_low_rank runs in plain PyTorch"):
+        weight = merged_layer(model[0]).weight
+    [(op, reason)] = sdfastgn.report(model).without_kernels.items()
+    dispatch.ops_off.clear()
+    torch.testing.assert_close(weight.double(), in_fp64(model[0])[0], atol=1e-6, rtol=1e-6)
+    assert (op, "262248" in reason) == ("add_low_rank on cpu", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [300, 512])
+@torch.no_grad()
+def test_high_ranks_in_fp32_on_the_gpu(rank):
+    unet = build_unet("tiny", torch.float16, "cuda")
+    inputs = unet_inputs("tiny", size=64, batch=1, dtype=torch.float16, device="cuda", seed=0)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    unet.add_adapter(LoraConfig(r=rank, target_modules=targets, init_lora_weights=False), adapter_name="a")
+    for name, parameter in unet.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.float()
+    expected = unet(**inputs).sample
+    sdfastgn.optimize(unet)
+    for _ in range(4):  # eager, captured and replayed
+        error = (unet(**inputs).sample - expected).float().norm() / expected.float().norm()
+        assert error < 1e-2
+    report = sdfastgn.report(unet)
+    assert report.merged[0].layers
+    assert not report.without_kernels
+    wrapper = next(m for m in unet.modules() if is_merged(m))
+    torch.testing.assert_close(
+        merged_layer(wrapper).weight.double(), in_fp64(wrapper)[0], atol=1e-3, rtol=1e-3
+    )
 
 
 def test_parameters_stay_the_same_objects_with_the_same_bits():
