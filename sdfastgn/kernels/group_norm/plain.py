@@ -2,9 +2,13 @@
 
 PyTorch's channels-last kernel for CPUs has two faults (PyTorch 2.13). It computes the variance as a
 difference of squares, which is less exact. And its backward crashes if x needs no gradient but a parameter
-does. So ``plain_group_norm`` makes the input channels-first. It also corrects results where the mean is far
-above the deviation (``common/far_mean.py``). ``channels_last_group_norm`` runs the channels-last kernel, so
-that a module gives the bits of ``nn.GroupNorm``. It returns None where one of the faults would matter.
+does. So ``plain_group_norm`` makes the input channels-first. If x has one channel or one position, it is
+contiguous in both layouts, and its strides decide which kernel PyTorch runs. So the strides become
+channels-first too.
+
+``plain_group_norm`` also corrects results where the mean is far above the deviation (``common/far_mean.py``).
+``channels_last_group_norm`` runs the channels-last kernel, so that a module gives the bits of
+``nn.GroupNorm``. It returns None where one of the faults would matter.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ def plain_group_norm(
         weight = torch.ones_like(bias)  # PyTorch's backward fails with a bias and no weight
     # PyTorch would read parameters as if they were contiguous, so they are made contiguous.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-    u = u.contiguous()
+    u = u.contiguous().flatten().view(u.shape)
     if u.numel() == 0:  # PyTorch's gradients are NaN if there are no positions
         z = u.clone()  # not u itself, because the caller may write to the result
         for t, combine in ((weight, torch.mul), (bias, torch.add)):
