@@ -52,11 +52,16 @@ def test_flat_and_peaked_weights(scale, device):
     assert (y.double() - truth(q * scale, k, v, 5)).abs().max() < BOUNDS[torch.float16]
 
 
-def test_a_nan_stays_in_its_pixel(device):
-    q, k, v = made((1, 1, 3, 6, 16), torch.float16, device)
-    k[:, :, 2] = float("nan")  # the third pixel of the first frame
-    found = run(q, k, v, 3).isnan().any(-1).view(3, 6)
-    assert found.any(0).tolist() == [False, False, True, False, False, False]
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_what_is_not_finite_stays_in_its_pixel(operand, value, device):
+    operands = dict(zip("qkv", made((2, 1, 3, 20, 16), torch.float16, device), strict=True))
+    operands[operand][0, :, 2] = value  # the third pixel of the first frame
+    y, true = run(*operands.values(), 3).double(), truth(*operands.values(), 3)
+    found = ~y.isfinite().all(-1).view(2, 3, 20)
+    assert found.any(1).nonzero().tolist() == [[0, 2]]
+    if operand == "v":
+        torch.testing.assert_close(y, true, atol=2e-3, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
