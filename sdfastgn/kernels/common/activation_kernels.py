@@ -44,18 +44,20 @@ def _sigmoid(z, PAIRS: tl.constexpr):
     the two neighbors, then 1/a = b * (1/(ab)) and 1/b = a * (1/(ab)). So a pair takes three special-function
     instructions instead of four. These instructions limit the speed of kernels whose x comes from the L2
     cache. With ``PAIRS``, exp(-z) is cut off at 2^60, so that ab stays finite. For z < -41 the result is then
-    2^-60 instead of a smaller number. This error does not matter in 16-bit results.
+    0 instead of a number below 2^-59. This error does not matter in 16-bit results.
     """
     if not PTX:
         s = 1 / (1 + tl.exp(-z))
     elif PAIRS:
-        e = 1 + exp2(tl.minimum(z * -1.4426950408889634, 60.0))
+        t = z * -1.4426950408889634
+        e = 1 + exp2(tl.minimum(t, 60.0))
         if len(e.shape) == 2:
             a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
         else:
             a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1], e.shape[2], e.shape[3] // 2, 2)))
         r = _reciprocal(a * b)
-        s = tl.reshape(tl.join(r * b, r * a), e.shape)
+        # The result must be 0 where exp(-z) is cut off: silu multiplies it by z, which may be -inf or -1e30.
+        s = tl.where(t < 60.0, tl.reshape(tl.join(r * b, r * a), e.shape), 0.0)
     else:
         s = _reciprocal(1 + exp2(z * -1.4426950408889634))
     return s
@@ -68,20 +70,22 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
     Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply the
     difference by powers of z, which enlarges its error. So without ``PAIRS`` the second value is computed as
     exp(-z) * sigmoid(z). With ``PAIRS`` (see ``_sigmoid``) the subtraction is used: its error does not matter
-    for 16-bit results. The subtraction is also used where there is no PTX.
+    for 16-bit results, unless z is large. For z >= 17 the second value is 0, where it should be below 2^-24.
+    The subtraction is also used where there is no PTX.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)
-        rest = 1 - s
+        rest = tl.where(z < 17.0, 1 - s, 0.0)
     else:
         # The exponent is -z * log2(e) = t + low: ``t`` is the rounded product, ``low`` is its rounding
         # error plus z times the digits of log2(e) that one fp32 number cannot hold. The factor
-        # 2^low = 1 + low * ln(2) then corrects 2^t.
+        # 2^low = 1 + low * ln(2) then corrects 2^t. Beyond 2^126 and 2^-126, 2^t is cut off: there ``low``
+        # may be NaN, and sigmoid(z) must be 0 or 1, because callers multiply it by z.
         t = tl.minimum(z * -1.4426950408889634, 126.0)
         low = tl.fma(z, -1.4426950216293335, -t) + z * -1.92596298909109e-08
         e = exp2(t)
-        e = tl.where(t < 126.0, tl.fma(e, low * 0.6931471805599453, e), e)
-        s = _reciprocal(1 + e)
+        e = tl.where(tl.abs(t) < 126.0, tl.fma(e, low * 0.6931471805599453, e), e)
+        s = tl.where(t < 126.0, _reciprocal(1 + e), 0.0)
         rest = e * s
     return s, rest
 
@@ -133,11 +137,14 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
         dz = dy * (cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
     elif ACTIVATION == "gelu_tanh":
         s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
-        dz = dy * s * (1 + z * rest * (1.5957691216057308 + 0.2140644488078421 * z * z))
+        # s * rest comes first: it is 0 for large z, whose cube does not fit into fp32.
+        dz = dy * (s + s * rest * z * (1.5957691216057308 + 0.2140644488078421 * z * z))
     elif ACTIVATION == "mish":
         e, r = _mish_parts(z)
-        # Mish's derivative is t + z * sigmoid(z) * (1 - t * t), where t = tanh(softplus(z)).
-        dz = dy * (e * (e + 2) * r + 4 * z * (e * r) * ((1 + e) * r))
+        # Mish's derivative is t + z * sigmoid(z) * (1 - t * t), where t = tanh(softplus(z)). The last two
+        # factors must be 0 where ``_mish_parts`` cuts off exp(z), because z may be inf or 1e30.
+        factors = tl.where(z < 41.0, 4 * (e * r) * ((1 + e) * r), 0.0)
+        dz = dy * (e * (e + 2) * r + z * factors)
     return dz
 
 

@@ -1,12 +1,14 @@
 """Adding an activation: a name that one file knows is known to ops, gradients, checks and kernels."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.common import activations, checks
-from tests.kernels.samples import HALVES, error, kernels, make
+from tests.kernels.samples import DTYPES, HALVES, error, kernels, make, skip_cut_off
 
 
 @pytest.fixture
@@ -115,3 +117,29 @@ def test_a_weight_that_is_not_a_number_leaves_other_channels_as_they_are(channel
     assert_close(found[1][:, 16:], expected[1][:, 16:])
     for a, b in zip(found[2:], expected[2:], strict=True):
         assert_close(a[others], b[others])
+
+
+# Limits of all activations and their derivatives, and values between which kernels cut off exponentials.
+EXTREME = [
+    *(-math.inf, math.inf, math.nan, -1e38, 1e38, -1e15, 1e15, -300.0, 300.0),
+    *(-90.0, 90.0, -50.0, 50.0, -17.0, 17.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", activations.ACTIVATIONS)
+def test_limits_are_those_of_pytorch(name, dtype, device):
+    """A norm whose weight is 0 gives the activation of its bias."""
+    skip_cut_off(dtype, device)
+    x = torch.randn(2, 16, 4, 4).to(device, dtype, memory_format=torch.channels_last)
+    z = torch.tensor(EXTREME, device=device, requires_grad=True)
+    # PyTorch's gelu(inf) in fp32 is NaN on a CPU.
+    expected = activations.ACTIVATIONS[name](z.double() if name == "gelu" else z)
+    with kernels(direct=True):
+        y = sdfastgn.group_norm(x, 2, torch.zeros_like(z), z, activation=name)
+        (found,) = torch.autograd.grad(y.float().sum(), z)
+    (dz,) = torch.autograd.grad(expected.sum(), z)
+    expected = expected.detach().to(dtype).expand(2, 4, 4, 16).movedim(-1, 1)
+    atol = 1e-30 if dtype is torch.float32 else 1e-15
+    torch.testing.assert_close(y.detach(), expected, equal_nan=True, atol=atol, rtol=4e-3)
+    torch.testing.assert_close(found / 32, dz, equal_nan=True, atol=5e-6, rtol=4e-3)
