@@ -23,7 +23,7 @@ from sdfastgn.kernels.batch_norm.backward import BATCH_NORM_BACKWARD, BatchNormG
 from sdfastgn.kernels.batch_norm.plain import centered, empty_moments, like_x, per_channel
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.common.checks import as_eps, as_float, check_activation, check_input
+from sdfastgn.kernels.common.checks import as_eps, as_float, check_activation, check_bool, check_input
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, dense
 from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
@@ -153,8 +153,7 @@ def batch_norm_call(
     if type(eps) is not float or type(momentum) is not float or type(training) is not bool:
         check_input(name, "x", x)
         eps, momentum = as_eps(name, eps), as_float(name, "momentum", momentum)
-        if not isinstance(training, bool):
-            raise TypeError(f"{name}: training must be a bool, got {training!r}")
+        check_bool(name, "training", training)
     if (running_mean is None) is not (running_var is None):
         given, missing = ("running_var", "running_mean")[:: 1 if running_mean is None else -1]
         raise ValueError(f"{name}: {given} is given, and {missing} must be too, got None")

@@ -61,6 +61,12 @@ def as_eps(name: str, value: Any) -> float:
     return float(value) if isinstance(value, bool) else as_float(name, "eps", value)
 
 
+def check_bool(name: str, label: str, value: Any) -> None:
+    """Raise TypeError if ``value`` is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: {label} must be a bool, got {value!r}")
+
+
 def check_activation(name: str, activation: Any) -> None:
     """Raise ValueError if ``activation`` is not a key of ``ACTIVATIONS``, also if it is not a string."""
     if not isinstance(activation, str) or activation not in ACTIVATIONS:

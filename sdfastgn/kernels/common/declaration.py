@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import layout
-from sdfastgn.kernels.common.checks import check_input, check_operand
+from sdfastgn.kernels.common.checks import as_float, as_index, check_bool, check_input, check_operand
 
 # Annotation -> type in the op's schema.
 _KINDS: dict[Any, str] = {
@@ -40,6 +40,13 @@ _KINDS: dict[Any, str] = {
     float: "float",
     bool: "bool",
     str: "str",
+}
+
+# Type in the op's schema -> (Python's type, check that raises an error for a wrong value of another type).
+NUMBERS: dict[str, tuple[type, Callable[[str, str, Any], object]]] = {
+    "int": (int, as_index),
+    "float": (float, as_float),
+    "bool": (bool, check_bool),
 }
 
 # Name of an operand -> its gradient. An unwanted gradient is None, or its name is missing.
@@ -218,6 +225,7 @@ def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str,
     - x is a floating tensor of rank 2 or more;
     - ``own(public name, call)``, the op's own check, does not raise;
     - ``check_activation`` does not raise;
+    - eps is a number;
     - weight is None, or a floating tensor of shape (C,) on the device of x.
 
     It raises TypeError and ValueError as in ``common/checks.py``, and what ``own`` raises.
@@ -227,6 +235,7 @@ def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str,
     least = sum(part[0] not in "*." for part in _parts(shape))
     # torch.compile traces ``check``. So what does not depend on the call is computed here, outside of it.
     values = [(field.name, field.note.check) for field in others if isinstance(field.note, Value)]
+    numbers = [(field.name, *NUMBERS[field.kind]) for field in others if field.kind in NUMBERS]
     operands = [
         (field, field.note.label or field.name, [_axes(text, shape) for text in field.note.shapes])
         for field in others
@@ -241,6 +250,10 @@ def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str,
         own(public_name, call)
         for name, check_value in values:
             check_value(public_name, getattr(call, name))
+        for name, expected, check_number in numbers:
+            value = getattr(call, name)
+            if type(value) is not expected:
+                check_number(public_name, name, value)
         for field, label, shapes in operands:
             t = getattr(call, field.name)
             if field.kind == "Tensor":

@@ -1,7 +1,7 @@
 """Caches launch plans. A plan says which kernels an op launches, with which grids and constants.
 
 A plan is made once for each *kind* of call and then kept. Two calls are of the same kind if the shapes,
-strides, dtypes and devices of their tensors are equal, and all other arguments are equal.
+strides, dtypes and devices of their tensors are equal, and all other arguments are equal and of equal types.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
+from sdfastgn.kernels.common.declaration import NUMBERS, arguments_of, fields_of, gaps_of, without_gaps
 
 # Maximum number of entries of a cache. Without a limit, the cache of a server would grow forever if requests
 # keep bringing new shapes.
@@ -77,8 +77,9 @@ class Plans:
         self.made: PlanCache[Any] = PlanCache()
         # Fields with a default are not in the schema. They hold tensors or None, so they count as tensors.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
+        numbers = [f.place for f in arguments_of(arguments) if f.kind in NUMBERS]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
-        self.tensors, self._values = picker(places), picker(values)
+        self.tensors, self._values, self._numbers = picker(places), picker(values), picker(numbers)
 
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
         """The key of ``call``. ``tensors`` is ``self.tensors(call)``.
@@ -94,6 +95,9 @@ class Plans:
                 for t in tensors
             ],
             *self._values(call),
+            # 1 == 1.0 == True: without their types, an invalid number would find the plan of a valid one, and
+            # plans are not checked again.
+            *map(type, self._numbers(call)),
             saves,
         )
 

@@ -58,4 +58,5 @@ def instance_norm(
             f"got shape {tuple(x.shape)}"
         )
     eps = eps if type(eps) is float else as_eps(name, eps)
-    return GROUP_NORM(GroupNormCall(x, x.shape[1], weight, bias, eps, activation, *NO_MORE), name)
+    num_groups = x.shape[1] or 1  # without channels, the result is empty, as in PyTorch
+    return GROUP_NORM(GroupNormCall(x, num_groups, weight, bias, eps, activation, *NO_MORE), name)

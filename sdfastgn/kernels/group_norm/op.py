@@ -55,12 +55,6 @@ def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
     return dy if is_dense(dy) else empty_dense_like(call.x, dy.dtype).copy_(dy)
 
 
-def _check_tokens(name: str, tokens: Any) -> None:
-    """Raise TypeError if ``tokens`` is not a bool."""
-    if not isinstance(tokens, bool):
-        raise TypeError(f"{name}: tokens must be a bool, got {tokens!r}")
-
-
 # Annotation of weight and bias.
 _PerChannel = Annotated[Tensor | None, Operand("(C,)", whole=_rows)]
 # Annotation of shift, ada_scale and ada_shift.
@@ -81,7 +75,7 @@ class GroupNormCall(NamedTuple):
     ada_shift: _PerSample
     # (2, N, P, C) fp32: statistics of x, without the shift.
     statistics: Annotated[Tensor | None, Operand(has_gradient=False)]
-    tokens: Annotated[bool, Value(_check_tokens)]
+    tokens: bool
     out_dtype: torch.dtype | None
 
 
@@ -281,6 +275,4 @@ def group_norm(
     call = GroupNormCall(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
-    if type(tokens) is not bool:  # tokens=1 would find the plan of tokens=True, unchecked
-        GROUP_NORM.check(name, call)
     return GROUP_NORM(call)

@@ -44,7 +44,13 @@ from sdfastgn.kernels.channel_norm.config import fits
 from sdfastgn.kernels.channel_norm.op import reference_channel_norm
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.common.checks import as_size, check_activation, check_device, check_input
+from sdfastgn.kernels.common.checks import (
+    as_float,
+    as_size,
+    check_activation,
+    check_device,
+    check_input,
+)
 from sdfastgn.kernels.common.declaration import Operand, Value, channels_last, checks_of
 from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.common.plan_cache import Plans
@@ -373,12 +379,13 @@ def pad_frames(
     Layout: any. x and cache are copied first if they are not channels-last. Both results are channels-last.
     Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not strided or has another dtype, or cache or modulation has another dtype
-            than x.
+        TypeError: a tensor is not strided or has another dtype, cache or modulation has another dtype than x,
+            or another argument or an attribute of norm has the wrong type.
         ValueError: a shape, a device, a size or a name does not fit.
 
     Source: torch.nn.functional.pad and interpolate.
     """
+    _check_structure(norm, border, upsample)
     call = _call_of(x, cache, shift, norm, front, back, border, mode, keep, upsample, window)
     if dispatch.is_plain_inference(x, call):
         try:
@@ -404,6 +411,17 @@ def pad_frames(
     return reference_pad_frames(x, cache, shift=shift, norm=norm, upsample=upsample, window=window, **where)
 
 
+def _check_structure(norm: Any, border: Any, upsample: Any) -> None:
+    """Check what ``_call_of`` takes apart, so that each number gets into its own field."""
+    for label, numbers, count in (("border", border, 2), ("upsample", upsample, 3)):
+        if not isinstance(numbers, (tuple, list)):
+            raise TypeError(f"{_NAME}: {label} must be a tuple of {count} ints, got {numbers!r}")
+        if len(numbers) != count:
+            raise ValueError(f"{_NAME}: {label} must have {count} numbers, got {numbers!r}")
+    if norm is not None and not isinstance(norm, (Norm, GroupNorm)):
+        raise TypeError(f"{_NAME}: norm must be a Norm, a GroupNorm or None, got {norm!r}")
+
+
 def _check_sizes(name: str, call: PadFramesCall) -> None:
     x, cache = call.x, call.cache
     if x.dim() != 5:
@@ -413,6 +431,8 @@ def _check_sizes(name: str, call: PadFramesCall) -> None:
     for times in (call.times_t, call.times_h, call.times_w):
         if as_size(name, "upsample", times) == 0:
             raise ValueError(f"{name}: upsample must be positive, got 0")
+    if not as_float(name, "added", call.added) >= 0:
+        raise ValueError(f"{name}: added must not be negative, got {call.added!r}")
     image = call.upsampled[1:]
     if cache is not None:
         check_input(name, "cache", cache)

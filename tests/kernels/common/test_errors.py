@@ -1,12 +1,15 @@
 """Shapes, dtypes and values that do not fit: the error begins with the public name and quotes them."""
 
 import functools
+import inspect
+from unittest import mock
 
 import pytest
 import torch
 
 import sdfastgn
-from tests.kernels.ops import FUNCTIONS
+from sdfastgn.kernels.common import dispatch
+from tests.kernels.ops import FUNCTIONS, as_tuple
 from tests.kernels.samples import each_path, interpreted, kernels
 
 pytestmark = interpreted  # tensors lie on the CPU; the GPU's path runs in the interpreter
@@ -145,6 +148,43 @@ def test_errors_name_the_call_and_the_value(name, changes, kind, message, path):
         op.function(**{**op.operands(torch.float32), **op.options, **changes})
     assert str(caught.value).startswith(f"{op.name}: ")
     assert message in str(caught.value)
+
+
+def numbers():
+    """(name of a function, name of an argument, its value in the function's calls) for each number."""
+    for name, op in FUNCTIONS.items():
+        given = {**signature_defaults(op.function), **op.options}
+        yield from (
+            (name, label, value) for label, value in given.items() if type(value) in (int, float, bool)
+        )
+
+
+def signature_defaults(function):
+    return {p.name: p.default for p in inspect.signature(function).parameters.values()}
+
+
+def outcome(op, **changes):
+    """The results, or the error's type and text."""
+    try:
+        return as_tuple(op.function(**{**op.operands(torch.float32), **op.options, **changes}))
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize(("name", "label", "value"), numbers())
+def test_a_plan_accepts_no_number_of_another_type(name, label, value):
+    """1 == 1.0 == True: a call with one of them is checked, whether or not there is a plan for another."""
+    op = FUNCTIONS[name]
+    with kernels(direct=True):
+        for number in (value, 1):
+            for same in (int(number), float(number), bool(number)):
+                found = outcome(op, **{label: same})
+                with mock.patch.object(dispatch, "is_plain", return_value=False):
+                    without_plans = outcome(op, **{label: same})
+                if isinstance(found[0], torch.Tensor):
+                    torch.testing.assert_close(found, without_plans)
+                else:
+                    assert found == without_plans
 
 
 @each_path

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config
-from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, kernels, make
+from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, each_path, error, kernels, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -89,3 +89,15 @@ def test_each_channel_has_its_own_scale(shape, device):
     assert y[0, 3].isnan().all()
     rest = [c for c in range(shape[1]) if c != 3]
     assert (y[:, rest].double() - expected[:, rest]).abs().max() < 2e-5
+
+
+@each_path
+@pytest.mark.parametrize("shape", [(2, 0, 4, 4), (0, 0, 5), (0, 3, 4, 4), (2, 3, 0, 4)], ids=str)
+def test_nothing_to_normalize(shape, path):
+    x = torch.ones(shape, requires_grad=True)
+    weight = torch.ones(shape[1], requires_grad=True)
+    with path():
+        y = sdfastgn.instance_norm(x, weight, activation="silu")
+        dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == dx.shape == shape
+    assert torch.equal(dweight, torch.zeros(shape[1]))

@@ -506,6 +506,25 @@ ERRORS = [
     ({"window": 6, "back": 1}, ValueError, "window=6 must be at least 1 and at most front + T + back, 5"),
     ({"keep": 5}, ValueError, "keep=5 must be at most front + T + back, 4"),
     ({"x": ones(1, 6, 2, 0, 4), "mode": "replicate"}, ValueError, "mode 'replicate' needs elements"),
+    ({"border": 1}, TypeError, "border must be a tuple of 2 ints, got 1"),
+    ({"border": (1, 1, 1), "upsample": (1, 1)}, ValueError, "border must have 2 numbers, got (1, 1, 1)"),
+    ({"border": "11"}, TypeError, "border must be a tuple of 2 ints, got '11'"),
+    ({"upsample": 2}, TypeError, "upsample must be a tuple of 3 ints, got 2"),
+    ({"upsample": (2, 2)}, ValueError, "upsample must have 3 numbers, got (2, 2)"),
+    ({"norm": "channel"}, TypeError, "norm must be a Norm, a GroupNorm or None, got 'channel'"),
+    ({"norm": (None, None)}, TypeError, "norm must be a Norm, a GroupNorm or None, got (None, None)"),
+    ({"norm": Norm(added=-1.0)}, ValueError, "added must not be negative, got -1.0"),
+    ({"norm": Norm(added=float("nan"))}, ValueError, "added must not be negative, got nan"),
+    ({"norm": Norm(scale="2")}, TypeError, "scale must be a number, got '2'"),
+    ({"norm": Norm(eps=None)}, TypeError, "eps must be a number, got None"),
+    ({"norm": GroupNorm(2, framewise=1)}, TypeError, "framewise must be a bool, got 1"),
+    ({"norm": GroupNorm(2, pads_first=0)}, TypeError, "pads_first must be a bool, got 0"),
+    # Numbers that are equal to those of a valid call.
+    ({"front": 2.0}, TypeError, "front must be an int, got 2.0"),
+    ({"window": True}, TypeError, "window must be an int, got True"),
+    ({"border": (0, 0.0)}, TypeError, "border must be an int, got 0.0"),
+    ({"upsample": (1, 1, 1.0)}, TypeError, "upsample must be an int, got 1.0"),
+    ({"norm": Norm(scale=True)}, TypeError, "scale must be a number, got True"),
 ]
 
 
@@ -513,8 +532,12 @@ ERRORS = [
 @interpreted
 @pytest.mark.parametrize(("changes", "kind", "message"), ERRORS)
 def test_errors_name_the_call_and_the_value(changes, kind, message, path):
+    valid = {"x": ones(1, 6, 2, 3, 4), "front": 2}
+    with kernels(direct=True):  # plans of valid calls, which a wrong argument must not find
+        for norm in (None, Norm(), GroupNorm(2, framewise=True), GroupNorm(2)):
+            pad_frames(**valid, norm=norm)
     with path(), pytest.raises(kind) as caught:
-        pad_frames(**{"x": ones(1, 6, 2, 3, 4), "front": 2, **changes})
+        pad_frames(**{**valid, **changes})
     assert str(caught.value).startswith("sdfastgn.kernels.pad_frames.op.pad_frames: ")
     assert message in str(caught.value)
 
