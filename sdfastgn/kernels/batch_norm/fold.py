@@ -3,8 +3,8 @@
     factor = scale / sqrt(var + eps)
     folded weight = weight * factor, folded bias = (bias - mean) * factor + offset
 
-On a GPU the kernel of ``fold_kernels.py`` runs. Everywhere else, and for weights whose output channels are
-not consecutive in memory, ``reference_fold`` runs.
+On a GPU the kernel of ``fold_kernels.py`` runs. Everywhere else, for weights whose output channels are not
+consecutive in memory, and if the kernel cannot be compiled, ``reference_fold`` runs.
 
 Numerics: fp64. The kernel rounds to fp32 before it rounds to half precision.
 """
@@ -42,7 +42,6 @@ class Folded(NamedTuple):
     var: Tensor
 
 
-@dispatch.retried
 @torch.no_grad()
 def fold_batch_norm(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
     """Returns (weight, bias) of the folded convolution, in the dtype of its weight. Grad: none."""
@@ -53,7 +52,10 @@ def fold_batch_norm(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
         and all(t is None or (t.dtype in dispatch.KERNEL_DTYPES and t.is_contiguous()) for t in vectors)
     ):
         return reference_fold(parts, eps)
-    return _launched(parts, eps)
+    try:
+        return _launched(weight, parts, eps)
+    except dispatch.KernelError:
+        return reference_fold(parts, eps)
 
 
 def reference_fold(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
@@ -67,9 +69,9 @@ def reference_fold(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
     return folded.to(weight.dtype), shift.to(weight.dtype)
 
 
-def _launched(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
+@dispatch.kernels_of("fold_batch_norm")
+def _launched(weight: Tensor, parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
     """``fold_batch_norm`` by the kernel."""
-    weight = parts.weight
     folded, shift = torch.empty_like(weight), weight.new_empty(len(weight))
     kinds = tuple(None if t is None else t.dtype for t in parts)
     _launch(kinds, weight.shape, weight.device, eps).run(*parts, folded, shift)

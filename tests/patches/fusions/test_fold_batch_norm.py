@@ -52,12 +52,11 @@ X = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(1))
 @torch.no_grad()
 def compare(ours, stock):
     """Assert that both give the same, and return how many norms ran separately."""
-    with mock.patch.object(
-        nn.BatchNorm2d, "forward", autospec=True, side_effect=nn.BatchNorm2d.forward
-    ) as norm:
+    norms, forward = [], nn.BatchNorm2d.forward
+    with mock.patch.object(nn.BatchNorm2d, "forward", lambda self, x: norms.append(self) or forward(self, x)):
         y = ours(X)
     torch.testing.assert_close(y, stock(X), atol=2e-5, rtol=2e-5)
-    return norm.call_count
+    return len(norms)
 
 
 def folded(**options):
