@@ -130,8 +130,8 @@ def stock_code() -> Iterator[None]:
 
 
 def is_stock_code() -> bool:
-    """True inside ``stock_code``."""
-    return _in_stock_code.get()
+    """True inside ``stock_code``. Code that torch.compile compiles ignores it, as in ``is_on``."""
+    return not torch.compiler.is_compiling() and _in_stock_code.get()
 
 
 def is_on() -> bool:

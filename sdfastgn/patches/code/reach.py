@@ -27,10 +27,12 @@ MISSING: Any = object()
 # What a call of a module runs, whatever its code names.
 _CALL = "__call__"
 _CALLS = frozenset((_CALL, "_wrapped_call_impl", "_call_impl", "forward"))
-# Functions of these packages are compared, but what they name is not: they are no part of a model.
-_NOT_READ = sys.stdlib_module_names | {"sdfastgn", "triton", "numpy", "torch"}
-# The parts of PyTorch that are written in Python and compute.
-_READ = ("torch.nn.modules.", "torch.nn.functional")
+# The packages whose code is read. Those of the classes in a model are added.
+_READ = frozenset(("diffusers", "transformers", "peft", "accelerate", "comfy"))
+# The parts of PyTorch that are written in Python and compute. They are read too.
+_READ_OF_TORCH = ("torch.nn.modules.", "torch.nn.functional")
+# Code of these packages is not read, even if the model has classes of them.
+_NOT_READ = sys.stdlib_module_names | {"sdfastgn", "torch"}
 # Methods that operators and indexing call on tensors.
 _OPERATORS = frozenset(name for name in dir(torch.Tensor) if name.startswith("__") and name.endswith("__"))
 # A dict with more entries is no table of functions.
@@ -69,6 +71,8 @@ class Reach:
     def __init__(self) -> None:
         self.entries: dict[tuple[int, Any], Entry] = {}
         self.functions: dict[int, types.FunctionType] = {}
+        self._packages = set(_READ)
+        self._is_in_model = True  # False while code of another package than ``_packages`` is read
         self._attributes: set[str] = set()
         self._classes: dict[type, None] = {torch.Tensor: None}
         self._frames: set[types.CodeType] = set()
@@ -78,7 +82,8 @@ class Reach:
         """Add what calls of ``root`` and of the modules in it run, as stock's code says."""
         for module in root.modules():
             self._classes[type(module)] = None
-            for value in vars(module).values():
+            self._packages |= {package_of(type(module).__module__)} - _NOT_READ
+            for value in list(vars(module).values()):  # other threads may add attributes meanwhile
                 if type(value) not in _BUILTIN and not isinstance(value, (nn.Module, torch.Tensor)):
                     self._see_callable(value)
         self._settle()
@@ -86,13 +91,17 @@ class Reach:
     def see_frames(self, frames: Frames) -> None:
         """Add functions that ran."""
         for code, (names, owner) in frames.found.items():
-            if code not in self._frames and _is_read(names.get("__name__")):
+            if code not in self._frames and self._is_read(names.get("__name__")):
                 self._frames.add(code)
                 for base in owner.__mro__ if owner is not None else ():
                     if code.co_name in vars(base):
                         self._see_entry(base, code.co_name, _name_of(base))
                 self._read(code, names, {})
         self._settle()
+
+    def _is_read(self, module: Any) -> bool:
+        """True if what functions of the Python module ``module`` name counts too."""
+        return package_of(module) in self._packages or str(module).startswith(_READ_OF_TORCH)
 
     def _see_callable(self, value: Any) -> None:
         """Add the function or the object with ``__call__`` that an attribute of a module refers to."""
@@ -112,7 +121,11 @@ class Reach:
     def _see_methods(self, kind: type) -> None:
         bases = [base for base in kind.__mro__ if base.__flags__ & _IS_HEAP_TYPE]
         for i, base in enumerate(bases):
-            if package_of(base.__module__) in sys.stdlib_module_names:
+            if not (
+                base is torch.Tensor
+                or self._is_read(base.__module__)
+                or base.__module__.startswith("sdfastgn.")
+            ):
                 continue
             wanted = _CALLS if base is nn.Module else self._attributes | _CALLS
             if base is torch.Tensor:
@@ -151,15 +164,20 @@ class Reach:
         self._read_function(function)
 
     def _read_function(self, function: types.FunctionType) -> None:
-        if _is_read(function.__globals__.get("__name__")):
+        """Read ``function`` if it is of a package that is read, or if code of such a package names it."""
+        module = function.__globals__.get("__name__")
+        is_replacement = self._is_in_model and package_of(module) not in _NOT_READ
+        if self._is_read(module) or is_replacement:
             cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
             self._read(function.__code__, function.__globals__, cells)
 
     def _read(self, code: types.CodeType, names: dict[str, Any], cells: dict[str, types.CellType]) -> None:
+        before, self._is_in_model = self._is_in_model, self._is_read(names.get("__name__"))
         found = names_in(code)
         self._attributes |= found.attributes
         for chain in sorted(found.chains, key=len):
             self._walk(chain, names, cells)
+        self._is_in_model = before
 
     def _walk(self, chain: tuple[Any, ...], names: dict[str, Any], cells: dict[str, types.CellType]) -> None:
         first, *rest = chain
@@ -180,7 +198,7 @@ class Reach:
                 value = self._attribute_of_class(value, part)
             else:
                 break
-        if isinstance(value, type) and _is_read(value.__module__):
+        if isinstance(value, type) and self._is_read(value.__module__):
             self._classes[value] = None
 
     def _attribute_of_class(self, kind: type, name: str) -> Any:
@@ -228,8 +246,3 @@ def _is_code(value: Any) -> bool:
 def package_of(name: Any) -> str:
     """The top-level package in the dotted ``name`` of a Python module; "?" if ``name`` is no name."""
     return name.partition(".")[0] if isinstance(name, str) and name else "?"
-
-
-def _is_read(name: Any) -> bool:
-    """True if what a function of the Python module ``name`` names counts too."""
-    return package_of(name) not in _NOT_READ or str(name).startswith(_READ)

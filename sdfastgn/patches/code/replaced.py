@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from sdfastgn.patches.code.reach import MISSING, Entry, function_in, package_of
 
-__all__ = ["OWN", "is_honoured", "replaced_in"]
+__all__ = ["OWN", "ignored", "replaced_in"]
 
 # Packages that replace functions of each other, and of themselves, without changing what these compute.
 # For instance, torch._dynamo wraps functions that it has compiled, and accelerate those that make parameters.
@@ -39,10 +39,31 @@ _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
 
 def replaced_in(entries: Iterable[Entry]) -> list[str]:
     """The names of all replaced code among ``entries`` that fused forwards would ignore."""
-    return [entry.words for entry in entries if _is_foreign(entry) and not is_honoured(entry)]
+    return [entry.words for entry in entries if _is_foreign(entry) and not _is_honoured(entry)]
 
 
-def is_honoured(entry: Entry) -> bool:
+def ignored(changed: Iterable[Entry]) -> list[str]:
+    """The names among ``changed`` whose new values fused forwards would ignore.
+
+    ``changed``: entries of a state without replaced code whose values are other ones now.
+    """
+    return [
+        entry.words
+        for entry in changed
+        if not (
+            _is_honoured(entry)
+            or any(_is_wrapper(entry, v) for v in (entry.value, entry.namespace.get(entry.name, MISSING)))
+        )
+    ]
+
+
+def _is_wrapper(entry: Entry, value: Any) -> bool:
+    """True if ``value`` was put into the place of ``entry`` by another package of ``OWN``."""
+    package = "" if function_in(value) is None else package_of(_written_in(value))
+    return package in OWN and package != package_of(_module_of(entry.holder))
+
+
+def _is_honoured(entry: Entry) -> bool:
     """True if fused forwards call the function ``entry`` by its name, as stock's do."""
     return any(entry.holder is holder and entry.name == name for holder, name in _CALLED_BY_FUSED)
 
@@ -53,6 +74,8 @@ def _is_foreign(entry: Entry) -> bool:
     if value is MISSING or isinstance(value, types.ModuleType) or not _is_callable(value):
         return False
     home, written_in = _module_of(entry.holder), _written_in(value)
+    if package_of(home) not in OWN:
+        return False
     if package_of(written_in) in OWN or package_of(written_in) == package_of(home):
         return isinstance(entry.holder, type) and _is_of_another_class(value, entry.holder)
     return entry.name not in _imported_by(home)

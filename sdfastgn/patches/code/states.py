@@ -12,7 +12,7 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.code.guard import Guard
-from sdfastgn.patches.code.replaced import is_honoured, replaced_in
+from sdfastgn.patches.code.replaced import ignored, replaced_in
 from sdfastgn.patches.code.running import Frames
 
 __all__ = ["MAX_STATES", "States", "is_checked", "reason_of_code"]
@@ -38,8 +38,7 @@ class _State:
         self.guard = Guard(root)
         self.replaced = replaced_in(self.guard.entries)
         if before is not None:
-            others = [entry.words for entry in before.guard.changed() if not is_honoured(entry)]
-            self.replaced += [*others, *before.guard.changed_inside()]
+            self.replaced += [*ignored(before.guard.changed()), *before.guard.changed_inside()]
 
     def see(self, root: nn.Module, frames: Frames) -> None:
         """Add functions that ran in a call of ``root``, and what ``root`` depends on now."""

@@ -197,7 +197,9 @@ class Products:
         return False
 
     def _touch(self) -> None:
+        """Record that other code has written into weights."""
         self._contents = None
+        self.writes += 1
         for product in self.products:
             product.touch()
 
@@ -308,6 +310,7 @@ class Product:
         self._quantizers = {1: self.quantizer}
         self._e4m3 = self._scale = self.quantizer[:0]
         self._state = _state(weights)
+        self._is_outdated = False  # True if the copy in E4M3 must be made again
         self._written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     @property
@@ -342,14 +345,14 @@ class Product:
         if model is not None:
             model.enter(self)
         is_known = len(known) == len(weights) and all(r() is w for r, w in zip(known, weights, strict=True))
-        if is_known and self._state == _state(weights):
+        is_same = is_known and self._state == _state(weights)
+        if is_same and not self._is_outdated:
             return True
         # A capture would repeat the quantization at each replay.
         if not self.fits(weights) or _is_capturing():
             return False
         self.touch()  # if an error stops the next line, the copy may be written in part
-        model = self.model()
-        if model is not None:
+        if model is not None and not is_same:
             model.writes += 1
         self._quantize(weights)
         self.weights = tuple(map(weakref.ref, weights))
@@ -362,7 +365,7 @@ class Product:
 
     def touch(self) -> None:
         """Mark the weights in E4M3 as outdated: the next call or graph quantizes the weights again."""
-        self._state = []
+        self._is_outdated = True
         self._changed(is_replaced=False)
 
     def _changed(self, *, is_replaced: bool) -> None:
@@ -405,7 +408,7 @@ class Product:
     def free(self) -> None:
         """Free the copy in E4M3. If the product is on, the next call or graph makes it again."""
         self._e4m3 = self._scale = self.quantizer[:0]
-        self._state = []
+        self._is_outdated = True
         self._changed(is_replaced=True)
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
@@ -413,7 +416,7 @@ class Product:
         state = _state(weights)
         if self.is_on or self._is_suspended:
             self._write(weights)
-        self._state = state
+        self._state, self._is_outdated = state, False
 
     def _write(self, weights: Sequence[Tensor]) -> None:
         """Write the weights into the copy in E4M3, which is allocated if it does not exist."""
@@ -539,7 +542,7 @@ class Product:
             return
         scale = HEADROOM * largest / LARGEST
         self.quantizer[SCALE], self.quantizer[INVERSE] = scale, 1 / scale
-        self._state = _state(weights)
+        self._state, self._is_outdated = _state(weights), False
         self._write(weights)
         self.error = self._error(x, weights)
         self._of_graphs.copy_(self.quantizer)

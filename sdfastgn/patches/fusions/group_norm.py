@@ -43,7 +43,7 @@ class FusedGroupNorm(nn.GroupNorm):
         return group_norm(x, *norm, activation, statistics=take_statistics(x), **operands)
 
     def _in_pytorch(self, input: Tensor) -> Tensor:
-        if not (input.is_cpu and is_channels_last_to_pytorch(input)):
+        if dispatch.is_stock_code() or not (input.is_cpu and is_channels_last_to_pytorch(input)):
             return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
         # ``found`` is None if the result of PyTorch's channels-last kernel would be inaccurate, which happens

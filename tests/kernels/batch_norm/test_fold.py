@@ -31,7 +31,11 @@ def test_values(shape, dtype, is_affine, has_bias, device):
     if shape[1] == 16:
         parts = parts._replace(weight=parts.weight.to(memory_format=torch.channels_last))
     in_fp64 = Folded(*(None if t is None else t.double() for t in parts))
-    for found in (fold._launched(parts, 1e-3), reference_fold(parts, 1e-3), fold_batch_norm(parts, 1e-3)):
+    for found in (
+        fold._launched(parts.weight, parts, 1e-3),
+        reference_fold(parts, 1e-3),
+        fold_batch_norm(parts, 1e-3),
+    ):
         for y, expected in zip(found, reference_fold(in_fp64, 1e-3), strict=True):
             assert y.dtype is dtype
             # The interpreter does not round to bf16, but cuts off.

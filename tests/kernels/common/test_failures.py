@@ -283,7 +283,9 @@ def merged():
     return total.out
 
 
-@pytest.mark.parametrize("error", [error for error, _ in OF_A_KERNEL] + [NO_COMPILER], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [error for error, _ in OF_A_KERNEL] + [NO_COMPILER], ids=lambda error: type(error).__name__
+)
 @pytest.mark.parametrize("name", OTHERS)
 @interpreted
 def test_launches_without_an_op_of_their_own(name, error, broken):

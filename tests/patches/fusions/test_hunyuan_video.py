@@ -331,7 +331,7 @@ def test_under_a_compiler_convolutions_and_upsampling_are_diffusers_own(convolut
     compiled = []
 
     def backend(graph, _):
-        compiled.append([str(node.target) for node in graph.graph.nodes])
+        compiled.append(cases.operations_of(graph))
         return graph
 
     torch._dynamo.reset()
