@@ -47,7 +47,8 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
         q, k, v: (N, heads, frames * pixels, D), any strides. Tokens are ordered by frame, then by pixel.
         frames: number of frames.
 
-    The arguments are not checked. Returns (N, frames * pixels, heads * D), contiguous.
+    The arguments are not checked. Returns (N, frames * pixels, heads * D), contiguous. If v of a pixel has an
+    inf or NaN, results of other pixels of its tile (``_ROWS`` tokens) may be NaN, unlike in PyTorch.
     """
     if dispatch.is_plain_inference(q, (k, v)):
         try:

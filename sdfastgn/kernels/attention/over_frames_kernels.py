@@ -56,26 +56,13 @@ def _frames_attention_kernel(
         gdc_wait()
     q = tl.load(q_ptr + n * q_n * VECTOR + h * Q_H + (row * Q_L + d[None, :]), mask=mask, other=0.0)
     k = tl.load(k_ptr + n * k_n * VECTOR + h * K_H + (row * K_L + d[None, :]), mask=mask, other=0.0)
-    v_row = v_ptr + n * v_n * VECTOR + h * V_H + row * V_L
-    v = tl.load(v_row + d[None, :], mask=mask, other=0.0)
+    v = tl.load(v_ptr + n * v_n * VECTOR + h * V_H + (row * V_L + d[None, :]), mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k)) * scale
     # Only scores of the same pixel are kept. Each row keeps at least one score, the one with the pixel's
     # first frame. So the maximum of a row is never -inf, and the softmax is not NaN.
     kept = (pixel[:, None] == pixel[None, :]) & (frame < T)[None, :]
     scores = tl.where(kept, scores, float("-inf"))
     p = exp2(scores - tl.max(scores, 1)[:, None])
-    weights = p.to(v.dtype)
-    total = tl.sum(p, 1)[:, None]
-    y = tl.dot(weights, v)
-    y_row = y_ptr + ((n * T * P + row) * H + h) * D
-    tl.store(y_row + d[None, :], (y / total).to(y_ptr.dtype.element_ty), mask=mask)
-    # For rows of different pixels the weight is 0. Its product with v is NaN if v is inf or NaN. Then this
-    # sum is NaN too, and each pixel is multiplied again, with zeros in place of all other pixels. Sixteen
-    # channels at a time, because this rare case must not need more registers than the usual one.
-    spread = tl.sum(tl.sum(y * 0.0, 1), 0)
-    if spread != spread:
-        for i in tl.range(0, PIXELS * (BLOCK_D // 16), num_stages=1):
-            few = i // PIXELS * 16 + tl.arange(0, 16)
-            own = ((pixel == i % PIXELS) & (frame < T) & (first + pixel < P))[:, None] & (few < D)[None, :]
-            some = tl.dot(weights, tl.load(v_row + few[None, :], mask=own, other=0.0)) / total
-            tl.store(y_row + few[None, :], some.to(y_ptr.dtype.element_ty), mask=own)
+    y = tl.dot(p.to(v.dtype), v) / tl.sum(p, 1)[:, None]
+    out = y_ptr + ((n * T * P + row) * H + h) * D + d[None, :]
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from sdfastgn.patches.code.reach import MISSING, Entry, Reach
-from sdfastgn.patches.code.running import Frames
 
 __all__ = ["Guard"]
 
@@ -35,14 +34,9 @@ class Guard:
     def entries(self) -> Iterable[Entry]:
         return self._reach.entries.values()
 
-    def see(self, root: nn.Module, frames: Frames | None = None) -> None:
-        """Add what ``root`` depends on now, and functions that ran in a call of it.
-
-        The caller has checked that ``same`` is True.
-        """
+    def see(self, root: nn.Module) -> None:
+        """Add what ``root`` depends on now. The caller has checked that ``same`` is True."""
         before = len(self._reach.entries), len(self._reach.functions)
-        if frames is not None:
-            self._reach.see_frames(frames)
         self._reach.see_model(root)
         if before != (len(self._reach.entries), len(self._reach.functions)):
             self._freeze()

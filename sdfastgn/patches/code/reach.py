@@ -2,8 +2,7 @@
 
 ``Reach.see_model`` reads the bytecode of stock's forward of each module in a model, of the functions that it
 names, and so on. Nothing is run: no memory, no GPU and no random numbers are needed, and hooks and counters
-of other code notice nothing. ``Reach.see_frames`` adds functions that really ran (``running.py``). That also
-finds functions that bytecode does not name, such as the entry of a dict that a variable chose.
+of other code notice nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from torch import nn
 
 from sdfastgn.patches.code.reading import Item, names_in
-from sdfastgn.patches.code.running import Frames
 
 __all__ = ["MISSING", "Entry", "Reach", "function_in", "package_of"]
 
@@ -75,7 +73,6 @@ class Reach:
         self._is_in_model = True  # False while code of another package than ``_packages`` is read
         self._attributes: set[str] = set()
         self._classes: dict[type, None] = {torch.Tensor: None}
-        self._frames: set[types.CodeType] = set()
         self._settled = (0, 0)
 
     def see_model(self, root: nn.Module) -> None:
@@ -86,17 +83,6 @@ class Reach:
             for value in list(vars(module).values()):  # other threads may add attributes meanwhile
                 if type(value) not in _BUILTIN and not isinstance(value, (nn.Module, torch.Tensor)):
                     self._see_callable(value)
-        self._settle()
-
-    def see_frames(self, frames: Frames) -> None:
-        """Add functions that ran."""
-        for code, (names, owner) in frames.found.items():
-            if code not in self._frames and self._is_read(names.get("__name__")):
-                self._frames.add(code)
-                for base in owner.__mro__ if owner is not None else ():
-                    if code.co_name in vars(base):
-                        self._see_entry(base, code.co_name, _name_of(base))
-                self._read(code, names, {})
         self._settle()
 
     def _is_read(self, module: Any) -> bool:

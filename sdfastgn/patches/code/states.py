@@ -13,7 +13,6 @@ from torch import nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.code.guard import Guard
 from sdfastgn.patches.code.replaced import ignored, replaced_in
-from sdfastgn.patches.code.running import Frames
 
 __all__ = ["MAX_STATES", "States", "is_checked", "reason_of_code"]
 
@@ -40,9 +39,9 @@ class _State:
         if before is not None:
             self.replaced += [*ignored(before.guard.changed()), *before.guard.changed_inside()]
 
-    def see(self, root: nn.Module, frames: Frames) -> None:
-        """Add functions that ran in a call of ``root``, and what ``root`` depends on now."""
-        self.guard.see(root, frames)
+    def see(self, root: nn.Module) -> None:
+        """Add what ``root`` depends on now."""
+        self.guard.see(root)
         self.replaced += [name for name in replaced_in(self.guard.entries) if name not in self.replaced]
 
 
@@ -77,12 +76,12 @@ class States:
                 self.now = self._find()
         return self.now
 
-    def see(self, frames: Frames) -> None:
-        """Add the functions that ran in a call to the state ``now``."""
+    def see(self) -> None:
+        """Add what the model depends on now, for instance on other processors, to the state ``now``."""
         root = self._root()
         with self._changing:
             if root is not None and self.now < len(self._states):
-                self._states[self.now].see(root, frames)
+                self._states[self.now].see(root)
 
     @property
     def replaced(self) -> list[str]:

@@ -30,7 +30,6 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.patches.code.running import running
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.adapter_survey import Survey
@@ -519,18 +518,17 @@ class GraphedForward(InstanceEntry):
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, current.forward, call, backend)),
             ):
-                with running() as frames:
-                    graph = capture_call(
-                        self._kind,
-                        current.forward,
-                        call,
-                        backend,
-                        partial(self._watch_of, current),
-                        is_warm=is_warm,
-                        scratch=self.scratch,
-                    )
+                graph = capture_call(
+                    self._kind,
+                    current.forward,
+                    call,
+                    backend,
+                    partial(self._watch_of, current),
+                    is_warm=is_warm,
+                    scratch=self.scratch,
+                )
                 self._check_code()
-                self._states.see(frames)
+                self._states.see()
                 if self._key_of(module, call) != key:  # another thread has switched a part of the module
                     raise _Outdated
                 store.add(key, graph)

@@ -1,6 +1,10 @@
 """What functions name, read from their bytecode."""
 
+import pytest
+
 from sdfastgn.patches.code.reading import Item, names_in
+
+pytestmark = pytest.mark.fused_on_cpu
 
 OPTIONS = {"up": 2, 3: "three"}
 
