@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdfastgn.kernels.common import private
+from sdfastgn.patches.core.fp8_counts import Counts
 from sdfastgn.patches.core.fp8_product import Product, ProductCall, Products
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.merged_adapters import is_merged, is_wrapper, wrapped_layer
@@ -39,6 +40,7 @@ __all__ = [
     "Kept",
     "allow",
     "compare",
+    "counts_of_graph",
     "device_reason",
     "forget",
     "forget_all",
@@ -347,10 +349,17 @@ def refresh(model: nn.Module) -> None:
     _models[model].refresh()
 
 
-def saturated(model: nn.Module) -> bool:
-    """True if the graph of ``model`` that just ran had values beyond the range, so that its result is wrong.
+def counts_of_graph(model: nn.Module) -> Counts | None:
+    """The counts that a new graph of ``model`` copies to the CPU; None if ``model`` has no products."""
+    own = _models.get(model)
+    return None if own is None else Counts(own.quantizers, weakref.ref(own))
 
-    If ``model`` has products in E4M3, this waits for the GPU. Then run the call again without a graph.
+
+def saturated(model: nn.Module) -> bool:
+    """True if the graph of ``model`` that was just started has values beyond the range: its result is wrong.
+
+    Then run the call again without a graph. If ``model`` has products in E4M3, this waits until the graph's
+    last kernel that writes E4M3 has run.
     """
     own = _models.get(model)
     # With gradients products run in the model's dtype.

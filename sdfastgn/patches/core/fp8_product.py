@@ -14,10 +14,10 @@ While products learn, the model runs without CUDA graphs.
 
 Later inputs may have values beyond the range of E4M3. No result is computed with such values. In a call
 without a graph (``ProductCall``), the kernel before the product writes the input again, in the model's dtype,
-and the product *learns again* from it: its scale grows to cover the old and the new values. After each call
-that ran as a graph, the counters of all products are read (``Products.saturated``). If one has counted, the
-call runs again without a graph. Graphs read the scales from memory, so they get the new ones without a new
-capture.
+and the product *learns again* from it: its scale grows to cover the old and the new values. After each start
+of a graph, the counters of all products are read (``Products.saturated``), as soon as they are final
+(``fp8_counts.py``). If one has counted, the call runs again without a graph. Graphs read the scales from
+memory, so they get the new ones without a new capture.
 
 A scale grows by powers of two: then all values but the smallest are rounded as before. A product that learns
 again too often, or whose error becomes too large, is *suspended*: it runs in the model's dtype. When weights
@@ -49,6 +49,7 @@ from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
 from sdfastgn.patches.core.class_forward import accelerate_hooks
 from sdfastgn.patches.core.contents import Calls, Contents
+from sdfastgn.patches.core.fp8_counts import Counts, note_written
 from sdfastgn.patches.core.merged_weights import is_merged_weight, wait_for, written_now
 
 __all__ = ["Product", "ProductCall", "Products", "linear", "written"]
@@ -91,6 +92,7 @@ class Products:
         writes: counts how often weights were quantized again.
         replaced: counts how often a product that is on got other weights, such as merged ones, or freed its
             copy.
+        replayed: the counts of the graph that was started last; None after ``saturated`` has read them.
 
     Args:
         hooked: the modules to search for hooks that move weights in each call. If any module of the model has
@@ -99,6 +101,7 @@ class Products:
 
     def __init__(self, hooked: Sequence[nn.Module]) -> None:
         self.calls = self.replaced = self.writes = 0
+        self.replayed: Counts | None = None
         self._hooked = tuple(map(weakref.ref, hooked))
         self._was_offloaded = False
         self.products: list[Product] = []
@@ -242,17 +245,16 @@ class Products:
         self._versions = self._versions_now()
 
     def saturated(self) -> bool:
-        """True if the graph that just ran had values beyond the range: its result is wrong.
+        """True if the graph that was just started has values beyond the range: its result is wrong.
 
-        Waits for the GPU. The products with such values learn again in the next call without a graph. Call
-        ``refresh`` before the graph, so that counters are 0.
+        Waits until the counters are final. The products with such values learn again in the next call without
+        a graph. Call ``refresh`` before the graph, so that counters are 0.
         """
-        if not any(product.is_on for product in self.products):
+        replayed, self.replayed = self.replayed, None
+        counts = [] if replayed is None else replayed.read()
+        if not any(counts):
             return False
-        counts = self.quantizers[:, BEYOND]
-        if not counts.amax().item():
-            return False
-        for product, count in zip(self.products, counts.tolist(), strict=True):
+        for product, count in zip(self.products, counts, strict=True):
             if count:
                 product.saturated(int(count))
         self._is_stale = self._is_counted = True
@@ -601,7 +603,10 @@ class ProductCall:
         left out in captures, and in rehearsals, where kernels may run on uninitialized memory.
         """
         found = kernel(quantizer=self.quantizer)
-        if self.quantizer is None or rehearsal.get() is not None or _is_capturing():
+        if self.quantizer is None or rehearsal.get() is not None:
+            return found
+        if _is_capturing():
+            note_written()
             return found
         beyond = self.quantizer[BEYOND].item()
         if not beyond:

@@ -11,8 +11,10 @@ from diffusers.utils.peft_utils import set_weights_and_activate_adapters
 from peft import LoraConfig
 
 import sdfastgn
+from sdfastgn.kernels.common.e4m3 import BEYOND
 from sdfastgn.models.architectures import unet_inputs
-from sdfastgn.patches.core import fp8_product
+from sdfastgn.patches.core import fp8_counts, fp8_product
+from sdfastgn.patches.core.fp8_counts import Counts
 from tests.patches.graphs.cases import built, run, state
 
 # A tape records with a dispatch mode of PyTorch, and products in FP8 do not run inside of one.
@@ -219,6 +221,20 @@ def test_values_beyond_the_range_never_show(change, back, most, learned):
     back(quick)
     assert error(run(quick, inputs), small) < 0.05
     assert (state(quick).captured, state(quick).replays) == (1, after.replays + 1)
+
+
+def test_a_call_waits_for_a_copy_and_not_for_the_graph(learned, monkeypatch):
+    quick, _, inputs = learned(none)
+    read, missing = Counts.read, []
+
+    def checked(counts):
+        counts._copied.synchronize()
+        missing.append(fp8_counts._UNKNOWN in counts._copy[:, BEYOND].tolist())
+        return read(counts)
+
+    monkeypatch.setattr(Counts, "read", checked)
+    run(quick, inputs, 3)
+    assert missing == [False] * 3
 
 
 def test_a_suspended_product_gets_other_graphs(learned, monkeypatch):
