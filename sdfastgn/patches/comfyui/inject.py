@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.comfyui import (
     graphs,
     hunyuan_video,
@@ -110,6 +111,7 @@ def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
         for module in root.modules():
             if graphs.UNET.is_applied(module):
                 graphs.install(module, cuda_graphs if is_loaded(module) else False)
+        check_calls(root)
     except BaseException:
         eject(root)
         raise
@@ -127,6 +129,7 @@ def eject(root: nn.Module) -> None:
     A UNet that may have graphs gets an entry ``_apply``, which stays until the next move or ``inject``
     (``graphs.drop_at_next_move``).
     """
+    stop_checking(root)
     for module in root.modules():
         restore_class(module)
         for layer in LAYERS:

@@ -22,6 +22,7 @@ from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import forward  # noqa: E402
 from tests.patches import cases  # noqa: E402
+from tests.patches.code.foreign import replaced  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, latent_of, lora_of, snapshot, step, unet_of  # noqa: E402
 from tests.patches.graphs.tape import TapeBackend  # noqa: E402
@@ -83,6 +84,18 @@ PATCHES = {
     "output_block_patch": lambda h, hsp, options: (h * 1.1, hsp * 0.9),
     "emb_patch": lambda emb, channels, options: emb * 0.5,
 }
+
+
+@pytest.mark.parametrize("patches", [{}, {"middle_patch": [halved]}], ids=["alone", "with a patch"])
+def test_a_node_that_replaces_the_forward_of_a_class(model, patches):
+    """As AnimateDiff-Evolved does for some motion models. Stock's result with it is drawn."""
+    options = {"transformer_options": lambda: {"patches": {**patches}}}
+    usual = both(model, **options)[1]
+    with replaced(torch.nn.GroupNorm, "forward"):
+        ours, stock = both(model, **options)
+    close(ours, stock)
+    assert (stock - usual).abs().max() > 1e-2
+    close(both(model, **options)[0], usual)
 
 
 @pytest.mark.parametrize("name", PATCHES)
