@@ -33,7 +33,7 @@ OWN = sys.stdlib_module_names | {
 }
 # Functions that were written in C. They may lack the name of their module.
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# What fused forwards call as stock's do: a replacement acts on them too.
+# Fused forwards call these functions too, so a replacement acts on them as on stock's.
 _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
 
 

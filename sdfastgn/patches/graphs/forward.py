@@ -184,9 +184,8 @@ class GraphedForward(InstanceEntry):
         self._store = Store()
         self._policy = Policy()
         self._states = States(module)
-        self._others: dict[
-            int, GraphedForward
-        ] = {}  # index of a state of the code after the first -> its own
+        # Index of a state of the code -> the object that serves its calls. This one serves the first state.
+        self._others: dict[int, GraphedForward] = {}
         self.eager: Counter[str] = Counter()
         is_training = mode == "training"
         self.training = _TrainingForward(module, "auto", backend, *self._options) if is_training else None
