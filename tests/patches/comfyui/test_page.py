@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-from selenium.webdriver import ActionChains, Keys
 
 from tests.patches.comfyui import comfy_checkout
 
@@ -21,6 +20,7 @@ comfy_checkout.import_for_cpu()
 from tests.patches.comfyui import comfy_models  # noqa: E402
 
 pytestmark = pytest.mark.fused_on_cpu
+webdriver = pytest.importorskip("selenium.webdriver")
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKFLOWS = sorted((ROOT / "integrations" / "comfyui" / "example_workflows").glob("*.json"))
@@ -147,7 +147,9 @@ def test_an_example_runs_and_its_nodes_show_text(path, page, server):
     ours = {node["type"] for node in workflow["nodes"] if node["type"].startswith("Sdfastgn")}
     texts = until(lambda: ours <= (found := page.execute_script(TEXTS)).keys() and found)
     if folder := os.environ.get("SCREENSHOTS"):
-        ActionChains(page).send_keys(Keys.ESCAPE).perform()  # closes the dialog with templates
+        webdriver.ActionChains(page).send_keys(
+            webdriver.Keys.ESCAPE
+        ).perform()  # closes the dialog with templates
         page.execute_script(SHOW_ALL)
         time.sleep(2)
         page.save_screenshot(f"{folder}/{path.stem}.png")
