@@ -3,8 +3,9 @@
     factor = scale / sqrt(var + eps)
     folded weight = weight * factor, folded bias = (bias - mean) * factor + offset
 
-On a GPU the kernel of ``fold_kernels.py`` runs. Everywhere else, for weights whose output channels are not
-consecutive in memory, and if the kernel cannot be compiled, ``reference_fold`` runs.
+On a GPU the kernel of ``fold_kernels.py`` runs, if the weight is contiguous or channels-last and the other
+tensors are contiguous, in fp16, bf16 or fp32. Otherwise, or if the kernel cannot be compiled,
+``reference_fold`` runs.
 
 Numerics: fp64. The kernel rounds to fp32 before it rounds to half precision.
 """

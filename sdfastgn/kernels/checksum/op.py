@@ -1,10 +1,11 @@
-"""Tells whether the content of tensors has changed: ``checksums`` and ``Checksums``.
+"""Checksums, which show whether the contents of tensors have changed: ``checksums`` and ``Checksums``.
 
 A checksum depends on each bit of a tensor, and on the bit's place in the tensor. If the tensor changes, its
-checksum stays the same with a probability of 2^-64. One launch reads all tensors once.
+checksum stays the same with a probability of 2^-64. ``checksums`` reads all tensors wholly, in one launch. A
+launch of ``Checksums`` may read a part of each.
 
-On a GPU the kernel of ``checksum/kernels.py`` runs. If it cannot be compiled, ``reference_checksums``
-computes the same numbers in plain PyTorch.
+On a GPU the kernel of ``checksum/kernels.py`` runs. Elsewhere, and if it cannot be compiled,
+``reference_checksums`` computes the same numbers in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Computes a checksum of each tensor. Returns them as int64, (number of tensors,).
 
     Args:
-        tensors: at least one, all on the same GPU, of any dtype, and without gaps in their memory.
+        tensors: at least one, all on the same GPU, of any dtype and layout.
 
     Grad: none.
     """
@@ -141,13 +142,14 @@ def _is_readable(tensor: Tensor) -> bool:
         and tensor.data_ptr() % _ALIGNMENT == 0
         and (
             tensor.is_contiguous()
-            or torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # slower, for all layouts
+            or torch.empty_like(tensor, device="meta").stride()
+            == tensor.stride()  # slower, but true for all layouts without gaps
         )
     )
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Zeros for the values of ``tensor``, whose size is a multiple of a word."""
+    """Zeros for the values of ``tensor``. Their size is a multiple of a word."""
     size = ceil_div(tensor.numel() * tensor.element_size(), _WORD) * _WORD
     return torch.zeros(size, dtype=torch.uint8, device=tensor.device)
 

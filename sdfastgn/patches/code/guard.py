@@ -1,8 +1,8 @@
-"""Compares the code that a model depends on with what it was when a graph was captured.
+"""Compares the code that a model depends on with what it was when it was read.
 
 The comparison asks whether each name still has the value that ``reach.py`` has found: functions, classes,
-modules, and numbers and flags in them. It also looks into the functions, because ``f.__code__ = ...`` leaves
-the name as it is. The loops run in C: the 2,500 names of SD1.5's UNet take a tenth of a millisecond.
+modules, numbers and flags. It also looks into the functions, because ``f.__code__ = ...`` leaves
+the name as it is. The loops run in C: the 535 names of SD1.5's UNet take 0.15 ms on an H200's host.
 """
 
 from __future__ import annotations

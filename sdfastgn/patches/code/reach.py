@@ -29,7 +29,7 @@ _CALLS = frozenset((_CALL, "_wrapped_call_impl", "_call_impl", "forward"))
 _READ = frozenset(("diffusers", "transformers", "peft", "accelerate", "comfy"))
 # The parts of PyTorch that are written in Python and compute. They are read too.
 _READ_OF_TORCH = ("torch.nn.modules.", "torch.nn.functional")
-# Code of these packages is not read, even if the model has classes of them.
+# Code of these packages is not read, even if the model has classes of them, except ``_READ_OF_TORCH``.
 _NOT_READ = sys.stdlib_module_names | {"sdfastgn", "torch"}
 # Methods that operators and indexing call on tensors.
 _OPERATORS = frozenset(name for name in dir(torch.Tensor) if name.startswith("__") and name.endswith("__"))
@@ -70,13 +70,13 @@ class Reach:
         self.entries: dict[tuple[int, Any], Entry] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self._packages = set(_READ)
-        self._is_in_model = True  # False while code of another package than ``_packages`` is read
+        self._is_in_model = True  # False while a replacement from a package that is not read is read
         self._attributes: set[str] = set()
         self._classes: dict[type, None] = {torch.Tensor: None}
         self._settled = (0, 0)
 
     def see_model(self, root: nn.Module) -> None:
-        """Add what calls of ``root`` and of the modules in it run, as stock's code says."""
+        """Add what calls of ``root`` and of the modules in it run if they run stock's code."""
         for module in root.modules():
             self._classes[type(module)] = None
             self._packages |= {package_of(type(module).__module__)} - _NOT_READ
@@ -90,7 +90,7 @@ class Reach:
         return package_of(module) in self._packages or str(module).startswith(_READ_OF_TORCH)
 
     def _see_callable(self, value: Any) -> None:
-        """Add the function or the object with ``__call__`` that an attribute of a module refers to."""
+        """Read the function, or note the class of the object with ``__call__``, in an attribute."""
         function = function_in(value)
         if function is not None:  # a ``Watch`` compares the function itself
             self._read_function(function)
@@ -150,7 +150,10 @@ class Reach:
         self._read_function(function)
 
     def _read_function(self, function: types.FunctionType) -> None:
-        """Read ``function`` if it is of a package that is read, or if code of such a package names it."""
+        """Read ``function`` if it is of a package that is read.
+
+        Also if it is of another package and code of a model names it: then it replaces something.
+        """
         module = function.__globals__.get("__name__")
         is_replacement = self._is_in_model and package_of(module) not in _NOT_READ
         if self._is_read(module) or is_replacement:

@@ -22,6 +22,8 @@ MAX_STATES = 4
 
 # True inside of a call whose code was compared.
 _is_checked: ContextVar[bool] = ContextVar("sdfastgn_is_checked", default=False)
+# Module -> the states in which the code of its calls was seen.
+_states_of: weakref.WeakKeyDictionary[nn.Module, States] = weakref.WeakKeyDictionary()
 
 
 class _State:
@@ -59,6 +61,7 @@ class States:
         self._changing = threading.RLock()
         self.now = 0
         self.are_too_many = False
+        _states_of[root] = self
 
     def same(self) -> bool:
         """True if the code is still in the state ``now``."""
@@ -77,7 +80,7 @@ class States:
         return self.now
 
     def see(self) -> None:
-        """Add what the model depends on now, for instance on other processors, to the state ``now``."""
+        """Add what the model depends on now, for instance after its processors were exchanged."""
         root = self._root()
         with self._changing:
             if root is not None and self.now < len(self._states):
@@ -125,9 +128,13 @@ def is_checked() -> bool:
 
 
 def reason_of_code(root: nn.Module) -> str | None:
-    """Why ``root`` runs stock's code now: parts of the code that it depends on were replaced. Else None."""
-    replaced = _State(root).replaced
-    if not replaced:
+    """Why modules in ``root`` run stock's code now: parts of it were replaced. None if none were."""
+    replaced = []
+    for states in filter(None, map(_states_of.get, root.modules())):
+        states.look()
+        replaced += states.replaced
+    names = list(dict.fromkeys(replaced or _State(root).replaced))
+    if not names:
         return None
-    more = f" and {len(replaced) - 1} more" if len(replaced) > 1 else ""
-    return f"other code has replaced {replaced[0]}{more}"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"other code has replaced {names[0]}{more}"

@@ -3,7 +3,8 @@
 sdfastgn computes copies from a model's weights: merged weights of adapters (``merged_adapters.py``) and
 weights in E4M3 (``fp8_product.py``). A copy must be computed again after its *sources*, the weights, have
 changed. PyTorch's count of writes (``_version``) does not show each change: fused optimizers and writes
-through ``.data`` do not raise it. So the GPU also compares checksums of the sources.
+through ``.data`` do not raise it. So contents are compared too: the GPU computes checksums, and the CPU
+compares them.
 
 A checksum of all sources would read gigabytes. So small sources, the matrices of adapters, are read wholly at
 each comparison, and others in ``WINDOWS`` parts, one at each comparison. An optimizer, an average of weights

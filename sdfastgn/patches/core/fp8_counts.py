@@ -31,7 +31,7 @@ _abandoned: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
 
 def note_written() -> None:
-    """Call this after each kernel that writes E4M3 in a capture."""
+    """In a capture, call this after each kernel that writes E4M3."""
     counts = _captured.get()
     if counts is not None:
         counts.note()

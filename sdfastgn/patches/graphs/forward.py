@@ -359,7 +359,7 @@ class GraphedForward(InstanceEntry):
         before, change = states.now, states.change()
         if states.look() == before:
             return
-        self._policy.last_change = f"other code has replaced {change}, or put it back"
+        self._policy.last_change = f"other code has replaced {change or 'parts of the code'}, or put it back"
         raise _CodeChanged
 
     @property

@@ -149,6 +149,17 @@ def test_the_report_names_replaced_code(device):
     assert not [entry for entry in sdfastgn.report(unet).entries if entry.status == "skipped"]
 
 
+def test_the_report_names_changed_functions_too(device, monkeypatch):
+    """Which only a comparison with an earlier call shows."""
+    unet, _, inputs = made(device, "auto")
+    run(unet, inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(resnet.ResnetBlock2D.forward, "__defaults__", (1,))
+        reasons = {entry.reason for entry in sdfastgn.report(unet).entries if entry.status == "skipped"}
+        assert any("the code of diffusers.models.resnet.ResnetBlock2D.forward" in r for r in reasons)
+    assert not [entry for entry in sdfastgn.report(unet).entries if entry.status == "skipped"]
+
+
 class Own(nn.Module):
     """A model of a user, with parts that run fused."""
 
