@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdfastgn.patches.code.states import States, is_checked
+from sdfastgn.patches.code.states import States, is_checked, running
 from sdfastgn.patches.core.exclusive import call_entry, set_call_entry
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
@@ -37,8 +37,7 @@ class Checked(InstanceEntry):
         call = type(module)._call_impl
         if torch.compiler.is_compiling() or is_checked():
             return call(module, *args, **kwargs)
-        self._states.look()
-        with self._states.running():
+        with running(bool(self._states.replaced(self._states.look()))):
             return call(module, *args, **kwargs)
 
 

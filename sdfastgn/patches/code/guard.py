@@ -8,19 +8,20 @@ the name as it is. The loops run in C: the 535 names of SD1.5's UNet take 0.15 m
 from __future__ import annotations
 
 import operator
+import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from sdfastgn.patches.code.reach import MISSING, Entry, Reach
+from sdfastgn.patches.code.reading import names_in
 
 __all__ = ["Guard"]
 
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _inside: Callable[[Any], tuple[Any, ...]] = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_content_of = operator.attrgetter("cell_contents")
 
 
 class Guard:
@@ -31,8 +32,13 @@ class Guard:
         self.see(root)
 
     @property
-    def entries(self) -> Iterable[Entry]:
-        return self._reach.entries.values()
+    def entries(self) -> list[Entry]:
+        return self._reach.compared()
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Compare ``entries`` no more."""
+        self._reach.forget(entries)
+        self._freeze()
 
     def see(self, root: nn.Module) -> None:
         """Add what ``root`` depends on now. The caller has checked that ``same`` is True."""
@@ -55,21 +61,19 @@ class Guard:
         except Exception:  # a name was removed, or a user's ``__eq__`` has raised
             return False
 
-    def changed(self) -> Iterator[Entry]:
+    def changed(self) -> list[Entry]:
         """The names that have other values now."""
-        for entry in self.entries:
-            value = entry.namespace.get(entry.name, MISSING)
-            if value is not entry.value and (MISSING in (value, entry.value) or value != entry.value):
-                yield entry
+        found = [(entry, entry.namespace.get(entry.name, MISSING)) for entry in self.entries]
+        return [entry for entry, value in found if _differs(entry.value, value)]
 
-    def changed_inside(self) -> Iterator[str]:
+    def changed_inside(self) -> list[str]:
         """The functions whose code, defaults or closure is another one now."""
-        for function, inside in zip(self._functions, self._insides, strict=True):
-            if _inside(function) != inside:
-                yield f"the code of {function.__module__}.{function.__qualname__}"
-        for cell, function, content in zip(self._cells, self._owners, self._contents, strict=True):
-            if _content_of(cell) is not content:
-                yield f"a variable in the closure of {function.__module__}.{function.__qualname__}"
+        inside = [f for f, before in self._inside_of if _differs(before, _inside(f))]
+        closures = [f for f, cell, before in self._content_of_cells if _content_of(cell) is not before]
+        return [
+            *(f"the code of {f.__module__}.{f.__qualname__}" for f in inside),
+            *(f"a variable in the closure of {f.__module__}.{f.__qualname__}" for f in closures),
+        ]
 
     def _freeze(self) -> None:
         groups: defaultdict[int, list[Entry]] = defaultdict(list)
@@ -85,17 +89,30 @@ class Guard:
         lacking = [entries for entries in absent.values() if entries]
         self._without = [entries[0].namespace.keys().isdisjoint for entries in lacking]
         self._missing = [frozenset(each.name for each in entries) for entries in lacking]
-        self._functions = list(self._reach.functions.values())
-        self._insides = list(map(_inside, self._functions))
-        closures = [(f, cell) for f in self._functions for cell in f.__closure__ or () if _is_set(cell)]
-        self._cells = [cell for _, cell in closures]
-        self._owners = [function for function, _ in closures]
-        self._contents = list(map(_content_of, self._cells))
+        functions = list(self._reach.functions.values())
+        self._inside_of = [(function, _inside(function)) for function in functions]
+        self._content_of_cells = [
+            (function, cell, _content_of(cell))
+            for function in functions
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if name
+            not in names_in(function.__code__).stored  # else the function counts with it, for instance
+        ]
+        self._functions, self._insides = functions, [inside for _, inside in self._inside_of]
+        self._cells = [cell for _, cell, _ in self._content_of_cells]
+        self._contents = [content for _, _, content in self._content_of_cells]
 
 
-def _is_set(cell: Any) -> bool:
+def _content_of(cell: types.CellType) -> Any:
     try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        return cell.cell_contents
+    except ValueError:  # the variable is not set
+        return MISSING
+
+
+def _differs(before: Any, now: Any) -> bool:
+    """True if ``now`` is neither ``before`` nor equal to it."""
+    try:
+        return before is not now and (MISSING in (before, now) or bool(before != now))
+    except Exception:  # comparing tensors, for instance, gives no bool
+        return True

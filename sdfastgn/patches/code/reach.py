@@ -8,9 +8,10 @@ of other code notice nothing.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,13 @@ _READ = frozenset(("diffusers", "transformers", "peft", "accelerate", "comfy"))
 _READ_OF_TORCH = ("torch.nn.modules.", "torch.nn.functional")
 # Code of these packages is not read, even if the model has classes of them, except ``_READ_OF_TORCH``.
 _NOT_READ = sys.stdlib_module_names | {"sdfastgn", "torch"}
-# Methods that operators and indexing call on tensors.
-_OPERATORS = frozenset(name for name in dir(torch.Tensor) if name.startswith("__") and name.endswith("__"))
+# Methods that operators and indexing call on tensors: ``__add__`` and ``__radd__``, for example.
+_OPERATORS = frozenset(
+    name
+    for each in dir(operator)
+    if each.startswith("__") and callable(getattr(operator, each))
+    for name in (each, f"__r{each[2:]}")
+)
 # A dict with more entries is no table of functions.
 _MAX_TABLE = 64
 _BUILTIN = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, type)
@@ -69,6 +75,7 @@ class Reach:
     def __init__(self) -> None:
         self.entries: dict[tuple[int, Any], Entry] = {}
         self.functions: dict[int, types.FunctionType] = {}
+        self._stored: set[tuple[int, str]] = set()  # (id of a module's globals, name that its code sets)
         self._packages = set(_READ)
         self._is_in_model = True  # False while a replacement from a package that is not read is read
         self._attributes: set[str] = set()
@@ -88,6 +95,14 @@ class Reach:
     def _is_read(self, module: Any) -> bool:
         """True if what functions of the Python module ``module`` name counts too."""
         return package_of(module) in self._packages or str(module).startswith(_READ_OF_TORCH)
+
+    def compared(self) -> list[Entry]:
+        """The entries that must stay as they are: all but globals that the code itself sets, as a counter."""
+        return [e for e in list(self.entries.values()) if (id(e.holder), e.name) not in self._stored]
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Compare ``entries`` no more."""
+        self._stored |= {(id(entry.holder), entry.name) for entry in entries}
 
     def _see_callable(self, value: Any) -> None:
         """Read the function, or note the class of the object with ``__call__``, in an attribute."""
@@ -164,6 +179,7 @@ class Reach:
         before, self._is_in_model = self._is_in_model, self._is_read(names.get("__name__"))
         found = names_in(code)
         self._attributes |= found.attributes
+        self._stored |= {(id(names), name) for name in found.stored}
         for chain in sorted(found.chains, key=len):
             self._walk(chain, names, cells)
         self._is_in_model = before
@@ -182,6 +198,8 @@ class Reach:
                     return
                 value = self._see_entry(value, part.key, "a dict")
             elif isinstance(value, types.ModuleType):
+                if package_of(value.__name__) in sys.stdlib_module_names:
+                    return
                 value = self._see_entry(vars(value), part, value.__name__)
             elif isinstance(value, type):
                 value = self._attribute_of_class(value, part)

@@ -17,6 +17,8 @@ __all__ = ["Item", "Names", "names_in"]
 _NAMES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"))
 # Instructions that replace the last value on the stack by an attribute of it. Python 3.12 has no LOAD_METHOD.
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+# Instructions that set a global or a variable of a closure.
+_STORES = frozenset(("STORE_GLOBAL", "STORE_DEREF"))
 # Instructions that may stand between two parts of ``a.b["c"]`` without changing the value.
 _NEUTRAL = frozenset(("PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
 
@@ -32,11 +34,13 @@ class Names(NamedTuple):
 
     Attributes:
         chains: a global or a variable of a closure, and what is read from it, as in ``("F", "interpolate")``.
-        attributes: all names of attributes, whatever they are read from.
+        attributes: all names of attributes, of whatever object.
+        stored: the globals and the variables of closures that it sets, such as counters.
     """
 
     chains: frozenset[tuple[Any, ...]]
     attributes: frozenset[str]
+    stored: frozenset[str]
 
 
 @functools.cache
@@ -44,6 +48,7 @@ def names_in(code: types.CodeType) -> Names:
     """What ``code`` and the functions that are defined in it name."""
     chains: set[tuple[Any, ...]] = set()
     attributes: set[str] = set()
+    stored: set[str] = set()
     chain: tuple[Any, ...] = ()
     key: tuple[Any, ...] = ()  # (the constant after ``chain``,), or nothing
     for instruction in dis.get_instructions(code):
@@ -66,10 +71,13 @@ def names_in(code: types.CodeType) -> Names:
         elif op not in _NEUTRAL:
             if op == "LOAD_SUPER_ATTR":
                 attributes.add(value)
+            elif op in _STORES:
+                stored.add(value)
             chain, key = (), ()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = names_in(constant)
             chains |= inner.chains
             attributes |= inner.attributes
-    return Names(frozenset(chains), frozenset(attributes))
+            stored |= inner.stored
+    return Names(frozenset(chains), frozenset(attributes), frozenset(stored))

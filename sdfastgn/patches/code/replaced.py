@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from sdfastgn.patches.code.reach import MISSING, Entry, function_in, package_of
 
-__all__ = ["OWN", "ignored", "replaced_in"]
+__all__ = ["OWN", "ignored", "is_counter", "replaced_in"]
 
 # Packages that replace functions of each other, and of themselves, without changing what these compute.
 # For instance, torch._dynamo wraps functions that it has compiled, and accelerate those that make parameters.
@@ -57,6 +57,17 @@ def ignored(changed: Iterable[Entry]) -> list[str]:
     ]
 
 
+def is_counter(entry: Entry) -> bool:
+    """True if ``entry`` is data that functions of its own Python module set: a counter, a flag, a cache."""
+    values = entry.value, entry.namespace.get(entry.name, MISSING)
+    is_data = not any(_is_callable(value) for value in values if value is not MISSING)
+    return (
+        is_data
+        and not isinstance(entry.holder, type)
+        and entry.name in _names_of(_module_of(entry.holder))[1]
+    )
+
+
 def _is_wrapper(entry: Entry, value: Any) -> bool:
     """True if ``value`` was put into the place of ``entry`` by another package of ``OWN``."""
     package = "" if function_in(value) is None else package_of(_written_in(value))
@@ -78,7 +89,7 @@ def _is_foreign(entry: Entry) -> bool:
         return False
     if package_of(written_in) in OWN or package_of(written_in) == package_of(home):
         return isinstance(entry.holder, type) and _is_of_another_class(value, entry.holder)
-    return entry.name not in _imported_by(home)
+    return entry.name not in _names_of(home)[0]
 
 
 def _is_of_another_class(value: Any, kind: type) -> bool:
@@ -109,11 +120,27 @@ def _written_in(value: Any) -> str:
 
 
 @functools.cache
-def _imported_by(module: str) -> frozenset[str]:
-    """The names that the source of a Python module imports."""
+def _names_of(module: str) -> tuple[frozenset[str], frozenset[str]]:
+    """(names that a Python module imports, names that its functions set with ``global``)"""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError, SyntaxError):
-        return frozenset()
-    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return frozenset(alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names)
+        return frozenset(), frozenset()
+    imported: set[str] = set()
+    changed: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Global):
+            changed |= set(node.names)
+    for node in ast.walk(tree):  # ``name = package.function``
+        if isinstance(node, ast.Assign) and _first_name(node.value) in imported:
+            imported |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return frozenset(imported), frozenset(changed)
+
+
+def _first_name(node: ast.expr) -> str:
+    """``a`` of the expressions ``a`` and ``a.b.c``; empty for others."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -7,14 +7,16 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.code.guard import Guard
-from sdfastgn.patches.code.replaced import ignored, replaced_in
+from sdfastgn.patches.code.replaced import ignored, is_counter, replaced_in
 
-__all__ = ["MAX_STATES", "States", "is_checked", "reason_of_code"]
+__all__ = ["MAX_STATES", "States", "is_checked", "reason_of_code", "running"]
 
 # Maximum number of states of one model's code that are told apart. Code that switches an attention on and off
 # within each image has two.
@@ -22,8 +24,22 @@ MAX_STATES = 4
 
 # True inside of a call whose code was compared.
 _is_checked: ContextVar[bool] = ContextVar("sdfastgn_is_checked", default=False)
-# Module -> the states in which the code of its calls was seen.
-_states_of: weakref.WeakKeyDictionary[nn.Module, States] = weakref.WeakKeyDictionary()
+# Module -> the states in which the code of its calls was seen. They are not kept alive: they may refer to the
+# module.
+_states_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[States]] = weakref.WeakKeyDictionary()
+# Modules that are in a model whose code was read.
+_read: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The registration of ``_note_child``; None before the first model.
+_hook: Any = None
+# How often a module in ``_read`` has got a child.
+_children = 0
+
+
+def _note_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Called by PyTorch when ``parent`` gets a child, such as an adapter's layer: its code must be read."""
+    global _children
+    if parent in _read:
+        _children += 1
 
 
 class _State:
@@ -36,13 +52,24 @@ class _State:
     """
 
     def __init__(self, root: nn.Module, before: _State | None = None) -> None:
+        self._children = _children
         self.guard = Guard(root)
         self.replaced = replaced_in(self.guard.entries)
         if before is not None:
             self.replaced += [*ignored(before.guard.changed()), *before.guard.changed_inside()]
 
+    def same(self, root: nn.Module | None) -> bool:
+        """True if the code is still in this state. Reads the code of modules that are new in ``root``."""
+        if not self.guard.same():
+            return False
+        if self._children != _children and root is not None:
+            self.see(root)
+        return True
+
     def see(self, root: nn.Module) -> None:
         """Add what ``root`` depends on now."""
+        self._children = _children
+        _read.update(root.modules())
         self.guard.see(root)
         self.replaced += [name for name in replaced_in(self.guard.entries) if name not in self.replaced]
 
@@ -50,76 +77,86 @@ class _State:
 class States:
     """The states in which the code of calls of ``root`` was seen. ``root`` is not kept alive.
 
+    A state is named by its index. ``MAX_STATES`` stands for each state after the first four.
+
     Attributes:
-        now: index of the state that was seen last; ``MAX_STATES`` for each state after the first four.
         are_too_many: True if there were more than four states.
     """
 
     def __init__(self, root: nn.Module) -> None:
+        global _hook
+        if _hook is None:
+            _hook = register_module_module_registration_hook(_note_child)
         self._root = weakref.ref(root)
         self._states: list[_State] = []
         self._changing = threading.RLock()
-        self.now = 0
+        self._last = 0
         self.are_too_many = False
-        _states_of[root] = self
+        _states_of[root] = weakref.ref(self)
 
-    def same(self) -> bool:
-        """True if the code is still in the state ``now``."""
-        now = self.now
-        return now < len(self._states) and self._states[now].guard.same()
+    def same(self, index: int) -> bool:
+        """True if the code is in the state ``index``."""
+        return index < len(self._states) and self._states[index].same(self._root())
 
     def last(self) -> int:
-        """The index of the state that was seen last. The first call looks for it."""
-        return self.now if self._states else self.look()
+        """The state that was seen last. The first call looks for it."""
+        return self._last if self._states else self.look()
 
     def look(self) -> int:
-        """Find out in which state the code is, and return its index."""
-        if not self.same():
+        """Find out in which state the code is."""
+        if not self.same(self._last):
             with self._changing:
-                self.now = self._find()
-        return self.now
+                self._last = self._find()
+        return self._last
 
-    def see(self) -> None:
+    def see(self, index: int) -> None:
         """Add what the model depends on now, for instance after its processors were exchanged."""
         root = self._root()
         with self._changing:
-            if root is not None and self.now < len(self._states):
-                self._states[self.now].see(root)
+            if root is not None and index < len(self._states):
+                self._states[index].see(root)
 
-    @property
-    def replaced(self) -> list[str]:
-        """Names of the code that is replaced in the state ``now``, and that fused forwards would ignore."""
-        now = self.now
-        return self._states[now].replaced if now < len(self._states) else ["other code"]
+    def replaced(self, index: int) -> list[str]:
+        """Names of the code that is replaced in the state ``index``, and that fused forwards would ignore."""
+        return self._states[index].replaced if index < len(self._states) else ["other code"]
 
-    def change(self) -> str:
-        """What was replaced since the state ``now`` was seen; empty if nothing was."""
-        guard = self._states[self.now].guard if self.now < len(self._states) else None
+    def change(self, index: int) -> str:
+        """What was replaced since the state ``index`` was seen, in words."""
+        guard = self._states[index].guard if index < len(self._states) else None
         if guard is None:
-            return ""
-        return next((entry.words for entry in guard.changed()), "") or next(guard.changed_inside(), "")
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """A context for a call in the state ``now``: if code was replaced, the model runs stock's code."""
-        token = _is_checked.set(True)
-        try:
-            with dispatch.stock_code() if self.replaced else nullcontext():
-                yield
-        finally:
-            _is_checked.reset(token)
+            return "parts of the code"
+        found = [*(entry.words for entry in guard.changed()), *guard.changed_inside()]
+        return found[0] if found else "parts of the code"
 
     def _find(self) -> int:
-        for index, state in enumerate(self._states):
-            if state.guard.same():
-                return index
         root = self._root()
+        for index, state in enumerate(self._states):
+            if state.same(root):
+                return index
+        for index, state in enumerate(self._states):
+            changed = state.guard.changed()
+            if changed and all(map(is_counter, changed)):
+                state.guard.forget(changed)
+                if state.same(root):
+                    return index
         if root is None or len(self._states) == MAX_STATES:
             self.are_too_many = True
             return MAX_STATES
         unchanged = next((state for state in self._states if not state.replaced), None)
+        _read.update(root.modules())
         self._states.append(_State(root, unchanged))
         return len(self._states) - 1
+
+
+@contextmanager
+def running(as_stock: bool) -> Iterator[None]:
+    """A context for a call whose code was compared. ``as_stock``: in it, the model runs stock's code."""
+    token = _is_checked.set(True)
+    try:
+        with dispatch.stock_code() if as_stock else nullcontext():
+            yield
+    finally:
+        _is_checked.reset(token)
 
 
 def is_checked() -> bool:
@@ -129,10 +166,8 @@ def is_checked() -> bool:
 
 def reason_of_code(root: nn.Module) -> str | None:
     """Why modules in ``root`` run stock's code now: parts of it were replaced. None if none were."""
-    replaced = []
-    for states in filter(None, map(_states_of.get, root.modules())):
-        states.look()
-        replaced += states.replaced
+    found = [ref() for module in root.modules() if (ref := _states_of.get(module)) is not None]
+    replaced = [name for states in found if states is not None for name in states.replaced(states.look())]
     names = list(dict.fromkeys(replaced or _State(root).replaced))
     if not names:
         return None

@@ -30,7 +30,7 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.patches.code.states import States
+from sdfastgn.patches.code.states import States, running
 from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import class_forward
@@ -98,6 +98,7 @@ class _Current(NamedTuple):
         survey: the module's layers with merged weights of adapters. In calls with gradients no layer has
             merged weights. Then the survey is a ``Flags``: it records which parameters require gradients.
         scale: the scale for all adapters, if the arguments contain one.
+        as_stock: True if the model runs stock's code, because parts of that were replaced.
     """
 
     module: nn.Module
@@ -107,6 +108,7 @@ class _Current(NamedTuple):
     key: Any
     survey: Survey
     scale: LoraScale
+    as_stock: bool
 
     def refresh(self, watch: Watch | None = None, *, compares_later: bool = False) -> bool:
         """Write new merged weights, and new values of ``watch.factors``, into the memory that graphs read.
@@ -151,6 +153,8 @@ class GraphedForward(InstanceEntry):
             the module's own class. When this object is removed, this entry is restored.
         method: the name of the method that this object replaces.
         scratch: attributes of the module that each call sets before it reads them. They are not watched.
+        states, state: the states of the code, and the one in which this object serves calls. By default the
+            first one.
 
     Attributes:
         eager: reason -> number of calls that ran eagerly for this reason.
@@ -160,8 +164,8 @@ class GraphedForward(InstanceEntry):
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
-        "_backend", "_others", "_policy", "_states", "_store", "eager", "method", "mode", "replaces_entry",
-        "scratch", "training",
+        "_backend", "_others", "_policy", "_state", "_states", "_store", "eager", "method", "mode",
+        "replaces_entry", "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
@@ -174,6 +178,8 @@ class GraphedForward(InstanceEntry):
         replaces_entry: bool = False,
         method: str = "forward",
         scratch: frozenset[str] = frozenset(),
+        states: States | None = None,
+        state: int = 0,
     ) -> None:
         super().__init__(module)
         self.mode = mode
@@ -183,7 +189,8 @@ class GraphedForward(InstanceEntry):
         self._backend = backend
         self._store = Store()
         self._policy = Policy()
-        self._states = States(module)
+        self._states = States(module) if states is None else states
+        self._state = state
         # Index of a state of the code -> the object that serves its calls. This one serves the first state.
         self._others: dict[int, GraphedForward] = {}
         self.eager: Counter[str] = Counter()
@@ -258,23 +265,27 @@ class GraphedForward(InstanceEntry):
         if self.training is not None and torch.is_grad_enabled():
             return self.training(*args, **kwargs)
         for _ in range(_MAX_CHANGES):
-            server = self._of_state(self._states.last())
+            state = self._states.last()
+            server, as_stock = self._of_state(state), bool(self._states.replaced(state))
             try:
-                with self._states.running():
-                    return server._serve(module, args, kwargs)
+                with running(as_stock):
+                    return server._serve(module, args, kwargs, as_stock)
             except _CodeChanged:
                 if self._states.are_too_many:
                     self.clear()
         with dispatch.stock_code():
             return self._run_eagerly(module, args, kwargs)
 
-    def _serve(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call and return its result. Raises _CodeChanged if the code is in another state."""
+    def _serve(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool) -> Any:
+        """Run the call and return its result. ``as_stock``: by stock's code, because parts were replaced.
+
+        Raises _CodeChanged if the code is in another state than this object serves.
+        """
         try:
             try:
-                return self._by_graph(module, args, kwargs)
+                return self._by_graph(module, args, kwargs, as_stock)
             except _Outdated:  # the call starts again, but only once
-                return self._by_graph(module, args, kwargs)
+                return self._by_graph(module, args, kwargs, as_stock)
         except _Outdated:
             reason = "another thread changes it"
         except Unsupported as error:
@@ -285,7 +296,7 @@ class GraphedForward(InstanceEntry):
             self._policy.pause_without_memory()  # even if there was nothing to free
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
-        self._check_code()
+        self._check_code(as_stock)
         return self._run_eagerly(module, args, kwargs)
 
     def clear(self) -> int:
@@ -338,12 +349,13 @@ class GraphedForward(InstanceEntry):
 
     def _of_state(self, index: int) -> GraphedForward:
         """The ``GraphedForward`` that serves calls while the code is in the state ``index``."""
-        if index == 0 or self._states.are_too_many:
+        if index == 0:
             return self
         other = self._others.get(index)
         if other is None:
-            other = self._others[index] = type(self)(self.module, self.mode, self._backend, *self._options)
-            other._states, other.eager = self._states, self.eager
+            options = *self._options, self._states, index
+            other = self._others[index] = type(self)(self.module, self.mode, self._backend, *options)
+            other.eager = self.eager
             _living.pop(id(other), None)  # this object drops its graphs
         other.mode = self.mode
         return other
@@ -351,16 +363,19 @@ class GraphedForward(InstanceEntry):
     def _all(self) -> list[GraphedForward]:
         return [self, *self._others.values()]
 
-    def _check_code(self) -> None:
-        """Raise _CodeChanged if code on which the call depends was replaced since the state ``now``."""
-        states = self._states
-        if states.same():
-            return
-        before, change = states.now, states.change()
-        if states.look() == before:
-            return
-        self._policy.last_change = f"other code has replaced {change or 'parts of the code'}, or put it back"
-        raise _CodeChanged
+    def _check_code(self, as_stock: bool) -> None:
+        """Raise _CodeChanged if the code is not in the state in which this object serves calls.
+
+        Also if this state has replaced code that was not known when the call began. ``as_stock``: if any was.
+        """
+        states, state = self._states, self._state
+        change = "" if states.same(state) else states.change(state)
+        if change and states.look() != state:
+            self._policy.last_change = f"other code has replaced {change}, or put it back"
+            raise _CodeChanged
+        if bool(states.replaced(state)) != as_stock:
+            self._clear()
+            raise _CodeChanged
 
     @property
     def _unwatched(self) -> frozenset[str]:
@@ -384,7 +399,9 @@ class GraphedForward(InstanceEntry):
                 self._policy.pause_without_memory()
             refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
 
-    def _by_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _by_graph(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool
+    ) -> Any:
         """Run the call as a graph and return its result.
 
         Raises Unsupported, with the reason, if the call must run eagerly.
@@ -399,7 +416,7 @@ class GraphedForward(InstanceEntry):
             # This comes before the arguments are looked at, because in a pause a call must take hardly longer
             # than a call of a model without graphs.
             self._policy.check_pause()
-        survey = store.survey or (Survey(module, False) if self._states.replaced else self._survey_of(module))
+        survey = store.survey or (Survey(module, False) if as_stock else self._survey_of(module))
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
         reason = reason_for(module, call)
@@ -420,7 +437,7 @@ class GraphedForward(InstanceEntry):
             if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
             forward = class_forward(module, self.method)
-            current = _Current(module, forward, call, backend, key, survey, scale)
+            current = _Current(module, forward, call, backend, key, survey, scale, as_stock)
             output = self._replay_at_once(current)
             if output is None:
                 output = self._replay_or_capture(current)
@@ -472,7 +489,7 @@ class GraphedForward(InstanceEntry):
             return None
         current.refresh_fp8(compares_later=True)
         output = graph.run(current.call, current.backend)
-        self._check_code()
+        self._check_code(current.as_stock)
         is_same = survey.has_same_tensors() and watch.unchanged(current.module)
         is_same = is_same and survey.has_same_contents() and fp8.has_same_contents(current.module)
         return output if is_same else None
@@ -484,7 +501,7 @@ class GraphedForward(InstanceEntry):
         with the reason, if the call must run eagerly.
         """
         module, key, policy = current.module, current.key, self._policy
-        self._check_code()
+        self._check_code(current.as_stock)
         self._check_model(current)
         current.refresh_fp8()
         graph = self._store.find(key)
@@ -517,6 +534,8 @@ class GraphedForward(InstanceEntry):
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, current.forward, call, backend)),
             ):
+                self._states.see(self._state)
+                self._check_code(current.as_stock)
                 graph = capture_call(
                     self._kind,
                     current.forward,
@@ -526,8 +545,7 @@ class GraphedForward(InstanceEntry):
                     is_warm=is_warm,
                     scratch=self.scratch,
                 )
-                self._check_code()
-                self._states.see()
+                self._check_code(current.as_stock)
                 if self._key_of(module, call) != key:  # another thread has switched a part of the module
                     raise _Outdated
                 store.add(key, graph)

@@ -94,7 +94,8 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     if mode is not False and reason_to_leave(root) is not None:
         mode = False
     for _, module in list(outermost(root)):
-        stop_checking(module)
+        if mode is not False and method_of(module) == "forward":
+            stop_checking(module)
         for inner in module.modules():
             if inner is not module and _graphed(inner) is not None:  # ``optimize(inner)`` was called before
                 _take_off(inner)
@@ -110,7 +111,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         # A model with convolutions has an entry that does more (``channels_last.py``).
         if _graphed(module) is not None:
             follow(module)
-    check_calls(root, [module for _, module in outermost(root) if _graphed(module) is not None])
+    check_calls(root, [module for _, module in outermost(root) if _compares_calls(module)])
 
 
 def remove(root: nn.Module) -> None:
@@ -196,6 +197,11 @@ def _place_in(module: nn.Module) -> str | None:
     if name == "forward" and is_offloaded_whole(module) and kept == class_forward(module):
         return "_old_forward"
     return None
+
+
+def _compares_calls(module: nn.Module) -> bool:
+    """True if a ``GraphedForward`` runs all calls of ``module``, so that it compares their code."""
+    return _graphed(module) is not None and method_of(module) == "forward"
 
 
 def _graphed(module: nn.Module) -> GraphedForward | None:

@@ -55,6 +55,18 @@ def test_variables_of_a_closure():
     assert ("factor", Item("up")) in chains(call)
 
 
+def test_what_a_function_sets():
+    count = 0
+
+    def call():
+        global OPTIONS
+        nonlocal count
+        OPTIONS, count, local = {}, count + 1, 2
+        return local
+
+    assert names_in(call.__code__).stored == {"OPTIONS", "count"}
+
+
 def test_a_method_of_the_base_class():
     class Derived(dict):
         def copy(self):

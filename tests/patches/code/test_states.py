@@ -1,8 +1,14 @@
 """Optimized models whose code is replaced: each result is the one that stock gives at that moment."""
 
 import contextlib
+import copy
+import gc
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import diffusers
+import peft
 import pytest
 import torch
 from diffusers.models import attention, attention_processor, resnet
@@ -12,9 +18,10 @@ from torch.nn import functional as F
 import sdfastgn
 from sdfastgn.patches.code.states import MAX_STATES, reason_of_code
 from sdfastgn.patches.core.exclusive import call_entry
+from sdfastgn.patches.graphs import forward
 from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.patches.code.foreign import of_package, replaced, sage
-from tests.patches.graphs.cases import DEVICES, agree, make, reasons_of, run, state
+from tests.patches.graphs.cases import DEVICES, agree, lora, make, reasons_of, run, state
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -223,3 +230,128 @@ def test_a_model_under_change_keeps_its_checks(device):
     sdfastgn.optimize(model)
     assert call_entry(model) is before
     assert cuda_graphs.has_graphable(model) is False
+
+
+def test_a_thread_that_waits_gets_the_result_of_the_present_code(device):
+    """Its call has chosen a graph before another thread found out that the code has changed."""
+    unet, stock, inputs = made(device, "auto")
+    run(unet, inputs, calls=3)
+    for factor in (0.5, 0.25):
+        with replaced(F, "group_norm", scaled(factor)):
+            expected = run(stock, inputs)
+            for found in in_threads(3, lambda: run(unet, inputs)):
+                agree(found, expected)
+
+
+def in_threads(count, call):
+    """The results of ``call`` in ``count`` threads at once."""
+    with ThreadPoolExecutor(count) as pool:
+        return [each.result() for each in [pool.submit(call) for _ in range(count)]]
+
+
+def test_a_server_of_another_state_does_not_replay(device):
+    """The state that was seen last belongs to all threads, so a call must compare with its own."""
+    unet, stock, inputs = made(device, "auto")
+    run(unet, inputs, calls=3)
+    served = unet.forward._serve
+    with replaced(F, "group_norm"):
+        unet.forward._states.look()  # as another thread would
+        with pytest.raises(forward._CodeChanged), torch.no_grad():
+            served(unet, (), inputs, False)
+        agree(run(unet, inputs), run(stock, inputs))
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_code_of_layers_that_came_later(device, calls):
+    """peft's layers came after the model's code was read."""
+    unet, stock, inputs = made(device, "auto")
+    run(unet, inputs, calls=3)
+    for model in (unet, stock):
+        lora(model)
+    run(unet, inputs, calls=calls) if calls else None
+    with replaced(peft.tuners.lora.layer.Linear, "forward"):
+        expected = run(stock, inputs)
+        for _ in range(4):
+            agree(run(unet, inputs), expected)
+    agree(run(unet, inputs), run(stock, inputs))
+
+
+@pytest.mark.parametrize("kind", [diffusers.AutoencoderKLWan, diffusers.AutoencoderKLQwenImage])
+def test_encoders_beside_a_decode_with_graphs(device, kind):
+    torch.manual_seed(0)
+    vae = kind(base_dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False])
+    vae = vae.to(device).eval()
+    stock, x = copy.deepcopy(vae), torch.randn(1, 3, 1, 16, 16, device=device)
+    sdfastgn.optimize(vae)
+    with torch.no_grad(), replaced(F, "silu"):
+        agree(vae.encode(x).latent_dist.mean, stock.encode(x).latent_dist.mean)
+
+
+CALLS = 0
+
+
+def test_a_replacement_that_counts_its_calls(device):
+    """Counters are no new states of the code."""
+
+    def counting(stock):
+        def counted(*args, **kwargs):
+            global CALLS
+            CALLS += 1
+            return stock(*args, **kwargs) * 0.5
+
+        return of_package(counted)
+
+    unet, stock, inputs = made(device, "auto")
+    with replaced(F, "scaled_dot_product_attention", counting):
+        for _ in range(6):
+            agree(run(unet, inputs), run(stock, inputs))
+    agree(run(unet, inputs, calls=2), run(stock, inputs))
+    assert "in too many ways" not in reasons_of(unet)
+
+
+class Scaled(Own):
+    """Its forward reads a tensor that is a global."""
+
+    def forward(self, x):
+        return super().forward(x) * FACTOR.mean()
+
+
+FACTOR = torch.tensor([1.0, 2.0])
+
+
+def test_a_global_tensor_that_changes(device, monkeypatch):
+    """Comparing tensors gives no bool."""
+    model, x = Scaled().to(device), images(device)
+    sdfastgn.optimize(model)
+    before = model(x)
+    monkeypatch.setitem(Scaled.forward.__globals__, "FACTOR", FACTOR * 2)
+    torch.testing.assert_close(model(x), before * 2)
+
+
+def test_what_does_not_compute_may_be_replaced(device, monkeypatch):
+    unet, _, inputs = made(device, "auto")
+    run(unet, inputs)
+    monkeypatch.setattr(torch.Tensor, "__repr__", of_package(lambda self: "a tensor"))
+    monkeypatch.setattr(warnings, "warn", of_package(lambda *args, **kwargs: None))
+    run(unet, inputs, calls=3)
+    assert reason_of_code(unet) is None
+    assert state(unet).replays == 3
+
+
+def test_a_restored_model_is_freed(device):
+    """Also if a replacement refers to it."""
+
+    def used(model, x):
+        def holding(stock):
+            return of_package(lambda self, input: stock(self, input) * len(list(model.modules())))
+
+        sdfastgn.optimize(model)
+        model(x)
+        with replaced(nn.GroupNorm, "forward", holding):
+            model(x)
+        model(x)
+        return weakref.ref(sdfastgn.restore(model))
+
+    gone = used(Own().to(device), images(device))
+    gc.collect()
+    assert gone() is None
