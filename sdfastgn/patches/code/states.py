@@ -7,10 +7,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.code.guard import Guard
@@ -27,19 +25,11 @@ _is_checked: ContextVar[bool] = ContextVar("sdfastgn_is_checked", default=False)
 # Module -> the states in which the code of its calls was seen. They are not kept alive: they may refer to the
 # module.
 _states_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[States]] = weakref.WeakKeyDictionary()
-# Modules that are in a model whose code was read.
-_read: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# The registration of ``_note_child``; None before the first model.
-_hook: Any = None
-# How often a module in ``_read`` has got a child.
-_children = 0
 
 
-def _note_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Called by PyTorch when ``parent`` gets a child, such as an adapter's layer: its code must be read."""
-    global _children
-    if parent in _read:
-        _children += 1
+def _adapters_of(root: nn.Module | None) -> tuple[str, ...]:
+    """The names of peft's adapters in ``root``. With the first one, layers get classes of peft."""
+    return tuple(vars(root).get("peft_config") or ()) if root is not None else ()
 
 
 class _State:
@@ -52,24 +42,23 @@ class _State:
     """
 
     def __init__(self, root: nn.Module, before: _State | None = None) -> None:
-        self._children = _children
+        self._adapters = _adapters_of(root)
         self.guard = Guard(root)
         self.replaced = replaced_in(self.guard.entries)
         if before is not None:
             self.replaced += [*ignored(before.guard.changed()), *before.guard.changed_inside()]
 
     def same(self, root: nn.Module | None) -> bool:
-        """True if the code is still in this state. Reads the code of modules that are new in ``root``."""
+        """True if the code is still in this state. Reads the code of adapters that are new in ``root``."""
         if not self.guard.same():
             return False
-        if self._children != _children and root is not None:
+        if root is not None and self._adapters != _adapters_of(root):
             self.see(root)
         return True
 
     def see(self, root: nn.Module) -> None:
         """Add what ``root`` depends on now."""
-        self._children = _children
-        _read.update(root.modules())
+        self._adapters = _adapters_of(root)
         self.guard.see(root)
         self.replaced += [name for name in replaced_in(self.guard.entries) if name not in self.replaced]
 
@@ -84,9 +73,6 @@ class States:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        global _hook
-        if _hook is None:
-            _hook = register_module_module_registration_hook(_note_child)
         self._root = weakref.ref(root)
         self._states: list[_State] = []
         self._changing = threading.RLock()
@@ -101,6 +87,10 @@ class States:
     def last(self) -> int:
         """The state that was seen last. The first call looks for it."""
         return self._last if self._states else self.look()
+
+    def seen(self) -> list[str]:
+        """``replaced`` of the present state; empty before the first call."""
+        return self.replaced(self.look()) if self._states else []
 
     def look(self) -> int:
         """Find out in which state the code is."""
@@ -143,7 +133,6 @@ class States:
             self.are_too_many = True
             return MAX_STATES
         unchanged = next((state for state in self._states if not state.replaced), None)
-        _read.update(root.modules())
         self._states.append(_State(root, unchanged))
         return len(self._states) - 1
 
@@ -167,7 +156,7 @@ def is_checked() -> bool:
 def reason_of_code(root: nn.Module) -> str | None:
     """Why modules in ``root`` run stock's code now: parts of it were replaced. None if none were."""
     found = [ref() for module in root.modules() if (ref := _states_of.get(module)) is not None]
-    replaced = [name for states in found if states is not None for name in states.replaced(states.look())]
+    replaced = [name for states in found if states is not None for name in states.seen()]
     names = list(dict.fromkeys(replaced or _State(root).replaced))
     if not names:
         return None
