@@ -19,7 +19,7 @@ from torch import nn
 
 from sdfastgn.patches.code.reading import Item, names_in
 
-__all__ = ["MISSING", "Entry", "Reach", "function_in", "package_of"]
+__all__ = ["MISSING", "Entry", "Reach", "content_of", "function_in", "package_of"]
 
 MISSING: Any = object()
 
@@ -159,7 +159,7 @@ class Reach:
             return
         self.functions[id(function)] = function
         for cell in function.__closure__ or ():
-            inner = function_in(_content_of(cell))
+            inner = function_in(content_of(cell))
             if inner is not None:
                 self._follow(inner)
         self._read_function(function)
@@ -187,7 +187,7 @@ class Reach:
     def _walk(self, chain: tuple[Any, ...], names: dict[str, Any], cells: dict[str, types.CellType]) -> None:
         first, *rest = chain
         if first in cells:
-            value = _content_of(cells[first])
+            value = content_of(cells[first])
         elif first in names:
             value = self._see_entry(names, first, str(names.get("__name__")))
         else:  # a builtin
@@ -225,10 +225,11 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _content_of(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> Any:
+    """The value of a variable of a closure; ``MISSING`` if it is not set."""
     try:
         return cell.cell_contents
-    except ValueError:  # the variable is not set yet
+    except ValueError:
         return MISSING
 
 

@@ -3,7 +3,25 @@
 import contextlib
 import types
 
+from diffusers.models import attention, attention_processor, resnet
+from torch import nn
 from torch.nn import functional as F
+
+# Code that SD1.5's UNet runs: (class or Python module, name of the function in it).
+OF_UNETS = [
+    (F, "scaled_dot_product_attention"),
+    (attention_processor.AttnProcessor2_0, "__call__"),
+    (attention_processor.Attention, "forward"),
+    (attention.BasicTransformerBlock, "forward"),
+    (resnet.ResnetBlock2D, "forward"),
+    (nn.Linear, "forward"),
+    (nn.Conv2d, "forward"),
+    (nn.Conv2d, "_conv_forward"),
+    (nn.GroupNorm, "forward"),
+    (nn.LayerNorm, "forward"),
+    (F, "group_norm"),
+    (F, "interpolate"),
+]
 
 
 def of_package(function, name="sageattention.core"):

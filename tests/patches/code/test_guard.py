@@ -6,7 +6,7 @@ import importlib
 import diffusers
 import pytest
 import torch
-from diffusers.models import attention, attention_dispatch, attention_processor, embeddings, resnet
+from diffusers.models import attention_dispatch, attention_processor, embeddings, resnet
 from diffusers.models.transformers import transformer_flux
 from torch import nn
 from torch.nn import functional as F
@@ -15,26 +15,9 @@ import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.code.guard import Guard
 from sdfastgn.patches.code.replaced import OWN, replaced_in
-from tests.patches.code.foreign import halved, of_package, replaced
+from tests.patches.code.foreign import OF_UNETS, halved, of_package, replaced
 
-# Code that SD1.5's UNet runs: (class or Python module, name of the function in it).
-OF_UNETS = [
-    (F, "scaled_dot_product_attention"),
-    (attention_processor.AttnProcessor2_0, "__call__"),
-    (attention_processor.Attention, "forward"),
-    (attention.BasicTransformerBlock, "forward"),
-    (resnet.ResnetBlock2D, "forward"),
-    (nn.Linear, "forward"),
-    (nn.Conv2d, "forward"),
-    (nn.Conv2d, "_conv_forward"),
-    (nn.GroupNorm, "forward"),
-    (nn.LayerNorm, "forward"),
-    (nn.Module, "_call_impl"),
-    (F, "group_norm"),
-    (F, "interpolate"),
-    (F, "linear"),
-    (torch, "cat"),
-]
+NOTICED = [*OF_UNETS, (nn.Module, "_call_impl"), (F, "linear"), (torch, "cat")]
 FLUX = {
     "num_layers": 1,
     "num_single_layers": 1,
@@ -63,7 +46,7 @@ def flux():
     return diffusers.FluxTransformer2DModel(**FLUX).eval()
 
 
-@pytest.mark.parametrize("case", OF_UNETS, ids=name_of)
+@pytest.mark.parametrize("case", NOTICED, ids=name_of)
 @pytest.mark.parametrize("is_optimized", [False, True], ids=["stock", "optimized"])
 def test_replaced_code_is_noticed(unet, case, is_optimized):
     """Also in an optimized model, whose fused forwards do not run the code."""

@@ -11,7 +11,7 @@ import diffusers
 import peft
 import pytest
 import torch
-from diffusers.models import attention, attention_processor, resnet
+from diffusers.models import attention_processor, resnet
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,26 +20,11 @@ from sdfastgn.patches.code.states import MAX_STATES, reason_of_code
 from sdfastgn.patches.core.exclusive import call_entry
 from sdfastgn.patches.graphs import forward
 from sdfastgn.patches.graphs import install as cuda_graphs
-from tests.patches.code.foreign import of_package, replaced, sage
+from tests.patches.code.foreign import OF_UNETS, of_package, replaced, sage
 from tests.patches.graphs.cases import DEVICES, agree, lora, make, reasons_of, run, state
 
 pytestmark = pytest.mark.fused_on_cpu
 
-# Code that a UNet runs: (class or Python module, name of the function in it).
-REPLACED = [
-    (F, "scaled_dot_product_attention"),
-    (attention_processor.AttnProcessor2_0, "__call__"),
-    (attention_processor.Attention, "forward"),
-    (attention.BasicTransformerBlock, "forward"),
-    (resnet.ResnetBlock2D, "forward"),
-    (nn.Linear, "forward"),
-    (nn.Conv2d, "forward"),
-    (nn.Conv2d, "_conv_forward"),
-    (nn.GroupNorm, "forward"),
-    (nn.LayerNorm, "forward"),
-    (F, "group_norm"),
-    (F, "interpolate"),
-]
 MODES = ["auto", True, False]
 
 
@@ -62,7 +47,7 @@ def differ(a, b):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", REPLACED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
+@pytest.mark.parametrize("case", OF_UNETS, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_code_replaced_after_some_calls(device, case, mode):
     unet, stock, inputs = made(device, mode)
     usual = run(stock, inputs)
@@ -82,7 +67,7 @@ def test_code_replaced_after_some_calls(device, case, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", REPLACED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
+@pytest.mark.parametrize("case", OF_UNETS, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_code_replaced_before_the_first_call(device, case, mode):
     """And put back later: nothing of it stays in a graph."""
     with replaced(*case):
