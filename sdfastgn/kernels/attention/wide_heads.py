@@ -64,7 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     if (
         not is_replaced()
-        and _runs_in_chunks(q, k, v)
+        and runs_in_chunks(q, k, v)
         and ((q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype)
     ):
         return _in_chunks(q, k, v, q.shape[-1] ** -0.5)
@@ -109,13 +109,13 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     """
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
-    if _runs_in_chunks(q, k, v):
+    if runs_in_chunks(q, k, v):
         return _in_chunks(q, k, v, scale)
     y = reference_wide_attention(q, k, v, scale)
     return y.contiguous() if dispatch.is_plain_inference(q, (k, v)) and not _is_cast(q) else y
 
 
-def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if attention in chunks can run and is faster than PyTorch's attention."""
     return (
         not torch.compiler.is_dynamo_compiling()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common.layout import laid_out
+from sdfastgn.kernels.convolution.windows import convolve_windows
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
@@ -25,7 +26,6 @@ from sdfastgn.patches.core.convolution import pointwise
 from sdfastgn.patches.core.fusion import is_unhooked
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
 from sdfastgn.patches.fusions.video import (
-    convolve_windows,
     images_of,
     in_channels_last,
     is_faster_in_2d,
@@ -172,7 +172,8 @@ def convolve(
             window=window,
         )
         if window > 1:
-            return convolve_windows(conv, frames, bias, (h, w)), kept
+            where = conv.stride[1:], (h, w), conv.dilation[1:]
+            return convolve_windows(frames, conv.weight, bias, *where), kept
     if not (w or h or front) and is_product(conv, x):
         return product_of(conv, frames, bias), kept
     if is_alone:

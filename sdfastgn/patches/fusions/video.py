@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.channel_norm.op import channel_norm
-from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
+from sdfastgn.kernels.convolution.windows import windows_pay
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, modulation_times
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
@@ -30,7 +31,6 @@ __all__ = [
     "can_fuse",
     "channels_into",
     "convolve_padded",
-    "convolve_windows",
     "images_of",
     "in_channels_last",
     "is_faster_in_2d",
@@ -71,38 +71,9 @@ def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
 
 
 def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
-    """True if ``convolve_windows`` is faster than the 3-D convolution ``conv`` of x.
-
-    This is so on Hopper if the number of channels is a multiple of 32 but not of 64, such as the 96 channels
-    of Wan's largest frames. For these numbers cuDNN's 3-D convolutions use code for the previous GPU
-    generation.
-    """
-    return (
-        gpu.is_hopper(x.device)
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and x.shape[1] % 64 == 32
-        and conv.out_channels % 32 == 0
-        and (conv.kernel_size[0] > 1, conv.stride[0], conv.dilation[0], conv.groups) == (True, 1, 1, 1)
-    )
-
-
-def convolve_windows(conv: Any, windows: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
-    """Computes the 3-D convolution ``conv`` as a 2-D convolution of images that have k frames as channels.
-
-    Args:
-        conv: a 3-D convolution of C channels with stride and dilation 1 along time and one group.
-        windows: (N, k C, T, H, W), channels-last. Frame t has the channels of the k frames that ``conv``
-            reads for frame t of the result, as ``pad_frames`` writes them.
-        bias: (C_out,) or None.
-        padding: zeros above and below, left and right of each frame.
-
-    Returns:
-        (N, C_out, T, H', W'), channels-last.
-    """
-    # (C_out, k C, height, width), channels-last as cuDNN wants it.
-    weight = conv.weight.permute(0, 3, 4, 2, 1).flatten(3).contiguous().movedim(-1, 1)
-    y = F.conv2d(images_of(windows), weight, bias, conv.stride[1:], padding, conv.dilation[1:])
-    return video_of(y, windows.shape[0])
+    """True if ``convolve_windows`` is faster than the 3-D convolution ``conv`` of x."""
+    weight = (conv.out_channels, x.shape[1], *conv.kernel_size)
+    return windows_pay(x.device, x.dtype, weight, conv.stride[0], conv.dilation[0], conv.groups)
 
 
 def channels_into(causal: Any, name: str) -> int:

@@ -1,0 +1,1 @@
+"""Passes over a traced graph: one spelling for each op, then kernels instead of the ops of upstream."""

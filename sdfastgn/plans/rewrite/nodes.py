@@ -1,0 +1,221 @@
+"""What passes ask about nodes of a graph, and how they make new nodes.
+
+A node stands for a value. Where the value lies in memory is not part of it. Therefore a copy of a value is
+the value itself, and all reshapes of a value are one reshape. ``node.meta`` has "shape", "dtype" and
+"device" if the value is a tensor, and is empty if it is a tuple of tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.plans.run import steps
+
+__all__ = [
+    "HALVES",
+    "VIEWS",
+    "Rewriter",
+    "cleaned",
+    "dtype",
+    "has",
+    "is_only",
+    "number",
+    "operands",
+    "ordered",
+    "rank",
+    "shape",
+    "through_casts",
+    "user",
+]
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+# Steps that compute nothing: their results are views wherever strides allow it.
+VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
+
+
+def shape(n: Node) -> tuple[int, ...]:
+    return n.meta["shape"]
+
+
+def dtype(n: Node) -> torch.dtype:
+    return n.meta["dtype"]
+
+
+def rank(n: Node) -> int:
+    return len(n.meta["shape"])
+
+
+def has(n: Any, *targets: Any) -> bool:
+    """True if ``n`` is a node that calls one of ``targets``."""
+    return isinstance(n, Node) and n.op == "call_function" and n.target in targets
+
+
+def is_only(n: Node) -> bool:
+    """True if exactly one node reads ``n``, and reads it once."""
+    return len(n.users) == 1 and sum(a is n for a in _flat(user(n))) == 1
+
+
+def user(n: Node) -> Node:
+    """The first node that reads ``n``."""
+    return next(iter(n.users))
+
+
+def through_casts(n: Any) -> Any:
+    while has(n, steps.cast):
+        n = n.args[0]
+    return n
+
+
+def number(n: Node) -> int | float | None:
+    """The second operand of ``n`` if it is a number and ``n`` has no keyword arguments, such as alpha."""
+    is_number = len(n.args) > 1 and isinstance(n.args[1], (int, float)) and not n.kwargs
+    return n.args[1] if is_number else None  # type: ignore[return-value]
+
+
+def operands(n: Node) -> Iterator[tuple[Node, Node]]:
+    """The two operands of a sum or product of tensors, in both orders. Empty if ``n`` is no such op."""
+    a, b = n.args[:2] if len(n.args) > 1 else (None, None)
+    if isinstance(a, Node) and isinstance(b, Node) and not n.kwargs:
+        yield a, b
+        yield b, a
+
+
+def cleaned(graph: fx.Graph) -> fx.Graph:
+    """``graph`` without nodes that nobody reads. Writes into arguments stay."""
+    for n in reversed(graph.nodes):
+        if n.op in ("call_function", "get_attr") and not n.users and n.target is not aten.copy_.default:
+            graph.erase_node(n)
+    return graph
+
+
+def ordered(graph: fx.Graph) -> fx.Graph:
+    """Moves nodes so that each one stands after those that it reads. Other nodes keep their order."""
+    done: set[Node] = set()
+    last: Node | None = None
+    for n in list(graph.nodes):
+        stack = [n]
+        while stack:
+            top = stack[-1]
+            waits = [a for a in top.all_input_nodes if a not in done]
+            if top not in done and waits:
+                stack += waits
+                continue
+            stack.pop()
+            if top not in done:
+                done.add(top)
+                if last is not None:
+                    last.append(top)
+                last = top
+    return graph
+
+
+class Rewriter:
+    """Makes nodes in ``graph``, before the node ``at``.
+
+    ``share``: equal nodes are made once. A pass may ask for this only if it goes forward through the graph.
+    """
+
+    def __init__(self, graph: fx.Graph, *, share: bool = False) -> None:
+        self.graph = graph
+        self.at: Node = next(iter(graph.nodes))
+        self.seen: dict[Any, Node] | None = {} if share else None
+
+    def new(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Node:
+        """A node whose value is a tensor of this shape and dtype; without a shape, a tuple of tensors."""
+        key = None
+        if self.seen is not None:
+            key = (
+                target,
+                key_of(args),
+                key_of(list((kwargs or {}).items())),
+                shape and tuple(shape),
+                dtype,
+            )
+            if key in self.seen:
+                return self.seen[key]
+        with self.graph.inserting_before(self.at):
+            n = self.graph.create_node("call_function", target, tuple(args), kwargs)
+        if shape is not None:
+            device = next((a.meta["device"] for a in n.all_input_nodes if "device" in a.meta), None)
+            n.meta = {"shape": tuple(shape), "dtype": dtype, "device": device or self.at.meta.get("device")}
+        if key is not None:
+            self.seen[key] = n  # type: ignore[index]
+        return n
+
+    def like(self, target: Callable[..., Any], args: Sequence[Any], n: Node, **kwargs: Any) -> Node:
+        """A node whose value has the shape and dtype of ``n``."""
+        made = self.new(target, args, n.meta.get("shape"), n.meta.get("dtype"), kwargs or None)
+        if n.meta:
+            made.meta["device"] = n.meta["device"]
+        return made
+
+    def item(self, n: Node, i: int, like: Node) -> Node:
+        """Item ``i`` of the tuple ``n``: a tensor of the shape and dtype of ``like``."""
+        return self.like(operator.getitem, (n, i), like)
+
+    def replace(self, old: Node, new: Node) -> None:
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    # ---- views, in their simplest form
+
+    def reshape(self, x: Node, to: Sequence[int]) -> Node:
+        to = tuple(to)
+        while has(x, steps.reshape):
+            x = x.args[0]  # type: ignore[assignment]
+        return x if shape(x) == to else self.new(steps.reshape, (x, to), to, dtype(x))
+
+    def permute(self, x: Node, dims: Sequence[int]) -> Node:
+        dims = tuple(d % rank(x) for d in dims)
+        if has(x, steps.permute):
+            dims, x = tuple(x.args[1][d] for d in dims), x.args[0]  # type: ignore[index,assignment]
+        to = tuple(shape(x)[d] for d in dims)
+        moved = [d for d in dims if shape(x)[d] != 1]
+        if moved == sorted(moved):  # only axes of one element move, if any
+            return self.reshape(x, to)
+        return self.new(steps.permute, (x, dims), to, dtype(x))
+
+    def cut(self, x: Node, dim: int, start: int, length: int) -> Node:
+        """``length`` elements of axis ``dim`` from ``start`` on."""
+        if length == shape(x)[dim]:
+            return x
+        if has(x, steps.cut) and x.args[1] == dim:
+            x, start = x.args[0], start + x.args[2]  # type: ignore[assignment,operator]
+        to = (*shape(x)[:dim], length, *shape(x)[dim + 1 :])
+        return self.new(steps.cut, (x, dim, start, length), to, dtype(x))
+
+    def cast(self, x: Node, to: torch.dtype) -> Node:
+        if has(x, steps.cast):
+            source = x.args[0]
+            are_floats = dtype(source).is_floating_point and dtype(x).is_floating_point  # type: ignore[arg-type]
+            if are_floats and torch.promote_types(dtype(x), dtype(source)) == dtype(x):  # type: ignore[arg-type]
+                x = source  # type: ignore[assignment]  # the cast below was exact
+        return x if dtype(x) == to else self.new(steps.cast, (x, to), shape(x), to)
+
+
+def key_of(a: Any) -> Any:
+    """A hashable value, equal for equal arguments of nodes. 1, 1.0 and True differ, and 0.0 and -0.0."""
+    if isinstance(a, (list, tuple)):
+        return tuple(map(key_of, a))
+    return a if isinstance(a, Node) else (type(a), repr(a) if isinstance(a, float) else a)
+
+
+def _flat(n: Node) -> list[Node]:
+    """All nodes that ``n`` reads, as often as it reads them."""
+    found: list[Node] = []
+    fx.node.map_arg((n.args, n.kwargs), found.append)
+    return found

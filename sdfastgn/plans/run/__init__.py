@@ -1,0 +1,1 @@
+"""What plans run: the steps, and the straight code that calls them."""

@@ -1,0 +1,428 @@
+"""The steps of a plan: this package's kernels, and ops of aten that keep tensors channels-last.
+
+Any layout of an argument gives the right result, because kernels check layouts and copy where they must. A
+step whose name ends with "_" writes over its first argument. Passes use it only where nobody else reads that
+argument. Other steps write nothing that existed before. Steps call aten and never ``torch.nn.functional``,
+because a trace has already run what other code may have put there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.act_linear import op as act_linear_op
+from sdfastgn.kernels.attention import few_keys, wide_heads
+from sdfastgn.kernels.channel_norm import op as channel_norm_op
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.layout import is_channels_last, is_dense, laid_out
+from sdfastgn.kernels.convolution import windows
+from sdfastgn.kernels.geglu import op as geglu_op
+from sdfastgn.kernels.group_norm import op as group_norm_op
+from sdfastgn.kernels.layer_norm import op as layer_norm_op
+from sdfastgn.kernels.pad_frames import op as pad_frames_op
+from sdfastgn.kernels.product import op as product_op
+from sdfastgn.kernels.statistics import op as statistics_op
+from sdfastgn.kernels.upsample import conv as upsample_op
+from sdfastgn.kernels.upsample import nearest as nearest_op
+
+aten = torch.ops.aten
+
+
+# ---- views and copies: a copy is made only where no view has the shape
+
+
+def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    try:
+        return x.view(shape)
+    except RuntimeError:
+        pass
+    return _channels_last_reshape(x, shape) if len(shape) in (4, 5) else x.reshape(shape)
+
+
+def _channels_last_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """``x.reshape(shape)``; channels-last if the channels of the result are whole axes of x."""
+    first, samples = 0, 1
+    while samples < shape[0]:
+        samples, first = samples * x.shape[first], first + 1
+    end, channels = first, 1
+    while end < x.dim() and channels < shape[1]:
+        channels, end = channels * x.shape[end], end + 1
+    if (samples, channels) != tuple(shape[:2]) or end == first:
+        return x.reshape(shape)
+    last = x.permute(*range(first), *range(end, x.dim()), *range(first, end))
+    return last.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+    return x.permute(dims)
+
+
+def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.expand(shape)
+
+
+def cut(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return x.narrow(dim, start, length)
+
+
+def copy(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def write_slice_(x: Tensor, part: Tensor, *where: Any) -> Tensor:
+    """Writes ``part`` into a slice of x. ``where``: dim, start, end and step, as for ``aten.slice``."""
+    aten.slice.Tensor(x, *where).copy_(part)
+    return x
+
+
+def write_select_(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
+    x.select(dim, index).copy_(part)
+    return x
+
+
+def in_channels_last(x: Tensor) -> Tensor:
+    return x if is_channels_last(x) else laid_out(x, channels_last=True)
+
+
+def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    rank = parts[0].dim()
+    if rank > 3 and dim and any(map(is_channels_last, parts)):
+        last = rank - 1 if dim == 1 else dim - 1
+        return aten.cat.default([part.movedim(1, -1) for part in parts], last).movedim(-1, 1)
+    return aten.cat.default(parts, dim)
+
+
+_PADS = {
+    ("replicate", 4): aten.replication_pad2d.default,
+    ("replicate", 5): aten.replication_pad3d.default,
+    ("reflect", 4): aten.reflection_pad2d.default,
+    ("reflect", 5): aten.reflection_pad3d.default,
+}
+
+
+def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
+    """Pads all spatial axes. ``pads``: as for ``F.pad``. ``mode``: "constant", "replicate" or "reflect"."""
+    if mode == "constant":
+        return aten.constant_pad_nd.default(x, pads, value)
+    return _PADS[mode, x.dim()](x, pads)
+
+
+def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
+    """Repeats each element along the spatial axes. ``first_once``: frame 0 is not repeated along time."""
+    if tuple(times) == (2, 2):
+        return nearest_op.upsample_nearest_2x(in_channels_last(x))
+    if first_once:
+        return pad_frames_op.pad_frames(x, upsample=tuple(times))[0]  # type: ignore[arg-type]
+    size = [s * t for s, t in zip(x.shape[2:], times, strict=True)]
+    nearest = aten.upsample_nearest2d if x.dim() == 4 else aten.upsample_nearest3d
+    return in_channels_last(nearest.default(x, size))
+
+
+# ---- convolutions and products
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """A convolution of images or videos. The arguments are those of ``aten.convolution``."""
+    where = stride, padding, dilation, transposed, output_padding, groups
+    return in_channels_last(aten.convolution.default(in_channels_last(x), weight, bias, *where))
+
+
+def conv_windows(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """A 3-D convolution of frames that ``frames`` with ``window`` has put side by side."""
+    where = tuple(stride[1:]), tuple(padding[1:]), tuple(dilation[1:])
+    return windows.convolve_windows(x, weight, None, *where)  # type: ignore[arg-type]
+
+
+def conv_last_slice(
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """A 3-D convolution of one frame after zeros: only the last slice of the weight along time counts."""
+    where = stride[1:], padding[1:], dilation[1:], False, [0, 0], groups
+    image = in_channels_last(in_channels_last(x)[:, :, 0])
+    return in_channels_last(aten.convolution.default(image, weight[:, :, -1], None, *where)).unsqueeze(2)
+
+
+def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution with a kernel of one pixel, as a matrix product."""
+    return product_op.linear(in_channels_last(x).movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
+
+
+def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]:
+    """(a 3x3 convolution of x upsampled 2x, its statistics if ``emits`` and they pay, else None)."""
+    x = in_channels_last(x)
+    if upsample_op.runs_in_phases(x, weight):
+        try:
+            return upsample_op.convolve_phases(x, weight, bias, with_statistics=emits)
+        except dispatch.KernelError:
+            pass
+    large = nearest_op.upsample_nearest_2x(x)
+    y = aten.convolution.default(large, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    return add_bias_(in_channels_last(y), bias, emits)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product_op.linear(x, weight, bias)
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
+    """``linear`` of x with each weight; one product if the parameters stand side by side in memory."""
+    weight, bias = side_by_side(weights), side_by_side(biases) if biases else None
+    if weight is None or (biases and bias is None):
+        return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
+    return linear(x, weight, bias).split([len(w) for w in weights], -1)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one view of their common memory; None if they do not follow one another in it."""
+    first, rows, row = parts[0], 0, math.prod(parts[0].shape[1:])
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        follows = part.storage_offset() == first.storage_offset() + rows * row
+        same = (part.untyped_storage().data_ptr(), part.dtype) == (storage, first.dtype)
+        if not (part.is_contiguous() and part.shape[1:] == first.shape[1:] and follows and same):
+            return None
+        rows += len(part)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """``total + x @ weight.T``, written over total if it is contiguous."""
+    if not total.is_contiguous():
+        return total + aten.linear.default(x, weight)
+    product_op.add_linear_(total.view(-1, total.shape[-1]), x.reshape(-1, x.shape[-1]), weight)
+    return total
+
+
+def act_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra: Tensor | None
+) -> Tensor:
+    """``linear(activation(x))`` for few rows, plus ``extra``, a second bias."""
+    return act_linear_op.act_linear(x, weight, bias, activation, extra_bias=extra)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    if mask is None and not is_causal and not enable_gqa and q.dim() == k.dim() == 4:
+        if scale is None and wide_heads.runs_in_chunks(q, k, v):
+            return wide_heads.wide_attention(q, k, v)
+        y = few_keys.attend_to_few(q, k, v, scale) if k.shape[2] <= few_keys.MAX_KEYS else None
+        if y is not None:
+            return y.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+    return aten.scaled_dot_product_attention.default(
+        q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+# ---- norms and sums
+
+
+class Group(NamedTuple):
+    """A GroupNorm inside of ``frames``: see ``kernels/pad_frames``."""
+
+    groups: int
+    weight: Any
+    bias: Any
+    eps: float
+    activation: str
+    statistics: Any = None
+    modulation: Any = None
+    framewise: bool = False
+
+
+class Channel(NamedTuple):
+    """A norm of the channels of each position inside of ``frames``: see ``kernels/pad_frames``."""
+
+    weight: Any
+    bias: Any
+    scale: float
+    eps: float
+    activation: str
+    added: float
+
+
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    shift: Tensor | None,
+    statistics: Any,
+    framewise: bool,
+) -> Tensor:
+    """``activation(group_norm(x + shift))``. ``framewise``: each frame of a video is normalized by itself."""
+    if framewise:
+        norm = Group(groups, weight, bias, eps, activation, statistics, None, True)
+        return frames(x, norm=norm, shift=shift)[0]
+    return group_norm_op.group_norm(
+        x, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
+    )
+
+
+def modulated_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    modulation: Tensor,
+) -> Tensor:
+    """``activation(group_norm(x) * factor + offset)``: ``modulation`` has both, and is upsampled to x."""
+    return frames(x, norm=Group(groups, weight, bias, eps, activation, None, modulation))[0]
+
+
+def channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    eps: float,
+    activation: str,
+    added: float,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """The norm of the channels of each position of x + shift: see ``pad_frames.Norm``."""
+    if not added and shift is None:
+        return channel_norm_op.channel_norm(x, weight, bias, scale, eps, activation)
+    norm = Channel(weight, bias, scale, eps, activation, added)
+    if x.dim() == 5:
+        return frames(x, norm=norm, shift=shift)[0]
+    return frames(x.unsqueeze(2), norm=norm, shift=shift)[0].squeeze(2)
+
+
+def frames(
+    x: Tensor,
+    cache: Tensor | None = None,
+    front: int = 0,
+    back: int = 0,
+    border: Sequence[int] = (0, 0),
+    mode: str = "zeros",
+    keep: int = 0,
+    shift: Tensor | None = None,
+    norm: Group | Channel | None = None,
+    times: Sequence[int] = (1, 1, 1),
+    window: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """(padded frames, kept frames): see ``pad_frames``."""
+    operands = None
+    if norm is not None:
+        kind = pad_frames_op.GroupNorm if isinstance(norm, Group) else pad_frames_op.Norm
+        operands = kind(*norm)
+    return pad_frames_op.pad_frames(
+        in_channels_last(x),
+        None if cache is None else in_channels_last(cache),
+        front=front,
+        back=back,
+        border=tuple(border),  # type: ignore[arg-type]
+        mode=mode,
+        keep=keep,
+        shift=shift,
+        norm=operands,  # type: ignore[arg-type]
+        upsample=tuple(times),  # type: ignore[arg-type]
+        window=window,
+    )
+
+
+def add(h: Tensor, residual: Tensor, bias: Tensor | None, divisor: float, emits: bool) -> tuple[Tensor, Any]:
+    """((h + residual + bias) / divisor, its statistics if ``emits`` and a kernel runs, else None)."""
+    if is_channels_last(residual) and not is_channels_last(h):
+        h, residual = residual, h
+    if dispatch.is_plain_inference(h, (residual, bias)) and dispatch.runs_in_triton(h) and is_dense(h):
+        try:
+            return statistics_op.add_kernel(h, _alike(residual, h), bias, float(1 / divisor), emits=emits)
+        except dispatch.KernelError:
+            pass
+    y = (h if bias is None else h + _per_channel(bias, h)) + residual
+    return (y if divisor == 1 else y / divisor), None
+
+
+def add_bias_(h: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]:
+    """(h + bias, its statistics if ``emits`` and a kernel runs, else None), written over h."""
+    if bias is None:
+        return h, None
+    if dispatch.is_plain_inference(h, (bias,)) and dispatch.runs_in_triton(h) and is_dense(h):
+        try:
+            return statistics_op.add_kernel(h, None, bias, 1.0, emits=emits, out=h)
+        except dispatch.KernelError:
+            pass
+    return h.add_(_per_channel(bias, h)), None
+
+
+def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
+    """(the channels of a, then those of b; their statistics if ``emits`` and a kernel runs, else None)."""
+    is_plain = dispatch.is_plain_inference(a, (b,)) and dispatch.runs_in_triton(a)
+    if is_plain and is_channels_last(a) and is_channels_last(b):
+        try:
+            return statistics_op.cat_kernel(a, b, emits=emits)
+        except dispatch.KernelError:
+            pass
+    return cat((a, b), 1), None
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return layer_norm_op.layer_norm(x, weight, bias, eps)
+
+
+def add_layer_norm(
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    add_bias: Tensor | None,
+    total_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(a + b + add_bias), a + b + add_bias + total_bias)."""
+    return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, add_bias=add_bias, total_bias=total_bias)
+
+
+def geglu(x: Tensor, bias: Tensor | None) -> Tensor:
+    return geglu_op.geglu(x, bias)
+
+
+def _per_channel(bias: Tensor, h: Tensor) -> Tensor:
+    return bias.to(h.dtype).view(*bias.shape, *[1] * (h.dim() - 2))
+
+
+def _alike(x: Tensor, h: Tensor) -> Tensor:
+    """x in the strides of h: a view if they differ only in axes of one element."""
+    if x.stride() == h.stride():
+        return x
+    if all(s == 1 or a == b for s, a, b in zip(h.shape, h.stride(), x.stride(), strict=True)):
+        return x.as_strided(h.shape, h.stride())
+    return torch.empty_like(h).copy_(x)

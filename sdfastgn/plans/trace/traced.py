@@ -1,0 +1,37 @@
+"""The result of a trace, and the reasons why there is none."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+__all__ = ["Traced", "Untraceable"]
+
+
+class Untraceable(Exception):  # noqa: N818  # no error for callers: they run upstream's code
+    """The call cannot be traced. The message says why, in words that follow "no plan: "."""
+
+
+class Traced(NamedTuple):
+    """The graph of one call.
+
+    Attributes:
+        graph: its placeholders are the parameters, then the others, then the tensors among the arguments of
+            the call. Other nodes are ``get_attr`` (small tensors that the call's code makes from numbers) and
+            ``call_function``, whose targets are ops of aten that write nothing, and ``operator.getitem``. The
+            only op that writes is ``aten.copy_.default``, at the end, into placeholders that the call writes.
+            ``linear``, ``layer_norm``, ``group_norm``, ``rms_norm`` and ``scaled_dot_product_attention`` of
+            aten stay whole. ``node.meta`` of each node whose value is a tensor has "shape" (a tuple), "dtype"
+            and "device". The output is a flat list.
+        parameters: (module, "_parameters" or "_buffers", name) of each parameter or buffer that is read.
+        others: tensors from elsewhere that are read, such as those of closures and plain attributes.
+        spec: the ``TreeSpec`` of (args, kwargs).
+        out_spec: the ``TreeSpec`` of the result.
+    """
+
+    graph: fx.GraphModule
+    parameters: list[tuple[nn.Module, str, str]]
+    others: list[Tensor]
+    spec: Any
+    out_spec: Any
