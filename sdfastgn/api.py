@@ -9,7 +9,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
@@ -32,6 +32,7 @@ from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
 from sdfastgn.patches.core.moves import follow, followed_in, is_followed
 from sdfastgn.patches.core.tested_sources import Untested, newest_release
 from sdfastgn.patches.graphs import install as graphs
+from sdfastgn.plans import install as planning
 from sdfastgn.reports import Entry, Report, grouped, parts_text, some
 from sdfastgn.snapshot import Options, Snapshot, may_change, put_back, take
 from sdfastgn.verification import Verdict
@@ -72,6 +73,8 @@ def optimize(
     merge_adapters: bool = True,
     exact_tiling: bool = True,
     precision: Literal["fp8"] | None = None,
+    plans: bool = True,
+    trust: Sequence[str] = (),
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
@@ -132,11 +135,18 @@ def optimize(
             those of layers with LoRA adapters that are not merged. The copy of the weights in E4M3 takes half
             as much memory as these weights. A weight that is written in place is quantized again. A
             deepcopy and an unpickled model run without FP8 until ``optimize`` is called for them.
+        plans: True runs models of convolutions for which there are no fused blocks as *plans*
+            (docs/plans.md): the first call of a kind traces the model's own code, and later calls run kernels
+            for what it computes. False runs their own code.
+        trust: names of packages. A model with code of a package that sdfastgn does not know gets no plans,
+            because this code may keep state between calls where no one finds it. Naming the package says
+            that it keeps none, except in attributes of modules.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
         Parameters keep their identity, names and values. A second call sets ``cuda_graphs``,
-        ``merge_adapters``, ``exact_tiling`` and ``precision`` again, and optimizes modules that are new.
+        ``merge_adapters``, ``exact_tiling``, ``precision`` and ``plans`` again, and optimizes modules that
+        are new.
 
     ``restore`` undoes all changes exactly. Where no kernel can run (CPU, fp64, no Triton) the model runs
     stock's code, and ``report`` says so. If the machine has no GPU or no Triton, a UserWarning also says so,
@@ -146,9 +156,9 @@ def optimize(
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the four values, ``precision`` is none of the two, or another
-            option is no bool. Or ``obj`` cannot run in FP8; the message says why. Or there is nothing to
-            optimize, ``missing_ok`` is False, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is
+        ValueError: ``cuda_graphs`` is none of the four values, ``precision`` is none of the two, ``trust``
+            has something else than names of packages, or another option is no bool. Or ``obj`` cannot run in
+            FP8; the message says why. Or there is nothing to optimize, ``missing_ok`` is False, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is
             True and something must be skipped, or ``verify`` finds a wrong part; the message says what and
             why. Or the model is wrapped in DistributedDataParallel: call ``optimize`` before you wrap it.
         RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
@@ -156,7 +166,16 @@ def optimize(
             waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
     options = Options(
-        strict, cuda_graphs, missing_ok, verify, fold_batch_norm, merge_adapters, exact_tiling, precision
+        strict,
+        cuda_graphs,
+        missing_ok,
+        verify,
+        fold_batch_norm,
+        merge_adapters,
+        exact_tiling,
+        precision,
+        plans,
+        trust,
     )
     _optimize("optimize", obj, options)
     return obj
@@ -187,6 +206,7 @@ def restore(obj: T) -> T:
     left = []
     with _changing("restore", changed.values()):
         for name, model in changed.items():
+            planning.remove(model)
             graphs.remove(model)
             left += patcher.undo(model, name)
         for name, part in patcher.parts_ever_of(obj):
@@ -268,9 +288,9 @@ def optimized(obj: T, **options: Any) -> Optimized[T]:
     It takes the arguments of ``optimize``. Errors and warnings are those of ``optimize`` and ``restore``.
 
     A component that was optimized before the block stays optimized, with its former ``cuda_graphs``,
-    ``fold_batch_norm``, ``merge_adapters``, ``exact_tiling`` and ``precision``. All other components are
-    restored. If the pipeline gets a new scheduler inside the block, the new scheduler is restored too. If it
-    gets a new model, the new model stays as it is.
+    ``fold_batch_norm``, ``merge_adapters``, ``exact_tiling``, ``precision``, ``plans`` and ``trust``. All
+    other components are restored. If the pipeline gets a new scheduler inside the block, the new scheduler is
+    restored too. If it gets a new model, the new model stays as it is.
 
     The result is also a decorator: ``@sdfastgn.optimized(pipe)`` optimizes during each call of the function
     below it.
@@ -288,6 +308,7 @@ def verdicts(obj: Any) -> list[Verdict]:
     roots = _roots(_models("verify", obj))
     with _changing("verify", roots.values()):
         for name, root in roots.items():
+            planning.remove(root)
             graphs.remove(root)
             # Products in FP8 are turned off first: their errors exceed the maximum that ``verify`` allows.
             fp8_option.set_precision(root, None)
@@ -351,6 +372,7 @@ def report(obj: Any) -> Report:
             if is_offloaded_whole(model) and is_followed(model)
         ),
         without_kernels=dispatch.ops_without_kernels(),
+        plans=tuple(found for name, root in roots.items() for found in planning.inspect(root, name)),
     )
 
 
@@ -436,6 +458,7 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
         patcher.leave_out(root, options.left_out)
         fp8_option.set_precision(root, options.precision)
         graphs.install(root, options.cuda_graphs)
+        planning.install(root, options.plans, frozenset(options.trust))
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:
@@ -454,6 +477,9 @@ def _check_options(call: str, options: Options) -> None:
         value = getattr(options, field.name)
         if type(field.default) is bool and type(value) is not bool:
             raise ValueError(f"sdfastgn.{call}: {field.name}={value!r} must be True or False")
+    trust: Any = options.trust
+    if isinstance(trust, str) or not all(isinstance(n, str) and n.isidentifier() for n in trust):
+        raise ValueError(f"sdfastgn.{call}: trust={trust!r} must be a tuple of names of packages")
 
 
 def _refuse_skipped(call: str, before: list[Snapshot], merges: bool) -> None:
@@ -540,14 +566,14 @@ def _models(call: str, obj: Any) -> dict[str, nn.Module]:
 
 
 def _roots(models: dict[str, nn.Module], asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
-    """Those of ``models`` that have anything to fuse or to capture as CUDA graphs.
+    """Those of ``models`` that have anything to fuse, to capture as CUDA graphs or to plan.
 
     ``asked``: as in ``snapshot.Options``.
     """
     return {
         name: model
         for name, model in models.items()
-        if patcher.has_fusions(model, asked) or graphs.has_graphable(model)
+        if patcher.has_fusions(model, asked) or graphs.has_graphable(model) or planning.gets_plans(model)
     }
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sdfastgn.patches.core.fp8 import Fp8
     from sdfastgn.patches.core.merged_adapters import Merged
     from sdfastgn.patches.graphs.install import Graphs
+    from sdfastgn.plans.install import Planned
 
 __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 
@@ -20,6 +21,8 @@ __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 WIDTH = 80
 # Maximum number of paths that a report prints for each reason to skip modules. ``details`` prints all paths.
 _SHOWN_PATHS = 3
+# Maximum number of kinds of steps that a report prints for the plans of a module.
+_SHOWN_STEPS = 6
 # Classes of models that gain most of their speed from CUDA graphs: without graphs, launching their kernels
 # from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
@@ -74,7 +77,7 @@ class Report:
     into weights. ``fp8``: the models with matrix products in FP8. ``offloaded``: names of the models that
     are offloaded by ``enable_model_cpu_offload``, and whose large weights sdfastgn moves faster.
     ``without_kernels``: the process's operations that run in plain PyTorch, because Triton could not compile
-    their kernels -> why.
+    their kernels -> why. ``plans``: the state of each module whose calls run as plans.
     """
 
     entries: tuple[Entry, ...]
@@ -88,6 +91,7 @@ class Report:
     fp8: tuple[Fp8, ...] = ()
     offloaded: tuple[str, ...] = ()
     without_kernels: dict[str, str] = field(default_factory=dict)
+    plans: tuple[Planned, ...] = ()
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -220,17 +224,12 @@ class Report:
             found.append((f"offloaded, with faster copies: {', '.join(self.offloaded)}", []))
         for g in self.graphs:
             if g.replays or g.eager:
-                # ``g.eager`` has reason -> number of calls without a graph. The number 0 means that the
-                # module's state makes graphs impossible for all calls.
-                calls = {
-                    reason: f"{count} call{'s' * (count != 1)} without: " if count else ""
-                    for reason, count in g.eager.items()
-                }
-                notes = [f"{words}{reason}" for reason, words in calls.items()]
+                notes = [_calls_text(count, reason) for reason, count in g.eager.items()]
                 if g.last_change:
                     notes.append(f"last recapture: {g.last_change}")
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", notes))
+        found += [_plans_paragraph(each) for each in self.plans]
         if without := self._without_graphs():
             found.append(
                 (f"without CUDA graphs a UNet is hardly faster than stock's: {', '.join(without)}", [])
@@ -261,6 +260,25 @@ def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
         notes.append(f"values beyond the range of FP8: {f.beyond}")
     memory = f"{f.bytes / 2**20:.0f} MiB"
     return f"FP8 in {f.path}: {f.in_e4m3} of {f.products} products, {memory}", notes
+
+
+def _plans_paragraph(p: Planned) -> tuple[str, list[str]]:
+    name = p.path or p.kind
+    notes = [_calls_text(count, reason) for reason, count in p.own.items()]
+    if not p.is_on:
+        return f"would run as plans: {name}", notes
+    if p.plans:
+        steps = ", ".join(f"{count} {step}" for step, count in list(p.steps.items())[:_SHOWN_STEPS])
+        notes.append(f"{sum(p.steps.values())} steps: {steps}")
+        notes.append(f"bytes that our kernels move: {p.kernel_bytes / max(p.bytes, 1):.0%} of all")
+    if p.last_change:
+        notes.append(f"last change: {p.last_change}")
+    return f"plans of {name}: {p.plans} alive, {p.calls} calls planned", notes
+
+
+def _calls_text(count: int, reason: str) -> str:
+    """How often calls ran without a graph or plan, and why. 0 calls: the reason holds for all calls."""
+    return f"{count} call{'s' * (count != 1)} without: {reason}" if count else reason
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from sdfastgn.patches.core import channels_last, fp8, merged_adapters
 from sdfastgn.patches.core.moves import follow, followed_in, unfollow
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
+from sdfastgn.plans import install as plans
 
 __all__ = ["Options", "Snapshot", "may_change", "put_back", "take"]
 
@@ -29,6 +30,8 @@ class Options:
     merge_adapters: bool = True
     exact_tiling: bool = True
     precision: Literal["fp8"] | None = None
+    plans: bool = True
+    trust: Sequence[str] = ()
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -50,7 +53,8 @@ class Snapshot:
     ``laid_out``: the modules whose layout sdfastgn had changed. ``followed``: the modules whose method
     ``_apply`` a ``Moves`` had replaced (``moves.py``). ``in_fp8``: the models in the component that had
     matrix products in FP8, with these products. ``unmerged``: the modules that had ``merge_adapters=False``.
-    ``asked`` and ``left_out``: names of the fusions that were turned on and off. ``leaving``: findings of
+    ``asked`` and ``left_out``: names of the fusions that were turned on and off. ``trusted``: the packages
+    that plans of the component trusted; None if it had no plans. ``leaving``: findings of
     applied fusions that ``patcher.leave_out`` undoes.
     """
 
@@ -66,6 +70,7 @@ class Snapshot:
     asked: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     leaving: tuple[patcher.Finding, ...] = ()
+    trusted: frozenset[str] | None = None
 
 
 def take(name: str, component: Any, options: Options) -> Snapshot:
@@ -82,14 +87,16 @@ def take(name: str, component: Any, options: Options) -> Snapshot:
         if graphed is not None
     }
     followed = followed_in(component)
+    trusted = plans.trusted_in(component)
     is_stock = is_stock and not (modes or followed or channels_last.is_applied(component))
+    is_stock = is_stock and trusted is None
     laid_out = channels_last.laid_out(component)
     unmerged = frozenset(module for module in component.modules() if not merged_adapters.is_allowed(module))
     left_out = patcher.left_out_of(component)
     names = left_out.union(options.left_out)
     every = patcher.inspect(component, name, left_out=()) if names else []
     leaving = tuple(f for f in every if f.fusion.name in names and f.fusion.is_applied(f.module))
-    kept = followed, fp8.kept_in(component), unmerged, patcher.asked_of(component), left_out, leaving
+    kept = followed, fp8.kept_in(component), unmerged, patcher.asked_of(component), left_out, leaving, trusted
     return Snapshot(name, component, findings, is_stock, modes, laid_out, *kept)
 
 
@@ -119,6 +126,7 @@ def put_back(before: list[Snapshot], followed: Iterable[nn.Module]) -> list[tupl
         is_model = isinstance(was.component, nn.Module)
         if was.is_stock:
             if is_model:
+                plans.remove(was.component)
                 graphs.remove(was.component)
             left += patcher.undo(was.component, was.name)
             continue
@@ -136,6 +144,8 @@ def put_back(before: list[Snapshot], followed: Iterable[nn.Module]) -> list[tupl
                 graphs.remove(module)
         for module, mode in was.modes.items():
             graphs.install(module, mode)
+        if is_model:
+            plans.install(was.component, was.trusted is not None, was.trusted or frozenset())
         for module in was.component.modules() if is_model else ():
             (follow if module in was.followed else unfollow)(module)
     for model in followed:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from sdfastgn.patches.core.exclusive import call_entry, set_call_entry
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
 
-__all__ = ["CALL", "Checked", "check_calls", "stop_checking"]
+__all__ = ["CALL", "Checked", "check_calls", "entrances", "stop_checking"]
 
 # The method of a module that ``nn.Module.__call__`` calls.
 CALL = "_call_impl"
@@ -49,22 +49,22 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
 
     ``compared``: modules whose calls compare their code already, also that of the modules in them.
     """
-    for module in () if root in compared else _entrances(root):
+    for module in () if root in compared else entrances(root):
         is_new = call_entry(module) is None and module not in compared
         if is_new and any(stock_class(part) is not type(part) for part in module.modules()):
             set_call_entry(module, Checked(module))
             guard(module)
 
 
-def stop_checking(root: nn.Module) -> None:
-    """Undo ``check_calls``."""
-    for module in root.modules():
+def stop_checking(modules: Iterable[nn.Module]) -> None:
+    """Undo ``check_calls`` for ``modules``."""
+    for module in modules:
         if type(call_entry(module)) is Checked:
             set_call_entry(module, None)
             unguard(module)
 
 
-def _entrances(root: nn.Module) -> Iterator[nn.Module]:
+def entrances(root: nn.Module) -> Iterator[nn.Module]:
     """``root`` and its children, those in lists and dicts of modules included."""
     yield root
     children = list(root.children())

@@ -129,7 +129,7 @@ def eject(root: nn.Module) -> None:
     A UNet that may have graphs gets an entry ``_apply``, which stays until the next move or ``inject``
     (``graphs.drop_at_next_move``).
     """
-    stop_checking(root)
+    stop_checking(root.modules())
     for module in root.modules():
         restore_class(module)
         for layer in LAYERS:

@@ -24,7 +24,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common.private import expiring, is_expired, version_of
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, tensor_in_words
 
-__all__ = ["Attributes", "Cells", "Empty", "Identities", "Memory", "Numbers", "Types", "Values", "Writes"]
+__all__ = [
+    "Attributes",
+    "Cells",
+    "Empty",
+    "Identities",
+    "Kinds",
+    "Memory",
+    "Numbers",
+    "Types",
+    "Values",
+    "Writes",
+]
 
 # Python 3.10 has no operator.call.
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
@@ -272,6 +283,29 @@ class Memory(_Tensors):
             if is_expired(storage) or tensor.data_ptr() != pointer:
                 return f"{tensor_in_words(name)} has other memory (.to or param.data = ...)"
         return None
+
+
+class Kinds(_Tensors):
+    """Checks that tensors keep their shapes, strides, dtypes and devices. Their memory may change."""
+
+    def freeze(self) -> None:
+        self._kinds = list(map(_kind_of, self.tensors))
+
+    def is_in_place(self) -> bool:
+        return True
+
+    def same(self) -> bool:
+        return list(map(_kind_of, self.tensors)) == self._kinds
+
+    def difference(self) -> str | None:
+        for tensor, name, old in zip(self.tensors, self._names, self._kinds, strict=True):
+            if (new := _kind_of(tensor)) != old:
+                return changed(f"shape, strides, dtype or device of {tensor_in_words(name)}", old, new)
+        return None
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class Numbers(_Tensors):

@@ -3,7 +3,7 @@
 To turn graphs on, ``install`` puts a ``GraphedForward`` under the key "forward" into the module's
 ``__dict__``. There it replaces the ``forward`` of the class. The class itself stays the same, because
 ``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the key is the name of
-another method (``method_of``), and in offloaded models it is ``_old_forward`` (``_place_in``).
+another method (``method_of``), and in offloaded models it is ``_old_forward`` (``place_in``).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = [
     "inspect",
     "install",
     "outermost",
+    "place_in",
     "remove",
     "sharing",
     "wait_for_gpus",
@@ -95,7 +96,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         mode = False
     for _, module in list(outermost(root)):
         if mode is not False and method_of(module) == "forward":
-            stop_checking(module)
+            stop_checking(module.modules())
         for inner in module.modules():
             if inner is not module and _graphed(inner) is not None:  # ``optimize(inner)`` was called before
                 _take_off(inner)
@@ -103,7 +104,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
             _take_off(module)
             graphed = None
-        place = _place_in(module)
+        place = place_in(module)
         if mode is not False and graphed is None and place is not None:
             own, name = place in vars(module), method_of(module)
             vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
@@ -117,7 +118,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
 def remove(root: nn.Module) -> None:
     """Undo ``install``: remove each ``GraphedForward`` and ``Checked`` in ``root``, and drop its graphs."""
     install(root, False)
-    stop_checking(root)
+    stop_checking(root.modules())
 
 
 def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
@@ -154,7 +155,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
                 where = f"{path or kind}, calls with gradients"
                 yield _described(where, kind, str(graphed.mode), graphed.training, {}), None
         else:
-            if _place_in(module) is None:
+            if place_in(module) is None:
                 reasons[f"other code replaced its {method_of(module)}"] = 0
             elif (reason := why_left()) is not None:
                 reasons[reason] = 0
@@ -184,8 +185,8 @@ def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
             todo += reversed(list(children))
 
 
-def _place_in(module: nn.Module) -> str | None:
-    """The key in the module's ``__dict__`` for a ``GraphedForward``; None if other code replaced the method.
+def place_in(module: nn.Module) -> str | None:
+    """The key in the module's ``__dict__`` for what runs its calls; None if other code replaced the method.
 
     If the whole model is offloaded, accelerate's hook replaces ``forward``, and calls the entry
     ``_old_forward`` after it has moved the weights.

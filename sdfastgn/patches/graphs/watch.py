@@ -56,6 +56,7 @@ from sdfastgn.patches.graphs.comparisons import (
     Cells,
     Empty,
     Identities,
+    Kinds,
     Memory,
     Numbers,
     Types,
@@ -141,6 +142,9 @@ class Watch:
         has_factors: True if the numbers in attributes that ``factors.py`` lists may get new values, because
             they are inputs of the graphs. False if a new value of such a number counts as a change.
         unwatched: attributes of ``root`` that a captured call does not read before it sets them.
+        may_move: True if weights may move to other memory, because calls look them up by name. Then only
+            their shapes, strides, dtypes and devices are compared.
+        trusted: packages whose code keeps no state but in tensors and attributes, besides the known ones.
 
     Attributes:
         factors: the numbers in the model's attributes that are inputs of its graphs.
@@ -157,6 +161,8 @@ class Watch:
         survey: Survey | None = None,
         has_factors: bool = True,
         unwatched: frozenset[str] = frozenset(),
+        may_move: bool = False,
+        trusted: frozenset[str] = frozenset(),
     ) -> None:
         self.reason: str | None = None
         self._merged = set() if survey is None else set(survey.layers)
@@ -172,7 +178,9 @@ class Watch:
         self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._lora_scales: set[int] = set()  # ids of the dicts with the scales of LoRA layers
         self._empty, self._types, self._held = Empty(), Types(), Identities()
-        self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
+        self._trusted = _TRUSTED | trusted
+        self._memory: Memory | Kinds = Kinds() if may_move else Memory()
+        self._numbers, self._writes = Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
         self.factors = Factors()
         # Quick comparisons come first: ``unchanged`` stops at the first one that finds a change.
@@ -274,7 +282,8 @@ class Watch:
     def _is_trusted(self, path: str, value: Any) -> bool:
         """True if ``value`` is of a known package. Otherwise sets ``reason``."""
         package = _package_of(value)
-        if package not in (_TRUSTED_LEAVES if _is_leaf(value) else _TRUSTED):
+        is_known = package in self._trusted or (package in _TRUSTED_LEAVES and _is_leaf(value))
+        if not is_known:
             name = (value if isinstance(value, (types.FunctionType, type)) else type(value)).__qualname__
             self.reason = f"{path or 'it'} has {name} of {package}, whose state cannot be watched"
         return self.reason is None

@@ -1,0 +1,60 @@
+"""Tells whether a model is still what was traced: its Python state, and the code that ran.
+
+A plan repeats the Python of its trace. So it depends on all that a CUDA graph of the call depends on, except
+on addresses, because a plan looks up parameters by name.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from sdfastgn.patches.code.states import States
+from sdfastgn.patches.graphs.watch import Watch
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """The state of ``module`` and of its code, as they were when the guard was made.
+
+    Args:
+        module: the module. It is not kept alive.
+        states, state: the states of the code, and the one in which the guard is made.
+        device: the device of the call.
+        trusted: packages whose code keeps no state but in tensors and attributes, besides the known ones.
+
+    Attributes:
+        reason: why there can be no plan in this state of the module; None if there can.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        states: States,
+        state: int,
+        device: torch.device | None,
+        trusted: frozenset[str] = frozenset(),
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._states, self._state = states, state
+        self._watch = Watch(module, device=device, has_factors=False, may_move=True, trusted=trusted)
+        self.reason = self._watch.reason
+        if states.are_too_many:
+            self.reason = "other code replaces and puts back what it runs, in too many ways"
+
+    def is_in_state(self) -> bool:
+        """True if the code is in the state in which the guard was made."""
+        return self._states.look() == self._state
+
+    def same(self) -> bool:
+        """True if nothing has changed since the guard was made, neither in the code nor in the module."""
+        module = self._module()
+        return module is not None and self.is_in_state() and self._watch.unchanged(module)
+
+    def change(self) -> str:
+        """What has changed in the module, in words."""
+        module = self._module()
+        return "" if module is None else self._watch.what_changed(module)

@@ -1,0 +1,169 @@
+"""Turns plans on and off for the models that get them.
+
+To turn plans on, ``install`` puts a ``PlannedForward`` under the key "forward" into the ``__dict__`` of a
+module. In models that accelerate offloads as a whole, the key is "_old_forward".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from sdfastgn.kernels.common.private import is_compiled
+from sdfastgn.patches import patcher
+from sdfastgn.patches.code.checked import entrances, stop_checking
+from sdfastgn.patches.core.class_forward import class_forward, replace_kept
+from sdfastgn.patches.core.instance_entries import guard, unguard
+from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.graphs.install import has_graphable, place_in
+from sdfastgn.plans.forward import PlannedForward
+
+__all__ = ["Planned", "gets_plans", "inspect", "install", "remove", "trusted_in"]
+
+# Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
+_OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "batch_norm")
+_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+# Smallest share of a model's weights that must be in convolutions of images and videos. Kernels exist for
+# what surrounds these. A model of other layers gains too little to pay for a trace.
+_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the report says about the plans of one module.
+
+    Attributes:
+        path: the module's dotted path.
+        kind: the name of the module's class.
+        is_on: False if the module has no plans now, but gets them from ``optimize``.
+        plans: number of plans that exist now.
+        calls: number of calls whose result came from a plan.
+        traces: number of traces so far.
+        steps: name of a step -> how many of them all plans have.
+        kernel_bytes, bytes: bytes that this package's kernels, and all steps, read and write in one run of
+            each plan.
+        own: reason -> number of calls that ran the model's own code for this reason.
+        last_change: the last change of the model that made its plans invalid; empty if there was none.
+    """
+
+    path: str
+    kind: str
+    is_on: bool
+    plans: int = 0
+    calls: int = 0
+    traces: int = 0
+    steps: dict[str, int] = field(default_factory=dict)
+    kernel_bytes: int = 0
+    bytes: int = 0
+    own: dict[str, int] = field(default_factory=dict)
+    last_change: str = ""
+
+
+def gets_plans(root: nn.Module) -> bool:
+    """True if ``optimize`` gives ``root`` plans: it has convolutions, and no fused blocks or CUDA graphs."""
+    if _planned(root) is not None or any(_planned(child) is not None for child in entrances(root)):
+        return True
+    if has_graphable(root):
+        return False
+    weights = sum(parameter.numel() for parameter in root.parameters())
+    modules = list(root.modules())
+    convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, _CONVOLUTIONS)}
+    if sum(convolved.values()) <= _SHARE * weights:
+        return False
+    return not any(
+        finding.fusion.name not in _OF_LAYERS and finding.status != "skipped"
+        for finding in patcher.inspect(root)
+    )
+
+
+def trusted_in(root: nn.Module) -> frozenset[str] | None:
+    """The packages that plans in ``root`` trust; None if no module in ``root`` has a ``PlannedForward``."""
+    found = [planned.trusted for module in root.modules() if (planned := _planned(module)) is not None]
+    return frozenset().union(*found) if found else None
+
+
+def install(root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset()) -> None:
+    """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
+
+    A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
+    """
+    if not is_on or not gets_plans(root) or reason_to_leave(root) is not None:
+        remove(root)
+        return
+    for module in entrances(root):
+        planned, place = _planned(module), place_in(module)
+        if planned is not None and planned.trusted != trusted:
+            _take_off(module)
+            planned = None
+        if planned is None and place is not None and any(True for _ in module.children()):
+            vars(module)[place] = PlannedForward(module, trusted, place in vars(module))
+            guard(module)
+        if _planned(module) is not None:
+            stop_checking([module])  # the ``PlannedForward`` compares the code
+
+
+def remove(root: nn.Module) -> None:
+    """Undo ``install``: remove each ``PlannedForward`` in ``root``, and drop its plans."""
+    for module in root.modules():
+        if _planned(module) is not None:
+            _take_off(module)
+
+
+def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
+    """Yields a ``Planned`` for each module in ``root`` that has plans, or gets them from ``optimize``."""
+    found = [
+        (path, module) for path, module in root.named_modules(prefix=prefix) if _planned(module) is not None
+    ]
+    for path, module in found:
+        yield _described(path, module)
+    if not found and gets_plans(root):
+        reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}
+        reason = reason_to_leave(root)
+        yield Planned(prefix, type(root).__name__, False, own=reasons | ({reason: 0} if reason else {}))
+
+
+def _described(path: str, module: nn.Module) -> Planned:
+    planned = _planned(module)
+    plans = [] if planned is None else planned.plans
+    steps = [step for plan in plans for step in plan.steps]
+    sizes: Counter[str] = Counter()
+    for step in steps:
+        sizes[step.kind] += step.read + step.written
+    return Planned(
+        path,
+        type(module).__name__,
+        True,
+        len(plans),
+        planned.calls if planned else 0,
+        planned.traces if planned else 0,
+        dict(Counter(step.target for step in steps).most_common()),
+        sizes["kernel"],
+        sizes.total(),
+        dict(planned.own) if planned else {},
+        planned.last_change if planned else "",
+    )
+
+
+def _planned(module: nn.Module) -> PlannedForward | None:
+    for name in ("forward", "_old_forward"):
+        value = vars(module).get(name)
+        if isinstance(value, PlannedForward):
+            return value
+    return None
+
+
+def _take_off(module: Any) -> None:
+    planned = _planned(module)
+    if planned is None:
+        return
+    planned.clear()
+    own = class_forward(module)
+    if vars(module).get("forward") is planned and not planned.replaces_entry:
+        del vars(module)["forward"]
+    # A hook of another library may have kept ``planned`` in order to restore it later.
+    replace_kept(module, planned, own)
+    unguard(module)

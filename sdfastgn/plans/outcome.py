@@ -1,0 +1,164 @@
+"""What a call leaves besides tensors: the structure of its result, and lists and dicts that it changed.
+
+A plan computes tensors only. Upstream's code returns them inside of objects. Some of it also changes lists
+and dicts that it was given: decoders of videos, for example, keep the last frames of each convolution in a
+list. An ``Outcome`` is recorded in the trace of a call, and repeats both for later calls of the same kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.plans.trace.traced import Untraceable
+
+__all__ = ["Outcome"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class _Given(NamedTuple):
+    """Stands for the tensor with the index ``place`` among the tensors of the arguments."""
+
+    place: int
+
+
+class _Made(NamedTuple):
+    """Stands for the tensor with the index ``place`` among the results of the plan."""
+
+    place: int
+
+
+class _Container(NamedTuple):
+    """Stands for the list or dict with the index ``place`` among those of the arguments."""
+
+    place: int
+
+
+class _Output(NamedTuple):
+    """Stands for an output of diffusers: an object of the dataclass ``kind``."""
+
+    kind: type
+    fields: dict[str, Any]
+
+
+class Outcome:
+    """The outcome of one traced call.
+
+    Args:
+        args, kwargs: the arguments that the call has got. Nobody else may have changed them.
+        tensors: the tensors among the arguments.
+
+    ``finish`` must be called when the call has returned.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]) -> None:
+        self._given = {id(t): i for i, t in enumerate(tensors)}
+        self._containers = _containers_in(args, kwargs)
+        self._places = {id(each): i for i, each in enumerate(self._containers)}
+        if len(self._places) < len(self._containers):
+            raise Untraceable("a list or dict occurs twice in its arguments")
+        self._before = [_items(each) for each in self._containers]
+        self._result: Any = None
+        # (index of a list or dict of the arguments, what it contains after the call)
+        self._changes: list[tuple[int, Any]] = []
+
+    def finish(self, result: Any) -> list[Tensor]:
+        """Record ``result``, and the changes that the call has made.
+
+        Returns the tensors that a plan of the call must compute. Raises Untraceable for other objects.
+        """
+        self._tensors: list[Tensor] = []
+        self._made: dict[int, _Made] = {}
+        self._result = self._taken(result)
+        for place, (each, before) in enumerate(zip(self._containers, self._before, strict=True)):
+            now = _items(each)
+            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+                content = dict(each) if isinstance(each, dict) else list(each)
+                self._changes.append((place, self._taken(content)))
+        computed = self._tensors
+        # The marks are all that is kept, and none of the call's tensors.
+        del self._given, self._containers, self._places, self._before, self._made, self._tensors
+        return computed
+
+    def deliver(
+        self, made: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]
+    ) -> Any:
+        """Change the lists and dicts of a later call as the traced call did, and return its result.
+
+        Args:
+            made: the tensors that the plan has computed.
+            args, kwargs: the arguments of the later call.
+            tensors: the tensors among them.
+        """
+        containers = _containers_in(args, kwargs) if self._changes else []
+
+        def put_together(part: Any) -> Any:
+            kind = type(part)
+            if kind is _Made:
+                return made[part.place]
+            if kind is _Given:
+                return tensors[part.place]
+            if kind is _Container:
+                return containers[part.place]
+            if kind in (list, tuple):
+                return kind(map(put_together, part))
+            if kind is dict:
+                return {key: put_together(item) for key, item in part.items()}
+            if kind is _Output:
+                return part.kind(**{name: put_together(item) for name, item in part.fields.items()})
+            return part
+
+        result = put_together(self._result)
+        for place, content in [(place, put_together(content)) for place, content in self._changes]:
+            container = containers[place]
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(content)
+        return result
+
+    def _taken(self, value: Any) -> Any:
+        """``value`` in new containers, with marks for tensors and for containers among the arguments."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            if id(value) in self._given:
+                return _Given(self._given[id(value)])
+            if id(value) not in self._made:
+                self._made[id(value)] = _Made(len(self._tensors))
+                self._tensors.append(value)
+            return self._made[id(value)]
+        if kind in _PLAIN:
+            return value
+        if id(value) in self._places:
+            return _Container(self._places[id(value)])
+        if kind in (list, tuple):
+            return kind(map(self._taken, value))
+        if kind is dict:
+            return {key: self._taken(item) for key, item in value.items()}
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # an output of diffusers
+            names = [field.name for field in dataclasses.fields(kind)]
+            return _Output(kind, {name: self._taken(getattr(value, name)) for name in names})
+        raise Untraceable(f"it returns a {kind.__name__}")
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [part for pair in container.items() for part in pair]
+    return list(container)
+
+
+def _containers_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """All lists and dicts in the arguments, also nested ones, in the order in which they occur."""
+    found: list[Any] = []
+    todo: list[Any] = [*reversed(list(kwargs.values())), *reversed(args)]
+    while todo:
+        value = todo.pop()
+        kind = type(value)
+        if kind in (list, dict):
+            found.append(value)
+        if kind in (list, dict, tuple):
+            todo += reversed(list(value.values() if kind is dict else value))
+    return found
