@@ -58,7 +58,7 @@ def _channels_last_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     return last.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+def permute(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.permute(dims)
 
 
@@ -352,7 +352,7 @@ def frames(
         mode=mode,
         keep=keep,
         shift=shift,
-        norm=operands,  # type: ignore[arg-type]
+        norm=operands,
         upsample=tuple(times),  # type: ignore[arg-type]
         window=window,
     )
