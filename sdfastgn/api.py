@@ -158,9 +158,10 @@ def optimize(
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: ``cuda_graphs`` is none of the four values, ``precision`` is none of the two, ``trust``
             has something else than names of packages, or another option is no bool. Or ``obj`` cannot run in
-            FP8; the message says why. Or there is nothing to optimize, ``missing_ok`` is False, and ``obj`` is a module or ``strict`` is True. Or ``strict`` is
-            True and something must be skipped, or ``verify`` finds a wrong part; the message says what and
-            why. Or the model is wrapped in DistributedDataParallel: call ``optimize`` before you wrap it.
+            FP8; the message says why. Or there is nothing to optimize, ``missing_ok`` is False, and ``obj``
+            is a module or ``strict`` is True. Or ``strict`` is True and something must be skipped, or
+            ``verify`` finds a wrong part; the message says what and why. Or the model is wrapped in
+            DistributedDataParallel: call ``optimize`` before you wrap it.
         RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
             it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
             waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.

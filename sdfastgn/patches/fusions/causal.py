@@ -172,8 +172,8 @@ def convolve(
             window=window,
         )
         if window > 1:
-            where = conv.stride[1:], (h, w), conv.dilation[1:]
-            return convolve_windows(frames, conv.weight, bias, *where), kept
+            y = convolve_windows(frames, conv.weight, bias, conv.stride[1:], (h, w), conv.dilation[1:])
+            return y, kept
     if not (w or h or front) and is_product(conv, x):
         return product_of(conv, frames, bias), kept
     if is_alone:

@@ -44,6 +44,7 @@ class Plan:
         parameters: for each parameter or buffer, the dict of its module that has it, and its name there.
         others: tensors from elsewhere.
         steps: one record a step.
+        writes: True if a run writes into arguments, parameters or others.
     """
 
     def __init__(self, traced: Traced, graph: fx.Graph) -> None:
@@ -65,6 +66,7 @@ class Plan:
         self._lock = threading.Lock()
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
+        self.writes = any(n.target is torch.ops.aten.copy_.default for n in graph.nodes)
         self._forward = fx.GraphModule({}, graph).forward
 
     def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
