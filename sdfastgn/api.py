@@ -138,9 +138,9 @@ def optimize(
         plans: True runs models of convolutions for which there are no fused blocks as *plans*
             (docs/plans.md): the first call of a kind traces the model's own code, and later calls run kernels
             for what it computes. False runs their own code.
-        trust: names of packages. A model with code of a package that sdfastgn does not know gets no plans,
-            because this code may keep state between calls where no one finds it. Naming the package says
-            that it keeps none, except in attributes of modules.
+        trust: names of packages. A model gets no plans if code of a package that sdfastgn does not know sets
+            globals or attributes, reads mutable ones, or asks for random numbers, because a plan would not
+            repeat this. Naming the package here says that it does not matter.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.

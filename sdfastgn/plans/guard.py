@@ -11,8 +11,9 @@ import weakref
 import torch
 from torch import nn
 
+from sdfastgn.patches.code.stateless import packages_of, state_in
 from sdfastgn.patches.code.states import States
-from sdfastgn.patches.graphs.watch import Watch
+from sdfastgn.patches.graphs.watch import TRUSTED, Watch
 
 __all__ = ["Guard"]
 
@@ -40,8 +41,10 @@ class Guard:
     ) -> None:
         self._module = weakref.ref(module)
         self._states, self._state = states, state
+        state_of_code = state_in(module, TRUSTED | trusted)
+        trusted |= frozenset() if state_of_code else packages_of(module)
         self._watch = Watch(module, device=device, has_factors=False, may_move=True, trusted=trusted)
-        self.reason = self._watch.reason
+        self.reason = state_of_code or self._watch.reason
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"
 

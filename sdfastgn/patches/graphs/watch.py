@@ -66,11 +66,11 @@ from sdfastgn.patches.graphs.comparisons import (
 from sdfastgn.patches.graphs.factors import Factors
 from sdfastgn.patches.graphs.models import switched, switches_of
 
-__all__ = ["Watch"]
+__all__ = ["TRUSTED", "Watch"]
 
 # Packages whose forwards read state only from tensors and attributes. Code of other packages may read global
 # variables, which a Watch does not find.
-_TRUSTED = sys.stdlib_module_names | {
+TRUSTED = sys.stdlib_module_names | {
     "torch",
     "diffusers",
     "peft",
@@ -87,7 +87,7 @@ _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weak
 # Leaves of exactly these classes contain no code, so the package of their class is not checked.
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
 # Packages whose numbers and other leaves may occur in a model.
-_TRUSTED_LEAVES = _TRUSTED | {"numpy"}
+_TRUSTED_LEAVES = TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 # Attributes through which functions, methods and partials refer to other objects.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
@@ -178,7 +178,7 @@ class Watch:
         self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._lora_scales: set[int] = set()  # ids of the dicts with the scales of LoRA layers
         self._empty, self._types, self._held = Empty(), Types(), Identities()
-        self._trusted = _TRUSTED | trusted
+        self._trusted = TRUSTED | trusted
         self._memory: Memory | Kinds = Kinds() if may_move else Memory()
         self._numbers, self._writes = Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
