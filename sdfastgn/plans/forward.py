@@ -33,6 +33,7 @@ from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.plan import Plan
+from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
 from sdfastgn.plans.trace.tracer import trace
 
@@ -146,7 +147,7 @@ class PlannedForward(InstanceEntry):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_tracing():
             return type(module).forward(module, *args, **kwargs)
         try:
             call, key = self._kind_of(module, args, kwargs)

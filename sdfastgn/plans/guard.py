@@ -13,6 +13,7 @@ from torch import nn
 
 from sdfastgn.patches.code.stateless import packages_of, state_in
 from sdfastgn.patches.code.states import States
+from sdfastgn.patches.graphs.models import is_harmless
 from sdfastgn.patches.graphs.watch import TRUSTED, Watch
 
 __all__ = ["Guard"]
@@ -43,7 +44,7 @@ class Guard:
         self._states, self._state = states, state
         state_of_code = state_in(module, TRUSTED | trusted)
         trusted |= frozenset() if state_of_code else packages_of(module)
-        self._watch = Watch(module, device=device, has_factors=False, may_move=True, trusted=trusted)
+        self._watch = Watch(module, is_harmless, device, has_factors=False, may_move=True, trusted=trusted)
         self.reason = state_of_code or self._watch.reason
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"

@@ -95,10 +95,11 @@ def install(root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset())
         remove(root)
         return
     for module in entrances(root):
-        planned, place = _planned(module), place_in(module)
+        planned = _planned(module)
         if planned is not None and planned.trusted != trusted:
             _take_off(module)
             planned = None
+        place = place_in(module)
         if planned is None and place is not None and any(True for _ in module.children()):
             vars(module)[place] = PlannedForward(module, trusted, place in vars(module))
             guard(module)

@@ -1,0 +1,392 @@
+"""Models of which ``optimize`` runs the calls as plans: right, never stale, and undone exactly."""
+
+import copy
+import pickle
+import threading
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderDC, AutoencoderKLKVAEVideo, AutoencoderKLQwenImage21
+from torch import nn
+
+import sdfastgn
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.plans import forward as planned_forward
+from sdfastgn.plans.forward import PlannedForward
+from tests.patches.cases import agree, noise
+from tests.patches.samples import randomize
+
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
+
+
+class Block(nn.Module):
+    def __init__(self, channels=8, scale=0.5):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, channels)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.scale = scale
+
+    def forward(self, x):
+        return x + self.scale * self.conv(F.silu(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_in = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x, factor=1.0):
+        return self.blocks(self.conv_in(x)) * factor
+
+
+class KeepsCount(Net):
+    def forward(self, x):
+        self.count = getattr(self, "count", 0) + 1
+        return super().forward(x)
+
+
+def image(*, seed=0, size=6):
+    return noise(2, 3, size, size + 1, seed=seed)
+
+
+def net(kind=Net):
+    return randomize(kind())
+
+
+def planned(model):
+    return vars(model)["forward"]
+
+
+def follows_stock(model, stock, *args, seeds=(1, 2)):
+    """Assert that ``model`` computes what ``stock`` computes, and leaves earlier results as they were."""
+    results = [(model(image(seed=s), *args), stock(image(seed=s), *args)) for s in seeds]
+    for ours, theirs in results:
+        agree(ours, theirs)
+
+
+@pytest.fixture
+def pair():
+    """(optimized model, its stock copy), after one planned call."""
+    stock = net()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    follows_stock(model, stock)
+    assert (len(planned(model).plans), planned(model).own) == (1, {})
+    return model, stock
+
+
+# ---- plans are made and used
+
+
+def test_one_plan_a_kind_of_call(pair):
+    model, stock = pair
+    follows_stock(model, stock)
+    assert (planned(model).traces, planned(model).calls) == (1, 4)
+    agree(model(image(size=9)), stock(image(size=9)))
+    follows_stock(model, stock, 3.0)
+    assert planned(model).traces == 3
+
+
+def test_no_python_of_the_model_runs(pair, monkeypatch):
+    model, stock = pair
+    expected = stock(image(seed=4))
+    monkeypatch.setattr(planned_forward, "trace", None)
+    monkeypatch.setattr(planned_forward, "class_forward", None)
+    agree(model(image(seed=4)), expected)
+
+
+def test_few_plans_are_kept(pair, monkeypatch):
+    monkeypatch.setattr(planned_forward, "MAX_PLANS", 2)
+    model, stock = pair
+    for size in (5, 7, 9, 6):
+        agree(model(image(size=size)), stock(image(size=size)))
+    assert (len(planned(model).plans), planned(model).traces) == (2, 5)
+
+
+def test_threads(pair):
+    model, stock = pair
+    found = {}
+
+    def call(i):
+        with torch.no_grad():  # which is a setting of each thread
+            found[i] = model(image(seed=i, size=5 + i % 3))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, y in found.items():
+        agree(y, stock(image(seed=i, size=5 + i % 3)))
+    assert planned(model).own == {}
+
+
+# ---- never stale
+
+
+def in_place(m):
+    m.conv_in.weight.mul_(2)
+
+
+def by_data(m):
+    m.conv_in.weight.data = m.conv_in.weight * 3
+
+
+def by_assignment(m):
+    m.load_state_dict({k: v * 1.5 for k, v in m.state_dict().items()}, assign=True)
+
+
+def another_layer(m):
+    m.blocks[1] = randomize(Block())
+
+
+def another_number(m):
+    m.blocks[0].scale = -2.0
+
+
+def a_hook(m):
+    m.blocks[0].register_forward_hook(lambda module, args, y: y + 1)
+
+
+def a_pre_hook(m):
+    m.blocks[0].conv.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def a_forward_of_one(m):
+    m.blocks[1].forward = lambda x: x * 2
+
+
+def another_class(m):
+    class Other(Block):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    m.blocks[0].__class__ = Other
+
+
+def another_shape(m):
+    m.conv_in.weight = nn.Parameter(m.conv_in.weight[:, :, 1:2, 1:2].clone())
+    m.conv_in.padding = (0, 0)
+
+
+CHANGES = [
+    in_place, by_data, by_assignment, another_layer, another_number, a_hook, a_pre_hook, a_forward_of_one,
+    another_class, another_shape,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_the_model(pair, change):
+    model, stock = pair
+    for each in pair:
+        torch.manual_seed(0)
+        change(each)
+    follows_stock(model, stock, seeds=(3, 4, 5))
+
+
+@pytest.mark.parametrize("where", ["function", "class", "method_of_tensor"])
+def test_code_that_is_replaced_and_put_back(pair, monkeypatch, where):
+    model, stock = pair
+    with monkeypatch.context() as patch:
+        if where == "function":
+            patch.setattr(F, "silu", lambda x, inplace=False: torch.tanh(x))
+        elif where == "class":
+            patch.setattr(nn.GroupNorm, "forward", lambda self, x: x * 0.5)
+        else:
+            patch.setattr(Block, "forward", lambda self, x: x.sin())
+        follows_stock(model, stock)
+    follows_stock(model, stock)
+    assert len(planned(model).plans) == 2  # one in each state of the code
+
+
+def test_a_change_while_another_plan_waits(pair):
+    model, stock = pair
+    agree(model(image(size=9)), stock(image(size=9)))
+    for each in pair:
+        each.blocks[0].scale = 4.0
+    agree(model(image(size=9)), stock(image(size=9)))
+    follows_stock(model, stock)
+
+
+def test_weights_move(pair):
+    model, stock = pair
+    for each in pair:
+        each.double()
+    assert model(image().double()).dtype == torch.float64
+    for each in pair:
+        each.float()
+    follows_stock(model, stock)
+
+
+# ---- calls that run the model's own code
+
+
+def test_gradients(pair):
+    model, stock = pair
+    with torch.enable_grad():
+        for each in pair:
+            each(image()).square().mean().backward()
+    agree(model.conv_in.weight.grad, stock.conv_in.weight.grad)
+    assert planned(model).own == {"gradients are enabled": 1}
+
+
+def test_stock_code_and_other_dtypes(pair):
+    model, stock = pair
+    with dispatch.stock_code():
+        agree(model(image()), stock(image()))
+    assert list(planned(model).own) == ["no kernels run for torch.float32 on cpu"]
+
+
+def test_state_between_calls_is_named():
+    model = sdfastgn.optimize(net(KeepsCount))
+    for i in range(3):
+        model(image())
+        assert model.count == i + 1
+    (state,) = [p for p in sdfastgn.report(model).plans if not p.path]
+    assert state.plans == 0
+    assert list(state.own) == ["tests.plans.test_forward.KeepsCount.forward sets the attribute count"]
+    assert "sets the attribute count" in " ".join(sdfastgn.report(model).details().split())
+
+
+def test_trust_lifts_unknown_packages_only_where_named():
+    class Flagged(Net):
+        def forward(self, x):
+            self.was_called = True
+            return super().forward(x)
+
+    stock = net(Flagged)
+    stock(image())
+    model = sdfastgn.optimize(copy.deepcopy(stock), trust=("tests",))
+    follows_stock(model, stock)
+    assert (len(planned(model).plans), planned(model).own) == (1, {})
+    sdfastgn.optimize(model)
+    follows_stock(model, stock)
+    assert len(planned(model).plans) == 0
+
+
+# ---- options, undo, copies
+
+
+def test_without_plans():
+    model = sdfastgn.optimize(net(), plans=False)
+    assert "forward" not in vars(model)
+    sdfastgn.optimize(model)
+    assert isinstance(planned(model), PlannedForward)
+    sdfastgn.optimize(model, plans=False)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("options", [{"plans": 1}, {"trust": "tests"}, {"trust": ("a.b",)}, {"trust": (3,)}])
+def test_bad_options(options):
+    model = net()
+    before = dict(vars(model))
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"sdfastgn.optimize: {name}=") as error:
+        sdfastgn.optimize(model, **options)
+    assert repr(value) in str(error.value)
+    assert vars(model) == before
+
+
+def test_restored_exactly():
+    model = net()
+    before, classes = [dict(vars(m)) for m in model.modules()], [type(m) for m in model.modules()]
+    sdfastgn.optimize(model)
+    model(image())
+    sdfastgn.restore(model)
+    assert [dict(vars(m)) for m in model.modules()] == before
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_a_block_leaves_a_planned_model_as_it_was(pair):
+    model, stock = pair
+    with sdfastgn.optimized(model, plans=False):
+        assert "forward" not in vars(model)
+        follows_stock(model, stock)
+    assert isinstance(planned(model), PlannedForward)
+    follows_stock(model, stock)
+    plain = copy.deepcopy(stock)
+    with sdfastgn.optimized(plain):
+        follows_stock(plain, stock)
+    assert "forward" not in vars(plain)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_plans_of_their_own(pair, copied):
+    model, stock = pair
+    other = copied(model)
+    other.conv_in.weight.mul_(2)
+    follows_stock(model, stock)
+    stock.conv_in.weight.mul_(2)
+    follows_stock(other, stock)
+    assert planned(other) is not planned(model)
+    assert (len(planned(other).plans), planned(other).own) == (1, {})
+
+
+def test_shallow_copies_run_their_own_code(pair):
+    model, stock = pair
+    other = copy.copy(model)
+    assert "forward" not in vars(other)
+    follows_stock(other, stock)
+
+
+def test_offloaded_as_a_whole():
+    stock = net()
+    model = copy.deepcopy(stock)
+    accelerate.cpu_offload_with_hook(model, execution_device="cpu")
+    sdfastgn.optimize(model)
+    follows_stock(model, stock)
+    (state,) = [p for p in sdfastgn.report(model).plans if not p.path]
+    assert (state.plans, state.calls) == (1, 2)
+    accelerate.hooks.remove_hook_from_module(model)
+    follows_stock(model, stock)
+
+
+# ---- arguments that a call changes: caches of decoders
+
+
+def qwen_image_21():
+    sizes = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": 4, "num_res_blocks": 1}
+    return randomize(AutoencoderKLQwenImage21(**sizes)).eval()
+
+
+def test_a_decoder_with_a_list_of_caches():
+    stock = qwen_image_21()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for seed in range(3):
+        z = noise(1, 4, 1, 3, 4, seed=seed)
+        agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
+    assert planned(model.decoder).own == {}
+    assert planned(model.decoder).calls > 0
+
+
+def test_a_decoder_with_a_dict_of_caches():
+    sizes = {"ch": 32, "ch_mult": (1, 2), "num_res_blocks": 1, "z_channels": 4, "temporal_compress_times": 2}
+    stock = randomize(AutoencoderKLKVAEVideo(**sizes)).eval()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for _ in range(2):
+        z = noise(1, 4, 5, 3, 4)
+        agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
+    assert planned(model.decoder).own == {}
+    assert planned(model.decoder).calls > 0
+
+
+def test_tiles_of_an_autoencoder():
+    sizes = {
+        "latent_channels": 4,
+        "encoder_block_out_channels": (8, 16),
+        "decoder_block_out_channels": (8, 16),
+    }
+    blocks = {f"{part}_block_types": ("ResBlock", "ResBlock") for part in ("encoder", "decoder")}
+    layers = {"encoder_layers_per_block": (1, 1), "decoder_layers_per_block": (1, 1)}
+    qkv = {"encoder_qkv_multiscales": ((), ()), "decoder_qkv_multiscales": ((), ())}
+    norms = {"decoder_norm_types": "rms_norm", "decoder_act_fns": "silu"}
+    stock = randomize(AutoencoderDC(**sizes, **blocks, **layers, **qkv, **norms)).eval()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    z = noise(1, 4, 12, 12)
+    agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
+    for each in (model, stock):
+        each.enable_tiling(16, 16, 12, 12)
+    agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
+    assert planned(model.decoder).own == {}
