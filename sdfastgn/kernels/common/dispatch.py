@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu, private
+from sdfastgn.kernels.common.observers import is_observed
 from sdfastgn.kernels.common.private import (
     any_autocast,
     dispatch_modes,
@@ -213,7 +214,7 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
         and why_off is None
         and not _in_stock_code.get()
         and _PLAIN_TYPES.issuperset(map(type, others))
-        and dispatch_modes() == 0
+        and (dispatch_modes() == 0 or is_observed())
         and not in_function_mode()
         and not is_tracing()
         and in_transform() is None
@@ -232,7 +233,7 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and type(x) in _TENSORS
         and _PLAIN_TYPES.issuperset(map(type, others))
-        and dispatch_modes() == 0
+        and (dispatch_modes() == 0 or is_observed())
         and not in_function_mode()
         and not is_tracing()
         # The next two lines are ``not is_transformed()``. A function call would take time.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import archive, failures, gpu
 from sdfastgn.kernels.common.compile_ahead import rehearsal
+from sdfastgn.kernels.common.observers import observe, observers
 
 # The first parameters of each kind of launcher that this file can call.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
@@ -90,6 +91,8 @@ class Launch:
             KernelError: the kernel cannot be compiled or loaded, or the GPU is too old.
             torch.OutOfMemoryError: there is no memory for the kernel's code.
         """
+        if observers and observe(self, stream, tensors):
+            return
         pointers: list[int | None] = []
         bits = 0
         for t in tensors:  # one loop for pointers and alignment takes less CPU time than two
@@ -127,6 +130,18 @@ class Launch:
         except Exception as error:
             failures.check_error(error, self.kernel, device)
             raise
+
+    def direct(self) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None:
+        """(launcher of the compiled kernel, its arguments before the pointers, those after them).
+
+        The stream comes between the grid, which is the first three arguments, and the others. All pointers
+        must be multiples of 16. None before the first launch, and if calls go through ``kernel[grid]``.
+        """
+        direct = self._direct
+        if direct is None:
+            return None
+        launcher, bound = direct
+        return launcher, (self.programs, 1, 1, *bound), self._values
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch on the current stream of the device of ``first``, even if that device is not current."""

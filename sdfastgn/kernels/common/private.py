@@ -262,6 +262,55 @@ suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
 )
 
 
+def _empty_on(device: str) -> Callable[..., Tensor]:
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _moved_view(t: Tensor, size: Any, stride: Any, more: int) -> Tensor:
+    return t.as_strided(size, stride, t.storage_offset() + more)
+
+
+_guards: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
+# Type of a device -> ``f(size, stride, dtype)``, which allocates a tensor on the current device of this type.
+# The private functions take 1 us less, because they go through neither an argument parser nor the dispatcher.
+allocators: dict[str, Callable[..., Tensor]] = {
+    kind: getattr(_guards, f"_empty_strided_{kind}", _empty_on(kind)) for kind in ("cpu", "cuda")
+}
+# ``view_at(t, size, stride, more)`` is a view of the memory of t that begins ``more`` elements after t. The
+# private function takes 0.6 us less, and does not check whether the view stays inside of the memory.
+view_at: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", _moved_view)
+
+# ---- ops of PyTorch
+
+# A context in which ops that consist of others arrive whole at a ``TorchDispatchMode``. If PyTorch lacks the
+# private class, they arrive in parts.
+below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = getattr(
+    _C, "_AutoDispatchBelowAutograd", contextlib.nullcontext
+)
+# Objects with PyTorch's functions and methods as attributes. The private ones have them without the Python
+# code that ``torch`` and ``Tensor`` put around some of them, and nobody replaces those.
+_namespaces: tuple[Any, ...] = (
+    getattr(_C, "_VariableFunctions", torch),
+    getattr(_C, "_nn", nn.functional),
+    getattr(_C, "TensorBase", Tensor),
+)
+
+
+def binding_of(op: Any) -> Callable[..., Any] | None:
+    """The function or method of PyTorch with the name of ``op``, or None if none has it.
+
+    ``op``: an ``OpOverload``, such as ``torch.ops.aten.add.Tensor``.
+
+    A call of it takes 0.3 to 4 us less than a call of ``op``. It raises TypeError before it does anything if
+    it does not take the arguments of ``op``.
+    """
+    space, name = op.name().split("::")
+    if space != "aten" or name.endswith("out"):
+        return None
+    name = name.split(".")[0]
+    return next((getattr(place, name) for place in _namespaces if hasattr(place, name)), None)
+
+
 # ---- switches that decide which kernels PyTorch runs
 
 _cuda: Any = torch.backends.cuda

@@ -84,7 +84,7 @@ class Plan:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The flat list of results for the tensors among the arguments. Nothing is checked."""
-        with torch.no_grad(), _without_autocast():
+        with torch.no_grad(), without_autocast():
             return self._forward(*self.operands(inputs))
 
     def operands(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -113,7 +113,7 @@ class Plan:
                 return
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("Plan: the first call must not be inside the capture of a CUDA graph")
-            with torch.inference_mode(False), torch.no_grad(), _without_autocast():
+            with torch.inference_mode(False), torch.no_grad(), without_autocast():
                 self._constants = self._fold()
             for device in {t.device for t in self._constants if t.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()  # threads with other streams read them
@@ -210,7 +210,7 @@ def _last_readers(graph: fx.Graph) -> dict[Node, int]:
 
 
 @contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
     """Turns autocast off: the casts that it made during the trace are part of the graph."""
     if not any_autocast():
         yield

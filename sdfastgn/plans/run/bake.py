@@ -1,0 +1,176 @@
+"""``Baked``: a plan as straight-line Python, with fixed grids, strides and addresses of weights.
+
+The first call runs the plan node by node, and records what it executes (``record.py``). Later calls run the
+function that ``source.py`` makes of the recording. It gives the same bits as the plan in less CPU time.
+
+Each call compares the addresses of all weights with those in the function. The function refers to its
+weights. So no other tensor can get the address of a weight that was replaced, until the next call has noticed
+it.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+import threading
+import types
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.compile_ahead import rehearsal
+from sdfastgn.kernels.common.private import any_autocast, current_device, dispatch_modes
+from sdfastgn.kernels.product import op as product_op
+from sdfastgn.plans.run.plan import Plan, without_autocast
+from sdfastgn.plans.run.record import Unrecordable, record
+from sdfastgn.plans.run.source import Code, generate
+
+__all__ = ["Baked"]
+
+# Kernels are compiled for addresses that are multiples of this number of bytes.
+_ALIGNMENT = 16
+
+
+class _Bound(NamedTuple):
+    """A function with its weights. Threads that still run an older one keep that one's weights."""
+
+    run: types.FunctionType
+    code: Code
+    addresses: list[int]
+    layouts: list[tuple[Any, ...]]
+    inputs: list[tuple[Any, ...]]
+
+
+class Baked:
+    """Runs ``plan`` with less CPU time. Several threads may call it at once.
+
+    Attributes:
+        plan: runs the calls for which the function is not valid.
+        declined: why a call ran the plan, and how many calls did.
+        left: why a step of the plan stayed one call, and how many steps did.
+        recorded: number of recordings.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.declined: collections.Counter[str] = collections.Counter()
+        self.left: collections.Counter[str] = collections.Counter()
+        self.recorded = 0
+        self._bound: _Bound | None = None
+        self._failure: str | None = None  # why the plan cannot be baked at all
+        self._lock = threading.Lock()
+        held = [*plan.parameters, *((plan.others, i) for i in range(len(plan.others)))]
+        self._holders, self._keys = [holder for holder, _ in held], [key for _, key in held]
+
+    @property
+    def source(self) -> str:
+        """The text of the function. Empty before the first call."""
+        return "" if self._bound is None else self._bound.code.source
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """``plan.run(inputs)``: the same bits, and new tensors in each call."""
+        bound, why = self._bound, self._why_not()
+        if why is None and (bound is None or self._addresses() != bound.addresses):
+            with self._lock:
+                bound = self._renewed()
+                if bound is None:
+                    return self._record(inputs)
+        why = why or _misfit(bound, inputs)  # type: ignore[arg-type]
+        if why is not None:
+            self.declined[why] += 1
+            return self.plan.run(inputs)
+        if not torch.is_grad_enabled() and not any_autocast():
+            return bound.run(*inputs)  # type: ignore[union-attr]
+        with torch.no_grad(), without_autocast():
+            return bound.run(*inputs)  # type: ignore[union-attr]
+
+    def _why_not(self) -> str | None:
+        """The reason why this call must run the plan, whatever its arguments are."""
+        if self._failure is not None:
+            return self._failure
+        if product_op.is_choosing() or rehearsal.get() is not None:
+            # A graph must use the algorithms that were chosen for its products, and the function has those
+            # of PyTorch. The CPU time of a capture does not matter.
+            return "it is a rehearsal or the capture of a CUDA graph"
+        return "a dispatch mode is active" if dispatch_modes() else None
+
+    def _addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, map(operator.getitem, self._holders, self._keys)))
+
+    # ---- recordings
+
+    def _record(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """Runs the plan, and makes the function."""
+        fixed = self.plan.operands(())
+        try:
+            with torch.no_grad(), without_autocast():
+                results, recording = record(self.plan.graph, fixed, inputs)
+        except Unrecordable as why:
+            self.declined[str(why)] += 1
+            return self.plan.run(inputs)
+        self._bake(recording, fixed, inputs)
+        return results
+
+    def _bake(self, recording: Any, fixed: list[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._bound, self._failure = None, None
+        try:
+            if isinstance(recording, str):
+                raise Unrecordable(recording)
+            code = generate(recording)
+        except Unrecordable as why:
+            self._failure = str(why)
+            return
+        self.recorded += 1
+        self.left = recording.left
+        signature = [(*_kind(x), x.data_ptr() % _ALIGNMENT if x.is_cuda else None) for x in inputs]
+        self._bound = _Bound(code.bound(fixed), code, self._addresses(), _layouts(fixed), signature)
+
+    def _renewed(self) -> _Bound | None:
+        """The function with the present weights. None if it must be recorded again."""
+        bound, addresses = self._bound, self._addresses()
+        if bound is None or bound.addresses == addresses:  # another thread was faster
+            return bound
+        fixed = self.plan.operands(())
+        self._bound = None
+        if _layouts(fixed) == bound.layouts:
+            with torch.no_grad():
+                self._bound = bound._replace(run=bound.code.bound(fixed), addresses=addresses)
+        return self._bound
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+def _misfit(bound: _Bound, inputs: Sequence[Tensor]) -> str | None:
+    """The reason why the function is not valid for these arguments, or None if it is."""
+    for x, (shape, stride, dtype, device, aligned) in zip(inputs, bound.inputs, strict=True):
+        if x.stride() != stride or x.shape != shape or x.dtype is not dtype or x.device != device:
+            return "an argument has other strides"
+        if aligned is not None and x.data_ptr() % _ALIGNMENT != aligned:
+            return "an argument has another alignment"
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return "an argument is of a subclass of Tensor"
+        if x.is_neg() or x.is_conj():
+            return "an argument is a conjugate or negative view"
+    device = bound.code.device
+    return "another GPU is current" if device is not None and current_device() != device.index else None
+
+
+def _layouts(fixed: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """What a function takes for granted of its fixed operands, apart from their addresses.
+
+    Kernels are compiled for an alignment. And several operands may lie in one memory, where a product reads
+    them at once.
+    """
+    first: dict[
+        int, tuple[int, int]
+    ] = {}  # address of a memory -> its number, address of the first operand in it
+    found = []
+    for t in fixed:
+        address = t.data_ptr()
+        number, start = first.setdefault(t.untyped_storage().data_ptr(), (len(first), address))
+        found.append((*_kind(t), address % _ALIGNMENT, number, address - start))
+    return found

@@ -1,0 +1,425 @@
+"""Writes down what a plan really executes: allocations, ops of aten and kernel launches.
+
+``record`` runs a graph of steps once, node by node, under one ``TorchDispatchMode``. Launches do not go
+through PyTorch's dispatcher, so an observer of launches sees them. The result is a flat list of actions.
+
+A tensor in the list is a ``Place``: it is known by its memory, shape, strides, offset and dtype, and not by
+its Python object. So views need no actions.
+
+A step that does what no list can hold stays one call. For example, it reads a value, or a tensor of unknown
+origin. It runs only once: its actions are dropped, and its result is used.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdfastgn.kernels.common import observers
+from sdfastgn.kernels.common.private import below_autograd, binding_of
+
+__all__ = ["Action", "Memory", "Place", "Recording", "Unrecordable", "places_in", "record"]
+
+aten = torch.ops.aten
+# Ops that consist of others, and are recorded as they are. Attention reads values in some of its parts.
+_WHOLE = (aten.linear.default, aten.scaled_dot_product_attention.default)
+_ALLOCATIONS = (
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+# Ops that give other memory to a tensor that exists.
+_SWAPS = ("aten::resize_", "aten::resize_as_", "aten::set_")
+_READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Unrecordable(Exception):  # noqa: N818  # no error for callers: the plan runs as it is
+    """A graph or a call cannot be recorded. The message is the reason."""
+
+
+class Place(NamedTuple):
+    """A tensor. ``memory``: its index in ``Recording.memories``. ``offset``: in elements from its start."""
+
+    memory: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Memory:
+    """The memory of tensors: a storage of PyTorch.
+
+    Attributes:
+        operand: index of the first operand of the graph that lies in it. None if an action makes it.
+        is_input: True if that operand is an argument of the call.
+        root: the place of that operand, or of the first tensor that the action makes.
+        start: the address of that operand. 0 if an action makes the memory.
+    """
+
+    __slots__ = ("device", "is_input", "operand", "root", "start")
+
+    def __init__(self, t: Tensor, index: int, operand: int | None = None, is_input: bool = False) -> None:
+        self.root = _place(t, index)
+        self.device, self.operand, self.is_input = t.device, operand, is_input
+        self.start = 0 if operand is None else t.data_ptr()
+
+
+class Action:
+    """One line of a recording.
+
+    Attributes:
+        kind: "allocate", "call" or "launch".
+        function: what is called; the ``Launch`` of a launch; None for an allocation.
+        args, kwargs: its arguments, with places instead of tensors.
+        results: what the call returns, with a place for the first tensor of each new memory, and None for
+            everything else.
+        reads, writes: the memories of its arguments, and those of them that it writes into.
+        is_kept: True if it must run even if nobody reads what it makes.
+    """
+
+    __slots__ = ("args", "function", "is_kept", "kind", "kwargs", "reads", "results", "writes")
+
+    def __init__(self, kind: str, function: Any, args: Any, kwargs: Any, results: Any) -> None:
+        self.kind, self.function, self.args, self.kwargs, self.results = kind, function, args, kwargs, results
+        self.reads = {place.memory for place in places_in((args, kwargs))}
+        self.writes: set[int] = set()
+        self.is_kept = False
+
+    @property
+    def made(self) -> list[Place]:
+        """The places of the new memories."""
+        return list(places_in(self.results))
+
+
+class Recording(NamedTuple):
+    """What one run of a graph executed.
+
+    Attributes:
+        actions: in the order in which they ran.
+        memories: all memories. Those of arguments and fixed operands come first.
+        operands: the place of each operand of the graph.
+        inputs: number of operands, the last ones, that are arguments of the call.
+        results: what the graph returns: for a tensor its place, or the index of the operand that it is.
+        left: why a step stayed one call, and how many steps did.
+    """
+
+    actions: list[Action]
+    memories: list[Memory]
+    operands: list[Place]
+    inputs: int
+    results: list[Any]
+    left: collections.Counter[str]
+
+
+def record(
+    graph: fx.Graph, fixed: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[Any], Recording | str]:
+    """Runs ``graph`` once. Returns its results, and the recording or the reason why there is none.
+
+    Args:
+        graph: as in ``Plan``: placeholders, calls of steps and of ops, and an output with a flat list.
+        fixed: the values of the first placeholders: parameters, tensors from elsewhere and constants.
+        inputs: the values of the other placeholders: the tensors among the arguments of the call.
+
+    Raises Unrecordable, before anything has run, if ``inputs`` share memory or are no plain tensors.
+    """
+    recorder = _Recorder(fixed, inputs)
+    with recorder.listening():
+        results = _run(graph, [*fixed, *inputs], recorder)
+    if recorder.failure is not None:
+        return results, recorder.failure
+    try:
+        places = _results(graph, results, recorder)
+    except Unrecordable as reason:
+        return results, str(reason)
+    found = recorder.actions, recorder.memories, recorder.operands, len(inputs), places, recorder.left
+    return results, Recording(*found)
+
+
+def places_in(x: Any) -> Iterator[Place]:
+    if isinstance(x, Place):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            yield from places_in(item)
+    elif isinstance(x, dict):
+        yield from places_in(list(x.values()))
+
+
+# ---- the run
+
+
+def _run(graph: fx.Graph, operands: list[Tensor], recorder: _Recorder) -> list[Any]:
+    """Runs the nodes. Drops each value after its last use, as the plan does."""
+    dropped = _dropped(graph)
+    values: dict[Node, Any] = {}
+    given = iter(operands)
+    for n in graph.nodes:
+        if n.op == "placeholder":
+            values[n] = next(given)
+        elif n.op == "output":
+            return fx.node.map_arg(n.args[0], values.__getitem__)
+        elif n.target is operator.getitem:
+            values[n] = values[n.args[0]][n.args[1]]
+        else:
+            values[n] = recorder.step(n, *fx.node.map_arg((n.args, n.kwargs), values.__getitem__))
+        for done in dropped.get(n, ()):
+            del values[done]
+    raise ValueError("record: the graph has no output")
+
+
+def _dropped(graph: fx.Graph) -> dict[Node, list[Node]]:
+    """Node -> the nodes whose values nobody reads after it."""
+    last = {n: n for n in graph.nodes}
+    for n in graph.nodes:
+        last.update(dict.fromkeys(n.all_input_nodes, n))
+    dropped: dict[Node, list[Node]] = {}
+    for n, reader in last.items():
+        dropped.setdefault(reader, []).append(n)
+    return dropped
+
+
+def _results(graph: fx.Graph, results: list[Any], recorder: _Recorder) -> list[Any]:
+    nodes = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    found: list[Any] = []
+    for n, value in zip(nodes, results, strict=True):  # type: ignore[arg-type]
+        if n in placeholders:
+            found.append(placeholders.index(n))
+        elif isinstance(n, Node):
+            found.append(None if value is None else recorder.place(value))
+        else:
+            raise Unrecordable(f"the plan returns {n!r}")
+    return found
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what runs while it listens. ``failure``: why there is no recording, or None."""
+
+    def __init__(self, fixed: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.actions: list[Action] = []
+        self.memories: list[Memory] = []
+        # Weak references keep the identity of a storage unique, but do not keep its memory.
+        self.found: dict[StorageWeakRef, int] = {}
+        self.left: collections.Counter[str] = collections.Counter()
+        self.failure: str | None = None
+        self._is_paused = False
+        self._reason: str | None = None  # why the step that runs must stay a call
+        for i, t in enumerate((*fixed, *inputs)):
+            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_meta:
+                raise Unrecordable(f"an operand is a {type(t).__name__} of layout {t.layout} on {t.device}")
+            if _storage(t) not in self.found:
+                self._add(t, i, i >= len(fixed))
+            elif i >= len(fixed):
+                raise Unrecordable("an argument shares its memory with another one, or with a weight")
+        self.operands = [self.place(t) for t in (*fixed, *inputs)]
+
+    def _add(self, t: Tensor, operand: int | None = None, is_input: bool = False) -> Place:
+        self.found[_storage(t)] = len(self.memories)
+        memory = Memory(t, len(self.memories), operand, is_input)
+        self.memories.append(memory)
+        return memory.root
+
+    def place(self, t: Tensor) -> Place:
+        """The place of a tensor of known origin. Raises Unrecordable for any other tensor."""
+        memory = self.found.get(_storage(t)) if type(t) in (Tensor, nn.Parameter) else None
+        if memory is None:
+            raise Unrecordable("reads a tensor that is neither an operand of the plan nor made by it")
+        return _place(t, memory)
+
+    # ---- steps
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        with below_autograd(), observers.observed_by(self._launch), self:
+            yield
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def step(self, n: Node, args: Any, kwargs: Any) -> Any:
+        """Runs a node, and writes down its actions, or one call of its step."""
+        target: Any = n.target
+        actions, memories, self._reason = len(self.actions), len(self.memories), self.failure
+        result = target(*args, **kwargs)
+        if self._reason is None and self._is_known(result):
+            return result
+        if self.failure is None:
+            del self.actions[actions:], self.memories[memories:]
+            self.found = {storage: i for storage, i in self.found.items() if i < memories}
+            name = getattr(target, "__name__", str(target))
+            self.left[f"{name}: {self._reason}"] += 1
+            try:
+                self._note("call", target, args, kwargs, result, [args[0]] if _writes_over(target) else [])
+                self.actions[-1].is_kept = True
+            except Unrecordable as reason:
+                self.failure = f"{name} {reason}"
+        return result
+
+    def _is_known(self, result: Any) -> bool:
+        """True if each item of a step's result is None or a tensor of known origin."""
+        for item in _flat(result):
+            try:
+                if item is not None:
+                    self.place(item)
+            except Unrecordable as reason:
+                self._reason = f"its result: {reason}"
+                return False
+        return True
+
+    def _note(
+        self, kind: str, function: Any, args: Any, kwargs: Any, result: Any, written: Sequence[Tensor]
+    ) -> None:
+        """Adds an action that has run."""
+        with_places = _mapped(args, self.place), _mapped(kwargs, self.place)
+
+        def new(t: Any) -> Place | None:
+            if t is None or (isinstance(t, Tensor) and _storage(t) in self.found):
+                return None
+            if type(t) is not Tensor or t.layout is not torch.strided:
+                raise Unrecordable(f"returns a {type(t).__name__}")
+            _place(t, 0)  # raises if no place describes it
+            return self._add(t)
+
+        results = new(result) if isinstance(result, Tensor) else _items(result, new)
+        action = Action(kind, function, *with_places, results)
+        action.writes = {self.place(t).memory for t in written}
+        action.is_kept = bool(action.writes)
+        self.actions.append(action)
+
+    # ---- what a step executes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func not in _WHOLE:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        self._reason = self._reason or _objection(func, args, kwargs)
+        with self._paused():
+            if self._reason is not None:
+                return func(*args, **kwargs)
+            call, result = _called(func, args, kwargs)
+        try:
+            if _leaves_the_gpu(args, result):
+                raise Unrecordable(f"{func.name()} copies to the CPU, where Python can read it")
+            if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
+                self._note("allocate", None, (), {}, result, [])
+            else:
+                self._note("call", call, args, kwargs, result, _written(func, args, kwargs))
+        except Unrecordable as reason:
+            self._reason = f"{func.name()} {reason}"
+        return result
+
+    def _launch(self, launch: Any, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
+        with self._paused():
+            launch(stream, *tensors)
+        if self._is_paused or self._reason is not None:
+            return
+        try:
+            self._note("launch", launch, tensors, {}, None, [t for t in tensors if t is not None])
+        except Unrecordable as reason:
+            self._reason = f"a kernel {reason}"
+
+
+def _storage(t: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(t.untyped_storage())
+
+
+def _place(t: Tensor, memory: int) -> Place:
+    if t.is_conj() or t.is_neg():
+        raise Unrecordable("reads a conjugate or negative view")
+    return Place(memory, tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype)
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """(the quickest callable that runs the op, its result)."""
+    binding = binding_of(func)
+    if binding is not None:
+        with contextlib.suppress(TypeError):
+            return binding, binding(*args, **kwargs)
+    return func, func(*args, **kwargs)
+
+
+def _objection(func: Any, args: Any, kwargs: Any) -> str | None:
+    """The reason why a recording cannot hold the op, or None if it can."""
+    name = func.name()
+    if any(tag in func.tags for tag in _READS_VALUES) or func is aten.equal.default:
+        return f"{name} reads a value"
+    if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
+        return f"{name} draws random numbers"
+    return f"{name} gives a tensor other memory" if name.split(".")[0] in _SWAPS else None
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The value of the argument ``name`` of a call of the op. None if the op has no such argument."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that the op writes into."""
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [
+        t for name in written for t in _flat(_argument(func, name, args, kwargs)) if isinstance(t, Tensor)
+    ]
+
+
+def _writes_over(target: Any) -> bool:
+    """True if a step writes over its first argument: its name ends with "_"."""
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else target.__name__
+    return name.endswith("_")
+
+
+def _leaves_the_gpu(args: Any, result: Any) -> bool:
+    """True for a copy to the CPU. Attention returns tuples in which seeds are on the CPU."""
+    is_on_cpu = isinstance(result, Tensor) and result.is_cpu
+    return is_on_cpu and any(isinstance(t, Tensor) and not t.is_cpu for t in _flat(args))
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, (tuple, list)):
+        for item in x:
+            yield from _flat(item)
+    else:
+        yield x
+
+
+def _items(x: Any, function: Callable[[Any], Any]) -> Any:
+    """``x`` with ``function(item)`` for each item; its tuples and lists as tuples."""
+    return tuple(_items(item, function) for item in x) if isinstance(x, (tuple, list)) else function(x)
+
+
+def _mapped(x: Any, function: Callable[[Tensor], Any]) -> Any:
+    """``x`` in new containers, with ``function(tensor)`` for each tensor."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, tuple):
+        items = [_mapped(item, function) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if isinstance(x, list):
+        return [_mapped(item, function) for item in x]
+    return {key: _mapped(value, function) for key, value in x.items()} if isinstance(x, dict) else x

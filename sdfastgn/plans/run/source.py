@@ -1,0 +1,352 @@
+"""Turns a recording into straight-line Python: ``generate``.
+
+The function that comes out has the tensors among the arguments of a call as its parameters. It allocates what
+the recorded run allocated, calls what it called, and launches what it launched. It drops each tensor after
+its last use. Fixed operands and their addresses are global names of the function. After a move,
+``Code.bound`` makes a function with other ones.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.private import allocators, current_raw_stream, view_at
+from sdfastgn.plans.run.record import Action, Memory, Place, Recording, Unrecordable, places_in
+
+__all__ = ["Code", "generate"]
+
+# An address is a multiple of this number of bytes if a compiled kernel may take it as it is.
+_ALIGNMENT = 16
+
+
+class Code(NamedTuple):
+    """A function that has no weights yet.
+
+    Attributes:
+        source: its text.
+        code: its compiled body.
+        names: its global names that never change.
+        tensors: global name -> (operand, place in its memory), or (operand, None) for the operand itself.
+        addresses: global name -> the global name of the tensor whose address it is.
+        places: places of all operands.
+        device: the GPU on which everything lies; None if it is all on the CPU.
+    """
+
+    source: str
+    code: types.CodeType
+    names: dict[str, Any]
+    tensors: dict[str, tuple[int, Place | None]]
+    addresses: dict[str, str]
+    places: list[Place]
+    device: torch.device | None
+
+    def bound(self, fixed: Sequence[Tensor]) -> types.FunctionType:
+        """The function for these fixed operands. They must lie to each other as the recorded ones did."""
+        names = dict(self.names)
+        for name, (operand, place) in self.tensors.items():
+            t = fixed[operand]
+            names[name] = t if place is None else _view(t, self.places[operand], place)
+        for name, tensor in self.addresses.items():
+            names[name] = names[tensor].data_ptr()
+        return types.FunctionType(self.code, names)
+
+
+def generate(recording: Recording) -> Code:
+    """Raises Unrecordable if the tensors lie on several GPUs."""
+    return _Writer(recording).code()
+
+
+def _view(t: Tensor, own: Place, place: Place) -> Tensor:
+    """The tensor at ``place``, for a tensor ``t`` whose own place was ``own``."""
+    if place == own:
+        return t.detach()
+    if place.dtype is own.dtype:
+        return t.detach().as_strided(
+            place.shape, place.stride, t.storage_offset() + place.offset - own.offset
+        )
+    more = place.offset * place.dtype.itemsize - own.offset * own.dtype.itemsize
+    return _reread(t, place.dtype, place.shape, place.stride, more)
+
+
+def _reread(t: Tensor, dtype: torch.dtype, shape: Any, stride: Any, more: int) -> Tensor:
+    """A view of the memory of ``t`` in another dtype, that begins ``more`` bytes after t."""
+    start, rest = divmod(int(t.storage_offset()) * t.itemsize + more, dtype.itemsize)
+    if rest:
+        raise RuntimeError(f"a view in {dtype} cannot begin inside of an element")
+    view = torch.empty(0, dtype=dtype, device=t.device)
+    return view.set_(t.untyped_storage(), start, shape, stride)
+
+
+def _at(t: Tensor, shape: Any, stride: Any, more: int) -> Tensor:
+    return t.as_strided(shape, stride, t.storage_offset() + more)
+
+
+class _Writer:
+    """Writes the lines of the function.
+
+    Local names: ``t3`` is the first tensor in memory 3, ``p3`` its address, and ``v4`` a view. Global names:
+    ``w5`` is a fixed operand or a view of it, ``p_w5`` its address, and ``g6`` any other object.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.memories = recording.memories
+        self.actions = _needed(recording)
+        self.last = self._last_reads()
+        self.roots = _roots(self.actions, self.memories)
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self.tensors: dict[str, tuple[int, Place | None]] = {}
+        self.addresses: dict[str, str] = {}
+        self.known: dict[Any, str] = {}  # place, memory or object -> its name
+        self.alive: dict[int, list[str]] = {}  # memory that an action made -> the local names that hold it
+        gpus = {m.device for m in self.memories if m.device.type == "cuda"}
+        if len(gpus) > 1:
+            raise Unrecordable("its tensors lie on several GPUs")
+        self.device = next(iter(gpus), None)
+
+    def code(self) -> Code:
+        fixed = len(self.recording.operands) - self.recording.inputs
+        inputs = [f"t{place.memory}" for place in self.recording.operands[fixed:]]
+        if any(a.kind == "launch" for a in self.actions):
+            index = None if self.device is None else self.device.index
+            stream = "0" if index is None else f"{self.name(current_raw_stream)}({index})"
+            self.lines.append(f"stream = {stream}")
+        for i, action in enumerate(self.actions):
+            self.write(action)
+            self.drop(action, i)
+        self.lines.append(f"return [{', '.join(map(self.result, self.recording.results))}]")
+        source = f"def run({', '.join(inputs)}):\n" + "\n".join(f"    {line}" for line in self.lines)
+        module = compile(source, "<plan>", "exec")
+        body = next(c for c in module.co_consts if isinstance(c, types.CodeType))
+        places = self.recording.operands
+        return Code(source, body, self.names, self.tensors, self.addresses, places, self.device)
+
+    # ---- actions
+
+    def write(self, action: Action) -> None:
+        if action.kind == "launch":
+            self.lines.append(self.launch(action))
+        elif action.kind == "allocate":
+            for place in action.made:
+                root = self.roots[place.memory]
+                self.lines.append(f"t{place.memory} = {self.allocation(root)}")
+        else:
+            arguments = [self.argument(a) for a in action.args]
+            arguments += [f"{key}={self.argument(a)}" for key, a in action.kwargs.items()]
+            call = f"{self.name(action.function)}({', '.join(arguments)})"
+            targets = _targets(action.results)
+            self.lines.append(f"{targets} = {call}" if targets else call)
+            if "_" in targets:
+                self.lines.append("_ = None")
+        for place in action.made:
+            self.alive.setdefault(place.memory, []).append(f"t{place.memory}")
+
+    def launch(self, action: Action) -> str:
+        """A launch that takes addresses, if the kernel is compiled; else a call of the ``Launch``."""
+        direct = action.function.direct()
+        if direct is None or not all(map(self.is_aligned, places_in(action.args))):
+            tensors = [self.argument(a) for a in action.args]
+            return f"{self.name(action.function)}({', '.join(['stream', *tensors])})"
+        launcher, before, after = direct
+        grid, bound = before[:3], before[3:]
+        pointers = ["None" if a is None else self.address(a) for a in action.args]
+        values = [
+            *map(self.value, grid),
+            "stream",
+            *map(self.value, bound),
+            *pointers,
+            *map(self.value, after),
+        ]
+        return f"{self.name(launcher)}({', '.join(values)})"
+
+    def is_aligned(self, place: Place) -> bool:
+        memory = self.memories[place.memory]
+        offset = place.offset * place.dtype.itemsize
+        if memory.operand is not None:
+            offset += memory.start - memory.root.offset * memory.root.dtype.itemsize
+        return offset % _ALIGNMENT == 0
+
+    def allocation(self, place: Place) -> str:
+        device = self.memories[place.memory].device
+        sizes = f"{self.value(place.shape)}, {self.value(place.stride)}"
+        if device.type in allocators:
+            return f"{self.name(allocators[device.type])}({sizes}, {self.name(place.dtype)})"
+        of = f"dtype={self.name(place.dtype)}, device={self.name(device)}"
+        return f"{self.name(torch.empty_strided)}({sizes}, {of})"
+
+    def drop(self, action: Action, i: int) -> None:
+        """Drops the names of memories that nobody reads after action ``i``."""
+        done = [m for m in {*action.reads, *(p.memory for p in action.made)} if self.last[m] == i]
+        names = [name for m in sorted(done) for name in self.alive.pop(m, ())]
+        if names:
+            self.lines.append(f"del {', '.join(names)}")
+
+    def _last_reads(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for i, action in enumerate(self.actions):
+            last.update(dict.fromkeys((*action.reads, *(p.memory for p in action.made)), i))
+        last.update({place.memory: len(self.actions) for place in places_in(self.recording.results)})
+        return last
+
+    # ---- expressions
+
+    def name(self, value: Any) -> str:
+        """The global name of an object."""
+        key = ("object", id(value))
+        if key not in self.known:
+            self.known[key] = name = f"g{len(self.names)}"
+            self.names[name] = value
+        return self.known[key]
+
+    def value(self, value: Any) -> str:
+        """An expression for an argument that holds no tensor."""
+        if (
+            value is None
+            or type(value) in (bool, int, str)
+            or (type(value) is float and math.isfinite(value))
+        ):
+            return repr(value)
+        if type(value) is tuple and value:
+            return f"({', '.join(map(self.value, value))},)"
+        return self.name(value)
+
+    def argument(self, value: Any) -> str:
+        if isinstance(value, Place):
+            return self.tensor(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return f"{self.name(type(value))}({', '.join(map(self.argument, value))})"
+        if isinstance(value, (tuple, list)):
+            items = ", ".join(map(self.argument, value))
+            is_constant = all(
+                isinstance(item, (int, float)) for item in value
+            )  # such as sizes: made only once
+            return f"({items},)" if items and (is_constant or isinstance(value, tuple)) else f"[{items}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key!r}: {self.argument(v)}' for key, v in value.items())}}}"
+        return self.value(value)
+
+    def tensor(self, place: Place) -> str:
+        memory, root = self.memories[place.memory], self.roots[place.memory]
+        if memory.operand is not None and not memory.is_input:
+            return self.fixed(place)
+        if place == root:
+            return f"t{place.memory}"
+        if place not in self.known:
+            self.known[place] = name = f"v{len(self.known)}"
+            self.lines.append(f"{name} = {self.view(place, view_at)}")
+            if not memory.is_input:
+                self.alive[place.memory].append(name)
+        return self.known[place]
+
+    def view(self, place: Place, function: Any) -> str:
+        root = self.roots[place.memory]
+        sizes = f"{self.value(place.shape)}, {self.value(place.stride)}"
+        if place.dtype is root.dtype:
+            return f"{self.name(function)}(t{place.memory}, {sizes}, {place.offset - root.offset})"
+        more = place.offset * place.dtype.itemsize - root.offset * root.dtype.itemsize
+        return f"{self.name(_reread)}(t{place.memory}, {self.name(place.dtype)}, {sizes}, {more})"
+
+    def fixed(self, place: Place) -> str:
+        if place not in self.known:
+            self.known[place] = name = f"w{len(self.tensors)}"
+            self.tensors[name] = self.operand(place), place
+        return self.known[place]
+
+    def operand(self, place: Place) -> int:
+        """The first operand in the memory of ``place``, if possible one of the same dtype."""
+        places = self.recording.operands
+        inside = [i for i, own in enumerate(places) if own.memory == place.memory]
+        alike = [i for i in inside if places[i].dtype is place.dtype]
+        return ([i for i in alike if places[i] == place] or alike or inside)[0]
+
+    def address(self, place: Place) -> str:
+        memory = self.memories[place.memory]
+        if memory.operand is not None and not memory.is_input:
+            tensor = self.fixed(place)
+            self.addresses[f"p_{tensor}"] = tensor
+            return f"p_{tensor}"
+        key = ("address", place.memory)
+        if key not in self.known:
+            self.known[key] = f"p{place.memory}"
+            self.lines.append(f"p{place.memory} = t{place.memory}.data_ptr()")
+        root = self.roots[place.memory]
+        more = place.offset * place.dtype.itemsize - root.offset * root.dtype.itemsize
+        return f"{self.known[key]} + {more}" if more else self.known[key]
+
+    def result(self, result: Any) -> str:
+        if not isinstance(result, (int, Place)):
+            return "None"
+        if isinstance(result, int):
+            place = self.recording.operands[result]
+            if result >= len(self.recording.operands) - self.recording.inputs:
+                return f"t{place.memory}"
+            name = f"r{result}"
+            self.tensors[name] = result, None
+            return name
+        is_root = result == self.roots[result.memory]
+        if self.memories[result.memory].operand is not None and not self.memories[result.memory].is_input:
+            return self.fixed(result)
+        return f"t{result.memory}" if is_root else self.view(result, _at)
+
+
+def _needed(recording: Recording) -> list[Action]:
+    """The actions that write, and those that make what a later one reads."""
+    read = {place.memory for place in places_in(recording.results)}
+    needed = []
+    for action in reversed(recording.actions):
+        if action.is_kept or any(place.memory in read for place in action.made):
+            needed.append(action)
+            read |= action.reads
+    return needed[::-1]
+
+
+def _roots(actions: list[Action], memories: list[Memory]) -> list[Place]:
+    """The place of the first tensor in each memory.
+
+    What is allocated gets the shape in which calls read it most often. They need a view for each other shape.
+    A launch takes an address, so it needs no tensor of the right shape.
+    """
+    roots = [memory.root for memory in memories]
+    reads = Counter(place for a in actions if a.kind == "call" for place in places_in((a.args, a.kwargs)))
+    best: dict[int, Place] = {}
+    for place, count in reads.items():
+        if count > reads.get(best.get(place.memory, roots[place.memory]), 0):
+            best[place.memory] = place
+    for action in actions:
+        for place in action.made if action.kind == "allocate" else ():
+            other = best.get(place.memory, place)
+            is_alike = math.prod(other.shape) == math.prod(place.shape) and other.dtype is place.dtype
+            if is_alike and _is_whole(place) and _is_whole(other):
+                roots[place.memory] = other
+    return roots
+
+
+def _is_whole(place: Place) -> bool:
+    """True if the elements of a tensor at ``place`` fill the memory from its start on, without gaps."""
+    expected = 1
+    for size, stride in sorted(zip(place.shape, place.stride, strict=True), key=lambda axis: axis[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return place.offset == 0
+
+
+def _targets(results: Any) -> str:
+    """The left side of an assignment of a call's results. Empty if nothing is new."""
+    if not any(True for _ in places_in(results)):
+        return ""
+
+    def target(result: Any) -> str:
+        if isinstance(result, Place):
+            return f"t{result.memory}"
+        return f"({', '.join(map(target, result))},)" if isinstance(result, tuple) else "_"
+
+    return target(results)
