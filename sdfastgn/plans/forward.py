@@ -32,6 +32,7 @@ from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
@@ -46,9 +47,10 @@ _MAX_REASONS = 64
 
 
 class _Made(NamedTuple):
-    """A plan, and what its call leaves besides tensors."""
+    """A plan, the function that runs it, and what its call leaves besides tensors."""
 
     plan: Plan
+    baked: Baked
     outcome: Outcome
 
 
@@ -213,7 +215,7 @@ class PlannedForward(InstanceEntry):
         if not made.plan.writes or guard.same():
             try:
                 with torch.no_grad(), _on(call.device):
-                    results = made.plan.run(call.tensors)  # type: ignore[arg-type]
+                    results = made.baked.run(call.tensors)  # type: ignore[arg-type]
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # for instance because a weight has another shape now
@@ -267,7 +269,7 @@ class PlannedForward(InstanceEntry):
             raise
         except Exception as error:  # a rule that fails must not take the call down
             raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
-        return _Made(plan, outcomes[-1])
+        return _Made(plan, Baked(plan), outcomes[-1])
 
     def _drop(self, plans: _Plans) -> None:
         """Drop ``plans``, because the model is not what was traced any more."""
