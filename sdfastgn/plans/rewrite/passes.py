@@ -7,11 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from sdfastgn.plans.rewrite.biases import biases
+from sdfastgn.plans.rewrite.convolutions import convolutions
 from sdfastgn.plans.rewrite.finish import finish
+from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
 from sdfastgn.plans.rewrite.schemas import arguments, is_random, writes
 from sdfastgn.plans.rewrite.spelling import canonicalize
+from sdfastgn.plans.rewrite.statistics import statistics
+from sdfastgn.plans.rewrite.sums import shifts, sums
 from sdfastgn.plans.rewrite.tokens import tokens
 from sdfastgn.plans.rewrite.views import sink_views
 from sdfastgn.plans.trace.traced import Untraceable
@@ -25,6 +30,12 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     norms,  # norms of channels
     sink_views,  # views behind norms and pointwise ops, where the kernels take these
     activations,  # into the norms, which are now next to them
+    modulations,  # of norms, by small images or videos
+    convolutions,  # and what they read. Their biases become steps of their own
+    sums,  # which take biases
+    shifts,  # biases and embeddings, into the norms after them
+    biases,  # that no other step took
+    statistics,  # of sums, before the norms that want them
     tokens,
     packs,  # of the products that are still products
     finish,  # what writes where. After it, a value's readers must stay
