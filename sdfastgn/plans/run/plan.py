@@ -189,7 +189,13 @@ def _constants(graph: fx.Graph) -> list[Node]:
         )
         if n.op == "get_attr" or is_folded:
             found[n] = None
-    return list(found)
+    return [n for n in found if not _is_overwritten(n, found)]
+
+
+def _is_overwritten(n: Node, constants: dict[Node, None]) -> bool:
+    """True if ``n`` makes a tensor of numbers for a step that writes over it. To make it again costs less."""
+    is_made = n.op == "call_function" and not n.all_input_nodes
+    return is_made and all(writes_over(u) and u.args[0] is n and u not in constants for u in n.users)
 
 
 def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
