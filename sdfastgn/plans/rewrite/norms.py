@@ -23,6 +23,7 @@ from sdfastgn.plans.rewrite.nodes import (
     rank,
     shape,
 )
+from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.schemas import arguments
 from sdfastgn.plans.run import steps
 
@@ -215,13 +216,11 @@ def _channel_norm(r: Rewriter, n: Node, norm: _Norm, axis: int) -> Node:
 
 def activations(graph: fx.Graph) -> fx.Graph:
     """Activations and casts after a norm go into it."""
-    r = Rewriter(graph)
-    for n in graph.nodes:
-        r.at = n
-        new = _with_activation(r, n) or _in_one_dtype(r, n)
-        if new is not None:
-            r.replace(n, new)
-    return cleaned(graph)
+    return apply(graph, _into_norm, *ACTIVATIONS, steps.cast)
+
+
+def _into_norm(r: Rewriter, n: Node) -> Node | None:
+    return _with_activation(r, n) or _in_one_dtype(r, n)
 
 
 def _with_activation(r: Rewriter, n: Node) -> Node | None:

@@ -30,12 +30,12 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     norms,  # norms of channels
     sink_views,  # views behind norms and pointwise ops, where the kernels take these
     activations,  # into the norms, which are now next to them
-    modulations,  # spatial norms
-    convolutions,  # with what prepares their input. Their biases become steps of their own
-    sums,  # of a residual, and a bias
-    shifts,  # biases that the next norm adds
-    biases,  # those that no other step has taken
-    statistics,  # of the inputs of GroupNorms, by the steps that write these inputs
+    modulations,  # of norms, by small images or videos
+    convolutions,  # and what they read. Their biases become steps of their own
+    sums,  # which take biases
+    shifts,  # biases and embeddings, into the norms after them
+    biases,  # that no other step took
+    statistics,  # of sums, before the norms that want them
     tokens,
     packs,  # of the products that are still products
     finish,  # what writes where. After it, a value's readers must stay

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sdfastgn.kernels.common.private import schema_of
+
 __all__ = ["arguments", "is_random", "is_view", "writes"]
 
 
@@ -21,20 +23,20 @@ def arguments(n: Node) -> list[Any]:
 
 @functools.cache
 def _declared(op: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((a.name, a.default_value) for a in op._schema.arguments)
+    return tuple((a.name, a.default_value) for a in schema_of(op).arguments)
 
 
 @functools.cache
 def writes(op: Any) -> bool:
     """True if ``op`` is an op of PyTorch that writes into an argument."""
-    return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
+    return isinstance(op, torch._ops.OpOverload) and schema_of(op).is_mutable
 
 
 @functools.cache
 def is_view(op: Any) -> bool:
     """True if the results of ``op``, an op of PyTorch, may lie in the memory of its first argument."""
     return isinstance(op, torch._ops.OpOverload) and any(
-        result.alias_info is not None for result in op._schema.returns
+        result.alias_info is not None for result in schema_of(op).returns
     )
 
 

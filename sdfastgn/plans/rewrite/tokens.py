@@ -22,6 +22,7 @@ from sdfastgn.plans.rewrite.nodes import (
     shape,
 )
 from sdfastgn.plans.rewrite.norms import activation, is_outside
+from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 __all__ = ["tokens"]
@@ -31,20 +32,15 @@ aten = torch.ops.aten
 
 def tokens(graph: fx.Graph) -> fx.Graph:
     """Sums go into the layer norms and products beside them. Gates and few rows get their kernels."""
-    _add_before_norms(graph)
-    r = Rewriter(graph)
-    for n in graph.nodes:
-        r.at = n
-        new = _gated(r, n) or _few_rows(r, n) or _one_more_row(r, n)
-        if new is not None:
-            r.replace(n, new)
-    return ordered(cleaned(graph))
+    graph = apply(_add_before_norms(graph), _gated, aten.mul.Tensor)
+    graph = apply(graph, _few_rows, steps.linear)
+    return apply(graph, _one_more_row, aten.add.Tensor)
 
 
 # ---- sums
 
 
-def _add_before_norms(graph: fx.Graph) -> None:
+def _add_before_norms(graph: fx.Graph) -> fx.Graph:
     """layer_norm(a + b) -> ``add_layer_norm``. A product that is then added to a + b is added in place."""
     r = Rewriter(graph)
     later: Any = _sums_in_place(graph)
@@ -63,6 +59,7 @@ def _add_before_norms(graph: fx.Graph) -> None:
         if after is not None:
             r.at = after
             r.replace(after, r.like(steps.add_linear_, (new_total, *product.args[:2]), after))
+    return ordered(cleaned(graph))
 
 
 def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
@@ -103,7 +100,7 @@ def _is_sum(n: Any) -> bool:
 
 def _gated(r: Rewriter, n: Node) -> Node | None:
     """The first half of rows times GELU of the second half -> ``geglu``."""
-    for value, gate in operands(n) if has(n, aten.mul.Tensor) else ():
+    for value, gate in operands(n):
         half: Any = gate.args[0] if activation(gate) == "gelu" else None
         if not (has(value, steps.cut) and has(half, steps.cut)):
             continue
@@ -116,7 +113,7 @@ def _gated(r: Rewriter, n: Node) -> Node | None:
 
 def _few_rows(r: Rewriter, n: Node) -> Node | None:
     """linear(activation(x)) of few rows -> ``act_linear``."""
-    if not has(n, steps.linear) or rank(n) != 2 or not has_few_rows(shape(n)[0]):
+    if rank(n) != 2 or not has_few_rows(shape(n)[0]):
         return None
     activated: Any = n.args[0]
     name = activation(activated)
@@ -125,7 +122,7 @@ def _few_rows(r: Rewriter, n: Node) -> Node | None:
 
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:
     """``act_linear`` plus a row, such as the bias of a convolution -> its second bias."""
-    for y, row in operands(n) if has(n, aten.add.Tensor) else ():
+    for y, row in operands(n):
         takes_row = has(y, steps.act_linear) and is_only(y) and y.args[4] is None and dtype(y) == dtype(n)
         if takes_row and shape(row) == shape(n)[1:] and dtype(row).is_floating_point and shape(y) == shape(n):
             return r.like(steps.act_linear, (*y.args[:4], row), n)

@@ -9,8 +9,9 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_only, rank, shape
 from sdfastgn.plans.rewrite.norms import ACTIVATIONS
+from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 __all__ = ["applied", "channel_views", "merged_views", "sink_views"]
@@ -18,27 +19,22 @@ __all__ = ["applied", "channel_views", "merged_views", "sink_views"]
 
 def merged_views(graph: fx.Graph) -> fx.Graph:
     """Reshapes of reshapes and permutations of permutations become one."""
-    r = Rewriter(graph)
-    for n in graph.nodes:
-        if has(n, steps.reshape, steps.permute) and has(n.args[0], steps.reshape, steps.permute):
-            r.at = n
-            r.replace(n, applied(r, [n], n.args[0]))
-    return cleaned(graph)
+    return apply(graph, _merged, steps.reshape, steps.permute)
 
 
 def sink_views(graph: fx.Graph) -> fx.Graph:
     """norm(views(x)) -> views(norm(x)), and the same for activations."""
-    r = Rewriter(merged_views(graph))
-    for n in graph.nodes:
-        if has(n, steps.channel_norm, steps.group_norm, *ACTIVATIONS):
-            r.at = n
-            new = _before_views(r, n)
-            if new is not None:
-                r.replace(n, new)
+    graph = apply(merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
     return merged_views(graph)
 
 
+def _merged(r: Rewriter, n: Node) -> Node | None:
+    """A view of a view -> one view, or two that cannot be one."""
+    return applied(r, [n], n.args[0]) if has(n.args[0], steps.reshape, steps.permute) else None  # type: ignore[arg-type]
+
+
 def _before_views(r: Rewriter, n: Node) -> Node | None:
+    """A norm or an activation of views -> views of a norm or an activation."""
     x, views = channel_views(n.args[0])  # type: ignore[arg-type]
     if not views:
         return None

@@ -119,7 +119,7 @@ def test_a_cache_and_zeros_before_it(weight):
     )
     assert names(graph) == ["frames", "conv"]
     (found,) = frames_of(graph)
-    assert (found["cache"].name, found["front"], found["mode"]) == ("input_0", 2, "zeros")
+    assert (found["cache"].op, found["front"], found["mode"]) == ("placeholder", 2, "zeros")
 
 
 def test_a_cache_whose_first_frame_is_repeated(weight):
