@@ -34,6 +34,8 @@ def finish(graph: fx.Graph) -> fx.Graph:
             _write_in_place(r, n)
     out = next(n for n in reversed(graph.nodes) if n.op == "output")
     writes = [n for n in graph.nodes if n.target is aten.copy_.default]
+    for n in writes:
+        out.prepend(n)  # after all that reads arguments
     r.at = writes[0] if writes else out  # results are copied before arguments are written
     _copy_results(r, out)
     _copy_sources(r, writes)

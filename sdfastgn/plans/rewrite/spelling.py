@@ -180,6 +180,12 @@ def _stack(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None
     return cats.cat(r, n, [r.reshape(p, to) for p in parts], dim)
 
 
+@spells(aten.slice_scatter.default)
+def _overwritten(r: Rewriter, n: Node, x: Node, part: Node, *_: Any) -> Node | None:
+    """A write over all of a tensor -> what is written."""
+    return part if shape(part) == shape(n) else None
+
+
 @spells(aten.constant_pad_nd.default)
 def _constant_pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int], value: float) -> Node | None:
     return _pad(r, n, x, pads, "constant", float(value)) if dtype(x).is_floating_point else None
