@@ -41,6 +41,7 @@ _ALLOCATIONS = (
 )
 # Ops that give other memory to a tensor that exists.
 _SWAPS = ("aten::resize_", "aten::resize_as_", "aten::set_")
+_INDICES = (torch.int64, torch.int32)
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -144,8 +145,9 @@ def record(
         places = _results(graph, results, recorder)
     except Unrecordable as reason:
         return results, str(reason)
-    found = recorder.actions, recorder.memories, recorder.operands, len(inputs), places, recorder.left
-    return results, Recording(*found)
+    actions = [action for action in recorder.actions if action.made or action.is_kept]  # views do nothing
+    found = recorder.memories, recorder.operands, len(inputs), places, recorder.left
+    return results, Recording(actions, *found)
 
 
 def places_in(x: Any) -> Iterator[Place]:
@@ -195,7 +197,7 @@ def _results(graph: fx.Graph, results: list[Any], recorder: _Recorder) -> list[A
     nodes = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     found: list[Any] = []
-    for n, value in zip(nodes, results, strict=True):  # type: ignore[arg-type]
+    for n, value in zip(nodes, results, strict=True):
         if n in placeholders:
             found.append(placeholders.index(n))
         elif isinstance(n, Node):
@@ -237,7 +239,7 @@ class _Recorder(TorchDispatchMode):
         """The place of a tensor of known origin. Raises Unrecordable for any other tensor."""
         memory = self.found.get(_storage(t)) if type(t) in (Tensor, nn.Parameter) else None
         if memory is None:
-            raise Unrecordable("reads a tensor that is neither an operand of the plan nor made by it")
+            raise Unrecordable("reads a tensor of unknown origin")
         return _place(t, memory)
 
     # ---- steps
@@ -365,7 +367,9 @@ def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]
 def _objection(func: Any, args: Any, kwargs: Any) -> str | None:
     """The reason why a recording cannot hold the op, or None if it can."""
     name = func.name()
-    if any(tag in func.tags for tag in _READS_VALUES) or func is aten.equal.default:
+    if func is aten.index.Tensor and all(i is None or i.dtype in _INDICES for i in args[1]):
+        return None  # only an index of booleans reads a value
+    if any(tag in func.tags for tag in _READS_VALUES):
         return f"{name} reads a value"
     if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
         return f"{name} draws random numbers"

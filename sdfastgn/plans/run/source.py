@@ -47,12 +47,15 @@ class Code(NamedTuple):
     places: list[Place]
     device: torch.device | None
 
-    def bound(self, fixed: Sequence[Tensor]) -> types.FunctionType:
-        """The function for these fixed operands. They must lie to each other as the recorded ones did."""
+    def bound(self, fixed: Sequence[Tensor], aliases: Sequence[Tensor]) -> types.FunctionType:
+        """The function for these fixed operands, of which ``aliases`` are views without gradients.
+
+        They must have the layouts of the recorded ones, and lie to each other as those did.
+        """
         names = dict(self.names)
         for name, (operand, place) in self.tensors.items():
-            t = fixed[operand]
-            names[name] = t if place is None else _view(t, self.places[operand], place)
+            own = self.places[operand]
+            names[name] = fixed[operand] if place is None else _view(aliases[operand], own, place)
         for name, tensor in self.addresses.items():
             names[name] = names[tensor].data_ptr()
         return types.FunctionType(self.code, names)
@@ -66,11 +69,9 @@ def generate(recording: Recording) -> Code:
 def _view(t: Tensor, own: Place, place: Place) -> Tensor:
     """The tensor at ``place``, for a tensor ``t`` whose own place was ``own``."""
     if place == own:
-        return t.detach()
+        return t
     if place.dtype is own.dtype:
-        return t.detach().as_strided(
-            place.shape, place.stride, t.storage_offset() + place.offset - own.offset
-        )
+        return _at(t, place.shape, place.stride, place.offset - own.offset)
     more = place.offset * place.dtype.itemsize - own.offset * own.dtype.itemsize
     return _reread(t, place.dtype, place.shape, place.stride, more)
 
