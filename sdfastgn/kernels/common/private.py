@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -284,6 +285,8 @@ _namespaces: tuple[Any, ...] = (
     getattr(_C, "_nn", nn.functional),
     getattr(_C, "TensorBase", Tensor),
 )
+# Types of functions that are not written in Python.
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def binding_of(op: Any) -> Callable[..., Any] | None:
@@ -298,7 +301,8 @@ def binding_of(op: Any) -> Callable[..., Any] | None:
     if space != "aten" or name.endswith("out"):
         return None
     name = name.split(".")[0]
-    return next((getattr(place, name) for place in _namespaces if hasattr(place, name)), None)
+    found = (getattr(place, name, None) for place in _namespaces)
+    return next((function for function in found if isinstance(function, _BUILT_IN)), None)
 
 
 # ---- switches that decide which kernels PyTorch runs
