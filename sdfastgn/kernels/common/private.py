@@ -162,6 +162,16 @@ caches_parametrizations: Callable[[], bool] = (
     else _gives_one_twice
 )
 
+# ---- functions of ``torch.nn.functional``, by names that no user's change of that module reaches
+
+_nn: Any = getattr(_C, "_nn", None)
+# The functions that ``torch.nn.functional`` has at import. Called by the names of their ops, they take a
+# microsecond longer.
+linear: Callable[..., Tensor] = getattr(_nn, "linear", torch.ops.aten.linear.default)
+scaled_dot_product_attention: Callable[..., Tensor] = getattr(
+    _nn, "scaled_dot_product_attention", torch.ops.aten.scaled_dot_product_attention.default
+)
+
 # ---- the GPU
 
 # Index of a device -> handle of its current stream. A CPU build of PyTorch lacks the private name.

@@ -21,11 +21,12 @@ from torch.utils import _pytree as pytree
 
 from sdfastgn.kernels.common.private import any_autocast
 from sdfastgn.plans.run import steps
-from sdfastgn.plans.run.traffic import Step, base, memory, steps_of, table, writes_over
+from sdfastgn.plans.run.traffic import Step, base, is_view, memory, steps_of, table, writes_over
 from sdfastgn.plans.trace.traced import Traced
 
 __all__ = ["Plan"]
 
+aten = torch.ops.aten
 # Bytes (256 MB). A larger value is no constant: keeping it would take more memory than a call without plan
 # needs at any time. The largest useful ones are tables of positions, a few MB.
 _MOST_FOLDED = 1 << 28
@@ -167,14 +168,10 @@ def _constants(graph: fx.Graph) -> list[Node]:
 
 
 def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
-    """``constants``, copied where others may write over them: steps, and callers who get them as results."""
-    found = set(constants)
-    for n in list(graph.nodes):
-        if n.op == "output":
-            exposed = [a for a in n.all_input_nodes if base(a) in found]
-        else:
-            exposed = [n.args[0]] if writes_over(n) and n.args[0] in found else []
-        for a in exposed:
+    """``constants``, after copies were put wherever a write would change a value that others read."""
+    found, last = set(constants), _last_readers(graph)
+    for i, n in enumerate(list(graph.nodes)):
+        for a in _exposed(n, i, found, last):
             with graph.inserting_before(n):
                 copy = graph.call_function(steps.copy, (a,))
             copy.meta = dict(a.meta)
@@ -182,6 +179,32 @@ def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
             if n in found:
                 found.add(copy)
     return [n for n in graph.nodes if n in found]
+
+
+def _exposed(n: Node, i: int, constants: set[Node], last: dict[Node, int]) -> list[Node]:
+    """The arguments of ``n``, node ``i`` of its graph, that must be copied first.
+
+    These are results of the call that are constants, because callers may write over them. And values that a
+    step writes over, if they lie in the memory of constants, parameters, arguments of the call, or of a value
+    that is read later.
+    """
+    if n.op == "output":
+        return [a for a in n.all_input_nodes if base(a) in constants]
+    if not writes_over(n) or n.target is aten.copy_.default:
+        return []
+    written: Any = n.args[0]
+    memory_of = base(written)
+    is_kept = memory_of in constants or memory_of.op == "placeholder" or last[memory_of] > i
+    return [written] if is_kept else []
+
+
+def _last_readers(graph: fx.Graph) -> dict[Node, int]:
+    """For each node that has memory, the number of the last node that reads it, directly or through views."""
+    last: dict[Node, int] = {}
+    for i, n in enumerate(graph.nodes):
+        if not is_view(n):
+            last.update({base(a): i for a in n.all_input_nodes})
+    return last
 
 
 @contextlib.contextmanager

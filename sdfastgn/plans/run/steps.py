@@ -20,6 +20,7 @@ from sdfastgn.kernels.attention import few_keys, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, is_dense, laid_out
+from sdfastgn.kernels.common.private import scaled_dot_product_attention
 from sdfastgn.kernels.convolution import windows
 from sdfastgn.kernels.geglu import op as geglu_op
 from sdfastgn.kernels.group_norm import op as group_norm_op
@@ -80,11 +81,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def write_slice_(x: Tensor, part: Tensor, *where: Any) -> Tensor:
     """Writes ``part`` into a slice of x. ``where``: dim, start, end and step, as for ``aten.slice``."""
+    x = _writable(x)
     aten.slice.Tensor(x, *where).copy_(part)
     return x
 
 
 def write_select_(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
+    x = _writable(x)
     x.select(dim, index).copy_(part)
     return x
 
@@ -235,15 +238,14 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    if mask is None and not is_causal and not enable_gqa and q.dim() == k.dim() == 4:
-        if scale is None and wide_heads.runs_in_chunks(q, k, v):
-            return wide_heads.wide_attention(q, k, v)
+    is_plain = mask is None and not is_causal and (scale is None or scale > 0)
+    if is_plain and q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and q.dtype == v.dtype:
+        if wide_heads.runs_in_chunks(q, k, v):
+            return wide_heads.wide_attention(q, k, v, scale=scale)
         y = few_keys.attend_to_few(q, k, v, scale) if k.shape[2] <= few_keys.MAX_KEYS else None
         if y is not None:
             return y.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
-    return aten.scaled_dot_product_attention.default(
-        q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 # ---- norms and sums
@@ -303,7 +305,8 @@ def modulated_norm(
     modulation: Tensor,
 ) -> Tensor:
     """``activation(group_norm(x) * factor + offset)``: ``modulation`` has both, and is upsampled to x."""
-    return frames(x, norm=Group(groups, weight, bias, eps, activation, None, modulation))[0]
+    norm = Group(groups, weight, bias, eps, activation, None, in_channels_last(_as_video(modulation)))
+    return frames(_as_video(x), norm=norm)[0].view(x.shape)
 
 
 def channel_norm(
@@ -320,9 +323,7 @@ def channel_norm(
     if not added and shift is None:
         return channel_norm_op.channel_norm(x, weight, bias, scale, eps, activation)
     norm = Channel(weight, bias, scale, eps, activation, added)
-    if x.dim() == 5:
-        return frames(x, norm=norm, shift=shift)[0]
-    return frames(x.unsqueeze(2), norm=norm, shift=shift)[0].squeeze(2)
+    return frames(_as_video(x), norm=norm, shift=shift)[0].view(x.shape)
 
 
 def frames(
@@ -362,7 +363,7 @@ def add(h: Tensor, residual: Tensor, bias: Tensor | None, divisor: float, emits:
     """((h + residual + bias) / divisor, its statistics if ``emits`` and a kernel runs, else None)."""
     if is_channels_last(residual) and not is_channels_last(h):
         h, residual = residual, h
-    if dispatch.is_plain_inference(h, (residual, bias)) and dispatch.runs_in_triton(h) and is_dense(h):
+    if h.numel() and dispatch.is_plain_inference(h, (residual, bias)) and is_dense(h):
         try:
             return statistics_op.add_kernel(h, _alike(residual, h), bias, float(1 / divisor), emits=emits)
         except dispatch.KernelError:
@@ -375,18 +376,23 @@ def add_bias_(h: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]
     """(h + bias, its statistics if ``emits`` and a kernel runs, else None), written over h."""
     if bias is None:
         return h, None
-    if dispatch.is_plain_inference(h, (bias,)) and dispatch.runs_in_triton(h) and is_dense(h):
+    if h.numel() and dispatch.is_plain_inference(h, (bias,)) and is_dense(h):
         try:
             return statistics_op.add_kernel(h, None, bias, 1.0, emits=emits, out=h)
         except dispatch.KernelError:
             pass
-    return h.add_(_per_channel(bias, h)), None
+    return _writable(h).add_(_per_channel(bias, h)), None
 
 
 def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
     """(the channels of a, then those of b; their statistics if ``emits`` and a kernel runs, else None)."""
-    is_plain = dispatch.is_plain_inference(a, (b,)) and dispatch.runs_in_triton(a)
-    if is_plain and is_channels_last(a) and is_channels_last(b):
+    if (
+        a.numel()
+        and b.numel()
+        and dispatch.is_plain_inference(a, (b,))
+        and is_channels_last(a)
+        and is_channels_last(b)
+    ):
         try:
             return statistics_op.cat_kernel(a, b, emits=emits)
         except dispatch.KernelError:
@@ -413,6 +419,17 @@ def add_layer_norm(
 
 def geglu(x: Tensor, bias: Tensor | None) -> Tensor:
     return geglu_op.geglu(x, bias)
+
+
+def _as_video(x: Tensor) -> Tensor:
+    """(N, C, *spatial) -> (N, C, T, H, W), a view: an image is one frame."""
+    return x.view(*x.shape[:2], *[1] * (5 - x.dim()), *x.shape[2:])
+
+
+def _writable(x: Tensor) -> Tensor:
+    """x, or a copy if several elements of x share memory, as after ``expand``."""
+    repeats = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if repeats else x
 
 
 def _per_channel(bias: Tensor, h: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ def writes_over(n: Node) -> bool:
 
 
 def base(n: Node) -> Node:
-    """The node in whose memory the value of ``n`` lies."""
-    while is_view(n):
+    """The node in whose memory the value of ``n`` lies, or may lie."""
+    while is_view(n) or n.target is steps.in_channels_last:
         source: Any = n.args[0]
         if n.target is operator.getitem and not is_view(source):
             break

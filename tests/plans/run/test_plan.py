@@ -203,6 +203,39 @@ def test_callers_may_write_over_results_that_are_constants():
         second[0].zero_()
 
 
+@pytest.mark.parametrize("what", ["argument", "parameter", "read-later", "a-part-read-later"])
+@pytest.mark.parametrize("view", [None, steps.in_channels_last, aten.alias.default])
+def test_steps_do_not_write_over_what_others_read(what, view):
+    layer, x = nn.Conv2d(1, 2, 1), torch.randn(1, 2, 1, 1)
+    drawn = Drawn((1, 2, 1, 1), parameters=[(layer, "_parameters", "weight"), (layer, "_parameters", "bias")])
+    h, weight, bias = *drawn.inputs, *drawn.parameters
+    if what == "parameter":
+        h = drawn.add(steps.reshape, weight, (1, 2, 1, 1), shape=(1, 2, 1, 1))
+    elif what != "argument":
+        h = drawn.add(aten.neg.default, h)
+    before = drawn.add(steps.cut, h, 1, 0, 1, shape=(1, 1, 1, 1)) if what == "a-part-read-later" else h
+    (y,) = drawn.add(
+        steps.add_bias_, h if view is None else drawn.add(view, h), bias, False, items=[(1, 2, 1, 1)]
+    )
+    plan = drawn.plan(y, drawn.add(aten.mul.Tensor, before, 2))
+    expected = {"argument": x, "parameter": layer.weight.detach().view(1, 2, 1, 1)}.get(what, -x).clone()
+    for _ in range(2):
+        y, double = plan((x,))
+        assert torch.equal(y, expected + layer.bias.view(2, 1, 1))
+        assert torch.equal(double, 2 * expected[:, : double.shape[1]])
+    assert [s.target for s in plan.steps].count("copy") == 1
+
+
+def test_steps_write_over_what_nobody_else_reads():
+    drawn = Drawn((1, 2, 1, 1), (2,))
+    h = drawn.add(
+        steps.reshape, drawn.add(aten.neg.default, drawn.inputs[0]), (1, 2, 1, 1), shape=(1, 2, 1, 1)
+    )
+    (y,) = drawn.add(steps.add_bias_, h, drawn.inputs[1], False, items=[(1, 2, 1, 1)])
+    (y,) = drawn.add(steps.add_bias_, y, drawn.inputs[1], False, items=[(1, 2, 1, 1)])
+    assert "copy" not in [s.target for s in drawn.plan(y).steps]
+
+
 def test_a_first_call_in_inference_mode_makes_ordinary_constants():
     drawn = Drawn((4,))
     ones = drawn.add(aten.ones.default, [4], shape=(4,))
