@@ -283,11 +283,6 @@ view_at: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", _moved_
 
 # ---- ops of PyTorch
 
-# A context in which ops that consist of others arrive whole at a ``TorchDispatchMode``. If PyTorch lacks the
-# private class, they arrive in parts.
-below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = getattr(
-    _C, "_AutoDispatchBelowAutograd", contextlib.nullcontext
-)
 # Objects with PyTorch's functions and methods as attributes. The private ones have them without the Python
 # code that ``torch`` and ``Tensor`` put around some of them, and nobody replaces those.
 _namespaces: tuple[Any, ...] = (
@@ -422,10 +417,11 @@ sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", t
 # Multiplies two tensors in E4M3, each with a scale. None if this version of PyTorch lacks it.
 scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
 
-# ---- tracing calls of models
+# ---- tracing and recording calls of models
 
 # A context in which ops arrive at a ``TorchDispatchMode`` before autograd takes them apart. So ``linear`` is
-# one op. ``inference_mode`` does the same, but the model's code can notice it.
+# one op. ``inference_mode`` does the same, but the model's code can notice it, and so can callers who get the
+# results of a call.
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.inference_mode)
 # Makes a tensor of a subclass with a shape, strides, dtype and device, but without memory. PyTorch's guide to
 # subclasses uses it, and no public function does this.

@@ -107,6 +107,10 @@ class _Writer:
         self.tensors: dict[str, tuple[int, Place | None]] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name
+        self.owners: dict[Any, int] = {}  # place; memory and dtype; or memory -> the first operand there
+        for i, place in enumerate(recording.operands):
+            for key in (place, (place.memory, place.dtype), place.memory):
+                self.owners.setdefault(key, i)
         self.alive: dict[int, list[str]] = {}  # memory that an action made -> the local names that hold it
         gpus = {m.device for m in self.memories if m.device.type == "cuda"}
         if len(gpus) > 1:
@@ -263,10 +267,8 @@ class _Writer:
 
     def operand(self, place: Place) -> int:
         """The first operand in the memory of ``place``, if possible one of the same dtype."""
-        places = self.recording.operands
-        inside = [i for i, own in enumerate(places) if own.memory == place.memory]
-        alike = [i for i in inside if places[i].dtype is place.dtype]
-        return ([i for i in alike if places[i] == place] or alike or inside)[0]
+        keys = place, (place.memory, place.dtype), place.memory
+        return next(self.owners[key] for key in keys if key in self.owners)
 
     def address(self, place: Place) -> str:
         memory = self.memories[place.memory]
