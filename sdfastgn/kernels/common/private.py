@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -282,11 +283,6 @@ view_at: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", _moved_
 
 # ---- ops of PyTorch
 
-# A context in which ops that consist of others arrive whole at a ``TorchDispatchMode``. If PyTorch lacks the
-# private class, they arrive in parts.
-below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = getattr(
-    _C, "_AutoDispatchBelowAutograd", contextlib.nullcontext
-)
 # Objects with PyTorch's functions and methods as attributes. The private ones have them without the Python
 # code that ``torch`` and ``Tensor`` put around some of them, and nobody replaces those.
 _namespaces: tuple[Any, ...] = (
@@ -294,6 +290,8 @@ _namespaces: tuple[Any, ...] = (
     getattr(_C, "_nn", nn.functional),
     getattr(_C, "TensorBase", Tensor),
 )
+# Types of functions that are not written in Python.
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def binding_of(op: Any) -> Callable[..., Any] | None:
@@ -308,7 +306,8 @@ def binding_of(op: Any) -> Callable[..., Any] | None:
     if space != "aten" or name.endswith("out"):
         return None
     name = name.split(".")[0]
-    return next((getattr(place, name) for place in _namespaces if hasattr(place, name)), None)
+    found = (getattr(place, name, None) for place in _namespaces)
+    return next((function for function in found if isinstance(function, _BUILT_IN)), None)
 
 
 # ---- switches that decide which kernels PyTorch runs
@@ -418,10 +417,11 @@ sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", t
 # Multiplies two tensors in E4M3, each with a scale. None if this version of PyTorch lacks it.
 scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
 
-# ---- tracing calls of models
+# ---- tracing and recording calls of models
 
 # A context in which ops arrive at a ``TorchDispatchMode`` before autograd takes them apart. So ``linear`` is
-# one op. ``inference_mode`` does the same, but the model's code can notice it.
+# one op. ``inference_mode`` does the same, but the model's code can notice it, and so can callers who get the
+# results of a call.
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.inference_mode)
 # Makes a tensor of a subclass with a shape, strides, dtype and device, but without memory. PyTorch's guide to
 # subclasses uses it, and no public function does this.

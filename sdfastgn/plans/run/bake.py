@@ -24,7 +24,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.private import any_autocast, current_device, dispatch_modes
 from sdfastgn.kernels.product import op as product_op
 from sdfastgn.plans.run.plan import Plan, without_autocast
-from sdfastgn.plans.run.record import Unrecordable, record
+from sdfastgn.plans.run.record import Recording, Unrecordable, record
 from sdfastgn.plans.run.source import Code, generate
 
 __all__ = ["Baked"]
@@ -41,6 +41,22 @@ class _Bound(NamedTuple):
     addresses: list[int]
     layouts: list[tuple[Any, ...]]
     inputs: list[tuple[Any, ...]]
+
+
+class _Operands(NamedTuple):
+    """The fixed operands of a plan at one moment. Another thread may move weights at any time.
+
+    Attributes:
+        fixed: parameters, tensors from elsewhere and constants.
+        aliases: views of them without gradients. They stay where the weights were at that moment.
+        addresses: those of all but the constants.
+        layouts: see ``_layouts``.
+    """
+
+    fixed: list[Tensor]
+    aliases: list[Tensor]
+    addresses: list[int]
+    layouts: list[tuple[Any, ...]]
 
 
 class Baked:
@@ -103,18 +119,19 @@ class Baked:
 
     def _record(self, inputs: Sequence[Tensor]) -> list[Any]:
         """Runs the plan, and makes the function."""
-        fixed = self.plan.operands(())
+        before = self._operands()
         try:
             with torch.no_grad(), without_autocast():
-                results, recording = record(self.plan.graph, fixed, inputs)
+                results, recording = record(self.plan.graph, before.fixed, inputs)
         except Unrecordable as why:
             self.declined[str(why)] += 1
             return self.plan.run(inputs)
-        self._bake(recording, fixed, inputs)
-        return results
+        after = self._operands()
+        if (after.addresses, after.layouts) == (before.addresses, before.layouts):
+            self._bake(recording, after, inputs)
+        return results  # if another thread has moved weights meanwhile, a later call is recorded
 
-    def _bake(self, recording: Any, fixed: list[Tensor], inputs: Sequence[Tensor]) -> None:
-        self._bound, self._failure = None, None
+    def _bake(self, recording: Recording | str, operands: _Operands, inputs: Sequence[Tensor]) -> None:
         try:
             if isinstance(recording, str):
                 raise Unrecordable(recording)
@@ -125,19 +142,25 @@ class Baked:
         self.recorded += 1
         self.left = recording.left
         signature = [(*_kind(x), x.data_ptr() % _ALIGNMENT if x.is_cuda else None) for x in inputs]
-        self._bound = _Bound(code.bound(fixed), code, self._addresses(), _layouts(fixed), signature)
+        self._bound = _Bound(code.bound(*operands[:2]), code, operands.addresses, operands.layouts, signature)
 
     def _renewed(self) -> _Bound | None:
         """The function with the present weights. None if it must be recorded again."""
-        bound, addresses = self._bound, self._addresses()
-        if bound is None or bound.addresses == addresses:  # another thread was faster
-            return bound
-        fixed = self.plan.operands(())
-        self._bound = None
-        if _layouts(fixed) == bound.layouts:
-            with torch.no_grad():
-                self._bound = bound._replace(run=bound.code.bound(fixed), addresses=addresses)
+        bound = self._bound
+        if bound is not None and self._addresses() != bound.addresses:  # no other thread was faster
+            operands = self._operands()
+            self._bound = None
+            if operands.layouts == bound.layouts:
+                run = bound.code.bound(*operands[:2])
+                self._bound = bound._replace(run=run, addresses=operands.addresses)
         return self._bound
+
+    def _operands(self) -> _Operands:
+        fixed = self.plan.operands(())
+        with torch.no_grad():
+            aliases = [t.detach() for t in fixed]
+        addresses = [t.data_ptr() for t in aliases[: len(self._keys)]]
+        return _Operands(fixed, aliases, addresses, _layouts(aliases))
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from sdfastgn.kernels.common.private import below_autograd, binding_of
 __all__ = ["Action", "Memory", "Place", "Recording", "Unrecordable", "places_in", "record"]
 
 aten = torch.ops.aten
+_PLAIN = (Tensor, nn.Parameter)
 # Ops that consist of others, and are recorded as they are. Attention reads values in some of its parts.
 _WHOLE = (aten.linear.default, aten.scaled_dot_product_attention.default)
 _ALLOCATIONS = (
@@ -41,6 +42,7 @@ _ALLOCATIONS = (
 )
 # Ops that give other memory to a tensor that exists.
 _SWAPS = ("aten::resize_", "aten::resize_as_", "aten::set_")
+_INDICES = (torch.int64, torch.int32)
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -85,22 +87,19 @@ class Action:
         args, kwargs: its arguments, with places instead of tensors.
         results: what the call returns, with a place for the first tensor of each new memory, and None for
             everything else.
+        made: the places in ``results``.
         reads, writes: the memories of its arguments, and those of them that it writes into.
         is_kept: True if it must run even if nobody reads what it makes.
     """
 
-    __slots__ = ("args", "function", "is_kept", "kind", "kwargs", "reads", "results", "writes")
+    __slots__ = ("args", "function", "is_kept", "kind", "kwargs", "made", "reads", "results", "writes")
 
     def __init__(self, kind: str, function: Any, args: Any, kwargs: Any, results: Any) -> None:
         self.kind, self.function, self.args, self.kwargs, self.results = kind, function, args, kwargs, results
         self.reads = {place.memory for place in places_in((args, kwargs))}
+        self.made = list(places_in(results))
         self.writes: set[int] = set()
         self.is_kept = False
-
-    @property
-    def made(self) -> list[Place]:
-        """The places of the new memories."""
-        return list(places_in(self.results))
 
 
 class Recording(NamedTuple):
@@ -195,7 +194,7 @@ def _results(graph: fx.Graph, results: list[Any], recorder: _Recorder) -> list[A
     nodes = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     found: list[Any] = []
-    for n, value in zip(nodes, results, strict=True):  # type: ignore[arg-type]
+    for n, value in zip(nodes, results, strict=True):
         if n in placeholders:
             found.append(placeholders.index(n))
         elif isinstance(n, Node):
@@ -216,10 +215,11 @@ class _Recorder(TorchDispatchMode):
         self.found: dict[StorageWeakRef, int] = {}
         self.left: collections.Counter[str] = collections.Counter()
         self.failure: str | None = None
+        self._simple = set(_WHOLE)  # ops that have no parts, or are recorded as they are
         self._is_paused = False
         self._reason: str | None = None  # why the step that runs must stay a call
         for i, t in enumerate((*fixed, *inputs)):
-            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_meta:
+            if type(t) not in _PLAIN or t.layout is not torch.strided or t.is_meta:
                 raise Unrecordable(f"an operand is a {type(t).__name__} of layout {t.layout} on {t.device}")
             if _storage(t) not in self.found:
                 self._add(t, i, i >= len(fixed))
@@ -235,9 +235,9 @@ class _Recorder(TorchDispatchMode):
 
     def place(self, t: Tensor) -> Place:
         """The place of a tensor of known origin. Raises Unrecordable for any other tensor."""
-        memory = self.found.get(_storage(t)) if type(t) in (Tensor, nn.Parameter) else None
+        memory = self.found.get(_storage(t)) if type(t) in _PLAIN else None
         if memory is None:
-            raise Unrecordable("reads a tensor that is neither an operand of the plan nor made by it")
+            raise Unrecordable("reads a tensor of unknown origin")
         return _place(t, memory)
 
     # ---- steps
@@ -260,9 +260,9 @@ class _Recorder(TorchDispatchMode):
         target: Any = n.target
         actions, memories, self._reason = len(self.actions), len(self.memories), self.failure
         result = target(*args, **kwargs)
-        if self._reason is None and self._is_known(result):
-            return result
-        if self.failure is None:
+        if self._reason is None and not self._is_known(result):
+            self._reason = "its result is of unknown origin"
+        if self._reason is not None and self.failure is None:
             del self.actions[actions:], self.memories[memories:]
             self.found = {storage: i for storage, i in self.found.items() if i < memories}
             name = getattr(target, "__name__", str(target))
@@ -275,15 +275,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _is_known(self, result: Any) -> bool:
-        """True if each item of a step's result is None or a tensor of known origin."""
-        for item in _flat(result):
-            try:
-                if item is not None:
-                    self.place(item)
-            except Unrecordable as reason:
-                self._reason = f"its result: {reason}"
-                return False
-        return True
+        """True if each item of a result is None or a tensor in a known memory."""
+        return all(t is None or (type(t) in _PLAIN and _storage(t) in self.found) for t in _flat(result))
 
     def _note(
         self, kind: str, function: Any, args: Any, kwargs: Any, result: Any, written: Sequence[Tensor]
@@ -292,7 +285,7 @@ class _Recorder(TorchDispatchMode):
         with_places = _mapped(args, self.place), _mapped(kwargs, self.place)
 
         def new(t: Any) -> Place | None:
-            if t is None or (isinstance(t, Tensor) and _storage(t) in self.found):
+            if self._is_known(t):
                 return None
             if type(t) is not Tensor or t.layout is not torch.strided:
                 raise Unrecordable(f"returns a {type(t).__name__}")
@@ -311,11 +304,12 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        if func not in _WHOLE:
+        if func not in self._simple:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+            self._simple.add(func)
         self._reason = self._reason or _objection(func, args, kwargs)
         with self._paused():
             if self._reason is not None:
@@ -324,10 +318,11 @@ class _Recorder(TorchDispatchMode):
         try:
             if _leaves_the_gpu(args, result):
                 raise Unrecordable(f"{func.name()} copies to the CPU, where Python can read it")
+            written = _written(func, args, kwargs)
             if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
                 self._note("allocate", None, (), {}, result, [])
-            else:
-                self._note("call", call, args, kwargs, result, _written(func, args, kwargs))
+            elif written or not self._is_known(result):  # views do nothing
+                self._note("call", call, args, kwargs, result, written)
         except Unrecordable as reason:
             self._reason = f"{func.name()} {reason}"
         return result
@@ -365,7 +360,9 @@ def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]
 def _objection(func: Any, args: Any, kwargs: Any) -> str | None:
     """The reason why a recording cannot hold the op, or None if it can."""
     name = func.name()
-    if any(tag in func.tags for tag in _READS_VALUES) or func is aten.equal.default:
+    if func is aten.index.Tensor and all(i is None or i.dtype in _INDICES for i in args[1]):
+        return None  # only an index of booleans reads a value
+    if any(tag in func.tags for tag in _READS_VALUES):
         return f"{name} reads a value"
     if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
         return f"{name} draws random numbers"

@@ -47,12 +47,15 @@ class Code(NamedTuple):
     places: list[Place]
     device: torch.device | None
 
-    def bound(self, fixed: Sequence[Tensor]) -> types.FunctionType:
-        """The function for these fixed operands. They must lie to each other as the recorded ones did."""
+    def bound(self, fixed: Sequence[Tensor], aliases: Sequence[Tensor]) -> types.FunctionType:
+        """The function for these fixed operands, of which ``aliases`` are views without gradients.
+
+        They must have the layouts of the recorded ones, and lie to each other as those did.
+        """
         names = dict(self.names)
         for name, (operand, place) in self.tensors.items():
-            t = fixed[operand]
-            names[name] = t if place is None else _view(t, self.places[operand], place)
+            own = self.places[operand]
+            names[name] = fixed[operand] if place is None else _view(aliases[operand], own, place)
         for name, tensor in self.addresses.items():
             names[name] = names[tensor].data_ptr()
         return types.FunctionType(self.code, names)
@@ -66,11 +69,9 @@ def generate(recording: Recording) -> Code:
 def _view(t: Tensor, own: Place, place: Place) -> Tensor:
     """The tensor at ``place``, for a tensor ``t`` whose own place was ``own``."""
     if place == own:
-        return t.detach()
+        return t
     if place.dtype is own.dtype:
-        return t.detach().as_strided(
-            place.shape, place.stride, t.storage_offset() + place.offset - own.offset
-        )
+        return _at(t, place.shape, place.stride, place.offset - own.offset)
     more = place.offset * place.dtype.itemsize - own.offset * own.dtype.itemsize
     return _reread(t, place.dtype, place.shape, place.stride, more)
 
@@ -106,6 +107,10 @@ class _Writer:
         self.tensors: dict[str, tuple[int, Place | None]] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name
+        self.owners: dict[Any, int] = {}  # place; memory and dtype; or memory -> the first operand there
+        for i, place in enumerate(recording.operands):
+            for key in (place, (place.memory, place.dtype), place.memory):
+                self.owners.setdefault(key, i)
         self.alive: dict[int, list[str]] = {}  # memory that an action made -> the local names that hold it
         gpus = {m.device for m in self.memories if m.device.type == "cuda"}
         if len(gpus) > 1:
@@ -262,10 +267,8 @@ class _Writer:
 
     def operand(self, place: Place) -> int:
         """The first operand in the memory of ``place``, if possible one of the same dtype."""
-        places = self.recording.operands
-        inside = [i for i, own in enumerate(places) if own.memory == place.memory]
-        alike = [i for i in inside if places[i].dtype is place.dtype]
-        return ([i for i in alike if places[i] == place] or alike or inside)[0]
+        keys = place, (place.memory, place.dtype), place.memory
+        return next(self.owners[key] for key in keys if key in self.owners)
 
     def address(self, place: Place) -> str:
         memory = self.memories[place.memory]

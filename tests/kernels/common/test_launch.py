@@ -265,11 +265,15 @@ def test_launchers_of_each_triton(launcher, between):
         launch.run(X, None)
     if between is None:
         assert len(kernel.launched) == 2
+        assert launch.direct() is None
     else:
         assert len(kernel.launched) == 1
         assert launcher.calls == [
             (3, 1, 1, 0, "f", *between, "m", None, None, None, X.data_ptr(), None, 7, 16)
         ]
+        function, before, after = launch.direct()
+        function(*before[:3], 0, *before[3:], X.data_ptr(), None, *after)
+        assert launcher.calls[0] == launcher.calls[1]
 
 
 def test_another_thread_may_launch_whatever_has_been_stored_so_far():

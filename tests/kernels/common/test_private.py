@@ -15,6 +15,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from sdfastgn.kernels.common import private
 
@@ -287,3 +288,69 @@ def test_tf32_for_a_while_by_the_older_switches(initial_tf32, monkeypatch):
     with private.tf32(convolutions=False, products=True):
         assert list(older_tf32())[:2] == [False, True]
     assert list(older_tf32()) == before
+
+
+def test_allocations(names):
+    empty = names.allocators["cpu"]((2, 3), (1, 4), torch.float16)
+    assert (empty.shape, empty.stride(), empty.dtype) == ((2, 3), (1, 4), torch.float16)
+    assert not empty.is_inference()
+    with torch.inference_mode():
+        assert names.allocators["cpu"]((2,), (1,), torch.float32).is_inference()
+
+
+def test_views_at_a_place(names):
+    x = torch.arange(24.0).view(4, 6)[1:]
+    view = names.view_at(x, (2, 3), (6, 2), 1)
+    assert view.tolist() == [[7, 9, 11], [13, 15, 17]]
+    view.zero_()
+    assert x[0, 1] == 0
+
+
+def test_functions_of_ops(names):
+    x, y = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    weight = torch.randn(5, 3, 1, 1)
+    aten = torch.ops.aten
+    where = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    calls = [
+        (aten.add.Tensor, (x, y), {"alpha": 2}),
+        (aten.mul.Tensor, (x, 2.0), {}),
+        (aten.rsub.Scalar, (x, 1), {}),
+        (aten.pow.Tensor_Scalar, (x, 2), {}),
+        (aten.convolution.default, (x, weight, None, *where), {}),
+        (aten.cat.default, ([x, y], 1), {}),
+        (aten.index.Tensor, (x, [None, torch.tensor([2, 0])]), {}),
+        (aten.clone.default, (x,), {"memory_format": torch.channels_last}),
+        (aten._to_copy.default, (x,), {"dtype": torch.float16}),
+        (aten.sum.dim_IntList, (x, [1], True), {"dtype": torch.float64}),
+        (aten.mean.dim, (x, [2, 3]), {}),
+        (aten.max.dim, (x, 1), {}),
+        (aten.topk.default, (x, 2), {}),
+        (aten._softmax.default, (x, -1, False), {}),
+        (aten.gelu.default, (x,), {"approximate": "tanh"}),
+        (aten.upsample_nearest2d.default, (x, [8, 8]), {}),
+        (aten.constant_pad_nd.default, (x, [1, 2], 3.0), {}),
+        (aten.linear.default, (x, torch.randn(5, 4), torch.randn(5)), {}),
+        (aten.scaled_dot_product_attention.default, (x, x, x), {"scale": 0.3}),
+        (aten.native_group_norm.default, (x, None, None, 2, 3, 16, 3, 1e-5), {}),
+        (aten.full.default, ([2, 2], 7.0), {"dtype": torch.float16}),
+        (aten.arange.start_step, (1, 7, 2), {}),
+        (aten.where.ScalarOther, (x > 0, x, 3.0), {}),
+        (aten.add_.Tensor, (x.clone(), y), {}),
+        (aten.copy_.default, (x.mT, y), {}),
+    ]
+    for op, args, kwargs in calls:
+        function = names.binding_of(op)
+        has_none = op in (aten._to_copy.default, aten.index.Tensor)
+        assert names is not private or (function is None) is has_none, op
+        if function is None:
+            continue
+        expected = op(*tree_map_only(torch.Tensor, torch.clone, args), **kwargs)
+        for a, b in zip(flat(function(*args, **kwargs)), flat(expected), strict=True):
+            assert torch.equal(a, b), op
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+    assert names.binding_of(aten.add.out) is None
+    assert names.binding_of(torch.ops.prims.add.default) is None
+
+
+def flat(result):
+    return [result] if isinstance(result, torch.Tensor) else list(result)
