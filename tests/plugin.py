@@ -32,7 +32,7 @@ def apply_markers(node, monkeypatch):
 
 def pack_on_cpu(monkeypatch):
     """Lets sdfastgn pack weights on CPUs too, so that tests on a CPU find what packing breaks."""
-    monkeypatch.setattr("sdfastgn.patches.shared.packed_weights.PACKED_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr("sdfastgn.kernels.product.packed.PACKED_DEVICES", ("cuda", "cpu"))
 
 
 def run_fused_on_cpu(monkeypatch):
@@ -129,13 +129,17 @@ def linear_calls(monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Returns a list that collects the arguments of each call of ``nn.functional.linear``.
+    """Returns a list that collects the arguments of each matrix product of PyTorch: x, weight and bias.
 
-    Optimized modules call it for plain linear layers, and for 1x1 convolutions.
+    Optimized modules compute plain linear layers and 1x1 convolutions by ``private.linear``, and stock's
+    layers call ``nn.functional.linear``.
     """
+    from sdfastgn.kernels.common import private
+
     found = []
     linear = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
+    for owner in (nn.functional, private):
+        monkeypatch.setattr(owner, "linear", lambda *a: found.append(a) or linear(*a))
     return found
 
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.act_linear.config import tile_config
-from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common import dispatch, gpu, private
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_activation, check_device, check_floating, check_operand
 from sdfastgn.kernels.common.launch import Launch
@@ -40,7 +39,7 @@ def reference_act_linear(
     """Computes ``act_linear`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias, extra_bias = (None if b is None else b.to(wide) for b in (bias, extra_bias))
-    y = F.linear(ACTIVATIONS[activation](x.to(wide)), weight.to(wide), bias)
+    y = private.linear(ACTIVATIONS[activation](x.to(wide)), weight.to(wide), bias)
     y = y if extra_bias is None else y + extra_bias
     return y.to(x.dtype)
 
@@ -154,7 +153,7 @@ def act_linear(
             raise
     _check(call)
     if autocast:
-        y = F.linear(ACTIVATIONS[activation](x), weight, bias)
+        y = private.linear(ACTIVATIONS[activation](x), weight, bias)
         return y if extra_bias is None else y + extra_bias.to(y.dtype)
     return reference_act_linear(x, weight, bias, activation, extra_bias)
 

@@ -25,12 +25,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.attention.config import VECTOR
 from sdfastgn.kernels.attention.few_keys import LEAST, fits_heads
-from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common import dispatch, gpu, private
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
@@ -64,7 +63,7 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
         return t.unflatten(2, (frames, -1)).permute(0, 3, 1, 2, 4)
 
     samples = zip(*(of_pixels(t) for t in (q, k, v)), strict=True)
-    found = [F.scaled_dot_product_attention(*sample).permute(2, 0, 1, 3) for sample in samples]
+    found = [private.scaled_dot_product_attention(*sample).permute(2, 0, 1, 3) for sample in samples]
     return torch.stack(found).reshape(N, tokens, H * D)
 
 

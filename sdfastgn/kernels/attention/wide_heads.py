@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.attention.config import pays
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
 from sdfastgn.kernels.common.private import is_tracing
 
@@ -43,7 +43,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """PyTorch's attention, for calls that do not run in chunks. Arguments: as in ``wide_attention``."""
-    y = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    y = private.scaled_dot_product_attention(q, k, v, scale=scale)
     # On a GPU, the attention of PyTorch 2.11 returns None if the batch is empty. The result is then a copy of
     # q, which is empty too.
     return q.clone() if y is None else y

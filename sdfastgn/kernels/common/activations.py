@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+aten = torch.ops.aten
 
 # Minimum number of contiguous elements of a tile for which plans set the kernels' constant ``PAIRS``: then
 # two neighboring elements share a reciprocal (``activation_kernels.py``). With fewer elements, two neighbors
@@ -27,16 +28,16 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+    return aten.gelu.default(x, approximate="tanh")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": _identity,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
+    "relu": aten.relu.default,
+    "silu": aten.silu.default,
+    "gelu": aten.gelu.default,
     "gelu_tanh": _gelu_tanh,
-    "mish": F.mish,
+    "mish": aten.mish.default,
 }
 
 
@@ -46,7 +47,7 @@ def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
 
 
 def _mish_grad(dy: Tensor, z: Tensor) -> Tensor:
-    t = torch.tanh(F.softplus(z))  # aten::mish_backward cannot be differentiated again
+    t = torch.tanh(aten.softplus.default(z))  # aten::mish_backward cannot be differentiated again
     return dy * (t + z * torch.sigmoid(z) * (1 - t * t))
 
 
@@ -54,9 +55,9 @@ def _mish_grad(dy: Tensor, z: Tensor) -> Tensor:
 # Autograd can differentiate each function again.
 ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "identity": lambda dy, z: dy,
-    "relu": lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0),
+    "relu": lambda dy, z: aten.threshold_backward(dy, z, 0),
     "silu": _silu_grad,
-    "gelu": lambda dy, z: torch.ops.aten.gelu_backward(dy, z),
-    "gelu_tanh": lambda dy, z: torch.ops.aten.gelu_backward(dy, z, approximate="tanh"),
+    "gelu": lambda dy, z: aten.gelu_backward(dy, z),
+    "gelu_tanh": lambda dy, z: aten.gelu_backward(dy, z, approximate="tanh"),
     "mish": _mish_grad,
 }

@@ -161,6 +161,16 @@ caches_parametrizations: Callable[[], bool] = (
     else _gives_one_twice
 )
 
+# ---- functions of ``torch.nn.functional``, by names that no user's change of that module reaches
+
+_nn: Any = getattr(_C, "_nn", None)
+# The functions that ``torch.nn.functional`` has at import. Called by the names of their ops, they take a
+# microsecond longer.
+linear: Callable[..., Tensor] = getattr(_nn, "linear", torch.ops.aten.linear.default)
+scaled_dot_product_attention: Callable[..., Tensor] = getattr(
+    _nn, "scaled_dot_product_attention", torch.ops.aten.scaled_dot_product_attention.default
+)
+
 # ---- the GPU
 
 # Index of a device -> handle of its current stream. A CPU build of PyTorch lacks the private name.
@@ -358,3 +368,46 @@ sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", t
 
 # Multiplies two tensors in E4M3, each with a scale. None if this version of PyTorch lacks it.
 scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
+
+# ---- tracing calls of models
+
+# A context in which ops arrive at a ``TorchDispatchMode`` before autograd takes them apart. So ``linear`` is
+# one op. ``inference_mode`` does the same, but the model's code can notice it.
+below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.inference_mode)
+# Makes a tensor of a subclass with a shape, strides, dtype and device, but without memory. PyTorch's guide to
+# subclasses uses it, and no public function does this.
+make_wrapper: Callable[..., Tensor] = Tensor._make_wrapper_subclass
+# As ``__torch_function__`` of a subclass: PyTorch's functions treat its tensors like other tensors.
+disabled_torch_function: Any = _C._disabled_torch_function_impl
+# The signature of an op: names and types of its arguments, and which of them it writes.
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+
+
+def is_composite(op: Any) -> bool:
+    """True if PyTorch's kernel for ``op`` calls other ops on all devices."""
+    return _C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def run_composite(op: Any, args: Any, kwargs: Any) -> Any:
+    """Runs PyTorch's own kernel of a composite op.
+
+    The public ``decompose`` prefers a decomposition in Python, which takes apart more: also upsampling.
+    """
+    return op._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def fake_tensor_mode() -> Any:
+    """A mode in which ops compute shapes, strides, dtypes and devices, but no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def is_of_fake_tensors(error: Exception) -> bool:
+    """True if ``fake_tensor_mode`` raised ``error`` because a result depends on values, or is not known."""
+    return type(error).__module__ == "torch._subclasses.fake_tensor"
+
+
+def storage_of(t: Tensor) -> int:
+    """A number that tensors with the same storage share, also tensors on the meta device."""
+    return t.untyped_storage()._cdata

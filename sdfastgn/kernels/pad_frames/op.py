@@ -37,7 +37,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.channel_norm.config import fits
@@ -56,15 +55,12 @@ from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_group_norm
 
+aten = torch.ops.aten
 # Maximum number of positions (frame, line, column) of all padded samples, because the kernel numbers them by
 # int32.
 _MAX_ROWS = 2**31 - 1
-# Mode of ``pad_frames`` -> (mode along time, mode along height and width) of torch.nn.functional.pad.
-_FILLS = {
-    "zeros": ("constant", "constant"),
-    "replicate": ("replicate", "replicate"),
-    "reflect": ("replicate", "reflect"),
-}
+# How frames and pixels are added. See ``pad_frames``.
+_MODES = ("zeros", "replicate", "reflect")
 
 
 class Norm(NamedTuple):
@@ -113,8 +109,8 @@ class GroupNorm(NamedTuple):
 
 
 def _check_mode(name: str, mode: Any) -> None:
-    if mode not in _FILLS:
-        raise ValueError(f"{name}: mode must be one of {tuple(_FILLS)}, got {mode!r}")
+    if mode not in _MODES:
+        raise ValueError(f"{name}: mode must be one of {_MODES}, got {mode!r}")
 
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
@@ -262,7 +258,7 @@ def reference_pad_frames(
     u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
     if isinstance(norm, GroupNorm):
         if norm.pads_first:
-            u, front, back = F.pad(u, (0, 0, 0, 0, front, back), "replicate"), 0, 0
+            u, front, back = _replicated(u, 2, front, back), 0, 0
         if norm.framewise:
             u = reference_group_norm(_images(u), *norm[:4]).unflatten(0, (len(u), -1)).movedim(2, 1)
         else:
@@ -277,13 +273,34 @@ def reference_pad_frames(
         u = _channel_norm(u, norm)
     u = _upsampled(u.to(x.dtype), upsample)
     known = u if cache is None else torch.cat((cache, u), 2)
-    of_frames, of_borders = _FILLS[mode]
-    frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], back), of_frames)
-    y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), of_borders)
+    front += u.shape[2] - known.shape[2]
+    if mode == "zeros":
+        frames = aten.pad.default(known, [0, 0, 0, 0, front, back])
+    else:
+        frames = _replicated(known, 2, front, back)
+    y = _bordered(frames, border, mode)
     count = y.shape[2] - window + 1
     y = torch.cat([y[:, :, k : k + count] for k in range(window)], 1)
     kept = laid_out(frames[:, :, -keep:].clone(), channels_last=True) if keep else None
     return laid_out(y, channels_last=True), kept
+
+
+def _bordered(frames: Tensor, border: tuple[int, int], mode: str) -> Tensor:
+    if mode == "replicate":
+        return _replicated(_replicated(frames, 3, border[0], border[0]), 4, border[1], border[1])
+    fill = "constant" if mode == "zeros" else mode
+    return aten.pad.default(frames, [border[1], border[1], border[0], border[0], 0, 0], fill)
+
+
+def _replicated(u: Tensor, axis: int, front: int, back: int) -> Tensor:
+    """Repeats the first slice of ``axis`` ``front`` times more, and the last one ``back`` times.
+
+    The backward of ``aten.replication_pad3d`` has no deterministic algorithm on a GPU. This one has.
+    """
+    if front == 0 == back:
+        return u
+    first, last = u.narrow(axis, 0, 1), u.narrow(axis, -1, 1)
+    return torch.cat((*[first] * front, u, *[last] * back), axis)
 
 
 def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
@@ -292,7 +309,7 @@ def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
     # ``reference_channel_norm`` has no argument ``added``. An additional channel with the value sqrt(added)
     # adds ``added`` to the sum of squares. It is removed from the result.
     more = u.new_full((u.shape[0], 1, *u.shape[2:]), math.sqrt(norm.added))
-    weight, bias = (t if t is None else F.pad(t, (0, 1)) for t in norm[:2])
+    weight, bias = (t if t is None else aten.pad.default(t, [0, 1]) for t in norm[:2])
     return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]
 
 

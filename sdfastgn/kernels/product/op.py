@@ -20,10 +20,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common import dispatch, gpu, private
 from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
@@ -81,7 +80,7 @@ _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVa
 def is_choosing() -> bool:
     """True during a rehearsal, and while a CUDA graph is captured after a rehearsal.
 
-    If it is False, ``linear`` only calls ``F.linear``.
+    If it is False, ``linear`` only calls PyTorch's.
     """
     return not torch.compiler.is_dynamo_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())
@@ -102,7 +101,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     choice = _choice(x, weight, bias, None) if is_choosing() else None
     if choice is None:
-        return F.linear(x, weight, bias)
+        return private.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], len(weight)))
     multiply(*choice, x, weight, bias, out)
     return out
@@ -308,8 +307,8 @@ def _ways(kind: _Kind) -> list[_Way]:
         own = partial(out.addmm_, x, weight.t())
         expected.addmm_(x, weight.t())
     else:
-        own = partial(F.linear, x, weight, bias)
-        expected = F.linear(x, weight, bias)
+        own = partial(private.linear, x, weight, bias)
+        expected = private.linear(x, weight, bias)
     ways: list[_Way] = [(None, own)]
     for algorithm in algorithms(shape, device):
         try:

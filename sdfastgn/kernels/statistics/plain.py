@@ -20,7 +20,7 @@ def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     u = x.to(dtype).reshape(N, C, -1)
     rows = ceil_div(u.shape[2], chunks)
-    u = torch.nn.functional.pad(u, (0, rows * chunks - u.shape[2])).view(N, C, chunks, rows)
+    u = torch.ops.aten.constant_pad_nd.default(u, [0, rows * chunks - u.shape[2]]).view(N, C, chunks, rows)
     inside = (torch.arange(rows * chunks, device=x.device) < math.prod(x.shape[2:])).view(chunks, rows)
     count = inside.sum(1)
     mean = u.sum(3) / count.clamp(min=1)

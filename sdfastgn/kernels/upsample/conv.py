@@ -1,6 +1,6 @@
 """Upsamples an image by two and applies a 3 x 3 convolution, computed at low resolution: ``upsample_conv2d``.
 
-Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1).
+Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=[1, 1]).
 
 Row i of y depends on the rows i - 1, i and i + 1 of the upsampled image. Two of the three are copies of the
 same row of x. With i = 2h + a, and w0, w1, w2 the rows of the weight, row i of y is
@@ -33,7 +33,6 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
@@ -56,7 +55,7 @@ def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = N
     It runs if the convolution at low resolution is not faster or cannot run. Tests use it in fp64 as the
     exact result.
     """
-    y = F.conv2d(upsample_nearest_2x(x), weight, bias, padding=1)
+    y = torch.ops.aten.conv2d.default(upsample_nearest_2x(x), weight, bias, padding=[1, 1])
     return laid_out(y, dense_is_channels_last(x))
 
 
@@ -97,7 +96,7 @@ def convolve_phases(
     C_out, C_in = weight.shape[:2]
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     conv_kernels.launch_phase_weights(dense(weight), phases)
-    t = F.conv2d(dense(x), phases, padding=1)
+    t = torch.ops.aten.conv2d.default(dense(x), phases, padding=[1, 1])
     if not is_channels_last(t):  # possible if x has one channel or one pixel, whose strides are ambiguous
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
@@ -138,7 +137,7 @@ def upsample_conv2d(
             ``sdfastgn.group_norm(y, ..., statistics=...)``.
 
     Returns:
-        y = conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1). If
+        y = conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=[1, 1]). If
         ``with_statistics``, (y, statistics of y). The statistics are (2, N, P, C_out) fp32, as from
         ``sdfastgn.channel_statistics``. If the convolution runs at low resolution, they need no further pass.
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
@@ -34,8 +33,8 @@ def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
     """Computes ``upsample_nearest_2x`` in plain PyTorch, for calls that the kernel cannot run."""
     # On a GPU, x is first made channels-first. PyTorch's channels-last kernel fails for 2^31 elements or
     # more, and in older versions for batches of 64 (pytorch #81665, #141831).
-    y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
-    return laid_out(y, dense_is_channels_last(x))
+    y = torch.ops.aten.upsample_nearest2d.vec(x if x.is_cpu else x.contiguous(), None, [2.0, 2.0])
+    return laid_out(y.to(x.dtype), dense_is_channels_last(x))
 
 
 def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:

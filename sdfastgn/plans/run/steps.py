@@ -8,7 +8,6 @@ because a trace has already run what other code may have put there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +19,14 @@ from sdfastgn.kernels.attention import few_keys, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, is_dense, laid_out
+from sdfastgn.kernels.common.private import scaled_dot_product_attention
 from sdfastgn.kernels.convolution import windows
 from sdfastgn.kernels.geglu import op as geglu_op
 from sdfastgn.kernels.group_norm import op as group_norm_op
 from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
+from sdfastgn.kernels.product import packed
 from sdfastgn.kernels.statistics import op as statistics_op
 from sdfastgn.kernels.upsample import conv as upsample_op
 from sdfastgn.kernels.upsample import nearest as nearest_op
@@ -58,7 +59,7 @@ def _channels_last_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     return last.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+def permute(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.permute(dims)
 
 
@@ -80,11 +81,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def write_slice_(x: Tensor, part: Tensor, *where: Any) -> Tensor:
     """Writes ``part`` into a slice of x. ``where``: dim, start, end and step, as for ``aten.slice``."""
+    x = _writable(x)
     aten.slice.Tensor(x, *where).copy_(part)
     return x
 
 
 def write_select_(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
+    x = _writable(x)
     x.select(dim, index).copy_(part)
     return x
 
@@ -191,24 +194,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``linear`` of x with each weight; one product if the parameters stand side by side in memory."""
-    weight, bias = side_by_side(weights), side_by_side(biases) if biases else None
+    """``linear`` of x with each weight; one product if the parameters are packed. ``biases`` may be empty."""
+    weight, bias = packed.joined(weights), packed.joined(biases) if biases else None
     if weight is None or (biases and bias is None):
         return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
     return linear(x, weight, bias).split([len(w) for w in weights], -1)
-
-
-def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as one view of their common memory; None if they do not follow one another in it."""
-    first, rows, row = parts[0], 0, math.prod(parts[0].shape[1:])
-    storage = first.untyped_storage().data_ptr()
-    for part in parts:
-        follows = part.storage_offset() == first.storage_offset() + rows * row
-        same = (part.untyped_storage().data_ptr(), part.dtype) == (storage, first.dtype)
-        if not (part.is_contiguous() and part.shape[1:] == first.shape[1:] and follows and same):
-            return None
-        rows += len(part)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -235,15 +225,14 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    if mask is None and not is_causal and not enable_gqa and q.dim() == k.dim() == 4:
-        if scale is None and wide_heads.runs_in_chunks(q, k, v):
-            return wide_heads.wide_attention(q, k, v)
+    is_plain = mask is None and not is_causal and (scale is None or scale > 0)
+    if is_plain and q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and q.dtype == v.dtype:
+        if wide_heads.runs_in_chunks(q, k, v):
+            return wide_heads.wide_attention(q, k, v, scale=scale)
         y = few_keys.attend_to_few(q, k, v, scale) if k.shape[2] <= few_keys.MAX_KEYS else None
         if y is not None:
             return y.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
-    return aten.scaled_dot_product_attention.default(
-        q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 # ---- norms and sums
@@ -303,7 +292,8 @@ def modulated_norm(
     modulation: Tensor,
 ) -> Tensor:
     """``activation(group_norm(x) * factor + offset)``: ``modulation`` has both, and is upsampled to x."""
-    return frames(x, norm=Group(groups, weight, bias, eps, activation, None, modulation))[0]
+    norm = Group(groups, weight, bias, eps, activation, None, in_channels_last(_as_video(modulation)))
+    return frames(_as_video(x), norm=norm)[0].view(x.shape)
 
 
 def channel_norm(
@@ -320,9 +310,7 @@ def channel_norm(
     if not added and shift is None:
         return channel_norm_op.channel_norm(x, weight, bias, scale, eps, activation)
     norm = Channel(weight, bias, scale, eps, activation, added)
-    if x.dim() == 5:
-        return frames(x, norm=norm, shift=shift)[0]
-    return frames(x.unsqueeze(2), norm=norm, shift=shift)[0].squeeze(2)
+    return frames(_as_video(x), norm=norm, shift=shift)[0].view(x.shape)
 
 
 def frames(
@@ -352,7 +340,7 @@ def frames(
         mode=mode,
         keep=keep,
         shift=shift,
-        norm=operands,  # type: ignore[arg-type]
+        norm=operands,
         upsample=tuple(times),  # type: ignore[arg-type]
         window=window,
     )
@@ -362,7 +350,7 @@ def add(h: Tensor, residual: Tensor, bias: Tensor | None, divisor: float, emits:
     """((h + residual + bias) / divisor, its statistics if ``emits`` and a kernel runs, else None)."""
     if is_channels_last(residual) and not is_channels_last(h):
         h, residual = residual, h
-    if dispatch.is_plain_inference(h, (residual, bias)) and dispatch.runs_in_triton(h) and is_dense(h):
+    if h.numel() and dispatch.is_plain_inference(h, (residual, bias)) and is_dense(h):
         try:
             return statistics_op.add_kernel(h, _alike(residual, h), bias, float(1 / divisor), emits=emits)
         except dispatch.KernelError:
@@ -375,18 +363,23 @@ def add_bias_(h: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]
     """(h + bias, its statistics if ``emits`` and a kernel runs, else None), written over h."""
     if bias is None:
         return h, None
-    if dispatch.is_plain_inference(h, (bias,)) and dispatch.runs_in_triton(h) and is_dense(h):
+    if h.numel() and dispatch.is_plain_inference(h, (bias,)) and is_dense(h):
         try:
             return statistics_op.add_kernel(h, None, bias, 1.0, emits=emits, out=h)
         except dispatch.KernelError:
             pass
-    return h.add_(_per_channel(bias, h)), None
+    return _writable(h).add_(_per_channel(bias, h)), None
 
 
 def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
     """(the channels of a, then those of b; their statistics if ``emits`` and a kernel runs, else None)."""
-    is_plain = dispatch.is_plain_inference(a, (b,)) and dispatch.runs_in_triton(a)
-    if is_plain and is_channels_last(a) and is_channels_last(b):
+    if (
+        a.numel()
+        and b.numel()
+        and dispatch.is_plain_inference(a, (b,))
+        and is_channels_last(a)
+        and is_channels_last(b)
+    ):
         try:
             return statistics_op.cat_kernel(a, b, emits=emits)
         except dispatch.KernelError:
@@ -413,6 +406,17 @@ def add_layer_norm(
 
 def geglu(x: Tensor, bias: Tensor | None) -> Tensor:
     return geglu_op.geglu(x, bias)
+
+
+def _as_video(x: Tensor) -> Tensor:
+    """(N, C, *spatial) -> (N, C, T, H, W), a view: an image is one frame."""
+    return x.view(*x.shape[:2], *[1] * (5 - x.dim()), *x.shape[2:])
+
+
+def _writable(x: Tensor) -> Tensor:
+    """x, or a copy if several elements of x share memory, as after ``expand``."""
+    repeats = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if repeats else x
 
 
 def _per_channel(bias: Tensor, h: Tensor) -> Tensor:

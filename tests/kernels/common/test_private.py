@@ -47,6 +47,17 @@ def test_modes(names):
     assert names is not private or names.dispatch_modes() == 0
 
 
+def test_functions_that_no_change_of_nn_functional_reaches(names, monkeypatch):
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    q, k, v = torch.randn(3, 2, 2, 7, 8)
+    product = nn.functional.linear(x, weight, bias)
+    found = nn.functional.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=0.5)
+    for name in ("linear", "scaled_dot_product_attention"):
+        monkeypatch.setattr(nn.functional, name, None)
+    assert torch.equal(names.linear(x, weight, bias), product)
+    assert torch.equal(names.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=0.5), found)
+
+
 def test_transforms_and_tracing(names):
     seen = []
 

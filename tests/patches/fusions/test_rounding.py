@@ -13,6 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
+from sdfastgn.kernels.common import private
 from sdfastgn.patches.fusions import rounding
 from tests.patches.cases import image, noise
 from tests.patches.samples import randomize
@@ -45,7 +46,7 @@ def norms_return_fp32(monkeypatch):
 def read(monkeypatch):
     """Returns a list that collects the dtypes of the inputs of linear layers and convolutions."""
     found = []
-    for owner, name in ((F, "linear"), (F, "conv2d")):
+    for owner, name in ((F, "linear"), (private, "linear"), (F, "conv2d")):
         function = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda x, *args, function=function: found.append(x.dtype) or function(x, *args)

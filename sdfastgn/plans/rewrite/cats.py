@@ -1,0 +1,115 @@
+"""Concatenations and paddings in their simplest form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
+from sdfastgn.plans.run import steps
+
+__all__ = ["cat", "padded"]
+
+
+def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """``aten.cat`` -> ``steps.cat``, or what computes the same without joining parts."""
+    parts = [p for p in parts if math.prod(shape(p))]
+    if not parts or any(rank(p) != rank(n) or dtype(p) != dtype(n) for p in parts):
+        return None
+    dim %= rank(n)
+    if len(parts) == 1:
+        return parts[0]
+    for rule in _RULES:
+        found = rule(r, n, parts, dim)
+        if found is not None:
+            return found
+    return r.like(steps.cat, (tuple(parts), dim), n)
+
+
+def _all_of_one(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """All parts of one tensor, in order -> that tensor."""
+    return _joined([_uncopied(p) for p in parts], dim)
+
+
+def _repeated_frames(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """The first frame of a video, several times, the video, and its last frame -> a replicating pad."""
+    if rank(n) != 5 or dim != 2:
+        return None
+    for i, x in enumerate(parts):
+        before, after = parts[:i], parts[i + 1 :]
+        last = shape(x)[2] - 1
+        if all(_frame_of(p, x) == 0 for p in before) and all(_frame_of(p, x) == last for p in after):
+            front, back = (sum(shape(p)[2] for p in some) for some in (before, after))
+            return padded(r, n, x, [0, 0, 0, 0, front, back], "replicate", 0.0)
+    return None
+
+
+def _first_frame_once(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """The first frame upsampled in 2-D, then the others in 3-D -> one upsampling with ``first_once``."""
+    if rank(n) != 5 or dim != 2 or len(parts) != 2:
+        return None
+    first: Any = _unshaped(parts[0])
+    others: Any = parts[1]
+    if not (has(first, steps.upsample) and has(others, steps.upsample)):
+        return None
+    if first.args[1][-2:] != others.args[1][-2:] or first.args[2] or others.args[2]:
+        return None
+    if len(first.args[1]) == 3 and shape(first)[2] != 1:
+        return None
+    x = _joined([_uncopied(_unshaped(first.args[0])), _uncopied(others.args[0])], 2)
+    if x is None or rank(x) != 5 or shape(x)[2] - 1 != shape(others.args[0])[2]:
+        return None
+    return r.like(steps.upsample, (x, others.args[1], True), n)
+
+
+def _norms_of_samples(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """GroupNorms of parts of a batch, with the same parameters -> one GroupNorm of the batch."""
+    if dim or not all(has(p, steps.group_norm) and p.args[1:] == parts[0].args[1:] for p in parts):
+        return None
+    x = _joined([p.args[0] for p in parts], 0)
+    return None if x is None else r.like(steps.group_norm, (x, *parts[0].args[1:]), n)
+
+
+_RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...] = (
+    _all_of_one,
+    _repeated_frames,
+    _first_frame_once,
+    _norms_of_samples,
+)
+
+
+def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: float) -> Node:
+    """x with these pads, as ``n``. A pad of a pad with the same values is one pad."""
+    while has(x, steps.pad) and mode == x.args[2] != "reflect" and value == x.args[3]:
+        x, pads = x.args[0], [a + b for a, b in zip(pads, x.args[1], strict=True)]
+    return r.like(steps.pad, (x, tuple(pads), mode, value), n)
+
+
+def _joined(parts: Sequence[Any], dim: int) -> Any:
+    """The tensor of which ``parts`` are all parts along ``dim``, in order. None if there is none."""
+    end = 0
+    for p in parts:
+        if not has(p, steps.cut) or p.args[0] is not parts[0].args[0] or p.args[1:3] != (dim, end):
+            return None
+        end += p.args[3]
+    whole = parts[0].args[0]
+    return whole if end == shape(whole)[dim] else None
+
+
+def _uncopied(n: Any) -> Any:
+    return n.args[0] if has(n, steps.copy) else n
+
+
+def _unshaped(n: Any) -> Any:
+    return n.args[0] if has(n, steps.reshape) else n
+
+
+def _frame_of(part: Any, x: Node) -> int | None:
+    """The index of the frame of x that ``part`` is, once or several times."""
+    while has(part, steps.expand, steps.copy):
+        part = part.args[0]
+    is_frame = has(part, steps.cut) and part.args[0] is x and part.args[1] == 2 and part.args[3] == 1
+    return part.args[2] if is_frame else None

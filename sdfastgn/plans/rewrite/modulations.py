@@ -1,0 +1,112 @@
+"""Norms with a factor and an offset for each position, both upsampled from a small tensor (spatial norms)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.kernels.pad_frames.op import modulation_times
+from sdfastgn.plans.rewrite.nodes import Rewriter, aten, dtype, has, is_only, operands, rank, shape
+from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.run import steps
+
+__all__ = ["modulations"]
+
+
+class Upsampled(NamedTuple):
+    """``steps.upsample(small, times, first_once)``."""
+
+    small: Node
+    times: tuple[int, ...]
+    first_once: bool
+
+
+_ACTIVATIONS = {aten.silu.default: "silu", aten.relu.default: "relu"}
+
+
+def modulations(graph: fx.Graph) -> fx.Graph:
+    graph = apply(graph, spatial_norm, aten.add.Tensor)
+    return apply(graph, activated_norm, *_ACTIVATIONS)
+
+
+def spatial_norm(r: Rewriter, n: Node) -> Node | None:
+    """group_norm(x) * factor + offset, both upsampled: ``modulated_norm``, which reads the small ones."""
+    for product, offset in operands(n):
+        for norm, factor in operands(product) if has(product, aten.mul.Tensor) and is_only(product) else ():
+            is_plain = has(norm, steps.group_norm) and norm.args[5:] == ("identity", None, None, False)
+            if is_plain and is_only(norm) and rank(n) in (4, 5) and shape(norm) == shape(n):
+                y = _modulated(r, n, norm, upsampled(r, factor), upsampled(r, offset))
+                if y is not None:
+                    return y
+    return None
+
+
+def activated_norm(r: Rewriter, n: Node) -> Node | None:
+    """An activation after a spatial norm: the norm computes it."""
+    x = n.args[0]
+    norm = x.args[0] if has(x, steps.reshape) and is_only(x) else x
+    if not has(norm, steps.modulated_norm) or not is_only(norm) or norm.args[5] != "identity":
+        return None
+    args = (*norm.args[:5], _ACTIVATIONS[n.target], norm.args[6])
+    return r.reshape(r.like(steps.modulated_norm, args, norm), shape(n))
+
+
+def _modulated(
+    r: Rewriter, n: Node, norm: Node, factor: Upsampled | None, offset: Upsampled | None
+) -> Node | None:
+    if factor is None or offset is None or factor[1:] != offset[1:]:
+        return None
+    a, b = factor.small, offset.small
+    is_alike = shape(a) == shape(b) and dtype(a) == dtype(b) == dtype(n) == dtype(norm)
+    if not is_alike or shape(a)[:2] != shape(n)[:2]:
+        return None
+    N, C, *small = shape(a)
+    frames, small_frames = ((1,), (1,)) if rank(n) == 4 else ((), ())
+    video, modulation = (N, C, *frames, *shape(n)[2:]), (N, 2 * C, *small_frames, *small)
+    # The step takes the numbers from the shapes. They must be those that upstream used.
+    found = modulation_times(video, modulation)
+    times = (*frames, *factor.times)
+    if found is None or found[0] != times or (times[0] > 1 and found[1] != factor.first_once):
+        return None
+    both = r.reshape(r.new(steps.cat, ((a, b), 1), (N, 2 * C, *small), dtype(n)), modulation)
+    x, *settings = norm.args[:6]
+    y = r.new(steps.modulated_norm, (r.reshape(x, video), *settings, both), video, dtype(n))
+    return r.reshape(y, shape(n))
+
+
+def upsampled(r: Rewriter, n: Node) -> Upsampled | None:
+    """The small tensor from which ``n`` comes, and how it is upsampled."""
+    if has(n, steps.upsample):
+        return Upsampled(n.args[0], tuple(n.args[1]), n.args[2])
+    if has(n, steps.conv):
+        return _convolved(r, n)
+    return _in_parts(r, n) if has(n, steps.cat) and n.args[1] == 2 and len(n.args[0]) == 2 else None
+
+
+def _convolved(r: Rewriter, n: Node) -> Upsampled | None:
+    """A convolution of single pixels after upsampling: upsampling after the convolution."""
+    x, weight, _, stride, padding, _, transposed, *_ = n.args
+    if set(shape(weight)[2:]) != {1} or set(stride) != {1} or any(padding) or transposed:
+        return None
+    found = upsampled(r, x)
+    if found is None:
+        return None
+    small = r.new(steps.conv, (found.small, *n.args[1:]), (*shape(n)[:2], *shape(found.small)[2:]), dtype(n))
+    return found._replace(small=small)
+
+
+def _in_parts(r: Rewriter, n: Node) -> Upsampled | None:
+    """The first frame upsampled, then the others upsampled: all frames upsampled, the first one once."""
+    first, rest = (upsampled(r, part) for part in n.args[0])
+    if first is None or rest is None or (rest.first_once and rest.times[0] > 1):
+        return None
+    a, b = first.small, rest.small
+    if shape(n.args[0][0])[2] != 1 or shape(a)[2] != 1 or first.times[1:] != rest.times[1:]:
+        return None
+    frames = shape(b)[2]
+    if has(a, steps.cut) and has(b, steps.cut) and b.args == (a.args[0], 2, a.args[2] + 1, frames):
+        return Upsampled(r.cut(a.args[0], 2, a.args[2], 1 + frames), rest.times, True)
+    both = (*shape(a)[:2], 1 + frames, *shape(a)[3:])
+    return Upsampled(r.new(steps.cat, ((a, b), 2), both, dtype(a)), rest.times, True)

@@ -1,0 +1,244 @@
+"""Norms: those of channels in all spellings, norms in fp32 of tensors of 16 bits, and activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.plans.rewrite.nodes import (
+    HALVES,
+    VIEWS,
+    Rewriter,
+    cleaned,
+    dtype,
+    has,
+    is_only,
+    number,
+    operands,
+    rank,
+    shape,
+)
+from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.rewrite.schemas import arguments
+from sdfastgn.plans.run import steps
+
+__all__ = ["ACTIVATIONS", "activation", "activations", "is_outside", "norms", "widened"]
+
+aten = torch.ops.aten
+# Op -> the name of the activation in kernels. GELU has two names: see ``activation``.
+ACTIVATIONS = {
+    aten.silu.default: "silu",
+    aten.relu.default: "relu",
+    aten.mish.default: "mish",
+    aten.gelu.default: "gelu",
+}
+
+
+def activation(n: Any) -> str | None:
+    """The name in kernels of the activation that ``n`` calls, or None if it calls none."""
+    if not has(n, *ACTIVATIONS):
+        return None
+    return "gelu_tanh" if n.kwargs.get("approximate") == "tanh" else ACTIVATIONS[n.target]
+
+
+def widened(n: Any) -> Any:
+    """The value that ``n`` has in a wider dtype: ``n`` without casts that change no number."""
+    while has(n, steps.cast) and _is_exact(n):
+        n = n.args[0]
+    return n
+
+
+def _is_exact(cast: Any) -> bool:
+    return _is_float(cast) and torch.promote_types(dtype(cast), dtype(cast.args[0])) == dtype(cast)
+
+
+def _is_float(cast: Any) -> bool:
+    return dtype(cast).is_floating_point and dtype(cast.args[0]).is_floating_point
+
+
+# ---- norms of channels
+
+
+class _Norm(NamedTuple):
+    """``x / max(sqrt(sum of squares + added), eps) * scale * weight + bias``, over one axis."""
+
+    x: Any
+    eps: float = 0.0
+    added: float = 0.0
+    scale: float = 1.0
+    weight: Any = None
+    bias: Any = None
+
+
+def norms(graph: fx.Graph) -> fx.Graph:
+    """Norms of the channels of images, videos or heads become ``steps.channel_norm``."""
+    r = Rewriter(graph)
+    for n in reversed(graph.nodes):  # the last op of a norm first: its weight and bias belong to it
+        if not has(n, *_LAST_OPS) or not n.users or rank(n) not in (4, 5):
+            continue
+        r.at = n
+        if dtype(n) in (*HALVES, torch.float32):
+            found = next(filter(None, (_norm(n, axis) for axis in (1, rank(n) - 1))), None)
+            if found is not None:
+                r.replace(n, _channel_norm(r, n, *found))
+    return cleaned(graph)
+
+
+_LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
+
+
+def _norm(n: Node, axis: int) -> tuple[_Norm, int] | None:
+    """The norm over ``axis`` whose result is ``n``, and the axis. None if ``n`` is no such norm."""
+    inner, affine = _affine(n, axis)
+    found = next(filter(None, (spelling(inner, axis) for spelling in _NORMS)), None)
+    if found is None or (found.weight is not None and affine.weight is not None):
+        return None
+    x = next((v for v in (widened(found.x), found.x) if dtype(v) == dtype(n)), None)
+    if x is None or shape(x) != shape(n):
+        return None
+    weight = affine.weight if found.weight is None else found.weight
+    return _Norm(x, found.eps, found.added, found.scale * affine.scale, weight, affine.bias), axis
+
+
+def _affine(n: Any, axis: int) -> tuple[Any, _Norm]:
+    """``n`` without bias, weight, scale and casts after a norm, and these. It begins at the last op."""
+    weight = bias = None
+    scale = 1.0
+    while True:
+        if has(n, steps.cast) and _is_float(n):
+            n = n.args[0]
+        elif has(n, aten.mul.Tensor) and number(n) is not None:
+            n, scale = n.args[0], scale * number(n)  # type: ignore[operator]
+        elif has(n, aten.div.Tensor) and number(n):
+            n, scale = n.args[0], scale / number(n)  # type: ignore[operator]
+        elif (
+            has(n, aten.add.Tensor) and weight is bias is None and scale == 1 and (of := _parameter(n, axis))
+        ):
+            n, bias = of
+        elif has(n, aten.mul.Tensor) and weight is None and (of := _parameter(n, axis)):
+            n, weight = of
+        else:
+            return n, _Norm(None, scale=scale, weight=weight, bias=bias)
+
+
+def _parameter(n: Node, axis: int) -> tuple[Node, Node] | None:
+    """The operands of ``n`` if the second is a tensor from outside with one number for each channel."""
+    for x, t in operands(n):
+        aligned = (1,) * (rank(n) - rank(t)) + shape(t)
+        is_small = math.prod(aligned) == shape(n)[axis] == aligned[axis]
+        if is_outside(t) and is_small and shape(x) == shape(n) and dtype(t).is_floating_point:
+            return x, t
+    return None
+
+
+def is_outside(t: Any) -> bool:
+    """True if no step computes ``t``: it is None, or a view or cast of a tensor from outside the graph."""
+    while has(t, *VIEWS, steps.cast):
+        t = t.args[0]
+    return t is None or t.op != "call_function"
+
+
+def _normalized(n: Any, axis: int) -> _Norm | None:
+    """x / max(|x|, eps), as ``F.normalize`` writes it."""
+    if not has(n, aten.div.Tensor) or not isinstance(n.args[1], Node) or n.kwargs:
+        return None
+    x, divisor = n.args
+    divisor = divisor.args[0] if has(divisor, steps.expand) else divisor
+    if not has(divisor, aten.clamp_min.default) or not has(divisor.args[0], aten.linalg_vector_norm.default):
+        return None
+    of, order, axes, keeps, _ = arguments(divisor.args[0])
+    is_norm = of is x and order == 2 and _is_axis(axes, axis, x) and keeps
+    return _Norm(x, eps=float(divisor.args[1])) if is_norm else None
+
+
+def _root_mean_square(n: Any, axis: int) -> _Norm | None:
+    """x * rsqrt(mean(x^2) + eps), or x / sqrt(mean(x^2) + eps)."""
+    pairs = list(operands(n)) if has(n, aten.mul.Tensor, aten.div.Tensor) else []
+    pairs, root = (pairs[:1], aten.sqrt) if has(n, aten.div.Tensor) else (pairs, aten.rsqrt)
+    for x, q in pairs:
+        plus: Any = q.args[0] if has(q, root.default) else None
+        mean: Any = plus.args[0] if has(plus, aten.add.Tensor) and number(plus) is not None else None
+        if not has(mean, aten.mean.dim):
+            continue
+        square, axes, keeps, _ = arguments(mean)
+        is_square = has(square, aten.mul.Tensor) and square.args[0] is square.args[1]
+        if is_square and widened(square.args[0]) is widened(x) and _is_axis(axes, axis, square) and keeps:
+            return _of_mean(x, float(number(plus)), axis)  # type: ignore[arg-type]
+    return None
+
+
+def _whole(n: Any, axis: int) -> _Norm | None:
+    """``aten.rms_norm`` over the last axis."""
+    if not has(n, aten.rms_norm.default) or axis != rank(n) - 1:
+        return None
+    x, axes, weight, eps = arguments(n)
+    if eps is None and dtype(x) != torch.float32:
+        return None  # releases of PyTorch differ in what eps then is
+    eps = torch.finfo(dtype(x)).eps if eps is None else eps
+    return _of_mean(x, eps, axis)._replace(weight=weight) if len(axes) == 1 else None
+
+
+_NORMS: tuple[Callable[[Any, int], _Norm | None], ...] = (_normalized, _root_mean_square, _whole)
+
+
+def _of_mean(x: Node, eps: float, axis: int) -> _Norm:
+    """The norm that divides by sqrt(mean of squares + eps): sqrt(C) / sqrt(sum of squares + C eps)."""
+    C = shape(x)[axis]
+    return _Norm(x, added=C * eps, scale=math.sqrt(C))
+
+
+def _is_axis(axes: Any, axis: int, x: Node) -> bool:
+    return axes is not None and [a % rank(x) for a in axes] == [axis]
+
+
+def _channel_norm(r: Rewriter, n: Node, norm: _Norm, axis: int) -> Node:
+    """The step for ``norm``. Channels on the last axis become axis 1, before permutations of other axes."""
+    C, last = shape(n)[axis], rank(n) - 1
+    weight, bias = (None if t is None else r.reshape(t, (C,)) for t in (norm.weight, norm.bias))
+    more = weight, bias, norm.scale, norm.eps, "identity", norm.added
+    if axis == 1:
+        return r.like(steps.channel_norm, (norm.x, *more), n)
+    x, dims = norm.x, range(rank(n))
+    if has(x, steps.permute) and x.args[1][-1] == last:
+        x, dims = x.args
+    first = r.permute(x, (0, last, *range(1, last)))
+    y = r.like(steps.channel_norm, (first, *more), first)
+    return r.permute(r.permute(y, (0, *range(2, last + 1), 1)), dims)
+
+
+# ---- what follows a norm
+
+
+def activations(graph: fx.Graph) -> fx.Graph:
+    """Activations and casts after a norm go into it."""
+    return apply(graph, _into_norm, *ACTIVATIONS, steps.cast)
+
+
+def _into_norm(r: Rewriter, n: Node) -> Node | None:
+    return _with_activation(r, n) or _in_one_dtype(r, n)
+
+
+def _with_activation(r: Rewriter, n: Node) -> Node | None:
+    """activation(norm(x)) -> one step, if nobody else reads the norm."""
+    name = activation(n)
+    norm: Any = n.args[0] if name is not None else None
+    if not has(norm, steps.group_norm, steps.channel_norm) or not is_only(norm) or norm.args[5] != "identity":
+        return None
+    return r.like(norm.target, (*norm.args[:5], name, *norm.args[6:]), n)
+
+
+def _in_one_dtype(r: Rewriter, n: Node) -> Node | None:
+    """A norm in fp32 between casts from and to 16 bits -> the norm in 16 bits, which computes in fp32."""
+    norm: Any = n.args[0] if has(n, steps.cast) else None
+    if not has(norm, steps.group_norm, steps.layer_norm) or not is_only(norm):
+        return None
+    x = norm.args[0]
+    source = x.args[0] if has(x, steps.cast) and _is_exact(x) else None
+    if source is None or dtype(norm) != torch.float32 or dtype(source) != dtype(n):
+        return None
+    return r.like(norm.target, (source, *map(widened, norm.args[1:])), n)

@@ -1,0 +1,73 @@
+"""All passes, in order: ``rewrite``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from sdfastgn.plans.rewrite.biases import biases
+from sdfastgn.plans.rewrite.convolutions import convolutions
+from sdfastgn.plans.rewrite.finish import finish
+from sdfastgn.plans.rewrite.modulations import modulations
+from sdfastgn.plans.rewrite.norms import activations, norms
+from sdfastgn.plans.rewrite.packs import packs
+from sdfastgn.plans.rewrite.schemas import arguments, is_random, writes
+from sdfastgn.plans.rewrite.spelling import canonicalize
+from sdfastgn.plans.rewrite.statistics import statistics
+from sdfastgn.plans.rewrite.sums import shifts, sums
+from sdfastgn.plans.rewrite.tokens import tokens
+from sdfastgn.plans.rewrite.views import sink_views
+from sdfastgn.plans.trace.traced import Untraceable
+
+__all__ = ["PASSES", "rewrite"]
+
+aten = torch.ops.aten
+# Each pass takes and returns a graph. A pass relies on those before it:
+PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
+    canonicalize,  # one spelling for each op
+    norms,  # norms of channels
+    sink_views,  # views behind norms and pointwise ops, where the kernels take these
+    activations,  # into the norms, which are now next to them
+    modulations,  # of norms, by small images or videos
+    convolutions,  # and what they read. Their biases become steps of their own
+    sums,  # which take biases
+    shifts,  # biases and embeddings, into the norms after them
+    biases,  # that no other step took
+    statistics,  # of sums, before the norms that want them
+    tokens,
+    packs,  # of the products that are still products
+    finish,  # what writes where. After it, a value's readers must stay
+)
+
+
+def rewrite(graph: fx.Graph) -> fx.Graph:
+    """Replaces the ops of a traced graph by steps. Raises Untraceable if a plan cannot repeat an op."""
+    for n in graph.nodes:
+        _check(n)
+    for each in PASSES:
+        graph = each(graph)
+    return graph
+
+
+def _check(n: fx.Node) -> None:
+    """Raises Untraceable if ``n`` draws random numbers, depends on strides, or writes into no argument."""
+    if n.op != "call_function" or (not n.users and not writes(n.target)):
+        return
+    if is_random(n.target) and not _is_attention_without_dropout(n):
+        raise Untraceable(f"the call draws random numbers ({n.target})")
+    if n.target in _STRIDED:
+        raise Untraceable(f"the call depends on strides ({n.target})")
+    is_write = n.target is aten.copy_.default and n.args[0].op == "placeholder"  # type: ignore[union-attr]
+    if writes(n.target) and not is_write:
+        raise Untraceable(f"the call writes with {n.target}")
+
+
+# Their results depend on where elements lie in memory, and values have no places.
+_STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+
+
+def _is_attention_without_dropout(n: fx.Node) -> bool:
+    """PyTorch calls attention random even if its dropout is 0."""
+    return n.target is aten.scaled_dot_product_attention.default and not arguments(n)[4]

@@ -1,0 +1,386 @@
+"""One spelling for each op. Later passes look for one form of a value only.
+
+``canonicalize`` walks once over the nodes. For each op, a table has the small functions that spell it. To add
+one, write a function below that is decorated with ``spells(op, ...)``. It gets a ``Rewriter``, the node, and
+all arguments of the op in the order of its schema. It returns the node to read instead, or None if it does
+not apply. The arguments are spelled already. Functions of one op are asked in the order of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.plans.rewrite import cats
+from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, dtype, has, key_of, operands, rank, shape
+from sdfastgn.plans.rewrite.schemas import arguments, writes
+from sdfastgn.plans.run import steps
+
+__all__ = ["UNFILLED", "canonicalize", "spells"]
+
+aten = torch.ops.aten
+_Spelling = Callable[..., "Node | None"]
+_SPELLINGS: dict[Any, list[_Spelling]] = {}
+# Ops whose results have no values yet. Equal ones are not made once: each is written to.
+UNFILLED = (
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+
+
+def canonicalize(graph: fx.Graph) -> fx.Graph:
+    """Gives each value one spelling. Equal nodes are made once."""
+    r = Rewriter(cleaned(graph), share=True)
+    for n in graph.nodes:
+        if n.op != "call_function" or not n.meta:
+            continue
+        r.at = n
+        new = _spelled(r, n) or _shared(r, n)
+        if new is not n:
+            r.replace(n, new)
+    return cleaned(graph)
+
+
+def spells(*ops: Any) -> Callable[[_Spelling], _Spelling]:
+    """Enters a function into the table, for ``ops``."""
+
+    def entered(function: _Spelling) -> _Spelling:
+        for op in ops:
+            _SPELLINGS.setdefault(op, []).append(function)
+        return function
+
+    return entered
+
+
+def _spelled(r: Rewriter, n: Node) -> Node | None:
+    for function in _SPELLINGS.get(n.target, ()):
+        found = function(r, n, *arguments(n))
+        if found is not None:
+            return found
+    return None
+
+
+def _shared(r: Rewriter, n: Node) -> Node:
+    """The first node that is equal to ``n``."""
+    if not isinstance(n.target, torch._ops.OpOverload) or writes(n.target) or n.target in UNFILLED:
+        return n
+    key = n.target, key_of(n.args), key_of(list(n.kwargs.items())), shape(n), dtype(n)
+    return r.seen.setdefault(key, n)  # type: ignore[union-attr]
+
+
+# ---- views and copies
+
+
+@spells(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+def _reshape(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
+    """All views that keep the order of elements -> one reshape."""
+    return r.reshape(x, shape(n))
+
+
+@spells(aten.alias.default, aten.detach.default, aten.lift_fresh.default)
+def _alias(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
+    """Another name of a value -> the value."""
+    return x
+
+
+@spells(aten.clone.default)
+def _clone(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
+    """A copy -> the value itself. A copy of a part stays: whoever keeps it does not keep the whole."""
+    return r.like(steps.copy, (x,), n) if has(x, steps.cut) else x
+
+
+@spells(aten.permute.default)
+def _permute(r: Rewriter, n: Node, x: Node, dims: Sequence[int]) -> Node:
+    return r.permute(x, dims)
+
+
+@spells(aten.transpose.int)
+def _transpose(r: Rewriter, n: Node, x: Node, a: int, b: int) -> Node:
+    dims = list(range(rank(x)))
+    if dims:
+        dims[a], dims[b] = dims[b], dims[a]
+    return r.permute(x, dims)
+
+
+@spells(aten.t.default)
+def _t(r: Rewriter, n: Node, x: Node) -> Node:
+    return r.permute(x, range(rank(x))[::-1])
+
+
+@spells(aten.expand.default)
+def _expand(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
+    return x if shape(x) == shape(n) else r.like(steps.expand, (x, shape(n)), n)
+
+
+@spells(aten.repeat.default)
+def _repeat(r: Rewriter, n: Node, x: Node, times: Sequence[int]) -> Node | None:
+    """A repetition of axes of one element -> expand."""
+    wide = (1,) * (rank(n) - rank(x)) + shape(x)
+    if any(t != 1 and s != 1 for t, s in zip(times, wide, strict=True)):
+        return None
+    return _expand(r, n, x)
+
+
+@spells(aten.slice.Tensor)
+def _slice(r: Rewriter, n: Node, x: Node, dim: int, start: int | None, _: Any, step: int) -> Node | None:
+    dim, start = dim % rank(x), start or 0
+    size = shape(x)[dim]
+    start = min(max(start + size if start < 0 else start, 0), size)
+    return r.cut(x, dim, start, shape(n)[dim]) if step == 1 else None
+
+
+@spells(aten.select.int)
+def _select(r: Rewriter, n: Node, x: Node, dim: int, index: int) -> Node:
+    dim %= rank(x)
+    return r.reshape(r.cut(x, dim, index % shape(x)[dim], 1), shape(n))
+
+
+@spells(aten._to_copy.default)
+def _cast(
+    r: Rewriter, n: Node, x: Node, _dtype: Any, layout: Any, _device: Any, pinned: Any, *_: Any
+) -> Node | None:
+    """A conversion on one device -> a cast. Conversions to other devices stay."""
+    stays = n.meta["device"] == x.meta["device"] and layout in (None, torch.strided) and not pinned
+    return r.cast(x, dtype(n)) if stays and dtype(x).is_complex == dtype(n).is_complex else None
+
+
+@spells(aten.view_as_complex.default, aten.view.dtype)
+def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
+    """A view with other elements -> the same of a contiguous tensor: it needs neighbors in memory."""
+    dense = r.like(aten.contiguous.default, (x,), x)
+    return r.like(n.target, (dense, *more), n)  # type: ignore[arg-type]
+
+
+# ---- joining and enlarging
+
+spells(aten.cat.default)(cats.cat)
+
+
+@spells(aten.stack.default)
+def _stack(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """A stack -> cat of parts with one more axis."""
+    dim %= rank(n)
+    to = (*shape(n)[:dim], 1, *shape(n)[dim + 1 :])
+    return cats.cat(r, n, [r.reshape(p, to) for p in parts], dim)
+
+
+@spells(aten.constant_pad_nd.default)
+def _constant_pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int], value: float) -> Node | None:
+    return _pad(r, n, x, pads, "constant", float(value)) if dtype(x).is_floating_point else None
+
+
+@spells(aten.replication_pad2d.default, aten.replication_pad3d.default)
+def _replicating_pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int]) -> Node | None:
+    return _pad(r, n, x, pads, "replicate", 0.0)
+
+
+@spells(aten.reflection_pad2d.default, aten.reflection_pad3d.default)
+def _reflecting_pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int]) -> Node | None:
+    return _pad(r, n, x, pads, "reflect", 0.0)
+
+
+def _pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int], mode: str, value: float) -> Node | None:
+    if not any(pads):
+        return x
+    spatial = 2 * (rank(x) - 2)
+    if rank(x) not in (4, 5) or min(pads) < 0 or len(pads) > spatial:
+        return None
+    return cats.padded(r, n, x, [*pads, *[0] * (spatial - len(pads))], mode, value)
+
+
+@spells(
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
+)
+def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float | None) -> Node | None:
+    """Each element several times. Powers of two: for others PyTorch's indices depend on rounding."""
+    sizes = list(zip(shape(n)[2:], shape(x)[2:], strict=True))
+    times = tuple(large // small for large, small in sizes)
+    if any(t & (t - 1) or t * s[1] != s[0] for t, s in zip(times, sizes, strict=True)):
+        return None
+    given = tuple(s for s in scales if s is not None)
+    if (given and given != times) or not dtype(x).is_floating_point:
+        return None
+    source: Any = x.args[0] if has(x, steps.cast) else None
+    if source is not None and dtype(source).is_floating_point and dtype(source).itemsize <= dtype(x).itemsize:
+        small = r.new(steps.upsample, (source, times, False), shape(n), dtype(source))
+        return r.cast(small, dtype(n))
+    return r.like(steps.upsample, (x, times, False), n)
+
+
+# ---- products
+
+
+@spells(aten.convolution.default)
+def _convolution(r: Rewriter, n: Node, x: Node, *more: Any) -> Node | None:
+    """A convolution of images or videos -> ``steps.conv``."""
+    return r.like(steps.conv, (x, *more), n) if rank(n) in (4, 5) and dtype(n).is_floating_point else None
+
+
+@spells(aten.linear.default)
+def _linear(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None) -> Node | None:
+    if rank(w) != 2 or rank(x) < 2 or (bias is not None and rank(bias) != 1):
+        return None
+    return _product(r, n, x, w, bias)
+
+
+@spells(aten.mm.default)
+def _mm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
+    """A product with a transposed matrix -> a linear layer."""
+    return _product(r, n, x, w.args[0]) if has(w, steps.permute) else None  # type: ignore[arg-type]
+
+
+@spells(aten.addmm.default)
+def _addmm(r: Rewriter, n: Node, bias: Node, x: Node, w: Node, beta: float, alpha: float) -> Node | None:
+    """A product with a transposed matrix, plus a row -> a linear layer."""
+    if not has(w, steps.permute) or shape(bias) != shape(n)[1:] or not beta == alpha == 1:
+        return None
+    return _product(r, n, x, w.args[0], bias)  # type: ignore[arg-type]
+
+
+@spells(aten.bmm.default)
+def _bmm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
+    """A product of a batch with one transposed matrix for all samples -> a linear layer."""
+    matrix: Any = w.args[0] if has(w, steps.expand) else None
+    matrix = matrix.args[0] if has(matrix, steps.reshape) else matrix
+    is_one = has(matrix, steps.permute) and shape(matrix) == shape(w)[1:]
+    return _product(r, n, x, matrix.args[0]) if is_one else None
+
+
+def _product(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None = None) -> Node:
+    """``steps.linear``, of the value before x was reshaped if its last axis is the same."""
+    x = _rows_of(x)
+    y = r.new(steps.linear, (x, w, bias), (*shape(x)[:-1], shape(w)[0]), dtype(n))
+    return r.reshape(y, shape(n))
+
+
+def _rows_of(x: Node) -> Node:
+    """The value before x was reshaped, if its rows, along the last axis, are those of x."""
+    source: Any = x.args[0] if has(x, steps.reshape) else x
+    return source if rank(source) > 1 and shape(source)[-1] == shape(x)[-1] else x
+
+
+@spells(aten.add.Tensor)
+def _bias(r: Rewriter, n: Node, *_: Any) -> Node | None:
+    """A product plus a row -> a linear layer with a bias."""
+    for y, row in operands(n):
+        product: Any = _rows_of(y) if rank(y) else y
+        if not has(product, steps.linear) or product.args[2] is not None or shape(y) != shape(n):
+            continue
+        if shape(row) == shape(n)[-1:] and dtype(row) == dtype(y) and _readers(product) == 1 == _readers(y):
+            return _product(r, n, product.args[0], product.args[1], row)
+    return None
+
+
+def _readers(n: Any) -> int:
+    """The number of nodes that read ``n`` and count: they are read, or have no value of their own."""
+    return sum(bool(u.users) or u.op == "output" or writes(u.target) for u in n.users)
+
+
+@spells(aten.scaled_dot_product_attention.default)
+def _attention(
+    r: Rewriter, n: Node, q: Node, k: Node, v: Node, mask: Any, dropout: float, *more: Any
+) -> Node | None:
+    return r.like(steps.attention, (q, k, v, mask, *more), n) if not dropout else None
+
+
+# ---- norms
+
+
+@spells(aten.group_norm.default)
+def _group_norm(
+    r: Rewriter, n: Node, x: Node, groups: int, w: Any, b: Any, eps: float, *_: Any
+) -> Node | None:
+    args = (x, groups, w, b, eps, "identity", None, None, False)
+    return r.like(steps.group_norm, args, n) if rank(x) > 2 else None
+
+
+@spells(aten.layer_norm.default)
+def _layer_norm(
+    r: Rewriter, n: Node, x: Node, axes: Sequence[int], w: Any, b: Any, eps: float, *_: Any
+) -> Node | None:
+    return r.like(steps.layer_norm, (x, w, b, eps), n) if len(axes) == 1 else None
+
+
+# ---- numbers
+
+
+@spells(aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
+def _plus_nothing(r: Rewriter, n: Node, x: Any, number: Any, *_: Any) -> Node | None:
+    return _unchanged(n, x) if not isinstance(number, Node) and number == 0 else None
+
+
+@spells(aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+def _times_one(r: Rewriter, n: Node, x: Any, number: Any) -> Node | None:
+    return _unchanged(n, x) if not isinstance(number, Node) and number == 1 else None
+
+
+def _unchanged(n: Node, x: Any) -> Node | None:
+    is_same = isinstance(x, Node) and dtype(x) == dtype(n) and shape(x) == shape(n)
+    return x if is_same else None
+
+
+@spells(aten.mul.Tensor)
+def _silu(r: Rewriter, n: Node, *_: Any) -> Node | None:
+    """x * sigmoid(x) -> silu."""
+    for x, gate in operands(n):
+        if has(gate, aten.sigmoid.default) and gate.args[0] is x and dtype(x).is_floating_point:
+            return r.like(aten.silu.default, (x,), n)
+    return None
+
+
+@spells(aten.pow.Tensor_Scalar)
+def _square(r: Rewriter, n: Node, x: Node, exponent: float) -> Node | None:
+    """A square -> a product."""
+    return r.like(aten.mul.Tensor, (x, x), n) if exponent == 2 and dtype(x) == dtype(n) else None
+
+
+@spells(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
+def _zeros(r: Rewriter, n: Node, *_: Any) -> Node:
+    return _filled(r, n, 0)
+
+
+@spells(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def _ones(r: Rewriter, n: Node, *_: Any) -> Node:
+    return _filled(r, n, 1)
+
+
+@spells(aten.full.default, aten.full_like.default, aten.fill.Scalar)
+def _full(r: Rewriter, n: Node, _: Any, value: Any, *more: Any) -> Node:
+    return _filled(r, n, value)
+
+
+@spells(aten.new_full.default)
+def _new_full(r: Rewriter, n: Node, _: Any, size: Any, value: Any, *more: Any) -> Node:
+    return _filled(r, n, value)
+
+
+@spells(aten.fill.Tensor)
+def _fill(r: Rewriter, n: Node, x: Node, value: Node) -> Node:
+    """A tensor of one value, which is a tensor: of x, only the shape counts."""
+    if value.meta["device"] == n.meta["device"]:
+        return r.cast(r.new(steps.expand, (value, shape(n)), shape(n), dtype(value)), dtype(n))
+    return r.like(aten.fill.Tensor, (_filled(r, n, 0), value), n)
+
+
+def _filled(r: Rewriter, n: Node, value: Any) -> Node:
+    """A tensor of one number: of another tensor, only the shape counts."""
+    return r.like(aten.full.default, (shape(n), value), n, dtype=dtype(n), device=n.meta["device"])

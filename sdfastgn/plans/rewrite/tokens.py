@@ -1,0 +1,129 @@
+"""Steps of transformers: sums before layer norms, gated products, and layers of few rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.kernels.act_linear.config import has_few_rows
+from sdfastgn.plans.rewrite.nodes import (
+    HALVES,
+    Rewriter,
+    cleaned,
+    dtype,
+    has,
+    is_only,
+    operands,
+    ordered,
+    rank,
+    shape,
+)
+from sdfastgn.plans.rewrite.norms import activation, is_outside
+from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.run import steps
+
+__all__ = ["tokens"]
+
+aten = torch.ops.aten
+
+
+def tokens(graph: fx.Graph) -> fx.Graph:
+    """Sums go into the layer norms and products beside them. Gates and few rows get their kernels."""
+    graph = apply(_add_before_norms(graph), _gated, aten.mul.Tensor)
+    graph = apply(graph, _few_rows, steps.linear)
+    return apply(graph, _one_more_row, aten.add.Tensor)
+
+
+# ---- sums
+
+
+def _add_before_norms(graph: fx.Graph) -> fx.Graph:
+    """layer_norm(a + b) -> ``add_layer_norm``. A product that is then added to a + b is added in place."""
+    r = Rewriter(graph)
+    later: Any = _sums_in_place(graph)
+    in_place = {total for total, _ in later.values()}
+    for n in graph.nodes:
+        total: Any = n.args[0] if has(n, steps.layer_norm) else None
+        if not _is_sum(total) or total in in_place or not all(map(is_outside, n.args[1:3])):
+            continue
+        after, product = later.get(total, (None, None))
+        r.at = total
+        bias = product.args[2] if product is not None else None
+        both = r.new(steps.add_layer_norm, (*total.args, *n.args[1:], None, bias))
+        y, new_total = r.item(both, 0, n), r.item(both, 1, total)
+        r.replace(n, y)
+        r.replace(total, new_total)
+        if after is not None:
+            r.at = after
+            r.replace(after, r.like(steps.add_linear_, (new_total, *product.args[:2]), after))
+    return ordered(cleaned(graph))
+
+
+def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
+    """a + b -> (total, product): total = (a + b) + product may be written over a + b.
+
+    Only a layer norm reads a + b besides, and nobody else reads the product. ``add_layer_norm`` then makes
+    a + b as a new tensor, and adds the product's bias to it.
+    """
+    found: dict[Node, tuple[Node, Any]] = {}
+    written: set[Node] = set()
+    for total in graph.nodes:
+        for product, before in operands(total) if _is_sum(total) else ():
+            if not has(product, steps.linear) or not is_only(product) or before in written:
+                continue
+            if _is_sum(before) and _is_read_by_norm_and(total, before):
+                found[before] = total, product
+                written.add(total)
+                break
+    return found
+
+
+def _is_read_by_norm_and(total: Node, before: Node) -> bool:
+    """True if one layer norm, of rows of ``before``, and ``total`` read ``before``, and no other node."""
+    norm: Any = next((u for u in before.users if u is not total), None)
+    return has(norm, steps.layer_norm) and norm.args[0] is before and set(before.users) == {total, norm}
+
+
+def _is_sum(n: Any) -> bool:
+    """True if ``n`` is the sum of two different tensors of one shape and dtype."""
+    if not has(n, aten.add.Tensor) or dtype(n) not in (*HALVES, torch.float32):
+        return False
+    are_alike = [shape(t) == shape(n) and dtype(t) == dtype(n) for t, _ in operands(n)]
+    return bool(are_alike) and all(are_alike) and n.args[0] is not n.args[1]
+
+
+# ---- gates and few rows
+
+
+def _gated(r: Rewriter, n: Node) -> Node | None:
+    """The first half of rows times GELU of the second half -> ``geglu``."""
+    for value, gate in operands(n):
+        half: Any = gate.args[0] if activation(gate) == "gelu" else None
+        if not (has(value, steps.cut) and has(half, steps.cut)):
+            continue
+        x, last, D = value.args[0], rank(n) - 1, shape(n)[-1]
+        are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)
+        if are_halves and shape(x)[-1] == 2 * D and shape(value) == shape(n):  # type: ignore[arg-type]
+            return r.like(steps.geglu, (x, None), n)
+    return None
+
+
+def _few_rows(r: Rewriter, n: Node) -> Node | None:
+    """linear(activation(x)) of few rows -> ``act_linear``."""
+    if rank(n) != 2 or not has_few_rows(shape(n)[0]):
+        return None
+    activated: Any = n.args[0]
+    name = activation(activated)
+    return r.like(steps.act_linear, (activated.args[0], *n.args[1:], name, None), n) if name else None
+
+
+def _one_more_row(r: Rewriter, n: Node) -> Node | None:
+    """``act_linear`` plus a row, such as the bias of a convolution -> its second bias."""
+    for y, row in operands(n):
+        takes_row = has(y, steps.act_linear) and is_only(y) and y.args[4] is None and dtype(y) == dtype(n)
+        if takes_row and shape(row) == shape(n)[1:] and dtype(row).is_floating_point and shape(y) == shape(n):
+            return r.like(steps.act_linear, (*y.args[:4], row), n)
+    return None

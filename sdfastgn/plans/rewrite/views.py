@@ -1,0 +1,98 @@
+"""Views move behind norms and pointwise ops, so that these get images or videos with channels on axis 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.norms import ACTIVATIONS
+from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.run import steps
+
+__all__ = ["applied", "channel_views", "merged_views", "sink_views"]
+
+
+def merged_views(graph: fx.Graph) -> fx.Graph:
+    """Reshapes of reshapes and permutations of permutations become one."""
+    return apply(graph, _merged, steps.reshape, steps.permute)
+
+
+def sink_views(graph: fx.Graph) -> fx.Graph:
+    """norm(views(x)) -> views(norm(x)), and the same for activations."""
+    graph = apply(merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
+    return merged_views(graph)
+
+
+def _merged(r: Rewriter, n: Node) -> Node | None:
+    """A view of a view -> one view, or two that cannot be one."""
+    return applied(r, [n], n.args[0]) if has(n.args[0], steps.reshape, steps.permute) else None  # type: ignore[arg-type]
+
+
+def _before_views(r: Rewriter, n: Node) -> Node | None:
+    """A norm or an activation of views -> views of a norm or an activation."""
+    x, views = channel_views(n.args[0])  # type: ignore[arg-type]
+    if not views:
+        return None
+    args = [x, *n.args[1:]]
+    if has(n, steps.group_norm) and not _keeps_samples(views):
+        if not _is_frames_as_images(x, views):
+            return None
+        args[8] = True  # each frame is normalized by itself
+    return applied(r, views, r.like(n.target, args, x, **n.kwargs))  # type: ignore[arg-type]
+
+
+def applied(r: Rewriter, views: Sequence[Node], x: Node) -> Node:
+    """x after the same reshapes and permutations as ``views``."""
+    for v in views:
+        of: Any = v.args[1]
+        x = r.reshape(x, of) if has(v, steps.reshape) else r.permute(x, of)
+    return x
+
+
+def channel_views(v: Node) -> tuple[Node, list[Node]]:
+    """(x, views): v is x after these views, and axis 1 of v is axis 1 of x.
+
+    Nobody else reads the views, and x is an image or a video. If there is no such x, it is v, without views.
+    """
+    views: list[Node] = []
+    best: tuple[Node, list[Node]] = v, []
+    n: Any = v
+    axis: int | None = 1
+    if rank(v) < 2 or shape(v)[1] == 1:  # any axis of one element could be axis 1
+        return best
+    while has(n, steps.reshape, steps.permute) and is_only(n):
+        axis = n.args[1][axis] if has(n, steps.permute) else _axis_before(n, axis)  # type: ignore[arg-type]
+        if axis is None:
+            break
+        views, n = [n, *views], n.args[0]
+        if axis == 1 and rank(n) in (4, 5):
+            best = n, views
+    return best
+
+
+def _axis_before(reshape: Node, axis: int) -> int | None:
+    """The axis of the value before the reshape with the elements of ``axis`` of the result, or None."""
+    x: Any = reshape.args[0]
+    elements, before = shape(reshape)[axis], math.prod(shape(reshape)[:axis])
+    same = [i for i, size in enumerate(shape(x)) if (size, math.prod(shape(x)[:i])) == (elements, before)]
+    return same[0] if same else None
+
+
+def _keeps_samples(views: Sequence[Any]) -> bool:
+    """True if all views have the samples of the value before the views, on axis 0."""
+    return all(
+        v.args[1][0] == 0 if has(v, steps.permute) else shape(v)[0] == shape(v.args[0])[0] for v in views
+    )
+
+
+def _is_frames_as_images(x: Node, views: Sequence[Node]) -> bool:
+    """True if the views make each frame of the video x a sample."""
+    if rank(x) != 5:
+        return False
+    N, C, T, *image = shape(x)
+    return [v.args[1] for v in views] == [(0, 2, 1, 3, 4), (N * T, C, *image)]

@@ -1,0 +1,248 @@
+"""``Plan``: runs the rewritten graph of a call for other tensors of the same shapes.
+
+A plan runs steps only, and none of the model's Python. It looks up parameters and buffers by name at each
+call. So it sees every change of them: writes, ``.data = ...``, ``load_state_dict(assign=True)``, moves.
+
+Constants are computed once, at the first call. A constant is a value that depends on no input, no parameter
+and no random number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from sdfastgn.kernels.common.private import any_autocast
+from sdfastgn.kernels.product import packed
+from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.traffic import Step, base, is_view, memory, steps_of, table, writes_over
+from sdfastgn.plans.trace.traced import Traced
+
+__all__ = ["Plan", "without_autocast"]
+
+aten = torch.ops.aten
+# Bytes (256 MB). A larger value is no constant: keeping it would take more memory than a call without plan
+# needs at any time. The largest useful ones are tables of positions, a few MB.
+_MOST_FOLDED = 1 << 28
+
+
+# The dict of a module that has a parameter or buffer, and its name there.
+_Place = tuple[dict[str, Any], str]
+
+
+class Plan:
+    """The rewritten ``graph`` of the call ``traced``, ready to run. The plan takes ``graph`` over.
+
+    A plan refers to the parameters of the model, but to none of its modules. It takes no part in a reference
+    cycle through the model. Several threads may call it at once.
+
+    Attributes:
+        graph: its placeholders are the parameters, the others, the constants and the inputs. Parameters and
+            others that no step reads are left out. It has no ``get_attr``.
+        parameters: for each parameter or buffer, the dict of its module that has it, and its name there.
+        others: tensors from elsewhere.
+        steps: one record a step.
+    """
+
+    def __init__(self, traced: Traced, graph: fx.Graph) -> None:
+        self._spec, self._out_spec = traced.spec, traced.out_spec
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        count = len(traced.parameters), len(traced.parameters) + len(traced.others)
+        where = zip(placeholders[: count[0]], traced.parameters, strict=True)
+        read = {n: (getattr(module, kind), name) for n, (module, kind, name) in where if _is_read(n)}
+        self.parameters = list(read.values())
+        others = zip(placeholders[count[0] : count[1]], traced.others, strict=True)
+        self.others = [t for n, t in others if _is_read(n)]
+        inputs = placeholders[count[1] :]
+        self._inputs = [(n.meta["shape"], n.meta["dtype"], n.meta["device"]) for n in inputs]
+        first_input = inputs[0] if inputs else None
+        self._fold: Callable[[], list[Tensor]] | None = _split_constants(traced.graph, graph, first_input)
+        self._constants: list[Tensor] = []
+        self._lock = threading.Lock()
+        self._rows = _rows_of_products(graph, read)
+        self.graph = graph
+        self.steps: list[Step] = steps_of(graph)
+        self._forward = fx.GraphModule({}, graph).forward
+
+    def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Computes the traced call for other tensors. Numbers and other arguments count as traced.
+
+        Raises ValueError if the arguments have another structure than the traced ones, or if a tensor has
+        another shape, dtype or device.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        if spec != self._spec:
+            raise ValueError(f"Plan: the arguments must have the structure {self._spec}, got {spec}")
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._check(inputs)
+        return pytree.tree_unflatten(self.run(inputs), self._out_spec)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The flat list of results for the tensors among the arguments. Nothing is checked."""
+        with torch.no_grad(), without_autocast():
+            return self._forward(*self.operands(inputs))
+
+    def operands(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The present values of the placeholders of ``graph``."""
+        if self._fold is not None:
+            self._compute_constants()
+        return [*(held[name] for held, name in self.parameters), *self.others, *self._constants, *inputs]
+
+    def pack(self) -> None:
+        """Moves weights of products with the same input side by side: then one product computes them all.
+
+        Weights that another plan has packed stay where they are. After a move of the model, call it again.
+        When it may be called: see ``kernels/product/packed.py``, whose ``unpack`` undoes it.
+        """
+        for rows in self._rows:
+            parts = [[held[name] for held, name in row] for row in rows]
+            if not any(packed.are_packed([part for row in parts for part in row])):
+                packed.pack(*parts)
+
+    def __str__(self) -> str:
+        """One line a step, then the totals, and the ops that stayed as upstream wrote them."""
+        return table(self.steps)
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        if len(inputs) != len(self._inputs):
+            raise ValueError(f"Plan: the call must have {len(self._inputs)} tensors, got {len(inputs)}")
+        for i, (x, wanted) in enumerate(zip(inputs, self._inputs, strict=True)):
+            found = tuple(x.shape), x.dtype, x.device
+            if found != wanted:
+                raise ValueError(
+                    f"Plan: tensor {i} of the call must be {_text(*wanted)}, got {_text(*found)}"
+                )
+
+    def _compute_constants(self) -> None:
+        with self._lock:
+            if self._fold is None:  # another thread was faster
+                return
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("Plan: the first call must not be inside the capture of a CUDA graph")
+            with torch.inference_mode(False), torch.no_grad(), without_autocast():
+                self._constants = self._fold()
+            for device in {t.device for t in self._constants if t.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # threads with other streams read them
+            self._fold = None
+
+
+def _is_read(n: Node) -> bool:
+    """False if nobody reads the placeholder ``n``, which is then removed."""
+    if not n.users:
+        n.graph.erase_node(n)
+        return False
+    return True
+
+
+def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[list[list[_Place]]]:
+    """For each ``linears``: the parameters that should be side by side, as [weights] or [weights, biases]."""
+    found = []
+    for n in graph.nodes:
+        rows: Any = [row for row in n.args[1:] if row] if n.target is steps.linears else []
+        if rows and all(p in parameters for row in rows for p in row):
+            found.append([[parameters[p] for p in row] for row in rows])
+    return found
+
+
+def _split_constants(
+    root: fx.GraphModule, graph: fx.Graph, first_input: Node | None
+) -> Callable[[], list[Tensor]] | None:
+    """Makes placeholders of the constants in ``graph``, before ``first_input``.
+
+    Returns the function that computes them, or None if there are none.
+    """
+    constants = _guarded(graph, _constants(graph))
+    own = fx.Graph()
+    copies: dict[Node, Node] = {}
+    for n in constants:
+        copies[n] = own.node_copy(n, copies.__getitem__)
+    read = [n for n in constants if any(u not in constants for u in n.users)]
+    own.output([copies[n] for n in read])
+    after = first_input or next(n for n in graph.nodes if n.op != "placeholder")
+    for i, n in enumerate(read):
+        with graph.inserting_before(after):
+            constant = graph.placeholder(f"constant_{i}")
+        constant.meta = dict(n.meta)
+        n.replace_all_uses_with(constant, delete_user_cb=lambda user: user not in constants)
+    for n in reversed(constants):
+        graph.erase_node(n)
+    return fx.GraphModule(root, own).forward if read else None
+
+
+def _constants(graph: fx.Graph) -> list[Node]:
+    """The constants of ``graph``, in order."""
+    found: dict[Node, None] = {}
+    for n in graph.nodes:
+        is_folded = (
+            n.op == "call_function"
+            and bool(n.meta)
+            and all(a in found for a in n.all_input_nodes)
+            and torch.Tag.nondeterministic_seeded not in getattr(n.target, "tags", ())
+            and memory(n) <= _MOST_FOLDED
+        )
+        if n.op == "get_attr" or is_folded:
+            found[n] = None
+    return list(found)
+
+
+def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
+    """``constants``, after copies were put wherever a write would change a value that others read."""
+    found, last = set(constants), _last_readers(graph)
+    for i, n in enumerate(list(graph.nodes)):
+        for a in _exposed(n, i, found, last):
+            with graph.inserting_before(n):
+                copy = graph.call_function(steps.copy, (a,))
+            copy.meta = dict(a.meta)
+            n.replace_input_with(a, copy)
+            if n in found:
+                found.add(copy)
+    return [n for n in graph.nodes if n in found]
+
+
+def _exposed(n: Node, i: int, constants: set[Node], last: dict[Node, int]) -> list[Node]:
+    """The arguments of ``n``, node ``i`` of its graph, that must be copied first.
+
+    These are results of the call that are constants, because callers may write over them. And values that a
+    step writes over, if they lie in the memory of constants, parameters, arguments of the call, or of a value
+    that is read later.
+    """
+    if n.op == "output":
+        return [a for a in n.all_input_nodes if base(a) in constants]
+    if not writes_over(n) or n.target is aten.copy_.default:
+        return []
+    written: Any = n.args[0]
+    memory_of = base(written)
+    is_kept = memory_of in constants or memory_of.op == "placeholder" or last[memory_of] > i
+    return [written] if is_kept else []
+
+
+def _last_readers(graph: fx.Graph) -> dict[Node, int]:
+    """For each node that has memory, the number of the last node that reads it, directly or through views."""
+    last: dict[Node, int] = {}
+    for i, n in enumerate(graph.nodes):
+        if not is_view(n):
+            last.update({base(a): i for a in n.all_input_nodes})
+    return last
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Turns autocast off: the casts that it made during the trace are part of the graph."""
+    if not any_autocast():
+        yield
+        return
+    with contextlib.ExitStack() as off:
+        for kind in ("cuda", "cpu"):
+            off.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _text(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{dtype}{list(shape)} on {device}"

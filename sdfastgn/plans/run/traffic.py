@@ -1,0 +1,194 @@
+"""How many bytes the steps of a graph read and write.
+
+Everything comes from ``node.meta``. So the graph of a model whose parameters are on the device meta, at its
+real size, gives the same table as the graph of a model with weights.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.plans.run import steps
+
+__all__ = ["Step", "base", "is_view", "memory", "steps_of", "table", "writes_over"]
+
+aten = torch.ops.aten
+_VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
+# Steps that write a part of their first argument. They read none of it.
+_PARTIAL_WRITERS = (steps.write_slice_, steps.write_select_, aten.copy_.default)
+# Ops that read only the selected elements of their first argument: as many as the result has.
+_SELECTIONS = (
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+)
+# Steps that PyTorch's libraries compute.
+_LIBRARY = (
+    steps.conv,
+    steps.conv_windows,
+    steps.conv_last_slice,
+    steps.pointwise_conv,
+    steps.linear,
+    steps.linears,
+    steps.add_linear_,
+    steps.attention,
+)
+# Steps that move elements and compute nothing.
+_COPIES = (
+    steps.cast,
+    steps.cat,
+    steps.copy,
+    steps.in_channels_last,
+    steps.pad,
+    steps.write_select_,
+    steps.write_slice_,
+)
+# Kind of a step -> what it is called below a table.
+_KINDS = {
+    "kernel": "our kernels",
+    "library": "convolutions, products and attention",
+    "copy": "copies",
+    "upstream": "as upstream wrote it",
+}
+
+
+class Step(NamedTuple):
+    """One step of a plan.
+
+    Attributes:
+        name: the name of its node.
+        target: the name of the step, or of the op of aten.
+        kind: a key of ``_KINDS``.
+        shape, dtype: those of the result; of its first tensor if it is a tuple. None if no tensor is read.
+        read, written: bytes. Memory that a step reads through several views counts once.
+    """
+
+    name: str
+    target: str
+    kind: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    read: int
+    written: int
+
+
+def steps_of(graph: fx.Graph) -> list[Step]:
+    """The steps of ``graph``, in order. Views are none. A ``reshape`` that has to copy counts as a view."""
+    return [_step(n) for n in graph.nodes if n.op == "call_function" and not is_view(n)]
+
+
+def table(found: Sequence[Step]) -> str:
+    """One line a step, then the totals, and the ops that stayed as upstream wrote them."""
+    lines = [
+        f"{s.name:32} {s.target:28} {_tensor(s):32} {s.read / 1e6:12.3f} {s.written / 1e6:12.3f}"
+        for s in found
+    ]
+    lines.insert(0, f"{'name':32} {'step':28} {'result':32} {'MB read':>12} {'MB written':>12}")
+    total = sum(s.read + s.written for s in found)
+    lines.append(f"{len(found)} steps, {total / 1e6:.3f} MB")
+    for kind, name in _KINDS.items():
+        own = [s for s in found if s.kind == kind]
+        size = sum(s.read + s.written for s in own)
+        if own:
+            lines.append(f"{name}: {len(own)} steps, {size / 1e6:.3f} MB, {size / max(total, 1):.1%}")
+    left = collections.Counter(s.target for s in found if s.kind == "upstream")
+    lines += [f"  {count} x {target}" for target, count in left.most_common()]
+    return "\n".join(lines)
+
+
+def is_view(n: Node) -> bool:
+    """True if ``n`` gives its argument, or a part of it, without a copy."""
+    if n.op != "call_function":
+        return False
+    if n.target is operator.getitem or n.target in _VIEWS:
+        return True
+    schema = getattr(n.target, "_schema", None)
+    aliases = [] if schema is None else [r.alias_info for r in schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def writes_over(n: Node) -> bool:
+    """True if ``n`` writes over its first argument."""
+    if n.op != "call_function":
+        return False
+    return n.target is aten.copy_.default or (_is_step(n.target) and _name(n.target).endswith("_"))
+
+
+def base(n: Node) -> Node:
+    """The node in whose memory the value of ``n`` lies, or may lie."""
+    while is_view(n) or n.target is steps.in_channels_last:
+        source: Any = n.args[0]
+        if n.target is operator.getitem and not is_view(source):
+            break
+        n = source
+    return n
+
+
+def memory(n: Node) -> int:
+    """Bytes that a reader of all of ``n`` touches. An element that is repeated by a view counts once."""
+    size = _bytes(n)
+    if is_view(n) and n.target is not operator.getitem:
+        size = min(size, memory(n.args[0]))  # type: ignore[arg-type]
+    return size
+
+
+def _step(n: Node) -> Step:
+    items: dict[Any, Node] = (
+        {u.args[1]: u for u in n.users if u.target is operator.getitem and u.meta} if not n.meta else {}
+    )
+    first = n if n.meta else items.get(min(items, default=0))
+    shape, dtype = (None, None) if first is None else (first.meta["shape"], first.meta["dtype"])
+    return Step(n.name, _name(n.target), _kind(n.target), shape, dtype, _read(n), _written(n, items.values()))
+
+
+def _read(n: Node) -> int:
+    touched: dict[Node, int] = collections.defaultdict(int)
+    for a in n.all_input_nodes:
+        size = memory(a)
+        if a is n.args[0] and n.target in _SELECTIONS:
+            size = min(size, _bytes(n))
+        elif n.target is steps.conv_last_slice and a is n.args[1]:
+            size //= a.meta["shape"][2]
+        if not (a is n.args[0] and n.target in _PARTIAL_WRITERS):
+            touched[base(a)] += size
+    return sum(min(size, _bytes(b) or size) for b, size in touched.items())
+
+
+def _written(n: Node, items: Iterable[Node]) -> int:
+    if n.target in _PARTIAL_WRITERS:
+        return _bytes(n.args[1])  # type: ignore[arg-type]
+    if n.meta:
+        return _bytes(n)
+    return sum(map(_bytes, items))
+
+
+def _bytes(n: Node) -> int:
+    return math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize if n.meta else 0
+
+
+def _is_step(target: Any) -> bool:
+    return getattr(target, "__module__", None) == steps.__name__
+
+
+def _kind(target: Any) -> str:
+    if not _is_step(target):
+        return "upstream"
+    return "library" if target in _LIBRARY else "copy" if target in _COPIES else "kernel"
+
+
+def _name(target: Any) -> str:
+    return target.__name__ if _is_step(target) else str(target)
+
+
+def _tensor(s: Step) -> str:
+    dtype = "" if s.dtype is None else str(s.dtype).removeprefix("torch.")
+    return "" if s.shape is None else f"{dtype}[{', '.join(map(str, s.shape))}]"

@@ -1,0 +1,204 @@
+"""What the call's Python may do during a trace: it must leave modules as they were, and read no values."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.plans.trace.refusals import is_tracing, refuse
+from sdfastgn.plans.trace.tensors import TracedTensor
+
+__all__ = ["ModuleState", "without_autocast_cache", "without_collections", "without_reading"]
+
+# ---- attributes of modules
+
+_CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict}
+# Values of these types are equal if ``==`` says so.
+_VALUES = {
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    frozenset,
+}
+# Attributes of these types hold no state of their own that a call would change.
+_STATELESS = (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+# Containers in containers, and attributes of objects in attributes, are followed so deep.
+_DEPTH = 3
+
+
+class ModuleState:
+    """The attributes of a model's modules, of plain objects in them, and the contents of their containers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.namespaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self.contents: dict[int, tuple[Any, Any]] = {}  # id of a container -> the container and a copy
+        self.objects: set[int] = set()
+        for module in model.modules():
+            self._note_attributes(module, 0)
+        self.random = random.getstate()
+
+    def _note_attributes(self, holder: Any, depth: int) -> None:
+        now = vars(holder)
+        self.namespaces.append((type(holder).__name__, now, now.copy()))
+        for value in now.values():
+            if type(value) not in _VALUES:
+                self._note(value, depth + 1)
+
+    def _note(self, value: Any, depth: int) -> None:
+        if type(value) in _CONTAINERS:
+            if id(value) in self.contents:
+                return
+            self.contents[id(value)] = value, value.copy()
+            if value and depth < _DEPTH:
+                for item in value.values() if isinstance(value, dict) else value:
+                    if type(item) not in _VALUES:
+                        self._note(item, depth + 1)
+        elif depth < _DEPTH and id(value) not in self.objects:
+            self.objects.add(id(value))
+            if not isinstance(value, _STATELESS) and hasattr(value, "__dict__"):
+                self._note_attributes(value, depth)
+
+    def restore(self) -> list[str]:
+        """Puts everything back. Returns what the call had changed, as reasons not to use its trace."""
+        reasons = []
+        changed = {key for key, (value, copy) in self.contents.items() if not _has_same_items(value, copy)}
+        for name, now, before in self.namespaces:
+            reasons += self._changes(name, now, before, changed)
+            if len(now) != len(before) or any(now.get(k, now) is not v for k, v in before.items()):
+                now.clear()
+                now.update(before)
+        for key in changed:
+            _refill(*self.contents[key])
+        if random.getstate() != self.random:
+            random.setstate(self.random)
+            reasons.append("the call draws random numbers from Python's module random")
+        return reasons
+
+    def _changes(self, name: str, now: Any, before: Any, changed: set[int]) -> Iterator[str]:
+        for key, value in now.items():
+            old = before.get(key, before)
+            if value is old and (not changed or type(value) not in _CONTAINERS or id(value) not in changed):
+                continue
+            attribute = f"{name}.{key}"
+            if _holds_traced(value):
+                yield f"the call keeps a tensor in {attribute}"
+            elif old is before or not self._is_equal(value, old):
+                yield f"the call changes {attribute}"
+        for key in before.keys() - now.keys():
+            yield f"the call deletes {name}.{key}"
+
+    def _is_equal(self, value: Any, old: Any) -> bool:
+        """True if ``value`` equals what ``old`` was before the call."""
+        _, items = self.contents.get(id(old), (None, None))
+        if items is None:
+            if type(value) is tuple is type(old) and len(value) == len(old):
+                return all(map(self._is_equal, value, old))
+            return value is old or (type(value) is type(old) and type(value) in _VALUES and value == old)
+        if type(value) is not type(old) or len(value) != len(items):
+            return False
+        if isinstance(value, dict):
+            return all(k in value and self._is_equal(value[k], v) for k, v in items.items())
+        return value == items if isinstance(value, set) else all(map(self._is_equal, value, items))
+
+
+def _has_same_items(value: Any, copy: Any) -> bool:
+    if len(value) != len(copy):
+        return False
+    if not copy:
+        return True
+    if isinstance(value, dict):
+        return all(value.get(k, value) is v for k, v in copy.items())
+    return value == copy if isinstance(value, set) else all(a is b for a, b in zip(value, copy, strict=True))
+
+
+def _refill(value: Any, copy: Any) -> None:
+    value.clear()
+    value.extend(copy) if isinstance(value, list | deque) else value.update(copy)
+
+
+def _holds_traced(value: Any, depth: int = 0) -> bool:
+    if type(value) is TracedTensor:
+        return True
+    if depth > _DEPTH or not isinstance(value, list | tuple | dict | deque):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(_holds_traced(item, depth + 1) for item in items)
+
+
+# ---- values of tensors that are not traced: ops see those of the others
+
+_READERS = ("numpy", "tolist", "__array__", "__dlpack__")
+_lock = threading.Lock()
+_traces = 0
+_replaced: dict[str, Any] = {}  # name -> the class's own function, or None if it inherits one
+
+
+def _refusing(name: str, function: Any) -> Any:
+    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            refuse(f"the call uses Tensor.{name}")
+        return function(self, *args, **kwargs)
+
+    return read
+
+
+@contextlib.contextmanager
+def without_reading() -> Iterator[None]:
+    """In threads that trace, tensors refuse methods that read values. The other threads notice nothing."""
+    global _traces
+    with _lock:
+        _traces += 1
+        if _traces == 1:
+            for name in _READERS:
+                _replaced[name] = Tensor.__dict__.get(name)
+                setattr(Tensor, name, _refusing(name, getattr(Tensor, name)))
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if not _traces:
+                for name, own in _replaced.items():
+                    delattr(Tensor, name) if own is None else setattr(Tensor, name, own)
+
+
+# ---- settings
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps no traced copies of weights, which it would give to later calls."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Turns the garbage collector off. It would visit the growing graph again and again."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

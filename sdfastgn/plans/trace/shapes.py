@@ -1,0 +1,113 @@
+"""Shapes, strides, dtypes and devices of the results of ops.
+
+They depend on the op, on the same of its tensors, on its numbers and on a few settings of PyTorch. So each
+such combination is asked of PyTorch once in a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common import private
+from sdfastgn.plans.trace.refusals import refuse
+from sdfastgn.plans.trace.tensors import Metadata, forget_metadata, metadata, metadata_of
+
+__all__ = ["Inference", "surroundings"]
+
+aten = torch.ops.aten
+# Entries of the table. A model needs about 100 to 400, a new image size as many again.
+_MOST = 100_000
+_table: dict[Any, Any] = {}
+# For these ops (and for views) PyTorch's kernels for the device "meta" give the strides of every device. They
+# need a tenth of the time of FakeTensorMode.
+_SAME_ON_META = {
+    aten.add.Tensor,
+    aten.mul.Tensor,
+    aten.sub.Tensor,
+    aten.div.Tensor,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.linear.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._unsafe_view.default,
+}
+
+
+def surroundings() -> tuple[Any, ...]:
+    """The settings of PyTorch on which results' metadata depends. Backends of attention choose strides."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    switches = tuple(switch() for switch in private.switches)
+    return torch.get_default_dtype(), device, switches, tuple(private.sdp_priority_order())
+
+
+class Inference:
+    """Finds the metadata of results. ``known`` gives the metadata of a tensor that is an argument."""
+
+    def __init__(self, known: Callable[[Tensor], Metadata]) -> None:
+        self.known = known
+        self.fake: Any = None
+
+    def __call__(self, op: Any, key: list[Any], args: Any, kwargs: Any, *, is_view: bool = False) -> Any:
+        """The metadata of the result, or a tuple if there are several. Raises what the op would raise."""
+        at = tuple(key)
+        found = _table.get(at)
+        if found is None:
+            devices = {m.device for m in key if type(m) is Metadata}
+            if len(devices) == 1 and (is_view or op in _SAME_ON_META):
+                (device,) = devices
+                out = op(
+                    *self._on_meta(args), **dict(zip(kwargs, self._on_meta(kwargs.values()), strict=True))
+                )
+                found = _described(op, out, device)
+            else:
+                found = _described(op, self._faked(op, args, kwargs), None)
+            if len(_table) > _MOST:
+                _table.clear()
+                forget_metadata()
+            _table[at] = found
+        return found
+
+    def _faked(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if self.fake is None:
+            self.fake = private.fake_tensor_mode()
+        with self.fake:
+            a, k = self._like(args, None), dict(zip(kwargs, self._like(kwargs.values(), None), strict=True))
+            try:
+                # Attention chooses its backend, and so its strides, only above the ops that fake tensors see.
+                return private.run_composite(op, a, k) if private.is_composite(op) else op(*a, **k)
+            except NotImplementedError as error:
+                refuse(f"PyTorch does not know the shape of the result of {op}: {str(error)[:200]}")
+            except RuntimeError as error:
+                if private.is_of_fake_tensors(error):
+                    refuse(f"the shape of the result of {op} depends on the values of a tensor")
+                raise
+
+    def _on_meta(self, args: Any) -> list[Any]:
+        return self._like(args, "meta")
+
+    def _like(self, args: Any, device: str | None) -> list[Any]:
+        """``args`` with tensors of the same metadata instead of tensors."""
+        made: list[Any] = []
+        for a in args:
+            if isinstance(a, Tensor):
+                m = self.known(a)
+                made.append(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=device or m.device))
+            else:
+                made.append(self._like(a, device) if isinstance(a, list | tuple) else a)
+        return made
+
+
+def _described(op: Any, out: Any, device: torch.device | None) -> Any:
+    if isinstance(out, Tensor):
+        return metadata(out.shape, out.stride(), out.dtype, device) if device else metadata_of(out)
+    if isinstance(out, list | tuple) and all(t is None or isinstance(t, Tensor) for t in out):
+        return tuple(None if t is None else _described(op, t, device) for t in out)
+    return refuse(f"{op} returns a {type(out).__name__}")

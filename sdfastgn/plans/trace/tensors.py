@@ -1,0 +1,111 @@
+"""Traced tensors: they have a shape, strides, a dtype and a device, but no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from sdfastgn.kernels.common import private
+from sdfastgn.plans.trace.refusals import refuse
+
+__all__ = ["Metadata", "Step", "TracedTensor", "forget_metadata", "make", "metadata", "metadata_of"]
+
+
+class Metadata:
+    """What is known of a tensor without its values. Equal metadata is the same object."""
+
+    __slots__ = ("device", "dtype", "for_node", "shape", "stride")
+
+    def __init__(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.stride, self.dtype, self.device = shape, stride, dtype, device
+        self.for_node = {"shape": shape, "dtype": dtype, "device": device}
+
+
+_known: dict[Any, Metadata] = {}
+
+
+def metadata(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Metadata:
+    key = tuple(shape), tuple(stride), dtype, device
+    found = _known.get(key)
+    return found if found is not None else _known.setdefault(key, Metadata(*key))
+
+
+def metadata_of(t: Tensor) -> Metadata:
+    return metadata(t.shape, t.stride(), t.dtype, t.device)
+
+
+def forget_metadata() -> None:
+    _known.clear()
+
+
+class Step(NamedTuple):
+    """An op that makes a view of a tensor: ``op(tensor, *args, **kwargs)``."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Metadata
+
+
+def _refused(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"the call uses Tensor.{name}")
+
+    return method
+
+
+class TracedTensor(Tensor):
+    """A tensor without memory.
+
+    Attributes:
+        metadata: its shape, strides, dtype and device.
+        node: the node of the graph whose value it has.
+        base: the tensor whose memory it is a view of. None: it has memory of its own.
+        path: the steps that lead from ``base`` to it.
+        version: of a base, the number of writes into it. Of a view, the base's version that ``node`` has.
+    """
+
+    metadata: Metadata
+    node: fx.Node
+    base: TracedTensor | None
+    path: tuple[Step, ...]
+    version: int
+
+    __torch_function__ = private.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        refuse("a tensor of a trace is used outside of this trace")
+
+    numpy = _refused("numpy")
+    tolist = _refused("tolist")
+    data_ptr = _refused("data_ptr")
+    storage = _refused("storage")
+    untyped_storage = _refused("untyped_storage")
+    storage_offset = _refused("storage_offset")
+    share_memory_ = _refused("share_memory_")
+    __array__ = _refused("__array__")
+    __dlpack__ = _refused("__dlpack__")
+    __reduce_ex__ = _refused("__reduce_ex__")
+    # PyTorch would exchange what its C++ tensor refers to, and the node would stay.
+    data = property(lambda self: self.detach(), _refused("data"))  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"traced tensor of shape {self.metadata.shape}"
+
+
+def make(
+    m: Metadata, node: fx.Node, base: TracedTensor | None = None, path: tuple[Step, ...] = ()
+) -> TracedTensor:
+    t: Any = private.make_wrapper(TracedTensor, m.shape, strides=m.stride, dtype=m.dtype, device=m.device)
+    t.metadata, t.node, t.base, t.path = m, node, base, path
+    t.version = 0 if base is None else base.version
+    return t

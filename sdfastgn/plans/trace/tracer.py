@@ -1,0 +1,502 @@
+"""Traces a call: upstream's Python runs once with tensors without memory, and each op becomes a node."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdfastgn.kernels.common import private
+from sdfastgn.plans.trace import writes
+from sdfastgn.plans.trace.python_state import (
+    ModuleState,
+    without_autocast_cache,
+    without_collections,
+    without_reading,
+)
+from sdfastgn.plans.trace.refusals import is_tracing, noted, reason_of, refuse
+from sdfastgn.plans.trace.shapes import Inference, surroundings
+from sdfastgn.plans.trace.survivors import kept
+from sdfastgn.plans.trace.tensors import Metadata, Step, TracedTensor, make, metadata_of
+from sdfastgn.plans.trace.traced import Traced, Untraceable
+
+__all__ = ["trace"]
+
+aten = torch.ops.aten
+_Place = tuple[nn.Module, str, str]
+# Results and arguments of a call that are no tensors, and that a graph can return.
+_CONSTANTS = (type(None), int, float, bool, str, torch.dtype, torch.device)
+
+
+def trace(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
+    """The graph of ``call(*args, **kwargs)``, which runs ``model``. Raises Untraceable.
+
+    Tensors in ``args`` and ``kwargs`` are the graph's inputs. Other arguments are constants. The graph holds
+    for tensors with the same shapes, strides, dtypes and devices that share no memory with each other.
+    """
+    if is_tracing():
+        raise Untraceable("the call runs inside of a trace of another call")
+    tracer = Tracer(model)
+    state = ModuleState(model)
+    traced = None
+    with without_collections(), noted() as reasons:
+        try:
+            traced = tracer.traced(call, args, kwargs)
+        except Exception as error:
+            reasons.append(reason_of(error))
+        reasons += state.restore()
+        made = tracer.made
+        tracer.let_go()
+        reasons += kept(made)
+    if reasons or traced is None:
+        raise Untraceable(reasons[0])
+    return traced
+
+
+def _places(model: nn.Module) -> dict[int, _Place]:
+    """Id of each parameter and buffer -> where the model has it first."""
+    found: dict[int, _Place] = {}
+    for module in model.modules():
+        for kind in ("_parameters", "_buffers"):
+            for name, t in getattr(module, kind).items():
+                if t is not None:
+                    found.setdefault(id(t), (module, kind, name))
+    return found
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided
+
+
+def _geometry(t: Tensor) -> Any:
+    return private.storage_of(t), t.shape, t.stride(), t.storage_offset(), t.dtype
+
+
+class _Source(NamedTuple):
+    """A tensor from outside: an argument, a parameter, a buffer or another one."""
+
+    real: Tensor
+    traced: TracedTensor
+    placeholder: fx.Node
+
+
+class Tracer(TorchDispatchMode):
+    """Writes the ops of a call as nodes of ``self.module.graph``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = fx.GraphModule({}, fx.Graph())
+        self.graph = self.module.graph
+        self.places = _places(model)
+        self.parameters: list[_Place] = []
+        self.others: list[Tensor] = []
+        self.sources: list[_Source] = []
+        self.known: dict[
+            int, tuple[Tensor, TracedTensor]
+        ] = {}  # id of a tensor from outside -> its traced one
+        self.by_geometry: dict[Any, Tensor] | None = None
+        self.last_parameter: fx.Node | None = None
+        self.last_other: fx.Node | None = None
+        self.values: dict[fx.Node, Any] = {}  # of nodes that depend on literals only
+        self.made: list[weakref.ref[Tensor]] = []
+        self.surroundings = surroundings()
+        self.infer = Inference(lambda t: t.metadata if type(t) is TracedTensor else self.outside(t).metadata)
+
+    def traced(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = [self.add_input(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        with torch.no_grad(), without_autocast_cache(), without_reading(), private.below_autograd(), self:
+            out = call(*args, **kwargs)
+        results, out_spec = pytree.tree_flatten(out)
+        nodes = [self.result(r) for r in results]
+        self.add_writes()
+        self.graph.output(nodes)
+        return Traced(self.module, self.parameters, self.others, spec, out_spec)
+
+    def let_go(self) -> None:
+        """Forgets all traced tensors."""
+        self.sources.clear()
+        self.known.clear()
+        self.infer = None  # type: ignore[assignment]
+
+    # ---- tensors
+
+    def new(
+        self, m: Metadata, node: fx.Node, base: TracedTensor | None = None, path: tuple[Step, ...] = ()
+    ) -> TracedTensor:
+        t = make(m, node, base, path)
+        self.made.append(weakref.ref(t))
+        return t
+
+    def emit(self, op: Any, args: Any, kwargs: Any, m: Metadata) -> fx.Node:
+        node = self.graph.create_node("call_function", op, args, kwargs)
+        node.meta = dict(m.for_node)
+        return node
+
+    def add_input(self, t: Tensor) -> TracedTensor:
+        if not _is_plain(t):
+            raise Untraceable(f"an argument is a {type(t).__name__} of layout {t.layout}")
+        return self.add_placeholder(t, "input")
+
+    def add_placeholder(self, t: Tensor, kind: str) -> TracedTensor:
+        node = self.graph.create_node("placeholder", f"{kind}_{len(self.sources)}")
+        traced = self.new(metadata_of(t), node)
+        node.meta = dict(traced.metadata.for_node)
+        self.sources.append(_Source(t, traced, node))
+        return traced
+
+    def after(self, node: fx.Node | None) -> Any:
+        """A context in which new nodes stand after ``node``, or at the beginning of the graph."""
+        return self.graph.inserting_after(node) if node is not None else self.graph.inserting_before()
+
+    def outside(self, t: Tensor) -> TracedTensor:
+        """The traced tensor for a parameter, a buffer or another tensor that the trace did not make."""
+        found = self.known.get(id(t))
+        if found is not None:
+            return found[1]
+        if not _is_plain(t):
+            refuse(f"the call reads a {type(t).__name__} of layout {t.layout}")
+        place = self.places.get(id(t))
+        owner = self.owner(t) if place is None else None
+        if owner is not None:
+            traced = self.outside(owner)
+        elif place is not None:
+            with self.after(self.last_parameter):
+                traced = self.add_placeholder(t, "parameter")
+            self.last_parameter = traced.node
+            self.parameters.append(place)
+        else:
+            with self.after(self.last_other or self.last_parameter):
+                traced = self.add_placeholder(t, "other")
+            self.last_other = traced.node
+            self.others.append(t)
+        self.known[id(t)] = t, traced
+        return traced
+
+    def owner(self, t: Tensor) -> Tensor | None:
+        """The parameter or buffer whose values and memory ``t`` has, as ``parameter.data``. None if none."""
+        if self.by_geometry is None:
+            tensors = (getattr(module, kind)[name] for module, kind, name in self.places.values())
+            self.by_geometry = {_geometry(p): p for p in tensors if _is_plain(p)}
+        return self.by_geometry.get(_geometry(t))
+
+    def of(self, t: Tensor) -> TracedTensor:
+        if type(t) is not TracedTensor:
+            return self.outside(t)
+        if t.node.graph is not self.graph:
+            refuse("the call reads a tensor of an earlier trace")
+        return t
+
+    def node_of(self, t: TracedTensor) -> fx.Node:
+        """The node of the present value of ``t``."""
+        base = t.base
+        if base is not None and t.version != base.version:
+            node = base.node
+            for step in t.path:
+                node = self.emit(step.op, (node, *step.args), step.kwargs, step.result)
+            t.node, t.version = node, base.version
+        return t.node
+
+    def read(self, args: Any, key: list[Any]) -> list[Any]:
+        """``args`` with nodes instead of tensors. Adds to ``key`` what results' metadata depends on."""
+        out: list[Any] = []
+        for a in args:
+            kind = type(a)
+            if kind is int or a is None or kind in (str, torch.dtype, torch.device, torch.memory_format):
+                key.append(a)
+            elif kind is float or kind is bool or kind is complex or kind is torch.layout:
+                key.append((kind, a))
+            elif kind is list or kind is tuple:
+                key.append("[")
+                a = self.read(a, key)
+                key.append("]")
+            elif isinstance(a, Tensor):
+                t = self.of(a)
+                key.append(t.metadata)
+                a = self.node_of(t)
+            elif isinstance(a, torch.Generator):
+                refuse("the call draws random numbers")
+            else:
+                refuse(f"an op has an argument of type {kind.__name__}")
+            out.append(a)
+        return out
+
+    def read_all(self, op: Any, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...], dict[str, Any]]:
+        key = [op, self.surroundings]
+        a = tuple(self.read(args, key))
+        if not kwargs:
+            return key, a, {}
+        key += ["{", *kwargs]
+        return key, a, dict(zip(kwargs, self.read(kwargs.values(), key), strict=True))
+
+    # ---- ops
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _handlers.get(op)
+        if handler is None:
+            handler = _handlers[op] = _handler(op)
+        return handler(self, op, args, kwargs or {})
+
+    def composite(self, op: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return private.run_composite(op, args, kwargs)
+
+    def plain(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """An op that writes nothing, and whose results have memory of their own."""
+        key, a, k = self.read_all(op, args, kwargs)
+        found = self.infer(op, key, args, kwargs)
+        if type(found) is Metadata:
+            return self.new(found, self.emit(op, a, k, found))
+        node = self.graph.create_node("call_function", op, a, k)
+        return [
+            None if m is None else self.new(m, self.emit(operator.getitem, (node, i), {}, m))
+            for i, m in enumerate(found)
+        ]
+
+    def view(self, op: Any, args: Any, kwargs: Any) -> Any:
+        key, a, k = self.read_all(op, args, kwargs)
+        m = self.infer(op, key, args, kwargs, is_view=True)
+        if type(m) is not Metadata:
+            refuse(f"the call runs {op}, which returns several views")
+        if op is aten._reshape_alias.default:
+            op, a = aten.view.default, a[:2]
+        return self.viewed(self.of(args[0]), Step(op, a[1:], k, m))
+
+    def viewed(self, x: TracedTensor, step: Step) -> TracedTensor:
+        node = self.emit(step.op, (self.node_of(x), *step.args), step.kwargs, step.result)
+        return self.new(step.result, node, x if x.base is None else x.base, (*x.path, step))
+
+    def alias(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
+        x = self.of(args[0])
+        return self.new(x.metadata, self.node_of(x), x if x.base is None else x.base, x.path)
+
+    def parts(self, op: Any, args: Any, kwargs: Any) -> list[TracedTensor]:
+        """``split``, ``split_with_sizes`` and ``unbind``: a slice or an element for each result."""
+        key, _, _ = self.read_all(op, args, kwargs)
+        results = self.infer(op, key, args, kwargs, is_view=False)
+        x = self.of(args[0])
+        position = 1 if op is aten.unbind.int else 2
+        dim = args[position] if len(args) > position else kwargs.get("dim", 0)
+        steps, start = [], 0
+        for i, m in enumerate(results):
+            if op is aten.unbind.int:
+                steps.append(Step(aten.select.int, (dim, i), {}, m))
+            else:
+                end = start + m.shape[dim]
+                steps.append(Step(aten.slice.Tensor, (dim, start, end), {}, m))
+                start = end
+        return [self.viewed(x, step) for step in steps]
+
+    def attention(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if (len(args) > 4 and args[4]) or kwargs.get("dropout_p"):
+            refuse("the call runs attention with dropout")
+        return self.plain(op, args, kwargs)
+
+    def resolved(self, op: Any, args: Any, kwargs: Any) -> Tensor:
+        """``resolve_conj`` and ``resolve_neg``: a copy if the tensor is a view of that kind."""
+        x = self.of(args[0])
+        kind = aten._conj.default if op is aten.resolve_conj.default else aten._neg_view.default
+        if sum(step.op is kind for step in x.path) % 2:
+            return self.plain(aten.clone.default, (x,), {})
+        return args[0]
+
+    def batch_norm(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """It writes its running statistics in training, although its signature does not say so."""
+        if args[3] is not None and args[5]:
+            refuse("the call runs a batch norm in training")
+        return self.plain(op, args, kwargs)
+
+    # ---- values of literals
+
+    def literal(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
+        """``torch.tensor([...])``: PyTorch has made a tensor of numbers, and gives it to the trace."""
+        (t,) = args
+        return t if type(t) is TracedTensor else self.constant(t)
+
+    def constant(self, t: Tensor) -> TracedTensor:
+        name = f"_constant_{len(list(self.module.buffers()))}"
+        self.module.register_buffer(name, t)
+        node = self.graph.create_node("get_attr", name)
+        traced = self.new(metadata_of(t), node)
+        node.meta = dict(traced.metadata.for_node)
+        self.values[node] = t
+        return traced
+
+    def depends_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """An op whose result, or its shape, Python learns from values: these may depend on literals only."""
+        _, a, k = self.read_all(op, args, kwargs)
+        a, k = fx.node.map_arg((a, k), self.value)
+        out = op(*a, **k)
+        if isinstance(out, Tensor):
+            return self.constant(out)
+        return [self.constant(t) for t in out] if isinstance(out, list | tuple) else out
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of a node that depends on literals only."""
+        stack = [node]
+        while stack:
+            n = stack[-1]
+            waits = [i for i in n.all_input_nodes if i not in self.values]
+            if n in self.values or waits:
+                stack = [*stack, *waits] if n not in self.values else stack[:-1]
+                continue
+            if n.op != "call_function":
+                refuse("the call reads the value of a tensor, or a shape depends on it")
+            a, k = fx.node.map_arg((n.args, n.kwargs), self.values.__getitem__)
+            self.values[n] = n.target(*a, **k)  # type: ignore[operator]
+        return self.values[node]
+
+    def indexed(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """``x[...]`` by tensors: how many elements a mask selects depends on its values."""
+        indices: list[Any] = []
+        for i in args[1]:
+            if i is not None and i.dtype in (torch.bool, torch.uint8):
+                mask = self.value(self.node_of(self.of(i)))
+                indices += [self.constant(where.contiguous()) for where in mask.nonzero().unbind(1)]
+            else:
+                indices.append(i)
+        return self.plain(op, (args[0], indices, *args[2:]), kwargs)
+
+    # ---- writes
+
+    def write(self, op: Any, args: Any, kwargs: Any) -> Any:
+        _refuse_random(op)
+        functional = writes.functional_form(op)
+        if functional is None:
+            refuse(f"the call runs {op}, which writes in a way that the trace does not know")
+        targets = []
+        kwargs = dict(kwargs)
+        for position, name, is_keyword in writes.written(op):
+            targets.append(kwargs.pop(name) if is_keyword else args[position])
+        if functional is aten.copy.default:
+            values = [self.copied(self.of(args[0]), args[1])]
+        else:
+            out = self.plain(functional, args, kwargs)
+            values = out if isinstance(out, list) else [out]
+        for target, v in zip(targets, values, strict=True):
+            self.store(self.of(target), v, op)
+        return targets[0] if len(targets) == 1 else targets
+
+    def copied(self, t: TracedTensor, source: Tensor) -> TracedTensor:
+        """``source`` in the dtype and shape of ``t`` and on its device."""
+        x, m = self.of(source), t.metadata
+        if x.metadata.dtype is not m.dtype or x.metadata.device != m.device:
+            x = self.plain(aten._to_copy.default, (x,), {"dtype": m.dtype, "device": m.device})
+        if x.metadata.shape != m.shape:
+            x = self.new(m, self.emit(aten.expand.default, (self.node_of(x), m.shape), {}, m))
+        return x
+
+    def store(self, t: TracedTensor, v: TracedTensor, op: Any) -> None:
+        """Gives ``t`` the value of ``v``, and with it all tensors that share its memory."""
+        if v.metadata.shape != t.metadata.shape:
+            refuse(f"the call runs {op}, which changes a shape")
+        if v.metadata.dtype is not t.metadata.dtype:
+            v = self.plain(aten._to_copy.default, (v,), {"dtype": t.metadata.dtype})
+        node = self.node_of(v)
+        base = t.base
+        if base is None:
+            t.node = node
+            t.version += 1
+            return
+        before, known = [base.node], [base.metadata]
+        for step in t.path[:-1]:
+            before.append(self.emit(step.op, (before[-1], *step.args), step.kwargs, step.result))
+            known.append(step.result)
+        of_base = node
+        for step, n, m in zip(reversed(t.path), reversed(before), reversed(known), strict=False):
+            of_base = self.emit(*writes.inverse(step, n, m, of_base), {}, m)
+        base.node = of_base
+        base.version += 1
+        t.node, t.version = node, base.version
+
+    # ---- the end of a trace
+
+    def result(self, r: Any) -> Any:
+        if isinstance(r, Tensor):
+            return self.node_of(self.of(r))
+        if not isinstance(r, _CONSTANTS):
+            raise Untraceable(f"the call returns a {type(r).__name__}")
+        return r
+
+    def add_writes(self) -> None:
+        """Writes the last values of written arguments, parameters and buffers into them."""
+        writing = [source for source in self.sources if source.traced.version]
+        if not writing:
+            return
+        shared = Counter(private.storage_of(source.real) for source in self.sources)
+        for real, t, placeholder in writing:
+            if any(real is other for other in self.others):
+                raise Untraceable(
+                    "the call writes into a tensor that is no argument and no buffer of the model"
+                )
+            if shared[private.storage_of(real)] > 1:
+                raise Untraceable("the call writes into a tensor that shares its memory with another one")
+            self.emit(aten.copy_.default, (placeholder, t.node), {}, t.metadata)
+
+
+def _ignored(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> None:
+    return None
+
+
+def _same(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+def _refuse_random(op: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        refuse(f"the call draws random numbers: {op}")
+
+
+def _random(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
+    _refuse_random(op)
+
+
+def _by_strides(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
+    refuse("the call uses as_strided, whose result depends on where values lie in memory")
+
+
+_handlers: dict[Any, Any] = {
+    aten.linear.default: Tracer.plain,
+    aten.layer_norm.default: Tracer.plain,
+    aten.group_norm.default: Tracer.plain,
+    aten.rms_norm.default: Tracer.plain,
+    aten.scaled_dot_product_attention.default: Tracer.attention,
+    aten.lift_fresh.default: Tracer.literal,
+    aten.detach.default: Tracer.alias,
+    aten.alias.default: Tracer.alias,
+    aten.detach_.default: _same,
+    aten.split.Tensor: Tracer.parts,
+    aten.split_with_sizes.default: Tracer.parts,
+    aten.unbind.int: Tracer.parts,
+    aten.as_strided.default: _by_strides,
+    aten.resolve_conj.default: Tracer.resolved,
+    aten.resolve_neg.default: Tracer.resolved,
+    aten.index.Tensor: Tracer.indexed,
+    aten.native_batch_norm.default: Tracer.batch_norm,
+    aten.cudnn_batch_norm.default: Tracer.batch_norm,
+    aten.miopen_batch_norm.default: Tracer.batch_norm,
+    aten._assert_async.default: _ignored,
+    aten._assert_async.msg: _ignored,
+    aten._assert_tensor_metadata.default: _ignored,
+}
+
+
+def _handler(op: Any) -> Callable[..., Any]:
+    schema = private.schema_of(op)
+    if private.is_composite(op):
+        return Tracer.composite
+    if schema.is_mutable:
+        return Tracer.write
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return _random
+    if torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags:
+        return Tracer.depends_on_values
+    return Tracer.view if any(r.alias_info is not None for r in schema.returns) else Tracer.plain

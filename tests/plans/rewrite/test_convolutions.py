@@ -1,0 +1,212 @@
+"""Convolutions take padding, upsampling and the role of matrix products; their biases are apart."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from sdfastgn.plans.rewrite.biases import bias_of, biases
+from sdfastgn.plans.rewrite.nodes import has
+from sdfastgn.plans.run import steps
+from tests.plans.rewrite.rewriting import calls, check, names
+
+HALF = 2e-2
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype)
+
+
+def paddings(graph):
+    return [list(n.args[4]) for n in calls(graph) if has(n, steps.conv)]
+
+
+# ---- padding
+
+
+@pytest.mark.parametrize(("pads", "own"), [((1, 1, 2, 2), [2, 1]), ((1, 1), [0, 1]), ((0, 0, 1, 1), [1, 0])])
+def test_symmetric_zeros_are_the_convolutions_own(pads, own):
+    w = randn(5, 4, 3, 3)
+    graph = check(lambda x: F.conv2d(F.pad(x, pads), w), randn(2, 4, 6, 7))
+    assert (names(graph), paddings(graph)) == (["conv"], [own])
+
+
+def test_zeros_are_added_to_the_padding_of_the_convolution():
+    w = randn(5, 4, 3, 3)
+    graph = check(lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)), w, padding=(0, 2)), randn(2, 4, 6, 7))
+    assert (names(graph), paddings(graph)) == (["conv"], [[1, 3]])
+
+
+def test_a_video_is_padded_by_its_convolution():
+    w = randn(5, 4, 3, 3, 3)
+    graph = check(lambda x: F.conv3d(F.pad(x, (1, 1, 0, 0, 2, 2)), w), randn(1, 4, 3, 6, 5))
+    assert (names(graph), paddings(graph)) == (["conv"], [[2, 0, 1]])
+
+
+def test_other_pads_stay():
+    w = randn(5, 4, 3, 3)
+    for pad in (
+        lambda x: F.pad(x, (0, 1, 0, 1)),
+        lambda x: F.pad(x, (1, 1, 1, 1), value=1.0),
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    ):
+        graph = check(lambda x, pad=pad: F.conv2d(pad(x), w), randn(2, 4, 6, 7))
+        assert (names(graph), paddings(graph)) == (["pad", "conv"], [[0, 0]])
+
+
+def test_an_axis_with_unequal_zeros_stays_a_pad():
+    w = randn(5, 4, 3, 3)
+    graph = check(lambda x: F.conv2d(F.pad(x, (1, 1, 0, 1)), w, stride=2), randn(2, 4, 6, 7))
+    assert (names(graph), paddings(graph)) == (["pad", "conv"], [[0, 1]])
+    assert calls(graph)[0].meta["shape"] == (2, 4, 7, 7)
+
+
+def test_convolutions_that_share_a_pad():
+    w, v = randn(5, 4, 3, 3), randn(5, 4, 3, 3)
+
+    def both(pads, x):
+        x = F.pad(x, pads)
+        return F.conv2d(x, w), F.conv2d(x, v)
+
+    for pads, expected in (((1, 1, 1, 1), ["conv", "conv"]), ((1, 1, 0, 1), ["pad", "conv", "conv"])):
+        graph = check(functools.partial(both, pads), randn(2, 4, 6, 7))
+        assert names(graph) == expected
+
+
+# ---- products
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_single_pixels_in_16_bits_are_a_product(dtype):
+    w, v, b = randn(6, 4, 1, 1, dtype=dtype), randn(5, 6, 1, 1, 1, dtype=dtype), randn(6, dtype=dtype)
+    image = check(lambda x: F.conv2d(x, w, b), randn(2, 4, 3, 5, dtype=dtype), tolerance=HALF)
+    video = check(lambda x: F.conv3d(x, v), randn(2, 6, 2, 3, 5, dtype=dtype), tolerance=HALF)
+    assert names(image) == names(video) == ["pointwise_conv"]
+
+
+def test_other_convolutions_are_no_products():
+    w, dtype = randn(6, 4, 1, 1), torch.bfloat16
+    x, half = randn(2, 4, 4, 6), w.to(dtype)
+    for call, image in (
+        (lambda x: F.conv2d(x, w), x),
+        (lambda x: F.conv2d(x, half, stride=2), x.to(dtype)),
+        (lambda x: F.conv2d(x, half, padding=1), x.to(dtype)),
+        (lambda x: F.conv2d(x, half[:, :2], groups=2), x.to(dtype)),
+        (lambda x: F.conv2d(x, half.expand(6, 4, 2, 1)), x.to(dtype)),
+    ):
+        assert names(check(call, image, tolerance=HALF)) == ["conv"]
+
+
+# ---- upsampling
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    monkeypatch.setattr("sdfastgn.plans.rewrite.convolutions.phases_pay", lambda *sizes: True)
+
+
+def twice(x, times=2.0):
+    return F.interpolate(x, scale_factor=times, mode="nearest")
+
+
+@pytest.mark.usefixtures("phases")
+def test_an_upsampled_image_is_convolved_in_phases():
+    w, b = randn(5, 4, 3, 3), randn(5)
+    graph = check(lambda x: F.conv2d(twice(x), w, b, padding=1), randn(2, 4, 3, 5))
+    padded = check(lambda x: F.conv2d(F.pad(twice(x), (1, 1, 1, 1)), w), randn(2, 4, 3, 5))
+    assert names(graph) == names(padded) == ["upsample_conv"]
+
+
+@pytest.mark.usefixtures("phases")
+def test_other_upsampled_images_are_not():
+    w, wide, grouped = randn(4, 4, 3, 3), randn(4, 4, 5, 5), randn(4, 2, 3, 3)
+    for call in (
+        lambda x: F.conv2d(twice(x), w),
+        lambda x: F.conv2d(twice(x), wide, padding=1),
+        lambda x: F.conv2d(twice(x), w, padding=1, stride=2),
+        lambda x: F.conv2d(twice(x), w, padding=1, dilation=2),
+        lambda x: F.conv2d(twice(x), grouped, padding=1, groups=2),
+        lambda x: F.conv2d(twice(x, 4.0), w, padding=1),
+        lambda x: F.conv2d(twice(x, (2.0, 1.0)), w, padding=1),
+    ):
+        assert names(check(call, randn(2, 4, 3, 5))) == ["upsample", "conv"]
+    assert (
+        names(check(lambda x: (large := twice(x), F.conv2d(large, w, padding=1)), randn(2, 4, 3, 5)))[-1]
+        == "conv"
+    )
+
+
+def test_phases_are_asked_for_the_size(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "sdfastgn.plans.rewrite.convolutions.phases_pay", lambda *sizes: bool(asked.append(sizes))
+    )
+    w = randn(7, 4, 3, 3)
+    graph = check(lambda x: F.conv2d(twice(x), w, padding=1), randn(2, 4, 3, 5))
+    assert (names(graph), asked) == (["upsample", "conv"], [(2, 4, 7, 3, 5, 4)])
+
+
+# ---- biases
+
+
+def test_a_bias_is_a_step_of_its_own():
+    w, b = randn(5, 4, 3, 3), randn(5)
+    graph = check(lambda x: F.relu(F.conv2d(x, w, b)), randn(2, 4, 6, 7))
+    assert names(graph) == ["conv", "add_bias_", "aten.relu"]
+
+
+def test_a_result_that_is_read_twice_has_its_bias_once():
+    w, b = randn(4, 4, 3, 3), randn(4)
+
+    def call(x):
+        h = F.conv2d(x, w, b, padding=1)
+        return h, h + F.relu(h), F.group_norm(h, 2)
+
+    assert names(check(call, randn(2, 4, 6, 7))).count("add_bias_") == 1
+
+
+def test_groups_and_strides_have_their_bias_apart():
+    w, b = randn(4, 2, 3, 3), randn(4)
+    graph = check(lambda x: F.conv2d(x, w, b, stride=2, dilation=(1, 2), groups=2), randn(2, 4, 7, 7))
+    assert names(graph) == ["conv", "add_bias_"]
+
+
+def test_other_convolutions_keep_their_bias():
+    b = randn(5)
+    w, transposed, line = randn(5, 4, 3, 3), randn(4, 5, 2, 2), randn(5, 4, 3)
+    double = check(lambda x: F.conv2d(x, w.double(), b.double()), randn(2, 4, 6, 7).double())
+    assert "add_bias_" not in names(double)
+    assert names(check(lambda x: F.conv_transpose2d(x, transposed, b, stride=2), randn(2, 4, 3, 3))) == [
+        "conv"
+    ]
+    assert names(check(lambda x: F.conv1d(x, line, b), randn(2, 4, 6))) == ["aten.convolution"]
+
+
+def test_no_bias_is_written_over_what_another_step_reads():
+    graph = fx.Graph()
+    x, w, b, c = (graph.placeholder(name) for name in "xwbc")
+    image, column = {"shape": (2, 4, 5, 5)}, {"shape": (4,)}
+    same = {"dtype": torch.float32, "device": torch.device("cpu")}
+    where = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    h = graph.call_function(steps.conv, (x, w, None, *where))
+    first, second = (graph.call_function(bias_of, (h, bias)) for bias in (b, c))
+    other = graph.call_function(steps.conv, (x, w, None, *where))
+    tokens = graph.call_function(steps.reshape, (other, (2, 4, 25)))
+    back = graph.call_function(steps.reshape, (tokens, (2, 4, 5, 5)))
+    third = graph.call_function(bias_of, (back, b))
+    plain = graph.call_function(bias_of, (x, b))
+    graph.output([first, second, third, tokens, plain])
+    for n in graph.nodes:
+        n.meta = dict(column if n in (b, c) else image, **same)
+    w.meta["shape"], tokens.meta["shape"] = (4, 4, 3, 3), (2, 4, 25)
+    graph = biases(graph)
+    assert names(graph).count("aten.add") == 4
+    assert "add_bias_" not in names(graph)
+    x, w, b, c = randn(2, 4, 5, 5), randn(4, 4, 3, 3), randn(4), randn(4)
+    y = F.conv2d(x, w, padding=1)
+    wanted = y + b.view(4, 1, 1), y + c.view(4, 1, 1), y + b.view(4, 1, 1), y.flatten(2), x + b.view(4, 1, 1)
+    for got, exact in zip(fx.GraphModule({}, graph)(x.clone(), w, b, c), wanted, strict=True):
+        torch.testing.assert_close(got, exact)

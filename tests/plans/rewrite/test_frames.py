@@ -1,0 +1,356 @@
+"""What a convolution of frames reads is prepared by one step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sdfastgn.plans.rewrite.nodes import has
+from sdfastgn.plans.run import steps
+from tests.plans.rewrite.rewriting import calls, check, names
+
+CAUSAL = (1, 1, 1, 1, 2, 0)
+
+
+def randn(*shape):
+    return torch.randn(shape)
+
+
+def video(T=4, C=4):
+    return randn(2, C, T, 5, 6)
+
+
+@pytest.fixture
+def weight():
+    return randn(4, 4, 3, 3, 3)
+
+
+def frames_of(graph):
+    """The arguments of each ``steps.frames``, by name."""
+    fields = ("x", "cache", "front", "back", "border", "mode", "keep", "shift", "norm", "times", "window")
+    return [dict(zip(fields, n.args, strict=True)) for n in calls(graph) if has(n, steps.frames)]
+
+
+def group_norm(x):
+    return F.silu(F.group_norm(x, 2))
+
+
+def channel_norm(x):
+    return F.silu(F.normalize(x, dim=1) * 2.0)
+
+
+def repeated(x, front, back=0):
+    return torch.cat([x[:, :, :1]] * front + [x] + [x[:, :, -1:]] * back, 2)
+
+
+# ---- pads
+
+
+def test_frames_before_a_convolution(weight):
+    graph = check(lambda x: F.conv3d(F.pad(x, CAUSAL), weight), video())
+    assert names(graph) == ["frames", "conv"]
+    (found,) = frames_of(graph)
+    assert (found["front"], found["back"], found["border"], found["mode"]) == (2, 0, (0, 0), "zeros")
+    assert calls(graph)[1].args[4] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("pad", "expected"),
+    [
+        (lambda x: F.pad(x, (1, 1, 2, 2, 2, 1), mode="replicate"), (2, 1, (2, 1), "replicate")),
+        (lambda x: repeated(x, 2, 1), (2, 1, (0, 0), "replicate")),
+        (lambda x: F.pad(repeated(x, 2), (1, 1, 1, 1, 0, 0), mode="replicate"), (2, 0, (1, 1), "replicate")),
+        (lambda x: F.pad(repeated(x, 2), (1, 1, 2, 2, 0, 0), mode="reflect"), (2, 0, (2, 1), "reflect")),
+        (lambda x: F.pad(repeated(x, 2), (1, 1, 1, 1)), (2, 0, (0, 0), "replicate")),
+        (lambda x: F.pad(x, (1, 1, 2, 2, 0, 0), mode="reflect"), (0, 0, (2, 1), "reflect")),
+    ],
+)
+def test_modes(weight, pad, expected):
+    graph = check(lambda x: F.conv3d(pad(x), weight), video())
+    assert names(graph) == ["frames", "conv"]
+    (found,) = frames_of(graph)
+    assert (found["front"], found["back"], found["border"], found["mode"]) == expected
+
+
+def test_the_padding_of_the_convolution_is_around_the_frames(weight):
+    replicate = check(lambda x: F.conv3d(F.pad(x, CAUSAL, mode="replicate"), weight, padding=1), video())
+    zeros = check(lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 1)), video())
+    assert names(replicate) == names(zeros) == ["frames", "conv"]
+
+
+@pytest.mark.parametrize(
+    "pad",
+    [
+        lambda x: F.pad(x, CAUSAL, value=1.0),
+        lambda x: F.pad(x, (1, 1, 1, 1, 2, 1), mode="reflect"),
+        lambda x: F.pad(x, (0, 1, 0, 1, 2, 0), mode="replicate"),
+        lambda x: F.pad(x, (1, 0, 0, 0, 2, 0)),
+    ],
+)
+def test_other_pads_stay(weight, pad):
+    assert names(check(lambda x: F.conv3d(pad(x), weight), video())) == ["pad", "conv"]
+
+
+def test_pads_that_do_not_commute(weight):
+    zeros_inside = check(
+        lambda x: F.conv3d(F.pad(F.pad(x, (1, 1, 1, 1)), (1, 1, 1, 1, 2, 0), mode="replicate"), weight),
+        video(),
+    )
+    zeros_outside = check(
+        lambda x: F.conv3d(F.pad(F.pad(x, (1, 1, 1, 1, 0, 0), mode="replicate"), CAUSAL), weight), video()
+    )
+    assert names(zeros_inside) == ["pad", "frames", "conv"]
+    assert names(zeros_outside) == ["pad", "frames", "conv"]
+
+
+def test_a_pad_that_is_read_twice_stays(weight):
+    def call(x):
+        x = F.pad(x, CAUSAL, mode="replicate")
+        return F.conv3d(x, weight), F.conv3d(x, weight, stride=2)
+
+    assert names(check(call, video())) == ["pad", "conv", "conv"]
+
+
+# ---- caches
+
+
+def test_a_cache_and_zeros_before_it(weight):
+    graph = check(
+        lambda c, x: F.conv3d(F.pad(torch.cat([c, x], 2), (1, 1, 1, 1, 1, 0)), weight), video(1), video()
+    )
+    assert names(graph) == ["frames", "conv"]
+    (found,) = frames_of(graph)
+    assert (found["cache"].op, found["front"], found["mode"]) == ("placeholder", 2, "zeros")
+
+
+def test_a_cache_whose_first_frame_is_repeated(weight):
+    def call(c, x):
+        return F.conv3d(F.pad(torch.cat([c, x], 2), CAUSAL, mode="replicate"), weight)
+
+    graph = check(call, video(2), video())
+    assert names(graph) == ["frames", "conv"]
+
+
+def test_other_cats_stay(weight):
+    double = lambda x: torch.cat([x, x], 1)  # noqa: E731
+    wide = randn(4, 8, 3, 3, 3)
+    three = check(lambda a, b, x: F.conv3d(torch.cat([a, b, x], 2), weight), video(1), video(1), video())
+    channels = check(lambda x: F.conv3d(double(x), wide), video())
+    read = check(lambda c, x: (y := torch.cat([c, x], 2), F.conv3d(y, weight)), video(2), video())
+    assert names(three) == names(channels) == ["cat", "conv"]
+    assert "frames" not in names(read)
+
+
+# ---- norms and kept frames
+
+
+@pytest.mark.parametrize("norm", [group_norm, channel_norm])
+def test_a_norm_goes_into_the_frames(weight, norm):
+    graph = check(lambda x: F.conv3d(F.pad(norm(x), CAUSAL), weight), video())
+    assert names(graph) == ["frames", "conv"]
+    (found,) = frames_of(graph)
+    assert found["norm"].activation == "silu"
+    assert found["keep"] == 0
+
+
+@pytest.mark.parametrize("norm", [group_norm, channel_norm])
+def test_kept_frames_are_the_second_result(weight, norm):
+    def call(x):
+        x = norm(x)
+        return F.conv3d(F.pad(x, CAUSAL), weight), x[:, :, -2:].clone(), x[:, :, -1:] + 1
+
+    graph = check(call, video())
+    assert names(graph).count("frames") == 1
+    assert not {"copy", "group_norm", "channel_norm"} & set(names(graph))
+    assert frames_of(graph)[0]["keep"] == 2
+
+
+@pytest.mark.parametrize("norm", [group_norm, channel_norm])
+@pytest.mark.parametrize(("size", "steps_of_chunks"), [(3, 2), (2, 3), (1, 4)])
+def test_chunks_with_caches(weight, norm, size, steps_of_chunks):
+    """The cache of a short chunk has a frame of the chunk before.
+
+    With one frame a chunk, the first is convolved as an image, and all frames of the second are its cache.
+    """
+
+    def call(x):
+        cache, results = None, []
+        for start in range(0, x.shape[2], size):
+            chunk = norm(x[:, :, start : start + size])
+            kept = chunk[:, :, -2:].clone()
+            if kept.shape[2] < 2 and cache is not None:
+                kept = torch.cat([cache[:, :, -1:].clone(), kept], 2)
+            front = 2 if cache is None else 2 - cache.shape[2]
+            padded = chunk if cache is None else torch.cat([cache, chunk], 2)
+            results.append(F.conv3d(F.pad(padded, (1, 1, 1, 1, front, 0)), weight))
+            cache = kept
+        return torch.cat(results, 2)
+
+    found = names(check(call, video(6)))
+    assert found[-2 * steps_of_chunks - 1 :] == ["frames", "conv"] * steps_of_chunks + ["cat"]
+    first = [norm.__name__, "conv_last_slice", norm.__name__, "cat", "frames", "conv"] if size == 1 else []
+    assert found[: -2 * steps_of_chunks - 1] == first
+
+
+def test_a_norm_that_is_read_otherwise_stays(weight):
+    for other in (
+        lambda h: h[:, :, :2],
+        lambda h: h[:, :, 1:3],
+        lambda h: h[:, :2],
+        F.relu,
+        lambda h: F.conv3d(h, weight),
+        lambda h: torch.cat([h, h[:, :, -1:]], 2),
+    ):
+        graph = check(
+            lambda x, other=other: (h := group_norm(x), other(h), F.conv3d(F.pad(h, CAUSAL), weight)), video()
+        )
+        assert "group_norm" in names(graph)
+        assert frames_of(graph)[0]["norm"] is None
+
+
+def test_kept_frames_of_padded_ends_stay(weight):
+    """The last frames with pads after them are not the last frames that upstream keeps."""
+
+    def call(x):
+        h = group_norm(x)
+        return F.conv3d(F.pad(h, (1, 1, 1, 1, 1, 1), mode="replicate"), weight), h[:, :, -2:]
+
+    assert "group_norm" in names(check(call, video()))
+
+
+def test_a_cache_that_needs_the_kept_frames_stays(weight):
+    """Else the step would read what it computes."""
+
+    def call(x):
+        h = group_norm(x)
+        return F.conv3d(torch.cat([torch.tanh(h[:, :, -2:]), h], 2), weight), h[:, :, -1:]
+
+    def whole(x):
+        h = group_norm(x)
+        return F.conv3d(torch.cat([h, h], 2), weight)
+
+    assert "group_norm" in names(check(call, video()))
+    assert "group_norm" in names(check(whole, video()))
+
+
+def test_a_cache_with_other_frames_than_the_last_stays(weight):
+    def call(cache, x):
+        h = group_norm(x)
+        y = F.conv3d(F.pad(torch.cat([cache, h], 2), (1, 1, 1, 1, 0, 0)), weight)
+        return y, torch.cat([cache[:, :, :1], h], 2)
+
+    assert "group_norm" in names(check(call, video(2), video(1)))
+
+
+def test_a_norm_of_each_frame(weight):
+    def call(x):
+        images = group_norm(x.transpose(1, 2).flatten(0, 1))
+        h = images.unflatten(0, (2, -1)).transpose(1, 2)
+        return F.conv3d(F.pad(h, CAUSAL, mode="replicate"), weight)
+
+    graph = check(call, video())
+    assert names(graph) == ["frames", "conv"]
+    assert frames_of(graph)[0]["norm"].framewise
+
+
+# ---- upsampling
+
+
+def first_once(x, t=2):
+    first = F.interpolate(x[:, :, 0], scale_factor=2.0, mode="nearest").unsqueeze(2)
+    return torch.cat(
+        [first, F.interpolate(x[:, :, 1:], scale_factor=(float(t), 2.0, 2.0), mode="nearest")], 2
+    )
+
+
+def test_upsampling_with_the_first_frame_once(weight):
+    graph = check(lambda x: F.conv3d(F.pad(first_once(x), CAUSAL, mode="replicate"), weight), video(3))
+    assert names(graph) == ["frames", "conv"]
+    assert frames_of(graph)[0]["times"] == (2, 2, 2)
+
+
+def test_upsampling_of_each_frame(weight):
+    def call(x):
+        return F.conv3d(F.pad(F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest"), CAUSAL), weight)
+
+    graph = check(call, video(3))
+    assert names(graph) == ["frames", "conv"]
+    assert frames_of(graph)[0]["times"] == (1, 2, 2)
+
+
+def test_upsampling_of_all_frames_stays(weight):
+    def call(x):
+        return F.conv3d(F.pad(F.interpolate(x, scale_factor=2.0, mode="nearest"), CAUSAL), weight)
+
+    graph = check(call, video(3))
+    assert names(graph) == ["upsample", "frames", "conv"]
+
+
+def test_norms_before_upsampling(weight):
+    def call(norm, keeps, x):
+        h = norm(x)
+        y = F.conv3d(F.pad(first_once(h), CAUSAL, mode="replicate"), weight)
+        return (y, h[:, :, -1:]) if keeps else y
+
+    for norm in (group_norm, channel_norm):
+        graph = check(lambda x, norm=norm: call(norm, False, x), video(3))
+        assert names(graph) == ["frames", "conv"]
+        # The kept frames of the step are upsampled, upstream's are not.
+        kept = check(lambda x, norm=norm: call(norm, True, x), video(3))
+        assert frames_of(kept)[0]["norm"] is None
+
+
+# ---- windows and single frames
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "sdfastgn.plans.rewrite.frames.windows_pay", lambda *sizes: bool(asked.append(sizes)) or True
+    )
+    return asked
+
+
+def test_frames_side_by_side(weight, windows):
+    b = randn(4)
+    graph = check(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video())
+    assert names(graph) == ["frames", "conv_windows", "add_bias_"]
+    assert frames_of(graph)[0]["window"] == 3
+    assert windows == [(torch.device("cpu"), torch.float32, (4, 4, 3, 3, 3), 1, 1, 1)]
+
+
+@pytest.mark.usefixtures("windows")
+def test_windows_of_all_pads(weight):
+    replicate = check(lambda x: F.conv3d(F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"), weight), video())
+    cached = check(
+        lambda c, x: F.conv3d(torch.cat([c, group_norm(x)], 2), weight, stride=(1, 2, 1), padding=(0, 1, 2)),
+        video(2),
+        video(2),
+    )
+    assert names(replicate) == names(cached) == ["frames", "conv_windows"]
+
+
+@pytest.mark.usefixtures("windows")
+def test_frames_that_the_convolution_pads_are_no_windows(weight):
+    graph = check(lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 0)), video())
+    assert names(graph) == ["frames", "conv"]
+
+
+def test_one_frame_after_zeros_is_an_image(weight):
+    b = randn(4)
+    graph = check(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video(1))
+    dilated = check(lambda x: F.conv3d(F.pad(x, (1, 1, 0, 0, 4, 0)), weight, dilation=(2, 1, 1)), video(1))
+    assert names(graph) == ["group_norm", "conv_last_slice", "add_bias_"]
+    assert names(dilated) == ["conv_last_slice"]
+
+
+def test_other_single_frames_are_not(weight):
+    for call, T in (
+        (lambda x: F.conv3d(F.pad(x, CAUSAL, mode="replicate"), weight), 1),
+        (lambda x: F.conv3d(F.pad(x, CAUSAL, value=1.0), weight), 1),
+        (lambda x: F.conv3d(F.pad(x, (1, 1, 1, 1, 3, 0)), weight), 1),
+        (lambda x: F.conv3d(F.pad(x, (1, 1, 1, 1, 0, 2)), weight), 1),
+        (lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 0)), 1),
+        (lambda x: F.conv3d(F.pad(x, CAUSAL), weight), 2),
+    ):
+        assert "conv_last_slice" not in names(check(call, video(T)))

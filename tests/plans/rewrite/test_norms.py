@@ -1,0 +1,191 @@
+"""Norms of channels in all spellings, what goes into a norm, and near misses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.plans.rewrite.rewritten import checked, steps_of
+
+x4 = torch.randn(2, 6, 3, 5)
+x5 = torch.randn(1, 6, 2, 3, 5)
+W, B = torch.rand(6) + 0.5, torch.randn(6)
+HALF = torch.bfloat16
+W_HALF = W.to(HALF)
+
+
+def column(t, rank=4):
+    return t.view(6, *[1] * (rank - 2))
+
+
+def rms(x, dim=1, eps=1e-3):
+    return x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + eps)
+
+
+def cast_rms(x, dim=1):
+    wide = x.float()
+    return (wide * torch.rsqrt((wide * wide).mean(dim, keepdim=True) + 1e-3)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (lambda x: F.normalize(x, dim=1), x4),
+        (lambda x: F.normalize(x, dim=1, eps=0.5) * 6**0.5, x4),
+        (lambda x: F.normalize(x, dim=1) * 6**0.5 * column(W) + column(B), x4),
+        (lambda x: F.normalize(x, dim=1) * column(W, 5) * 6**0.5 + 0.0, x5),
+        (lambda x: F.normalize(x, dim=-4) / 0.4, x5),
+        (lambda x: F.normalize(x.movedim(1, -1), dim=-1) * W + B, x4),
+        (lambda x: rms(x), x4),
+        (lambda x: column(W) * rms(x) + column(B), x4),
+        (lambda x: x / torch.sqrt((x * x).mean(1, keepdim=True) + 1e-3), x5),
+        (lambda x: rms(x.movedim(1, -1), -1) * W, x5),
+        (lambda x: cast_rms(x), x4.to(HALF)),
+        (lambda x: cast_rms(x) * column(W_HALF), x4.to(HALF)),
+        (lambda x: (cast_rms(x.float()) * column(W)).to(HALF), x4.to(HALF)),
+        (lambda x: F.rms_norm(x.movedim(1, -1), (6,), W, 1e-3), x4),
+        (lambda x: F.rms_norm(x.movedim(1, -1), (6,)), x5),
+        (lambda x: F.rms_norm(x.movedim(1, -1).float(), (6,), W, 1e-3).to(HALF), x4.to(HALF)),
+        (lambda x: F.rms_norm(x.movedim(1, -1), (6,), W, 1e-3) * 2 + B, x4),
+        (lambda x: F.rms_norm(x.view(2, 5, 3, 6).transpose(1, 2), (6,), W, 1e-3), x4),
+    ],
+)
+def test_norms_of_channels(call, x):
+    assert steps_of(call, x) == ["channel_norm"]
+
+
+def test_permutations_of_other_axes_stay_behind_the_norm():
+    plan = checked(lambda x: F.rms_norm(x.transpose(1, 2), (6,), W, 1e-3), torch.randn(2, 5, 3, 6))
+    norm = plan.node("channel_norm")
+    assert norm.args[0].args[1] == (0, 3, 1, 2)  # the channels of each head, as they lie in memory
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.normalize(x, dim=2),
+        lambda x: F.normalize(x, p=1, dim=1),
+        lambda x: F.normalize(x, dim=(1, 2)),
+        lambda x: x / x.exp().norm(dim=1, keepdim=True).clamp_min(1e-6).expand_as(x),
+        lambda x: F.normalize(x.view(12, 3, 5), dim=1),
+        lambda x: F.normalize(x.double(), dim=1),
+        lambda x: rms(x, 2),
+        lambda x: rms(x, (1, 2)),
+        lambda x: x * torch.rsqrt(x.mean(1, keepdim=True).exp() + 1e-3),
+        lambda x: x * torch.rsqrt((x * x.exp()).abs().mean(1, keepdim=True) + 1e-3),
+        lambda x: x.exp() * torch.rsqrt((x * x).mean(1, keepdim=True) + 1e-3),
+        lambda x: torch.sqrt((x * x).mean(1, keepdim=True) + 1e-3) / x,
+        lambda x: x * torch.sqrt((x * x).mean(1, keepdim=True) + 1e-3),
+        lambda x: x / torch.rsqrt((x * x).mean(1, keepdim=True) + 1e-3),
+        lambda x: x * torch.rsqrt(torch.add((x * x).mean(1, keepdim=True), 0.5, alpha=2)),
+        lambda x: x[:, :, :, :1] * torch.rsqrt((x[:, :, :, :1] ** 2).mean(1)[:, None, :, 0] + 1).unsqueeze(3),
+        lambda x: F.rms_norm(x, (3, 5)),
+        lambda x: F.rms_norm(x.to(HALF), (5,)),
+        lambda x: F.rms_norm(x.view(12, 3, 5), (5,)),
+        lambda x: x * torch.rsqrt((x.to(HALF).float() ** 2).mean(1, keepdim=True) + 1e-3),
+    ],
+)
+def test_other_norms_stay(call):
+    assert "channel_norm" not in steps_of(call, x4)
+
+
+@pytest.mark.parametrize(
+    ("call", "rest"),
+    [
+        (lambda x: (F.normalize(x, dim=1) + column(B)) * 2, ["mul"]),
+        (lambda x: (F.normalize(x, dim=1) + column(B)) * column(W), ["mul"]),
+        (lambda x: (F.normalize(x, dim=1) + column(B)) + column(W), ["add"]),
+        (lambda x: F.normalize(x, dim=1) * column(B) * column(W), ["mul"]),
+        (lambda x: torch.add(F.normalize(x, dim=1), column(B), alpha=2), ["add"]),
+        (lambda x: F.normalize(x, dim=1) - column(B), ["sub"]),
+        (lambda x: F.normalize(x, dim=1) + 1, ["add"]),
+        (lambda x: F.normalize(x, dim=1) * x[:, :1], ["mul"]),
+        (lambda x: F.normalize(x, dim=1) * B[:5], ["mul"]),
+        (lambda x: F.normalize(x, dim=1) * B[:3, None], ["mul"]),
+        (lambda x: (F.normalize(x, dim=1) * 9).int() * 2.0, ["cast", "mul"]),
+        (lambda x: column(B) / F.normalize(x, dim=1), ["div"]),
+        (lambda x: F.rms_norm(x.movedim(1, -1), (6,), W, 1e-3) * W, ["mul"]),
+    ],
+)
+def test_what_stays_behind_a_norm(call, rest):
+    assert steps_of(call, x4) == ["channel_norm", *rest]
+
+
+def test_integers_between_two_factors_round():
+    steps = steps_of(lambda x: (F.normalize(x, dim=1) * 9).int().float() * 2, x4)
+    assert steps == ["channel_norm", "cast", "cast", "mul"]
+
+
+def test_a_cast_that_rounds_before_a_norm_stays():
+    """From bf16 to fp16 large numbers become infinite, so the norm is zero."""
+    big = torch.full((1, 6, 2, 2), 1e6, dtype=HALF)
+    plan = checked(lambda x: F.normalize(x.half().float(), dim=1).to(x.dtype), big)
+    assert "cast" in plan.steps
+    assert not plan(big).nan_to_num().any()
+
+
+@pytest.mark.parametrize(
+    "spelling", [F.silu, F.relu, F.gelu, F.mish, lambda x: F.gelu(x, approximate="tanh")]
+)
+@pytest.mark.parametrize("norm", [lambda x: F.group_norm(x, 2), lambda x: F.normalize(x, dim=1)])
+def test_activations_go_into_norms(spelling, norm):
+    assert len(steps_of(lambda x: spelling(norm(x)), x4)) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.silu(F.silu(F.group_norm(x, 2))),
+        lambda x: F.silu(F.group_norm(x, 2) * 2),
+        lambda x: F.silu(F.layer_norm(x, (5,))),
+        lambda x: F.silu(F.group_norm(x, 2).to(HALF)).float(),
+        lambda x: F.leaky_relu(F.group_norm(x, 2)),
+    ],
+)
+def test_what_does_not_go_into_norms(call):
+    assert len(steps_of(call, x4)) > 1
+
+
+def test_an_activation_of_a_norm_that_is_read_elsewhere_stays():
+    def call(x):
+        y = F.group_norm(x, 2)
+        return F.silu(y), y * 2
+
+    assert sorted(steps_of(call, x4)) == ["group_norm", "mul", "silu"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.group_norm(x.float(), 2, W, B).to(x.dtype),
+        lambda x: F.group_norm(x.float(), 2, W.to(HALF).float(), B.to(HALF).float()).to(x.dtype),
+        lambda x: F.silu(F.group_norm(x.float(), 2)).to(x.dtype),
+        lambda x: F.silu(F.group_norm(x.float(), 2).to(x.dtype)),
+        lambda x: F.layer_norm(x.float(), (5,), W[:5], B[:5]).to(x.dtype),
+    ],
+)
+def test_norms_in_fp32_of_16_bits(call):
+    assert len([s for s in steps_of(call, x4.to(HALF)) if s != "cast"]) == 1
+    plan = checked(call, x4.to(HALF))
+    norm = plan.node(plan.steps[-1])
+    assert (norm.args[0].op, norm.meta["dtype"]) == ("placeholder", HALF)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.group_norm(x.float(), 2),
+        lambda x: F.group_norm(x.float(), 2).half(),
+        lambda x: F.group_norm(x.double(), 2).to(x.dtype),
+        lambda x: F.group_norm(x.half(), 2).to(x.dtype),
+    ],
+)
+def test_norms_between_other_casts_stay(call):
+    assert "cast" in steps_of(call, x4.to(HALF))
+
+
+def test_a_norm_in_fp32_that_is_read_elsewhere_stays():
+    def call(x):
+        y = F.group_norm(x.float(), 2)
+        return y.to(x.dtype), y * 2
+
+    assert sorted(steps_of(call, x4.to(HALF))) == ["cast", "cast", "group_norm", "mul"]

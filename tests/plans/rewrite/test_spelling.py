@@ -1,0 +1,272 @@
+"""One spelling for each op: what is recognized, and what must stay as it is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.plans.rewrite.rewritten import Rewritten, checked, steps_of
+
+x3 = torch.randn(2, 6, 8)
+x4 = torch.randn(2, 4, 6, 8)
+x5 = torch.randn(1, 4, 3, 6, 8)
+W = torch.randn(5, 8)
+B = torch.randn(5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.view(2, 48).unflatten(1, (6, 8)).unsqueeze(0).squeeze(0) * 2,
+        lambda x: x.contiguous().clone().detach().reshape(4, 12, 2).flatten() * 2,
+        lambda x: x.transpose(1, 2).movedim(0, 1).permute(0, 2, 1).mT.contiguous() * 2,
+        lambda x: x[:, 1:-1][:, :2, 3].t() * 2,
+        lambda x: x[-1, :, -3:].expand(4, 6, 3) * 2,
+        lambda x: sum(t * 2 for t in x.split([1, 5], 1)[1].unbind(2)),
+        lambda x: x.unsqueeze(1).repeat(1, 3, 1, 1) * 2,
+        lambda x: x.chunk(3, 1)[2] * 2,
+    ],
+)
+def test_views_compute_nothing(call):
+    assert set(steps_of(call, x3)) <= {"mul", "add"}
+
+
+def test_reshapes_of_reshapes_are_one():
+    plan = checked(lambda x: x.view(12, 8).view(3, 32).reshape(4, 24) * 2, x3)
+    assert [n.target.__name__ for n in plan.graph.nodes if n.op == "call_function"] == [
+        "reshape",
+        "mul.Tensor",
+    ]
+
+
+def test_a_slice_with_a_step_stays():
+    assert steps_of(lambda x: x[:, ::2] * 2, x3) == ["slice", "mul"]
+
+
+def test_a_copy_of_a_part_stays():
+    assert steps_of(lambda x: (x[:, :2].clone() * 2, x.clone() * 2), x3) == ["copy", "mul", "mul"]
+
+
+def test_equal_values_are_computed_once():
+    def call(x):
+        return (x.exp() + 1) * (x.exp() + 1.0), x.exp() + True
+
+    assert steps_of(call, x3).count("exp") == 1
+
+
+def test_equal_numbers_of_other_types_are_other_nodes():
+    x = torch.randint(0, 9, (4,))
+    assert steps_of(lambda x: (x + 1, x + 1.0, x * 0.0, x * -0.0), x) == ["add", "add", "mul", "mul"]
+
+
+def test_empty_tensors_are_not_shared():
+    def call(x):
+        a, b = torch.empty_like(x), torch.empty_like(x)
+        a.copy_(x), b.copy_(x * 2)
+        a[:, 0] = 1
+        return a, b
+
+    steps_of(call, x3)
+
+
+def test_casts():
+    def call(x):
+        return x.float().to(torch.float64).to(x.dtype) * 2
+
+    assert steps_of(call, x3.bfloat16()) == ["mul"]
+    assert steps_of(lambda x: x.bfloat16().float() * 2, x3) == ["cast", "cast", "mul"]
+    assert steps_of(lambda x: x.int().float() * 2, x3) == ["cast", "cast", "mul"]
+    assert steps_of(lambda x: x.to(torch.complex64) * 2, x3) == ["_to_copy", "mul"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.linear(x, W, B),
+        lambda x: F.linear(x.view(12, 8), W, B).view(2, 6, 5),
+        lambda x: torch.addmm(B, x.view(12, 8), W.t()),
+        lambda x: torch.addmm(B, x.view(12, 8), W.t(), beta=1, alpha=1),
+        lambda x: x @ W.t(),
+        lambda x: x @ W.t() + B,
+        lambda x: B + x @ W.t(),
+        lambda x: B + F.linear(x.view(12, 8), W).view(2, 6, 5),
+        lambda x: torch.bmm(x, W.t().expand(2, 8, 5)),
+        lambda x: torch.mm(x.flatten(0, 1), W.mT),
+    ],
+)
+def test_linear_layers(call):
+    assert steps_of(call, x3) == ["linear"]
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x: x @ torch.ones(8, 5), ["full", "mm"]),
+        (lambda x: torch.addmm(B, x.view(12, 8), W.t(), alpha=2), ["addmm"]),
+        (lambda x: torch.addmm(B, x.view(12, 8), W.t(), beta=0.5), ["addmm"]),
+        (lambda x: torch.addmm(x[0, 0, :1], x.view(12, 8), W.t()), ["addmm"]),
+        (lambda x: torch.bmm(x, x.transpose(1, 2)), ["bmm"]),
+        (lambda x: torch.bmm(x, torch.stack([W.t(), W.t() * 2])), ["mul", "cat", "bmm"]),
+        (lambda x: torch.add(x @ W.t(), B, alpha=2), ["linear", "add"]),
+        (lambda x: F.linear(x, W, B) + B, ["linear", "add"]),
+        (lambda x: x @ W.t() + B[:1], ["linear", "add"]),
+        (lambda x: (x @ W.t()) + B.view(1, 5), ["linear", "add"]),
+        (lambda x: (x @ W.t()) + B.double(), ["linear", "cast", "add"]),
+        (lambda x: F.linear(x.view(12, 8), W).view(2, 5, 6) + x[0, 0, :6], ["linear", "add"]),
+        (lambda x: F.linear(x[0, 0], W), ["linear"]),
+    ],
+)
+def test_products_that_are_other_layers(call, steps):
+    assert steps_of(call, x3) == steps
+
+
+def test_a_bias_stays_outside_of_a_product_that_is_read_elsewhere():
+    def call(x):
+        y = x @ W.t()
+        return y + B, y * 2
+
+    assert sorted(steps_of(call, x3)) == ["add", "linear", "mul"]
+
+
+def test_a_bias_stays_outside_of_a_result():
+    def call(x):
+        y = x @ W.t()
+        return y + B, y
+
+    assert steps_of(call, x3) == ["linear", "add"]
+
+
+def test_attention():
+    q = torch.randn(1, 2, 5, 8)
+    mask = torch.randn(5, 5)
+    assert steps_of(lambda q: F.scaled_dot_product_attention(q, q * 2, q * 3), q)[-1] == "attention"
+    assert steps_of(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.1), q) == [
+        "attention"
+    ]
+    assert steps_of(lambda q: F.scaled_dot_product_attention(q, q, q, mask), q) == ["attention"]
+    grouped = lambda q: F.scaled_dot_product_attention(q, q[:, :1], q[:, 1:], enable_gqa=True)  # noqa: E731
+    assert steps_of(grouped, q) == ["attention"]
+
+
+@pytest.mark.parametrize(
+    ("call", "x", "args"),
+    [
+        (lambda x: F.pad(x, (1, 2)), x4, ((1, 2, 0, 0), "constant", 0.0)),
+        (lambda x: F.pad(x, (1, 2, 3, 4), value=2), x4, ((1, 2, 3, 4), "constant", 2.0)),
+        (lambda x: F.pad(F.pad(x, (1, 2)), (1, 1, 3, 0)), x4, ((2, 3, 3, 0), "constant", 0.0)),
+        (lambda x: F.pad(x, (1, 2, 3, 0), "replicate"), x4, ((1, 2, 3, 0), "replicate", 0.0)),
+        (lambda x: F.pad(x, (1, 2, 3, 0), "reflect"), x4, ((1, 2, 3, 0), "reflect", 0.0)),
+        (lambda x: F.pad(x, (1, 1, 0, 0, 2, 0), "replicate"), x5, ((1, 1, 0, 0, 2, 0), "replicate", 0.0)),
+        (lambda x: F.pad(x, (1, 1, 0, 0, 2, 0), "reflect"), x5, ((1, 1, 0, 0, 2, 0), "reflect", 0.0)),
+    ],
+)
+def test_pads(call, x, args):
+    plan = checked(call, x)
+    assert (plan.steps, plan.node("pad").args[1:]) == (["pad"], args)
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x: F.pad(x, (0, 0, 0, 0)) * 2, ["mul"]),
+        (lambda x: F.pad(x, (-1, 2)), ["constant_pad_nd"]),
+        (lambda x: F.pad(x, (0, 0, 0, 0, 1, 0)), ["constant_pad_nd"]),
+        (lambda x: F.pad(x.flatten(1), (1, 0)), ["constant_pad_nd"]),
+        (lambda x: F.pad(x.int(), (1, 0)), ["cast", "constant_pad_nd"]),
+        (lambda x: F.pad(F.pad(x, (1, 0), value=1.0), (1, 0)), ["pad", "pad"]),
+        (lambda x: F.pad(F.pad(x, (1, 0, 0, 0), "replicate"), (1, 0)), ["pad", "pad"]),
+        (lambda x: F.pad(F.pad(x, (2, 0, 0, 0), "reflect"), (3, 0, 0, 0), "reflect"), ["pad", "pad"]),
+    ],
+)
+def test_pads_that_differ(call, steps):
+    assert steps_of(call, x4) == steps
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"), x4),
+        (lambda x: F.interpolate(x, size=(12, 32), mode="nearest"), x4),
+        (lambda x: F.interpolate(x, scale_factor=(2.0, 4.0), mode="nearest-exact"), x4),
+        (lambda x: F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest"), x5),
+        (lambda x: F.interpolate(x.float(), scale_factor=2.0).to(x.dtype), x4.bfloat16()),
+    ],
+)
+def test_upsampling(call, x):
+    assert steps_of(call, x) == ["upsample"]
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x: F.interpolate(x, scale_factor=3.0), ["upsample_nearest2d"]),
+        (lambda x: F.interpolate(x, scale_factor=2.1), ["upsample_nearest2d"]),
+        (lambda x: F.interpolate(x, size=(11, 16)), ["upsample_nearest2d"]),
+        (lambda x: F.interpolate(x, size=(3, 4)), ["upsample_nearest2d"]),
+        (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), ["upsample_bilinear2d"]),
+        (lambda x: F.interpolate(x.bfloat16(), scale_factor=2.0).float(), ["cast", "upsample", "cast"]),
+    ],
+)
+def test_other_upsampling_stays(call, steps):
+    assert steps_of(call, x4) == steps
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x: (x + 0) * 1, []),
+        (lambda x: (x - 0.0) / 1.0, []),
+        (lambda x: 1 * x, []),
+        (lambda x: x + 1e-9, ["add"]),
+        (lambda x: 0 - x, ["rsub"]),
+        (lambda x: 1 / x.exp(), ["exp", "reciprocal"]),
+        (lambda x: x * 0, ["mul"]),
+        (lambda x: x * torch.sigmoid(x), ["silu"]),
+        (lambda x: torch.sigmoid(x) * x, ["silu"]),
+        (lambda x: x * torch.sigmoid(x * 2), ["mul", "sigmoid", "mul"]),
+        (lambda x: x + x * torch.sigmoid(-x), ["neg", "sigmoid", "mul", "add"]),
+        (lambda x: x**2, ["mul"]),
+        (lambda x: x**3, ["pow"]),
+        (lambda x: torch.zeros_like(x) + x.new_zeros(2, 6, 8) + torch.zeros(2, 6, 8), ["full", "add", "add"]),
+        (
+            lambda x: torch.ones_like(x) + x.new_full((8,), 1.5) + torch.full_like(x, 2),
+            ["full", "full", "add", "full", "add"],
+        ),
+        (lambda x: x.clone().fill_(2) + x.clone().zero_(), ["full", "full", "add"]),
+        (lambda x: torch.stack([x]), []),
+    ],
+)
+def test_numbers(call, steps):
+    assert steps_of(lambda x: torch.exp2(call(x)), x3) == [*steps, "exp2"]
+
+
+def test_numbers_that_change_the_dtype_or_the_shape():
+    x = torch.randint(1, 9, (4,))
+    assert steps_of(lambda x: (x / 1, x + 0.0, x * 1.0, x**2.0), x) == ["div", "add", "mul", "pow"]
+    assert steps_of(lambda x: x.bool() + 0, x) == ["cast", "add"]
+
+
+def test_complex_elements_are_neighbors_in_memory():
+    def call(x):
+        return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+    strided = torch.randn(2, 8, 6).mT
+    plan = checked(call, x3)
+    assert plan.steps == ["contiguous", "view_as_complex", "copy"]  # else the result is the argument
+    assert torch.equal(plan(strided), call(strided.contiguous()))
+
+
+def test_bits_are_neighbors_in_memory():
+    strided = torch.randn(2, 8, 6).mT
+    plan = checked(lambda x: x.view(torch.int16) + 1, x3)
+    assert plan.steps == ["contiguous", "view", "add"]
+    assert torch.equal(plan(strided), strided.contiguous().view(torch.int16) + 1)
+
+
+def test_norms_are_whole():
+    w, b = torch.randn(8), torch.randn(8)
+    assert steps_of(lambda x: F.layer_norm(x, (8,), w, b, 1e-3), x3) == ["layer_norm"]
+    assert steps_of(lambda x: F.layer_norm(x, (6, 8)), x3) == ["layer_norm"]
+    assert Rewritten(lambda x: F.layer_norm(x, (6, 8)), x3).node("layer_norm").args[1] in ((6, 8), [6, 8])
+    assert steps_of(lambda x: F.group_norm(x, 2, w[:4], b[:4], 1e-3), x4) == ["group_norm"]
+    assert steps_of(lambda x: F.group_norm(x.flatten(1), 2, eps=1e-3), x4) == ["group_norm"]
+    assert steps_of(lambda x: F.rms_norm(x, (8,), w), x3) == ["rms_norm"]

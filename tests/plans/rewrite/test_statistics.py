@@ -1,0 +1,142 @@
+"""The step that writes the input of a GroupNorm computes its statistics."""
+
+import functools
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sdfastgn.plans.rewrite.nodes import has
+from sdfastgn.plans.run import steps
+from tests.kernels.samples import kernels
+from tests.plans.rewrite.rewriting import calls, check, names
+
+NORM = functools.partial(F.group_norm, num_groups=2)
+
+
+def randn(*shape):
+    return torch.randn(shape)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Statistics are computed for tensors of any size."""
+    monkeypatch.setattr("sdfastgn.plans.rewrite.statistics.statistics_pay", lambda C, HW: True)
+
+
+@pytest.fixture
+def conv():
+    w, b = randn(4, 4, 3, 3), randn(4)
+    return lambda x: F.conv2d(x, w, b, padding=1)
+
+
+@pytest.fixture
+def image():
+    return randn(2, 4, 5, 6)
+
+
+def writers(graph):
+    """The steps whose statistics a norm reads."""
+    found = []
+    for n in calls(graph):
+        known = None
+        if has(n, steps.group_norm):
+            known = n.args[7]
+        elif has(n, steps.frames) and isinstance(n.args[8], steps.Group):
+            known = n.args[8].statistics
+        if known is not None:
+            assert has(known, operator.getitem)
+            assert known.args[1] == 1
+            assert known.args[0] is n.args[0].args[0], "statistics of another tensor"
+            assert True in known.args[0].args[2:], "the step does not compute them"
+            found.append(known.args[0].target.__name__)
+    return found
+
+
+@pytest.mark.usefixtures("always")
+def test_writers(conv, image, monkeypatch):
+    monkeypatch.setattr("sdfastgn.plans.rewrite.convolutions.phases_pay", lambda *sizes: True)
+
+    def twice(x):
+        return F.interpolate(x, scale_factor=2.0, mode="nearest")
+
+    for call, writer in (
+        (lambda x: NORM(x + conv(x)), "add"),
+        (lambda x: NORM((x + conv(x)) / 2.0), "add"),
+        (lambda x: NORM(x + F.relu(x)), "add"),
+        (lambda x: NORM(torch.cat([x, F.relu(x)], 1)), "cat_two"),
+        (lambda x: (y := conv(x), NORM(y)), "add_bias_"),
+        (lambda x: NORM(conv(twice(x))), "upsample_conv"),
+    ):
+        with kernels(direct=True):  # the kernels compute the statistics, and the norm reads them
+            graph = check(call, image.contiguous(memory_format=torch.channels_last))
+        assert writers(graph) == [writer]
+
+
+@pytest.mark.usefixtures("always")
+def test_norms_of_one_tensor_read_the_same_statistics(conv, image):
+    graph = check(lambda x: (y := x + conv(x), NORM(y), F.group_norm(y, 4)), image)
+    assert writers(graph) == ["add", "add"]
+    assert sum(has(n, operator.getitem) and n.args[1] == 1 for n in graph.nodes) == 1
+
+
+@pytest.mark.usefixtures("always")
+def test_statistics_are_those_without_the_shift(conv, image):
+    def call(x, e):
+        return NORM((x + conv(x)) / 2.0 + e[:, :, None, None])
+
+    with kernels(direct=True):
+        assert writers(check(call, image, randn(2, 4))) == ["add"]
+
+
+@pytest.mark.usefixtures("always")
+def test_a_norm_inside_of_frames():
+    w, v, b = randn(4, 4, 3, 3, 3), randn(4, 4, 1, 1, 1), randn(4)
+
+    def call(x):
+        y = x + F.conv3d(x, v, b)
+        return y, F.conv3d(F.pad(F.silu(NORM(y)), (1, 1, 1, 1, 2, 0), mode="replicate"), w)
+
+    with kernels(direct=True):
+        graph = check(call, randn(2, 4, 3, 5, 6))
+    assert names(graph) == ["conv", "add", "frames", "conv"]
+    assert writers(graph) == ["add"]
+
+
+@pytest.mark.usefixtures("always")
+def test_other_norms_compute_their_own(conv, image):
+    for call in (
+        lambda x: NORM(F.relu(x)),
+        lambda x: NORM(conv(x)),
+        lambda x: NORM(torch.cat([x, F.relu(x)], 2)),
+        lambda x: NORM(torch.cat([x, F.relu(x), conv(x)], 1)[:, :8]),
+        lambda x: NORM(F.relu(x + conv(x))),
+        lambda x: F.normalize(x + conv(x), dim=1),
+    ):
+        graph = check(call, image)
+        assert writers(graph) == []
+        assert not any(has(n, steps.cat_two) for n in calls(graph))
+
+
+@pytest.mark.usefixtures("always")
+def test_a_norm_of_each_frame_computes_its_own():
+    w = randn(4, 4, 3, 3, 3)
+
+    def call(x):
+        y = (x + F.relu(x)) / 2.0
+        images = NORM(y.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, -1)).transpose(1, 2)
+        return F.conv3d(F.pad(images, (1, 1, 1, 1, 2, 0)), w)
+
+    assert writers(check(call, randn(2, 4, 3, 5, 6))) == []
+
+
+def test_small_norms_compute_their_own(conv, image):
+    graph = check(lambda x: NORM(torch.cat([x, x + conv(x)], 1)), image)
+    assert names(graph) == ["conv", "add", "cat", "group_norm"]
+    assert writers(graph) == []
+
+
+def test_large_norms_do_not():
+    graph = check(lambda x: NORM(x + F.relu(x)), randn(1, 4, 128, 128))
+    assert writers(graph) == ["add"]

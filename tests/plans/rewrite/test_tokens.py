@@ -1,0 +1,205 @@
+"""Sums before layer norms, sums in place, gates and few rows, and near misses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.plans.rewrite.rewritten import checked, steps_of
+
+D = 8
+x, y = torch.randn(2, 5, D), torch.randn(2, 5, D)
+W, W2, B, B2 = torch.randn(D, D), torch.randn(D, D), torch.randn(D), torch.randn(D)
+HALF = torch.bfloat16
+
+
+def norm(t, w=W[0], b=B):
+    return F.layer_norm(t, (D,), w, b)
+
+
+# ---- sums before layer norms
+
+
+def test_a_sum_goes_into_the_norm():
+    assert steps_of(lambda x, y: norm(x + y) * 2, x, y) == ["add_layer_norm", "mul"]
+
+
+def test_the_sum_is_a_result_too():
+    def call(x, y):
+        total = x + y
+        return norm(total), total, total * 2
+
+    assert steps_of(call, x, y) == ["add_layer_norm", "mul"]
+
+
+def test_two_norms_of_one_sum():
+    def call(x, y):
+        return norm(x + y) * norm(x + y, None, None)
+
+    assert steps_of(call, x, y) == ["add_layer_norm", "layer_norm", "mul"]
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x, y: norm(torch.add(x, y, alpha=2)), ["add", "layer_norm"]),
+        (lambda x, y: norm(x + x), ["add", "layer_norm"]),
+        (lambda x, y: norm(x + y[:, :1]), ["add", "layer_norm"]),
+        (lambda x, y: norm(x + 1), ["add", "layer_norm"]),
+        (lambda x, y: norm(x - y), ["sub", "layer_norm"]),
+        (lambda x, y: norm(x + y.to(HALF)), ["cast", "add", "layer_norm"]),
+        (lambda x, y: F.layer_norm(x.double() + y.double(), (D,)), ["cast", "cast", "add", "layer_norm"]),
+        (lambda x, y: norm((x + y) * 2), ["add", "mul", "layer_norm"]),
+        (lambda x, y: F.layer_norm((x + y).mT, (5,)), ["add", "layer_norm"]),
+    ],
+)
+def test_what_is_no_sum_before_a_norm(call, steps):
+    assert steps_of(call, x, y) == steps
+
+
+def test_a_weight_that_depends_on_the_sum():
+    def call(x, y):
+        total = x + y
+        return norm(total, total[0, 0])
+
+    assert steps_of(call, x, y) == ["add", "layer_norm"]
+
+
+# ---- sums in place
+
+
+def block(x, y, *, also=None, bias=B2, flip=False):
+    """A branch of a transformer: x + y, its norm, and the sum with a product of the norm."""
+    total = x + y
+    branch = F.linear(norm(total), W2, bias)
+    result = branch + total if flip else total + branch
+    return result if also is None else (result, also(total, branch))
+
+
+@pytest.mark.parametrize("more", [{}, {"bias": None}, {"flip": True}])
+def test_a_product_is_added_in_place(more):
+    assert steps_of(lambda x, y: block(x, y, **more), x, y) == ["add_layer_norm", "add_linear_"]
+    halves = x.to(HALF), y.to(HALF)
+
+    def call(x, y):
+        total = x + y
+        return total + F.linear(norm(total, None, None), x[0, :1].expand(D, D))
+
+    assert steps_of(call, *halves) == ["add_layer_norm", "add_linear_"]
+
+
+@pytest.mark.parametrize(
+    "also",
+    [
+        lambda total, branch: total,
+        lambda total, branch: total * 2,
+        lambda total, branch: total.mT,
+        lambda total, branch: total[:, 1:] * 2,
+        lambda total, branch: branch,
+        lambda total, branch: branch.exp(),
+        lambda total, branch: norm(total, None, None),
+    ],
+)
+def test_a_sum_or_product_that_is_read_elsewhere_stays(also):
+    assert "add_linear_" not in steps_of(lambda x, y: block(x, y, also=also), x, y)
+
+
+def test_a_sum_without_norm_is_not_written_over():
+    def call(x, y):
+        total = x + y
+        return total + F.linear(x, W2, B2)
+
+    assert steps_of(call, x, y) == ["add", "linear", "add"]
+
+
+def test_an_argument_is_not_written_over():
+    assert steps_of(lambda x: x + F.linear(norm(x), W2, B2), x) == ["layer_norm", "linear", "add"]
+
+
+def test_sums_of_several_blocks():
+    def call(x, y):
+        for _ in range(3):
+            total = x + y
+            x = total + F.linear(norm(total), W, B)
+            y = F.linear(norm(x), W2, B2)
+        return x + y
+
+    steps = steps_of(call, x, y)
+    assert steps[:5] == ["add_layer_norm", "add_linear_", "layer_norm", "linear", "add_layer_norm"]
+    assert steps.count("add_linear_") == 3
+
+
+# ---- gates
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x[..., :4] * F.gelu(x[..., 4:]),
+        lambda x: F.gelu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0],
+        lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="none"),
+    ],
+)
+def test_geglu(call):
+    assert steps_of(call, x) == ["geglu"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x[..., 4:] * F.gelu(x[..., :4]),
+        lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="tanh"),
+        lambda x: x[..., :4] * F.silu(x[..., 4:]),
+        lambda x: x[..., :2] * F.gelu(x[..., 2:4]),
+        lambda x: x[..., :3] * F.gelu(x[..., 4:7]),
+        lambda x: x[..., :4] * F.gelu((x * 2)[..., 4:]),
+        lambda x: x[:, :, :4] * F.gelu(x[:, :, 4:5]),
+        lambda x: x[..., :4] * F.gelu(x[..., :4]),
+        lambda x: x[:1] * F.gelu(x[1:]),
+    ],
+)
+def test_other_gates_stay(call):
+    assert "geglu" not in steps_of(call, x)
+
+
+# ---- few rows
+
+
+few = torch.randn(2, D)
+
+
+@pytest.mark.parametrize("act", [F.silu, F.gelu, F.relu])
+def test_few_rows(act):
+    assert steps_of(lambda t: F.linear(act(t), W, B), few) == ["act_linear"]
+    assert steps_of(lambda t: F.linear(act(t), W), few) == ["act_linear"]
+
+
+def test_another_row_is_a_second_bias():
+    plan = checked(lambda t: B2 + F.linear(F.silu(t), W, B), few)
+    assert plan.steps == ["act_linear"]
+    assert plan.node("act_linear").args[4] is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda t: F.linear(t, W, B), ["linear"]),
+        (lambda t: F.linear(F.silu(t.repeat(9, 1)), W, B), ["repeat", "silu", "linear"]),
+        (lambda t: F.linear(F.silu(t.unsqueeze(1)), W, B), None),
+        (lambda t: F.linear(F.silu(t), W, B) + t, ["act_linear", "add"]),
+        (lambda t: F.linear(F.silu(t), W, B) + B2 + B2, ["act_linear", "add"]),
+        (lambda t: torch.add(F.linear(F.silu(t), W, B), B2, alpha=2), ["act_linear", "add"]),
+        (lambda t: F.linear(F.silu(t), W, B) + B2.double(), ["cast", "act_linear", "add"]),
+        (lambda t: F.linear(F.silu(t), W, B) + B2[:1], ["act_linear", "add"]),
+    ],
+)
+def test_other_rows(call, steps):
+    found = steps_of(call, few)
+    assert sorted(found) == sorted(steps) if steps else "act_linear" not in found
+
+
+def test_rows_that_are_read_elsewhere():
+    def call(t):
+        y = F.linear(F.silu(t), W, B)
+        return y + B2, y * 2
+
+    assert sorted(steps_of(call, few)) == ["act_linear", "add", "mul"]

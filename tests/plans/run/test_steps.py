@@ -1,0 +1,30 @@
+"""Each step against plain PyTorch in fp64: without kernels, and with kernels in the interpreter."""
+
+import pytest
+import torch
+
+from tests.plans.run.step_cases import CASES, PATHS, PLACES, WRITERS
+
+
+def close(found, expected, dtype):
+    found, expected = ((t,) if isinstance(t, torch.Tensor) else t for t in (found, expected))
+    bound = 1e-11 if dtype is torch.float64 else 2e-5
+    for y, truth in zip(found, expected, strict=True):
+        assert y.shape == truth.shape
+        torch.testing.assert_close(y.double(), truth, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_steps(name, place, path, poisoned_memory):
+    shapes, step, plain = CASES[name]
+    dtype, way = PATHS[path]
+    operands = [PLACES[place](torch.randn(shape, dtype=dtype)) for shape in shapes]
+    before = [t.double() if dtype is not torch.float64 else t.clone() for t in operands]
+    with torch.no_grad(), way():
+        found = step(*operands)
+        close(found, plain(*before), dtype)
+    written = 1 if name.startswith(WRITERS) else 0
+    for t, was in zip(operands[written:], before[written:], strict=True):
+        assert torch.equal(t.double(), was)
