@@ -17,7 +17,7 @@ Step = Callable[[Program, str], None]
 # Ranks of the tensor that a step reads -> the steps, each as often as it should occur.
 STEPS: dict[tuple[int, ...], list[Step]] = {}
 IMAGES, VIDEOS, SPATIAL, TOKENS, ANY = (4,), (5,), (4, 5), (3,), (3, 4, 5)
-# Share of programs with a step that reads values, which nobody can trace.
+# Share of programs with a step that reads values or strides, which may have no plan.
 READS = 0.02
 
 
@@ -27,6 +27,14 @@ def step(ranks: tuple[int, ...], times: int = 1) -> Callable[[Step], Step]:
         return function
 
     return add
+
+
+REFUSED = """
+if {x}.sum() > 1e9: {x} = {x} + 1
+{x} = {x} * {x}.max().item()
+{x} = {x}.as_strided({shape}, {strides}) * 1.0
+{x}[{mask}] = 0.0
+"""
 
 
 def write(p: Program) -> None:
@@ -43,8 +51,9 @@ def write(p: Program) -> None:
         with contextlib.suppress(RuntimeError):  # shapes that this step's last line cannot take
             p.choice(*found)(p, x)
         if i == reads_at:
-            p.do(f"if {p.pick(*ANY)}.sum() > 1e9: x0 = x0 + 1")
+            x = p.pick(*ANY)
             p.may_be_refused = True
+            p.do(p.one_of(REFUSED, x=x, mask=mask(p, x), shape=p.shape(x), strides=p.value(x).stride()))
 
 
 # ---- parts of steps
@@ -793,7 +802,6 @@ VIEWS = """
 {x}.transpose(-1, -2).reshape{shape}
 {x}.reshape({shape}[0], -1).reshape{shape}
 {x}.view{shape}
-{x}.as_strided({shape}, {strides}) * 1.0
 {x}.flip(1)
 {x}.roll(1, 2)
 {x}.detach()
@@ -810,7 +818,7 @@ torch.cat({x}.split(1, 2), 2)
 
 @step(ANY, 2)
 def view(p: Program, x: str) -> None:
-    p.add(p.one_of(VIEWS, x=x, shape=p.shape(x), strides=p.value(x).stride()))
+    p.add(p.one_of(VIEWS, x=x, shape=p.shape(x)))
 
 
 NUMBERS = """
@@ -877,10 +885,7 @@ torch.cat([{y}[:, :1], {y}[:, 1:]], 1, out={x})
 @step(ANY, 3)
 def written(p: Program, x: str) -> None:
     """A write in place, whole or in part."""
-    if p.chance(READS):
-        p.may_be_refused = True
-        p.do(f"{x}[{mask(p, x)}] = 0.0")
-    elif p.is_writable(x):
+    if p.is_writable(x):
         p.do(p.one_of(WRITES, x=x, y=p.other(x), mask=mask(p, x)))
 
 
