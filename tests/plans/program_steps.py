@@ -34,6 +34,7 @@ if {x}.sum() > 1e9: {x} = {x} + 1
 {x} = {x} * {x}.max().item()
 {x} = {x}.as_strided({shape}, {strides}) * 1.0
 {x}[{mask}] = 0.0
+{k}.add_(1)
 """
 
 
@@ -53,7 +54,16 @@ def write(p: Program) -> None:
         if i == reads_at:
             x = p.pick(*ANY)
             p.may_be_refused = True
-            p.do(p.one_of(REFUSED, x=x, mask=mask(p, x), shape=p.shape(x), strides=p.value(x).stride()))
+            p.do(
+                p.one_of(
+                    REFUSED,
+                    x=x,
+                    mask=mask(p, x),
+                    shape=p.shape(x),
+                    strides=p.value(x).stride(),
+                    k=p.tensor(4, kind="k"),
+                )
+            )
 
 
 # ---- parts of steps
@@ -976,13 +986,8 @@ def filled_in_parts(p: Program, x: str) -> None:
 
 @step(ANY)
 def state_written(p: Program, x: str) -> None:
-    """A write to a buffer or to a tensor of a closure, and a read of it."""
-    if not p.chance(0.4):
-        return
-    t = p.tensor(channels(p, x), kind=p.choice("p", "k"))
-    p.do(p.choice(f"{t}.add_(1)", f"{t}[:2] = 0.25", f"{t}.mul_(0.5)"))
-    p.add(
-        f"{x} + {t}"
-        if p.value(x).dim() == 3
-        else f"{x} + {t}{'[:, ' + 'None, ' * (p.value(x).dim() - 2) + ']'}".replace(", ]", "]")
-    )
+    """A write to a tensor of the module, and a read of it."""
+    if p.chance(0.4):
+        t = p.tensor(channels(p, x), kind="p")
+        p.do(p.choice(f"{t}.add_(1)", f"{t}[:2] = 0.25", f"{t}.mul_(0.5)"))
+        p.add(f"{x} + {t}" if p.value(x).dim() == 3 else f"{x} + {t}[:{', None' * (p.value(x).dim() - 2)}]")
