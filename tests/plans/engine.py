@@ -1,0 +1,51 @@
+"""How tests of whole calls make a plan, and how they make every rule apply."""
+
+import sys
+
+import torch
+
+from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.run.plan import Plan
+from sdfastgn.plans.trace.tracer import trace
+
+
+def windows_are_right(device, dtype, weight, stride, dilation, groups):
+    """True if frames side by side give the right result, whether or not this saves time."""
+    return weight[2] > 1 and (stride, dilation, groups) == (1, 1, 1)
+
+
+def always(*args):
+    return True
+
+
+# Functions of the rules that say whether a kernel saves time -> what they say instead.
+PAYS = {"phases_pay": always, "statistics_pay": always, "windows_pay": windows_are_right}
+
+
+def plan_of(model, call, *args, **kwargs):
+    """A function that computes ``call`` for other tensors, by a plan. Raises Untraceable."""
+    traced = trace(model, call, *args, **kwargs)
+    plan = Plan(traced, rewrite(traced.graph.graph))
+    return lambda *args, **kwargs: plan(args, kwargs)
+
+
+def everything_pays(monkeypatch):
+    """Lets rules for 16-bit floats apply to fp32, and rules for large tensors to small ones."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("sdfastgn.plans.rewrite"):
+            continue
+        if hasattr(module, "HALVES"):
+            monkeypatch.setattr(module, "HALVES", (torch.float16, torch.bfloat16, torch.float32))
+        for function, instead in PAYS.items():
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, instead)
+
+
+def in_channels_last(model):
+    """Lays the weights of convolutions out channels-last, as ``optimize`` does."""
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            if p.dim() in (4, 5):
+                last = torch.channels_last if p.dim() == 4 else torch.channels_last_3d
+                p.data = p.data.contiguous(memory_format=last)
+    return model

@@ -1,0 +1,993 @@
+"""The steps of random programs: what models write, and what only looks like it.
+
+Each step writes a few lines that read a tensor of the pool. By chance it writes what a rule matches, or a
+near miss: another axis, another dtype, a number between, a value that is read elsewhere, swapped operands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tests.plans.programs import Program
+
+Step = Callable[[Program, str], None]
+# Ranks of the tensor that a step reads -> the steps, each as often as it should occur.
+STEPS: dict[tuple[int, ...], list[Step]] = {}
+IMAGES, VIDEOS, SPATIAL, TOKENS, ANY = (4,), (5,), (4, 5), (3,), (3, 4, 5)
+# Share of programs with a step that reads values or strides, which may have no plan.
+READS = 0.02
+
+
+def step(ranks: tuple[int, ...], times: int = 1) -> Callable[[Step], Step]:
+    def add(function: Step) -> Step:
+        STEPS.setdefault(ranks, []).extend([function] * times)
+        return function
+
+    return add
+
+
+REFUSED = """
+if {x}.sum() > 1e9: {x} = {x} + 1
+{x} = {x} * {x}.max().item()
+{x} = {x}.as_strided({shape}, {strides}) * 1.0
+{x}[{mask}] = 0.0
+{k}.add_(1)
+"""
+
+
+def write(p: Program) -> None:
+    """Writes 2 to 12 steps."""
+    N = p.choice(1, 2, 2)
+    C = p.choice(4, 8, 8)
+    rank = p.choice(3, 4, 4, 5, 5)
+    size = {3: (N, p.choice(3, 6, 20), C), 4: (N, C, 6, 5), 5: (N, C, p.choice(1, 3, 4), 4, 5)}[rank]
+    p.pool += [p.tensor(*size, kind="x", last=p.chance(0.5)) for _ in range(p.choice(1, 2, 2))]
+    reads_at = p.random.randrange(12) if p.chance(READS) else -1
+    for i in range(p.random.randint(2, 12)):
+        x = p.pick(*ANY)
+        found = [f for ranks, steps in STEPS.items() if p.value(x).dim() in ranks for f in steps]
+        with contextlib.suppress(RuntimeError):  # shapes that this step's last line cannot take
+            p.choice(*found)(p, x)
+        if i == reads_at:
+            x = p.pick(*ANY)
+            p.may_be_refused = True
+            p.do(
+                p.one_of(
+                    REFUSED,
+                    x=x,
+                    mask=mask(p, x),
+                    shape=p.shape(x),
+                    strides=p.value(x).stride(),
+                    k=p.tensor(4, kind="k"),
+                )
+            )
+
+
+# ---- parts of steps
+
+
+def mask(p: Program, x: str) -> str:
+    """A mask of the shape of ``x``, from an input: eager and plan must agree about every element."""
+    return f"({p.tensor(*p.shape(x), kind='x')} > 0)"
+
+
+def channels(p: Program, x: str) -> int:
+    shape = p.shape(x)
+    return shape[-1] if len(shape) == 3 else shape[1]
+
+
+def ones(p: Program, x: str) -> str:
+    """An index that gives a tensor of (N, C) the rank of ``x``."""
+    return f"[:, :{', None' * (p.value(x).dim() - 2)}]"
+
+
+def per_channel(p: Program, x: str, *, scale: float = 1.0) -> str:
+    return p.tensor(channels(p, x), *[1] * (p.value(x).dim() - 2), scale=scale)
+
+
+def activated(p: Program, x: str, probability: float = 0.8) -> str:
+    """An activation of ``x``, or ``x``; sometimes with something between them."""
+    if not p.chance(probability):
+        return x
+    if p.chance(0.1):
+        x = p.choice(f"({x} * 0.5)", f"({x} / 1.0)", f"({x} + 0.25)", f"{x}.to(torch.bfloat16).to({x}.dtype)")
+    if p.chance(0.1):
+        p.add(x if x.isidentifier() else p.let(x))
+    silu = f"F.silu({x})"
+    return p.choice(
+        silu, silu, silu, silu, f"F.relu({x})", f"F.gelu({x})", f"F.gelu({x}, approximate='tanh')",
+        f"torch.sigmoid({x})", f"F.silu({silu})", f"torch.tanh({x})", f"{x} * torch.sigmoid({x})",
+    )  # fmt: skip
+
+
+def cast(p: Program, x: str) -> str:
+    """``x`` after casts: to itself, there and back, or rounded."""
+    return p.choice(
+        f"{x}.to({x}.dtype)", f"{x}.double().to({x}.dtype)", f"{x}.float().to({x}.dtype)",
+        f"{x}.to(torch.bfloat16).to({x}.dtype)", f"{x}.type_as(x0)",
+    )  # fmt: skip
+
+
+def convolved(p: Program, x: str, **options: Any) -> str:
+    """A convolution of ``x``. Options: out, kernel, padding, bias, and others as text."""
+    rank, C = p.value(x).dim(), channels(p, x)
+    kernel = options.pop("kernel", None) or p.choice(3, 3, 3, 1)
+    kernel = kernel if isinstance(kernel, tuple) else (kernel,) * (rank - 2)
+    out = options.pop("out", None) or p.choice(C, C, C, 2 * C if C < 16 else 4)
+    weight = p.tensor(out, C, *kernel, scale=1 / math.sqrt(C * math.prod(kernel)), last=p.chance(0.8))
+    bias = p.tensor(out) if options.pop("bias", p.chance(0.8)) else "None"
+    padding = options.pop("padding", tuple(k // 2 for k in kernel))
+    text = "".join(f", {name}={value}" for name, value in options.items())
+    return f"F.conv{rank - 2}d({x}, {weight}, {bias}, padding={padding}{text})"
+
+
+def grouped(p: Program, x: str, *, affine: bool | None = None) -> str:
+    """A GroupNorm of ``x``."""
+    C = channels(p, x)
+    groups = p.choice(*[g for g in (1, 2, 4) if C % g == 0])
+    affine = p.chance(0.8) if affine is None else affine
+    weight = f", {p.tensor(C)}, {p.tensor(C)}" if affine else ""
+    if not affine and p.chance(0.2):
+        weight = f", {p.tensor(C)}" if p.chance(0.5) else f", None, {p.tensor(C)}"
+    text = f"F.group_norm({x}, {groups}{weight}, eps={p.choice(1e-5, 1e-6, 0.1)})"
+    if p.chance(0.1):
+        wide = p.choice("double", "float")
+        inner = text.replace(x, f"{x}.{wide}()", 1)
+        text = f"F.group_norm({x}.{wide}(), {groups}).to({x}.dtype)" if weight else f"{inner}.to({x}.dtype)"
+    return text
+
+
+def roots(p: Program, x: str, axis: int) -> str:
+    """A norm of one axis of ``x``, in one of the ways in which models write an RMS norm."""
+    size = p.shape(x)[axis]
+    eps = p.choice("1e-6", "1e-5", "0.1")
+    of = p.choice(x, x, x, x, x, x, f"({x} * 2)", p.other(x))
+    square = p.choice(f"{of}.pow(2)", f"{of}.pow(2)", f"{of}.square()", f"{of} * {of}", f"{of}.pow(4)")
+    mean = f"({square}).mean({axis}, keepdim=True)"
+    return p.choice(
+        f"F.normalize({x}, dim={axis}) * {size**0.5}",
+        f"F.normalize({x}, dim={axis})",
+        f"F.normalize({x}, dim={axis}, eps={eps}) * {size**0.5}",
+        f"F.normalize({x}, p={p.choice(1, 2, 3)}, dim={axis})",
+        f"{x} * torch.rsqrt({mean} + {eps})",
+        f"torch.rsqrt({mean} + {eps}) * {x}",
+        f"{x} / torch.sqrt({mean} + {eps})",
+        f"({x}.float() * torch.rsqrt({mean.replace(of, f'{of}.float()')} + {eps})).to({x}.dtype)",
+        f"{x} / ({x}.norm(dim={axis}, keepdim=True) + {eps})",
+    )
+
+
+def flat(p: Program, x: str) -> str:
+    """``x`` as tokens."""
+    return p.let(f"{x}.flatten(2).transpose(1, 2)" if p.chance(0.5) else f"{x}.movedim(1, -1).flatten(1, -2)")
+
+
+def unflat(p: Program, t: str, x: str) -> str:
+    """The tokens ``t`` in the shape of the image or video ``x``."""
+    return f"{t}.transpose(1, 2).reshape({p.shape(x)})"
+
+
+# ---- norms
+
+
+@step(SPATIAL, 4)
+def group_norm(p: Program, x: str) -> None:
+    y = p.let(grouped(p, x))
+    if p.chance(0.1):
+        p.add(y)
+    if p.chance(0.15):
+        y = p.let(cast(p, y))
+    if p.chance(0.1):
+        p.do(f"F.silu({y}, inplace=True)")
+        p.add(y)
+        return
+    y = p.add(activated(p, y))
+    if p.chance(0.4):
+        p.add(convolved(p, y))
+
+
+LAST_NORMS = """
+F.rms_norm({v}, ({C},), {w}, 1e-6)
+F.rms_norm({v}, ({C},))
+F.layer_norm({v}, ({C},), {w}, {b})
+F.layer_norm({v}, ({C},))
+F.layer_norm({v}, {last})
+"""
+
+
+@step(SPATIAL, 3)
+def norm_of_channels(p: Program, x: str) -> None:
+    rank = p.value(x).dim()
+    if p.chance(0.4):
+        axis = 1 if p.chance(0.85) else 2
+        y = p.let(roots(p, x, axis))
+        y = _scaled(p, y, lambda: per_channel(p, x))
+    else:
+        v = p.let(
+            f"{x}.movedim(1, -1)"
+            if p.chance(0.8)
+            else f"{x}.permute(0, {', '.join(map(str, range(2, rank)))}, 1)"
+        )
+        size = p.shape(v)[-1]
+        rest = {"w": p.tensor(size), "b": p.tensor(size), "last": p.shape(v)[-2:], "C": size}
+        norm = roots(p, v, -1) if p.chance(0.4) else p.one_of(LAST_NORMS, v=v, **rest)
+        v = _scaled(p, p.let(norm), lambda: p.tensor(size))
+        v = activated(p, v, 0.3)
+        y = p.let(f"({v}).movedim(-1, 1)")
+    y = p.add(activated(p, y))
+    if p.chance(0.3):
+        p.add(convolved(p, y))
+
+
+def _scaled(p: Program, y: str, operand: Callable[[], str]) -> str:
+    """``y`` times and plus operands of each channel, in several orders."""
+    w, b = operand(), operand()
+    if p.chance(0.1):
+        p.add(y)
+    if p.chance(0.1):
+        y = p.let(cast(p, y))
+    return p.let(
+        p.choice(
+            y, f"{y} * {w}", f"{y} * {w}", f"{w} * {y}", f"{y} * {w} + {b}", f"{b} + {y} * {w}",
+            f"({y} * {w} + {b}) * 0.5", f"({y} + {b}) * {w}", f"{y} * 0.5 * {w}", f"{y} * (1 + {w})",
+            f"{y} * {w} * {b}", f"{y} * {w} - {b}", f"{y} + {b} + {b}", f"torch.add({y} * {w}, {b}, alpha=2)",
+        )
+    )  # fmt: skip
+
+
+@step(SPATIAL)
+def modulated_by_embedding(p: Program, x: str) -> None:
+    """A norm, times and plus what an embedding says for each sample."""
+    N, C = p.shape(x)[:2]
+    e = p.let(
+        f"F.linear(F.silu({p.tensor(N, 6)}), {p.tensor(2 * C, 6, scale=0.4)}, {p.tensor(2 * C)}){ones(p, x)}"
+    )
+    scale, shift = p.let(f"{e}[:, :{C}]"), p.let(f"{e}[:, {C}:]")
+    y = p.let(grouped(p, x))
+    y = p.choice(f"{y} * (1 + {scale}) + {shift}", f"{y} * {scale} + {shift}", f"({y} + {shift}) * {scale}")
+    p.add(activated(p, p.let(y)))
+
+
+OTHER_NORMS = """
+F.silu(F.group_norm({x}.flatten(2), 2)).reshape{shape}
+F.group_norm({x}.flatten(2), 2).view{shape}
+F.group_norm({x}.flatten(2).transpose(1, 2), 1).transpose(1, 2).reshape{shape}
+F.group_norm({x}.reshape(1, {NC}, -1), 2).reshape{shape}
+F.group_norm({x}.reshape({NC}, 1, -1), 1).reshape{shape}
+F.silu(F.group_norm({x}.permute({swap}).reshape({C}, {N}, -1), 1).reshape{turned}.permute({swap}))
+F.silu(F.group_norm({x}.permute({swap}), 1)).permute({swap})
+torch.cat([F.group_norm(v, 2) for v in {x}.split(1)])
+torch.cat([F.group_norm(v, 2) for v in {x}.split(1)][::-1])
+torch.cat([F.group_norm(v, 2, {w}, {b}) for v in {x}.split(1, 2)], 2)
+F.instance_norm({x})
+F.group_norm({x}.transpose(2, 3), 2).transpose(2, 3)
+F.batch_norm({x}, {mean}, {var}, {w}, {b})
+"""
+
+
+@step(SPATIAL)
+def norm_of_other_views(p: Program, x: str) -> None:
+    """GroupNorms of reshaped, transposed and split tensors."""
+    N, C, *size = shape = p.shape(x)
+    names = {"shape": shape, "N": N, "C": C, "NC": N * C, "turned": (C, N, *size)}
+    names |= {"swap": (1, 0, *range(2, len(shape))), "mean": p.tensor(C), "var": f"{p.tensor(C)}.abs() + 1"}
+    p.add(p.one_of(OTHER_NORMS, x=x, w=p.tensor(C), b=p.tensor(C), **names))
+
+
+# ---- convolutions
+
+
+@step(SPATIAL, 3)
+def conv(p: Program, x: str) -> None:
+    y = p.let(convolved(p, x))
+    if p.chance(0.12):
+        y = p.let(p.choice(f"{y} * 0.5", f"{y} / 1.0", f"{y} + {per_channel(p, y)}", cast(p, y)))
+    if p.chance(0.5):
+        y = p.let(activated(p, p.let(grouped(p, y))))
+    p.add(y)
+
+
+@step(SPATIAL)
+def unusual_conv(p: Program, x: str) -> None:
+    C, rank = channels(p, x), p.value(x).dim()
+    options: list[dict[str, Any]] = [
+        {"stride": 2}, {"dilation": 2, "padding": 2}, {"padding": 0, "kernel": 1}, {"padding": 2},
+        {"padding": 1, "kernel": 1}, {"padding": "'same'"}, {"kernel": (1,) * (rank - 3) + (3,)},
+        {"kernel": (3,) + (1,) * (rank - 3)},
+    ]  # fmt: skip
+    kind = p.random.randrange(len(options) + 3)
+    if kind < len(options):
+        p.add(convolved(p, x, **{"kernel": 3, **options[kind]}))
+    elif kind == len(options):
+        w = p.tensor(C, 1, *[3] * (rank - 2), scale=0.3, last=p.chance(0.5))
+        p.add(f"F.conv{rank - 2}d({x}, {w}, {p.tensor(C)}, padding=1, groups={C})")
+    elif kind == len(options) + 1:
+        w = p.tensor(C, C, *[2] * (rank - 2), scale=0.3 / C**0.5)
+        p.add(f"F.conv_transpose{rank - 2}d({x}, {w}, {p.tensor(C)}, stride=2)")
+    else:
+        w = p.tensor(C, C, 3, scale=0.5 / C**0.5)
+        y = p.let(f"F.conv1d({x}.flatten(2), {w}, {p.tensor(C)}, padding=1)")
+        p.add(f"{y}.reshape({p.shape(x)})")
+
+
+@step(IMAGES, 2)
+def padded_conv(p: Program, x: str) -> None:
+    pads = p.choice((1, 1, 1, 1), (1, 1, 1, 1), (0, 1, 0, 1), (2, 2, 1, 1), (1, 1, -1, -1), (1, 1))
+    how = p.choice("", "", ", value=1.0", ", mode='replicate'", ", mode='reflect'", ", mode='circular'")
+    if min(pads) < 0 or len(pads) == 2:
+        how = ""
+    y = p.let(f"F.pad({x}, {pads}{how})")
+    if p.chance(0.15):
+        p.add(y)
+    if p.chance(0.15):
+        y = p.let(f"F.pad({y}, (1, 0, 0, 1))")
+    p.add(convolved(p, y, kernel=3, padding=p.choice(0, 0, 1), stride=p.choice(1, 1, 2)))
+
+
+UPSAMPLED = """
+F.interpolate({x}, scale_factor=2.0, mode='nearest')
+F.interpolate({x}, scale_factor=2.0, mode='nearest')
+F.interpolate({x}, scale_factor=2.0, mode='nearest')
+F.interpolate({x}, scale_factor=3.0, mode='nearest')
+F.interpolate({x}, scale_factor=2.0, mode='nearest-exact')
+F.interpolate({x}, scale_factor=2.0, mode='bilinear')
+F.interpolate({x}, size={twice}, mode='nearest')
+F.interpolate({x}, size={more}, mode='nearest')
+F.interpolate({x}, scale_factor={flat}, mode='nearest')
+F.interpolate({x}.float(), scale_factor=2.0, mode='nearest').to({x}.dtype)
+{x}.repeat_interleave(2, -1).repeat_interleave(2, -2)
+"""
+
+
+@step(SPATIAL, 3)
+def upsampled(p: Program, x: str) -> None:
+    rank, size = p.value(x).dim(), p.shape(x)[2:]
+    if math.prod(p.shape(x)) > 1500:
+        return
+    twice, more = tuple(2 * s for s in size), tuple(s + 3 for s in size)
+    y = p.let(p.one_of(UPSAMPLED, x=x, twice=twice, more=more, flat=(1.0, 2.0, 2.0)[5 - rank :]))
+    if p.chance(0.15):
+        p.add(y)
+    if p.chance(0.85):
+        padding = {"padding": 0} if p.chance(0.1) else {}
+        y = p.let(convolved(p, y, kernel=3, out=channels(p, x), **padding))
+        if p.chance(0.15):
+            p.add(y)
+    p.add(grouped(p, y) if p.chance(0.4) else y)
+
+
+@step(SPATIAL)
+def shuffled(p: Program, x: str) -> None:
+    """Pixels become channels, or channels become pixels."""
+    N, C, *size = p.shape(x)
+    y = p.let(activated(p, p.let(grouped(p, x)), 0.5))
+    if len(size) == 2 and C % 4 == 0:
+        H, W = size
+        by_hand = f"{y}.reshape({N}, {C // 4}, 2, 2, {H}, {W}).permute(0, 1, 4, 2, 5, 3)"
+        small = p.choice(f"F.pixel_shuffle({y}, 2)", f"{by_hand}.reshape({N}, {C // 4}, {2 * H}, {2 * W})")
+        p.add(
+            f"F.pixel_unshuffle({small}, 2)" if p.chance(0.5) else convolved(p, p.let(small), kernel=3, out=C)
+        )
+    elif len(size) == 3:
+        y = p.let(f"{y}.reshape({N}, {C // 2}, 2, {', '.join(map(str, size))}).permute(0, 1, 3, 2, 4, 5)")
+        p.add(f"{y}.reshape({N}, {C // 2}, {2 * size[0]}, {size[1]}, {size[2]}).repeat(1, 2, 1, 1, 1)")
+
+
+# ---- residual blocks
+
+
+@step(SPATIAL, 3)
+def resnet_block(p: Program, x: str) -> None:
+    C, N = channels(p, x), p.shape(x)[0]
+    h = p.let(activated(p, p.let(grouped(p, x)), 0.95))
+    h = p.let(convolved(p, h, kernel=3, out=C))
+    if p.chance(0.7):
+        rows = p.choice(N, N, N, 1)
+        silu = p.choice("F.silu({})", "F.silu({})", "F.relu({})", "{}").format(p.tensor(rows, 6))
+        e = p.let(f"F.linear({silu}, {p.tensor(C, 6, scale=0.4)}, {p.tensor(C)}){ones(p, x)}")
+        h = p.let(
+            p.choice(f"{h} + {e}", f"{h} + {e}", f"{e} + {h}", f"{h} * {e}", f"{h} - {e}", f"{h} + 0.5 * {e}")
+        )
+        if p.chance(0.15):
+            p.add(h)
+    h = p.let(activated(p, p.let(grouped(p, h)), 0.95))
+    h = p.let(convolved(p, h, kernel=3, out=C))
+    if p.chance(0.1):
+        p.add(h)
+    if p.chance(0.15):
+        h = p.let(f"{h} * 0.5")
+    residual = p.let(convolved(p, x, kernel=1, out=C)) if p.chance(0.3) else x
+    total = p.choice(
+        f"{residual} + {h}", f"{h} + {residual}", f"torch.add({h}, {residual}, alpha=2)", f"{h} - {residual}"
+    )
+    y = p.let(f"({total}) / {p.choice('1.0', '2.0', '1.5', '2 ** 0.5')}" if p.chance(0.6) else total)
+    if p.chance(0.15):
+        p.add(y)
+    p.add(activated(p, p.let(grouped(p, y))) if p.chance(0.5) else y)
+
+
+SUMS = """
+{x} + {y}
+({x} + {y}) / 2.0
+({x} + {y}) / 1.5
+({x} + {y}) * 0.5
+({x} + {y} + {x}) / 3
+{x} - {y}
+{x} + {x}
+{x} * {y}
+torch.add({x}, {y}, alpha=0.5)
+torch.rsub({x}, {y}, alpha=2)
+2.0 / ({x}.abs() + 1)
+"""
+
+
+@step(ANY, 2)
+def total(p: Program, x: str) -> None:
+    p.add(p.one_of(SUMS, x=x, y=p.other(x)))
+
+
+@step(SPATIAL, 2)
+def channels_joined(p: Program, x: str) -> None:
+    y = p.other(x)
+    parts = p.choice((x, y), (x, y), (y, x), (x, x), (x, y, x))
+    z = p.let(f"torch.cat([{', '.join(parts)}], {p.choice(1, 1, 1, 1, 2, -1)})")
+    if p.chance(0.15):
+        p.add(z)
+    y = p.let(activated(p, p.let(grouped(p, z)))) if p.chance(0.8) else z
+    p.add(convolved(p, y, out=channels(p, x)) if p.chance(0.6) else y)
+
+
+READ_TWICE = """
+{h} + F.silu({n})
+F.silu({n}) + {n}
+F.silu({n}) * {h}.mean()
+F.silu({n}) + F.relu({n})
+F.silu({n}) * F.silu({h})
+{x} + {h} + {n}
+torch.cat([{h}, {n}], 1)
+{n} + {h}[:, :, :1]
+"""
+
+
+@step(SPATIAL)
+def read_twice(p: Program, x: str) -> None:
+    """A convolution, a norm or an activation that two others read."""
+    h = p.let(convolved(p, x, kernel=3, out=channels(p, x)))
+    p.add(p.one_of(READ_TWICE, x=x, h=h, n=p.let(grouped(p, h))))
+    if p.chance(0.3):
+        p.pool.insert(0, h)
+
+
+# ---- videos
+
+
+@step(VIDEOS, 3)
+def causal_conv(p: Program, x: str) -> None:
+    C = channels(p, x)
+    v = p.let(activated(p, p.let(p.choice(grouped(p, x), roots(p, x, 1))))) if p.chance(0.7) else x
+    if p.chance(0.12):
+        v = p.let(f"{v}[:, :, :1]")
+    w, h = p.choice((1, 1), (1, 1), (0, 0))
+    y = p.let(
+        p.choice(
+            f"torch.cat([{v}[:, :, :1]] * 2 + [{v}], 2)",
+            f"torch.cat([{v}[:, :, :1].repeat(1, 1, 2, 1, 1), {v}], 2)",
+            f"torch.cat([{v}[:, :, :1].expand(-1, -1, 2, -1, -1), {v}, {v}[:, :, -1:]], 2)",
+            f"torch.cat([{v}[:, :, -1:].repeat(1, 1, 2, 1, 1), {v}], 2)",
+            f"F.pad({v}, ({w}, {w}, {h}, {h}, 2, 0), mode='replicate')",
+            f"F.pad({v}, ({w}, {w}, {h}, {h}, 1, 1), mode='replicate')",
+            f"F.pad({v}, ({w}, {w}, {h}, {h}, 2, 0))", f"F.pad({v}, ({w}, {w}, {h}, {h}, 2, 0))",
+            f"F.pad(F.pad({v}, (0, 0, 0, 0, 2, 0), mode='replicate'), ({w}, {w}, {h}, {h}, 0, 0))",
+            f"F.pad(F.pad({v}, ({w}, {w}, {h}, {h}, 0, 0)), (0, 0, 0, 0, 2, 0), mode='replicate')",
+            f"F.pad({v}, ({w}, {w}, {h}, {h}, 2, 0), value=1.0)", f"F.pad({v}, ({w}, 0, {h}, 0, 2, 0))",
+        )
+    )  # fmt: skip
+    if p.chance(0.15):
+        p.add(p.choice(y, f"{y}[:, :, -2:]", f"{v}[:, :, -2:].clone()"))
+    padding = (0, 1, 1) if p.chance(0.5) else 0
+    y = p.let(convolved(p, y, kernel=(3, 3, 3), out=C, padding=padding, stride=p.choice(1, 1, 1, (2, 1, 1))))
+    p.add(f"{y} + {x}" if p.shape(y) == p.shape(x) and p.chance(0.5) else y)
+
+
+@step(VIDEOS, 3)
+def convs_in_chunks(p: Program, x: str) -> None:
+    """Chunks of frames, each after the last frames of the one before it."""
+    C, T = p.shape(x)[1:3]
+    weight, bias = p.tensor(C, C, 3, 3, 3, scale=0.2 / C**0.5, last=p.chance(0.8)), p.tensor(C)
+    size, kept, parts = p.choice(1, 1, 2), "", []
+    norm = p.choice("F.silu(F.group_norm({}, 2))", "F.silu(F.normalize({}, dim=1) * 3)", "F.relu({})", "{}")
+    border = p.choice("1, 1, 1, 1", "1, 1, 1, 1", "0, 0, 0, 0")
+    for i in range(0, T, size):
+        v = p.let(norm.format(f"{x}[:, :, {i}:{i + size}]"))
+        keep = p.let(f"{v}[:, :, -2:]{p.choice('.clone()', '')}")
+        if p.shape(keep)[2] < 2 and kept:
+            keep = p.let(f"torch.cat([{kept}[:, :, -1:]{p.choice('.clone()', '')}, {keep}], 2)")
+        if p.chance(0.05):
+            p.add(p.choice(v, keep))
+        front = 2
+        if kept:
+            front -= p.shape(kept)[2]
+            v = p.let(f"torch.cat([{kept}, {v}], 2)")
+        padded = f"F.pad({v}, ({border}, {front}, 0))" if front or border[0] != "0" else v
+        parts.append(p.let(f"F.conv3d({padded}, {weight}, {bias})"))
+        kept = keep if p.chance(0.95) else ""
+    p.add(f"torch.cat([{', '.join(parts)}], 2)")
+
+
+@step(VIDEOS)
+def upsampled_after_first_frame(p: Program, x: str) -> None:
+    C, T = p.shape(x)[1:3]
+    if T < 2 or math.prod(p.shape(x)) > 1200:
+        return
+    n = p.choice(1, 1, 1, 2)
+    first = p.let(f"F.interpolate({x}[:, :, 0], scale_factor=(2, 2), mode='nearest').unsqueeze(2)")
+    others = f"{x}[:, :, {n}:]{p.choice('.contiguous()', '')}"
+    rest = p.let(f"F.interpolate({others}, scale_factor={p.choice(2.0, (1.0, 2.0, 2.0))})")
+    y = p.let(f"torch.cat([{first}, {rest}], 2)" if p.chance(0.9) else f"torch.cat([{rest}, {first}], 2)")
+    if p.chance(0.15):
+        p.add(y)
+    mode = p.choice(", mode='replicate'", "")
+    p.add(convolved(p, p.let(f"F.pad({y}, (1, 1, 1, 1, 2, 0){mode})"), kernel=3, padding=0, out=C))
+
+
+@step(VIDEOS, 2)
+def spatial_norm(p: Program, x: str) -> None:
+    """A GroupNorm, times and plus convolutions of a small video that is upsampled to x."""
+    N, C, T, H, W = p.shape(x)
+    small = p.tensor(N, 4, (T + 1) // 2, p.choice((H + 1) // 2, H), (W + 1) // 2 if W % 2 else W // 2)
+    if T > 1 and T % 2 and p.chance(0.8):
+        first = f"F.interpolate({small}[:, :, :1], size=(1, {H}, {W}))"
+        z = p.let(f"torch.cat([{first}, F.interpolate({small}[:, :, 1:], size=({T - 1}, {H}, {W}))], 2)")
+    else:
+        z = p.let(f"F.interpolate({small}, size=({T}, {H}, {W}))")
+    factor, offset = (p.let(convolved(p, z, kernel=1, out=C)) for _ in range(2))
+    n = p.let(grouped(p, x))
+    if p.chance(0.15):
+        p.add(p.choice(n, factor))
+    y = p.choice(
+        f"{n} * {factor} + {offset}",
+        f"{n} * {factor} + {offset}",
+        f"{offset} + {factor} * {n}",
+        f"({n} + {offset}) * {factor}",
+    )
+    y = p.add(activated(p, p.let(y)))
+    if p.chance(0.4):
+        p.add(convolved(p, y, kernel=3, out=C))
+
+
+@step(VIDEOS, 3)
+def frames_as_images(p: Program, x: str) -> None:
+    N, C, T, H, W = p.shape(x)
+    wrong = p.chance(0.15)  # frames before samples
+    to, back = ("2, 0, 1, 3, 4", "1, 2, 0, 3, 4") if wrong else ("0, 2, 1, 3, 4", "0, 2, 1, 3, 4")
+    v = p.let(f"{x}.permute({to}).reshape({N * T}, {C}, {H}, {W})")
+    if p.chance(0.4):
+        v = p.let(convolved(p, v, out=C))
+    v = p.let(activated(p, p.let(p.choice(grouped(p, v), grouped(p, v), roots(p, v, 1)))))
+    if p.chance(0.3):
+        v = p.let(convolved(p, v, out=C))
+    if p.chance(0.15):
+        p.add(v)
+    if p.chance(0.2) and p.shape(v)[0] * p.shape(v)[1] == N * T * C:
+        v = p.let(f"F.interpolate({v}, scale_factor=2.0, mode='nearest')")
+        H, W = 2 * H, 2 * W
+    y = p.let(f"{v}.reshape({(T, N, C, H, W) if wrong else (N, T, C, H, W)}).permute({back})")
+    p.add(f"{y} + {x}" if p.shape(y) == p.shape(x) and p.chance(0.4) else y)
+
+
+@step(VIDEOS)
+def attention_over_frames(p: Program, x: str) -> None:
+    N, C, T, H, W = p.shape(x)
+    t = p.let(f"{x}.permute(0, 3, 4, 2, 1).reshape({N * H * W}, {T}, {C})")
+    y = _attended(p, p.let(f"F.layer_norm({t}, ({C},))"), t)
+    p.add(f"({y} + {t}).reshape({N}, {H}, {W}, {T}, {C}).permute(0, 4, 3, 1, 2)")
+
+
+# ---- tokens
+
+
+@step(SPATIAL)
+def to_tokens_and_back(p: Program, x: str) -> None:
+    """Blocks of tokens between two convolutions of one pixel."""
+    C = channels(p, x)
+    h = p.let(convolved(p, p.let(grouped(p, x)), kernel=1, out=C))
+    t = flat(p, h)
+    for _ in range(p.choice(1, 2)):
+        t = _tokens(p, t)
+    y = p.let(unflat(p, t, x))
+    y = p.let(convolved(p, y, kernel=1, out=C)) if p.chance(0.5) else y
+    p.add(f"{y} + {x}")
+
+
+@step(TOKENS, 8)
+def tokens(p: Program, x: str) -> None:
+    p.add(_tokens(p, x))
+
+
+def _tokens(p: Program, t: str) -> str:
+    """One block of a transformer, or part of it: (N, S, C) in and out."""
+    C = p.shape(t)[-1]
+    kind = p.choice(
+        _attention_block,
+        _attention_block,
+        _gated_block,
+        _gated_block,
+        _sum_and_norm,
+        _modulated,
+        _one_product,
+    )
+    return p.let(kind(p, t, C))
+
+
+TOKEN_NORMS = """
+F.layer_norm({t}, ({C},), {w}, {b})
+F.layer_norm({t}, ({C},), {w}, {b})
+F.layer_norm({t}, ({C},), {w}, {b})
+F.layer_norm({t}, ({C},))
+F.layer_norm({t}, ({C},), {w})
+F.layer_norm({t}, ({C},), None, {b}, 0.1)
+F.layer_norm({t}.float(), ({C},)).to({t}.dtype)
+F.layer_norm({t}, ({S}, {C}))
+F.layer_norm({t}.transpose(1, 2), ({S},)).transpose(1, 2)
+F.group_norm({t}.transpose(1, 2), 2).transpose(1, 2)
+F.rms_norm({t}, ({C},), {w}, 1e-6)
+F.rms_norm({t}, ({C},))
+"""
+
+
+def _normed(p: Program, t: str, C: int) -> str:
+    """A norm of the channels of tokens; sometimes of another axis, or after casts."""
+    options = {"w": p.tensor(C), "b": p.tensor(C), "S": p.shape(t)[1], "C": C}
+    norm = p.choice(TOKEN_NORMS, TOKEN_NORMS, TOKEN_NORMS, roots(p, t, -1), roots(p, t, 1))
+    return p.let(p.one_of(norm, t=t, **options))
+
+
+def _linear(p: Program, t: str, out: int, bias: float = 0.7) -> str:
+    C = p.shape(t)[-1]
+    text = f", {p.tensor(out)}" if p.chance(bias) else ""
+    return p.let(f"F.linear({t}, {p.tensor(out, C, scale=C**-0.5)}{text})")
+
+
+def _attended(p: Program, t: str, residual: str) -> str:
+    """Attention of two heads: the products q, k, v of one tensor, or of two."""
+    N, S, C = p.shape(t)
+    bias = p.choice(0.0, 1.0, 0.5)
+    of = t
+    if p.chance(0.25):
+        of = p.tensor(N, p.choice(1, 4, 7), C, kind="x")
+    q, k, v = (_linear(p, u, C, bias) for u in (t, of, of))
+    if p.chance(0.1):
+        p.add(p.choice(q, k, v))
+    if p.chance(0.1):
+        k = p.let(p.choice(f"{k} * 0.5", f"{k}.clone()", f"{k} + {q}" if of == t else f"{k} + 1"))
+    if p.chance(0.1):
+        k, v = v, k
+    q, k, v = (p.let(f"{u}.view({N}, -1, 2, {C // 2}).transpose(1, 2)") for u in (q, k, v))
+    if p.chance(0.15):
+        q, k = (p.let(f"F.rms_norm({u}, ({C // 2},), {p.tensor(C // 2)}, 1e-6)") for u in (q, k))
+    options = (
+        ", is_causal=True"
+        if of == t and p.chance(0.15)
+        else f", scale={p.choice(0.3, 1.0)}"
+        if p.chance(0.15)
+        else ""
+    )
+    if p.chance(0.1):
+        options = f", attn_mask={p.tensor(S, p.shape(k)[2])}"
+    o = p.let(
+        f"F.scaled_dot_product_attention({q}, {k}, {v}{options}).transpose(1, 2).reshape({N}, {S}, {C})"
+    )
+    return _linear(p, o, C)
+
+
+def _attention_block(p: Program, t: str, C: int) -> str:
+    y = _attended(p, _normed(p, t, C), t)
+    if p.chance(0.15):
+        p.add(y)
+    if p.chance(0.15):
+        y = p.let(p.choice(f"{y} * 0.5", f"{y} / 1.0"))
+    return p.choice(f"{y} + {t}", f"{t} + {y}", f"({y} + {t}) / 2.0")
+
+
+def _gated_block(p: Program, t: str, C: int) -> str:
+    """A feed-forward block with a gated product."""
+    h = _linear(p, _normed(p, t, C), 2 * C)
+    if p.chance(0.1):
+        p.add(h)
+    a, b = p.choice((f"{h}[..., :{C}]", f"{h}[..., {C}:]"), tuple(f"{h}.chunk(2, -1)[{i}]" for i in (0, 1)))
+    a, b = p.let(a), p.let(b)
+    g = p.choice(
+        "F.gelu({})", "F.gelu({})", "F.gelu({})", "F.gelu({}, approximate='tanh')", "F.silu({})"
+    ).format
+    y = p.choice(
+        f"{a} * {g(b)}",
+        f"{a} * {g(b)}",
+        f"{g(b)} * {a}",
+        f"{b} * {g(a)}",
+        f"{g(a)} * {g(b)}",
+        f"{a} * {g(a)}",
+        f"{a} * {g(b)} * 2",
+    )
+    y = _linear(p, p.let(y), C)
+    return p.choice(f"{y} + {t}", f"{t} + {y}", y, f"{y} * 0.5 + {t}")
+
+
+def _sum_and_norm(p: Program, t: str, C: int) -> str:
+    """Sums of tokens that a LayerNorm and a later sum read, as in a transformer's block."""
+    u = _linear(p, _normed(p, t, C), C)
+    s = p.let(
+        p.choice(f"{t} + {u}", f"{u} + {t}", f"{t} + {u} + {p.tensor(C)}", f"{t} + {u} * 0.5", f"{t} - {u}")
+    )
+    if p.chance(0.25):
+        p.add(s)
+    n = p.let(f"F.layer_norm({s}, ({C},), {p.tensor(C)}, {p.tensor(C)})")
+    if p.chance(0.15):
+        p.add(n)
+    v = _linear(p, n, C)
+    if p.chance(0.15):
+        p.add(v)
+    if p.chance(0.1):
+        v = p.let(f"{v} * 0.5")
+    return p.choice(f"{v} + {s}", f"{s} + {v}", f"{s} + {v} + {s}", f"{v} + {n}", f"({v} + {s}) / 2.0")
+
+
+MODULATED = """
+{n} * (1 + {scale}) + {shift}
+{n} * (1 + {scale}) + {shift}
+(1 + {scale}) * {n} + {shift}
+{n} * {scale} + {shift}
+({n} + {shift}) * {scale}
+{shift} + {n}
+"""
+
+
+def _modulated(p: Program, t: str, C: int) -> str:
+    """A norm, times and plus vectors of an embedding; a gated sum."""
+    N = p.shape(t)[0]
+    e = p.let(f"F.linear(F.silu({p.tensor(N, 6)}), {p.tensor(3 * C, 6, scale=0.4)}, {p.tensor(3 * C)})")
+    scale, shift, gate = (
+        p.let(f"{e}[:, {i * C}:{i * C + C}]{p.choice('[:, None]', '.unsqueeze(1)')}") for i in range(3)
+    )
+    n = _normed(p, t, C)
+    y = p.one_of(MODULATED, n=n, scale=scale, shift=shift)
+    y = _linear(p, p.let(y), C)
+    return p.choice(
+        f"{t} + {gate} * {y}",
+        f"{t} + {y} * {gate}",
+        f"{gate} * {y} + {t}",
+        f"{t} - {gate} * {y}",
+        f"{t} + torch.tanh({gate}) * {y}",
+    )
+
+
+PRODUCTS = """
+{t} @ {w}.t() + {b}
+{t} @ {w}
+{b} + {t} @ {w}.t()
+torch.matmul({t}, {w}.t()) * 0.5 + {b}
+torch.addmm({b}, {t}.reshape(-1, {C}), {w}.t()).reshape{shape}
+torch.addmm({b}, {t}.reshape(-1, {C}), {w}, beta=0.5).reshape{shape}
+F.linear({t}, {w}) + {b}
+F.gelu(F.linear({t}, {w}, {b}), approximate='tanh')
+torch.bmm({t}, {t}.transpose(1, 2) @ {t}) / {S}
+F.linear(F.silu({t}), {w}, {b})
+F.linear({t}[:, :1], {w}, {b}).expand_as({t})
+F.linear({t}.flatten(0, 1), {w}, {b}).view_as({t})
+"""
+
+
+def _one_product(p: Program, t: str, C: int) -> str:
+    shape = p.shape(t)
+    return p.one_of(
+        PRODUCTS, t=t, w=p.tensor(C, C, scale=C**-0.5), b=p.tensor(C), shape=shape, C=C, S=shape[1]
+    )
+
+
+@step(ANY)
+def few_rows(p: Program, x: str) -> None:
+    """Embeddings: products of few rows after an activation, with one more bias or sum."""
+    N, C = p.shape(x)[0], channels(p, x)
+    h = p.let(f"F.linear({p.tensor(N, 6, kind='x')}, {p.tensor(C, 6, scale=0.4)}, {p.tensor(C)})")
+    act = p.choice("F.silu({})", "F.silu({})", "F.gelu({})", "{}").format(h)
+    if p.chance(0.2):
+        act = p.let(act)
+    e = p.let(f"F.linear({act}, {p.tensor(C, C, scale=C**-0.5)}, {p.tensor(C)})")
+    e = p.let(p.choice(e, f"{e} + {h}", f"{e} + {p.tensor(C)}", f"{e} * 2", f"{p.tensor(C)} + {e}"))
+    p.add(f"{x} + {e}[:, None]" if p.value(x).dim() == 3 else f"{x} + {e}{ones(p, x)}")
+
+
+# ---- views, copies and writes
+
+
+VIEWS = """
+{x}.clone()
+{x}.contiguous()
+{x}[:, :, -2:]
+{x}[:, 1:]
+{x}[:, ::2]
+{x}.transpose(1, 2).contiguous().transpose(1, 2)
+{x}.transpose(-1, -2).reshape{shape}
+{x}.reshape({shape}[0], -1).reshape{shape}
+{x}.view{shape}
+{x}.flip(1)
+{x}.roll(1, 2)
+{x}.detach()
+{x}.unsqueeze(0).squeeze(0)
+{x}[:, :1].expand_as({x})
+torch.stack([{x}, {x}], 1).sum(1)
+torch.cat([{x}[:, :1], {x}[:, 1:]], 1)
+torch.cat([{x}[:, 1:], {x}[:, :1]], 1)
+torch.cat({x}.chunk(2, 1), 1)
+torch.cat({x}.chunk(2, 1)[::-1], 1)
+torch.cat({x}.split(1, 2), 2)
+"""
+
+
+@step(ANY, 2)
+def view(p: Program, x: str) -> None:
+    p.add(p.one_of(VIEWS, x=x, shape=p.shape(x)))
+
+
+NUMBERS = """
+{x} * 0.5
+{x} / 1.0
+{x} + 0
+{x} * 1
+{x} - 0.0
+{x} / 2
+-{x}
+1 - {x}
+{x}.clamp(-1, 1)
+{x} * {x}.abs()
+torch.where({mask}, {x}, 0.5)
+{x}.masked_fill({mask}, 0.0)
+F.softmax({x}, -1)
+{x} - {x}.mean(1, keepdim=True)
+F.dropout({x}, 0.5, False)
+{x} * torch.arange({last}).to({x}.dtype)
+torch.tensor([0.5] * {last}).to({x}.dtype) + {x}
+F.glu({x}, 1)
+F.avg_pool2d({x}, 2)
+{x}.sin()
+"""
+
+
+@step(ANY, 2)
+def number_or_mask(p: Program, x: str) -> None:
+    p.add(p.one_of(NUMBERS, x=x, mask=mask(p, x), last=p.shape(x)[-1]))
+
+
+@step(ANY)
+def rounded(p: Program, x: str) -> None:
+    p.add(cast(p, x))
+
+
+WRITES = """
+{x}.add_({y})
+{x}.mul_(0.5)
+{x}.copy_({y})
+{x}.clamp_(-2, 2)
+{x}.lerp_({y}, 0.5)
+{x}.div_({y}.abs() + 1)
+{x}.masked_fill_({mask}, 0.5)
+{x}.detach().add_(0.5)
+F.silu({x}, inplace=True)
+F.relu({x}, inplace=True)
+torch.add({y}, 1.0, out={x})
+torch.mul({y}, {y}, out={x})
+torch.cat([{y}[:, :1], {y}[:, 1:]], 1, out={x})
+{x}[:, :1] = 2.0
+{x}[:, :1] = {y}[:, -1:]
+{x}[:, -1] = {x}[:, 0]
+{x}[:, 0].zero_()
+{x}[..., ::2] += 1
+{x}.transpose(1, 2)[:, :1].add_(1)
+{x}.flatten(1)[:, :2] *= 2.0
+{x}.unbind(1)[0].mul_(3)
+{x}.chunk(2, -1)[0].sub_(1)
+{x}.movedim(1, -1)[..., :1].copy_({x}.movedim(1, -1)[..., -1:])
+"""
+
+
+@step(ANY, 3)
+def written(p: Program, x: str) -> None:
+    """A write in place, whole or in part."""
+    if p.is_writable(x):
+        p.do(p.one_of(WRITES, x=x, y=p.other(x), mask=mask(p, x)))
+
+
+MADE = """
+{x} * 1.5
+{x}.clone()
+F.silu({x})
+"""
+KEPT = """
+{t}.contiguous()
+{t}.transpose(1, 2).contiguous()
+{t}.movedim(1, -1).contiguous()
+{t}.movedim(1, -1).contiguous().movedim(-1, 1)
+{t}.permute({same}).contiguous()
+{t}[:, :1].contiguous()
+{t}[:, ::2].contiguous()
+{t}[:, :, -1:].contiguous()
+{t}[:1].contiguous()
+{t}[:, 0].contiguous()
+{t}.chunk(2, 1)[0].contiguous()
+{t}[:, :1].expand_as({t}).contiguous()
+{t}[:, :1].expand_as({t})
+{t}[:, :1]
+{t}.reshape(-1)
+{t}.view(-1).view{shape}
+{t}.transpose(1, 2).reshape{shape}
+{t}.flatten(1)
+{t}.transpose(1, 2).flatten(1)
+{t}.unflatten(0, (1, -1))
+{t}.movedim(1, -1)
+{t}.to({t}.dtype)
+{t}.type_as({x})
+{t}.double().to({t}.dtype)
+"""
+BASE_WRITES = """
+{t}.mul_(2)
+{t}.zero_()
+{t}[:, :1] = 3.0
+{t}.add_({t}.mean())
+{t}[:, :, -1].add_(1)
+"""
+
+
+@step(ANY, 2)
+def kept_and_written(p: Program, x: str) -> None:
+    """A view or a copy that is kept, then a write to its base or to itself."""
+    shape = p.shape(x)
+    t = p.tensor(*shape, kind="x") if p.chance(0.3) else p.let(p.one_of(MADE, x=x))
+    kept = p.let(p.one_of(KEPT, t=t, x=x, shape=shape, same=tuple(range(len(shape)))))
+    p.do(p.one_of(BASE_WRITES, t=t))
+    if p.chance(0.3) and p.is_writable(kept):
+        p.do(p.choice(f"{kept}.add_(1)", f"{kept}[:1] = 0.5", f"{kept}.mul_({kept})"))
+    if p.chance(0.6):
+        p.add(t)
+    if p.shape(kept) == shape:
+        p.add(f"{kept} + {x}")
+    elif p.value(kept).dim() in ANY:
+        p.add(kept)
+
+
+@step(ANY)
+def filled_in_parts(p: Program, x: str) -> None:
+    """A new tensor that is written in parts, as tiles and buffers are."""
+    shape, y = p.shape(x), p.other(x)
+    new = p.choice(
+        f"torch.zeros_like({x})",
+        f"torch.empty_like({x})",
+        f"{x}.new_zeros({shape})",
+        f"torch.full({shape}, 0.5, dtype={x}.dtype)",
+        f"{x}.clone()",
+    )
+    t = p.let(new)
+    if "empty" in new:
+        p.do(f"{t}[:, :1] = {x}[:, :1]")
+        p.do(f"{t}[:, 1:] = {y}[:, 1:] * 0.5")
+    else:
+        p.do(f"{t}[:, :, :1] = {x}[:, :, :1]" if p.chance(0.7) else f"{t}[:, :, 0] += {x}[:, :, -1]")
+        if p.chance(0.5):
+            p.do(
+                p.choice(
+                    f"{t}[:, -1] = {y}[:, 0]",
+                    f"{t}[..., 1:] += {y}[..., 1:]",
+                    f"{t}[:, :, :1].mul_({t}[:, :, :1])",
+                )
+            )
+    p.add(t)
+
+
+@step(ANY)
+def state_written(p: Program, x: str) -> None:
+    """A write to a tensor of the module, and a read of it."""
+    if p.chance(0.4):
+        t = p.tensor(channels(p, x), kind="p")
+        p.do(p.choice(f"{t}.add_(1)", f"{t}[:2] = 0.25", f"{t}.mul_(0.5)"))
+        p.add(f"{x} + {t}" if p.value(x).dim() == 3 else f"{x} + {t}[:{', None' * (p.value(x).dim() - 2)}]")

@@ -1,0 +1,98 @@
+"""Random programs: what a plan computes is what eager PyTorch computes."""
+
+import pytest
+import torch
+
+from sdfastgn.plans.trace.traced import Untraceable
+from tests.plans import programs
+from tests.plans.engine import everything_pays, plan_of
+
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
+
+# Programs of one test. Workers of pytest-xdist share the tests.
+CHUNK = 100
+# Largest share of programs without a plan, because they read values.
+MOST_UNTRACEABLE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def rules_apply_everywhere(monkeypatch):
+    everything_pays(monkeypatch)
+
+
+@pytest.mark.parametrize("first", range(0, 1000, CHUNK))
+def test_programs(first):
+    check(range(first, first + CHUNK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(10_000, 20_000, 10 * CHUNK))
+def test_more_programs(first):
+    check(range(first, first + 10 * CHUNK))
+
+
+def check(seeds):
+    refused = {seed: why for seed in seeds if (why := refusal(seed))}
+    assert len(refused) <= MOST_UNTRACEABLE * len(seeds), refused
+
+
+def refusal(seed):
+    """Why the program of ``seed`` has no plan; empty if it has one. Fails if its plan is wrong."""
+    program = programs.Program(seed)
+    try:
+        found = fault(program)
+    except Untraceable as why:
+        if not program.may_be_refused:
+            pytest.fail(f"{why}\n{program.described()}")
+        return str(why)
+    if found:
+        program = programs.reduced(program, fault)
+        pytest.fail(f"{found}; reduced: {fault(program)}\n{program.described()}")
+    return ""
+
+
+def fault(program):
+    """What is wrong with the plan of ``program``, or what it raises."""
+    try:
+        return programs.fault(program, plan_of)
+    except Untraceable:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_the_same_seed_makes_the_same_program():
+    assert programs.Program(7).described() == programs.Program(7).described()
+
+
+def test_a_wrong_result_is_seen():
+    """A plan that is wrong in one result, in one argument, or only in its second call."""
+    program = next(
+        p for p in map(programs.Program, range(100)) if p.dtype == torch.float32 and len(p.outputs) > 1
+    )
+
+    def eager(module, function, *inputs):
+        return function
+
+    assert programs.fault(program, eager) == ""
+
+    def off(module, function, *inputs):
+        return lambda *inputs: [y + 1e-3 * (i == 1) * y.abs().max() for i, y in enumerate(function(*inputs))]
+
+    assert "is off by" in programs.fault(program, off)
+
+    def writes(module, function, *inputs):
+        def plan(*inputs):
+            results = [y.clone() for y in function(*inputs)]
+            inputs[0].mul_(1.001)
+            return results
+
+        return plan
+
+    assert "x" in programs.fault(program, writes)
+
+    def keeps(module, function, *inputs):
+        kept = [torch.empty_like(y) for y in function(*[x.clone() for x in inputs])]
+        return lambda *inputs: [a.copy_(b) for a, b in zip(kept, function(*inputs), strict=True)]
+
+    assert programs.fault(program, keeps) == "the second call changed a result of the first"
