@@ -416,7 +416,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
     """
     _check_options(call, options)
     models = _models(call, obj)
-    roots = _roots(models, options.asked)
+    roots = _roots(models, options.asked, plans=options.plans)
     if not roots:
         if not options.missing_ok:
             if options.strict or isinstance(obj, nn.Module):
@@ -439,7 +439,9 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
         with _changing(call, changing):
             try:
                 for was in before:
-                    patcher.apply(was.component, was.findings, obj)
+                    # Without fusions, convolutions are faster as they are until there is a plan.
+                    waits = not was.findings and planning.gets_plans(was.component)
+                    patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
                 _set_options(roots.values(), options)
@@ -566,15 +568,19 @@ def _models(call: str, obj: Any) -> dict[str, nn.Module]:
     return {name: model for name, model in models.items() if id(model) not in inner}
 
 
-def _roots(models: dict[str, nn.Module], asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
+def _roots(
+    models: dict[str, nn.Module], asked: tuple[str, ...] = (), *, plans: bool = True
+) -> dict[str, nn.Module]:
     """Those of ``models`` that have anything to fuse, to capture as CUDA graphs or to plan.
 
-    ``asked``: as in ``snapshot.Options``.
+    ``asked``, ``plans``: as in ``snapshot.Options``.
     """
     return {
         name: model
         for name, model in models.items()
-        if patcher.has_fusions(model, asked) or graphs.has_graphable(model) or planning.gets_plans(model)
+        if patcher.has_fusions(model, asked)
+        or graphs.has_graphable(model)
+        or (plans and planning.gets_plans(model))
     }
 
 

@@ -195,13 +195,14 @@ def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
     return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
 
 
-def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None:
+def apply(component: Any, findings: list[Finding], pipeline: Any = None, *, lays_out: bool = True) -> None:
     """Fuse what is ``fusable`` in ``findings``, and make the convolutions of a model channels-last.
 
     Args:
         component: a model, or a part of a pipeline.
         findings: ``inspect(component)``.
         pipeline: the pipeline that ``component`` is a part of.
+        lays_out: False leaves the convolutions of a model as they are.
     """
     for fusion in _in_order(component):
         for finding in findings:
@@ -211,7 +212,8 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
             if not fusion.is_applied(finding.module):
                 fusion.apply(finding.module)
     if isinstance(component, nn.Module):
-        channels_last.apply(component)
+        if lays_out:
+            channels_last.apply(component)
         return
     for finding in findings:
         with contextlib.suppress(TypeError):  # not every class allows weak references

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.code.states import MAX_STATES, States, running
+from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
@@ -247,6 +248,8 @@ class PlannedForward(InstanceEntry):
             if not plans.guard.same():
                 self._drop(plans)
                 raise Unsupported(f"the model has changed: {self.last_change}")
+            if channels_last.lay_out_weights(module):  # the steps of the plan want them so
+                plans.guard = Guard(module, self._states, self._states.last(), call.device, self.trusted)
             plans.add(key, made)
             return made
 

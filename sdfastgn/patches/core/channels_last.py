@@ -42,6 +42,7 @@ __all__ = [
     "is_entry",
     "is_exit",
     "laid_out",
+    "lay_out_weights",
     "restore",
     "unconverted_weights",
 ]
@@ -145,11 +146,7 @@ class _Apply(Moves):
         _living[id(self)] = self
 
     def arrange(self, root: nn.Module) -> None:
-        for _, module in convertible_modules(root):
-            # A convolution that was converted before is not converted again, because the user may have chosen
-            # another layout since, with ``.to(memory_format=...)``.
-            if _STOCK_LAYOUT not in vars(module):
-                _convert(module)
+        lay_out_weights(root)
 
 
 def apply(root: nn.Module) -> None:
@@ -159,6 +156,19 @@ def apply(root: nn.Module) -> None:
     """
     for step in _steps(root):
         step()
+
+
+def lay_out_weights(root: nn.Module) -> bool:
+    """Make the weights of convolutions in ``root`` channels-last, if they are on a GPU. True if any was not.
+
+    A convolution that was converted before stays as it is, because the user may have chosen another layout
+    since, with ``.to(memory_format=...)``.
+    """
+    before = converted_weights(root)
+    for _, module in convertible_modules(root):
+        if _STOCK_LAYOUT not in vars(module):
+            _convert(module)
+    return converted_weights(root) > before
 
 
 def is_complete(root: nn.Module) -> bool:
