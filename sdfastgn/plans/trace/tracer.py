@@ -43,10 +43,10 @@ def trace(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any)
     """
     if is_tracing():
         raise Untraceable("the call runs inside of a trace of another call")
-    tracer = Tracer(model)
-    state = ModuleState(model)
     traced = None
     with without_collections(), noted() as reasons:
+        tracer = Tracer(model)
+        state = ModuleState(model)
         try:
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
