@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearsal
-from sdfastgn.kernels.common.private import any_autocast, current_device, dispatch_modes
+from sdfastgn.kernels.common.private import any_autocast, current_device
 from sdfastgn.kernels.product import op as product_op
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.run.record import Recording, Unrecordable, record
@@ -34,13 +35,17 @@ _ALIGNMENT = 16
 
 
 class _Bound(NamedTuple):
-    """A function with its weights. Threads that still run an older one keep that one's weights."""
+    """A function with its weights, and for what it is valid.
+
+    A thread that still runs an older function keeps the weights of that one.
+    """
 
     run: types.FunctionType
     code: Code
     addresses: list[int]
     layouts: list[tuple[Any, ...]]
     inputs: list[tuple[Any, ...]]
+    has_kernels: bool
 
 
 class _Operands(NamedTuple):
@@ -110,7 +115,9 @@ class Baked:
             # A graph must use the algorithms that were chosen for its products, and the function has those
             # of PyTorch. The CPU time of a capture does not matter.
             return "it is a rehearsal or the capture of a CUDA graph"
-        return "a dispatch mode is active" if dispatch_modes() else None
+        if self._bound is not None and self._bound.has_kernels is not dispatch.is_on():
+            return "kernels have been turned on or off"
+        return "a dispatch mode is active" if dispatch.dispatch_modes() else None
 
     def _addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, map(operator.getitem, self._holders, self._keys)))
@@ -142,7 +149,9 @@ class Baked:
         self.recorded += 1
         self.left = recording.left
         signature = [(*_kind(x), x.data_ptr() % _ALIGNMENT if x.is_cuda else None) for x in inputs]
-        self._bound = _Bound(code.bound(*operands[:2]), code, operands.addresses, operands.layouts, signature)
+        run = code.bound(*operands[:2])
+        where = operands.addresses, operands.layouts, signature
+        self._bound = _Bound(run, code, *where, has_kernels=dispatch.is_on())
 
     def _renewed(self) -> _Bound | None:
         """The function with the present weights. None if it must be recorded again."""
@@ -171,7 +180,7 @@ def _misfit(bound: _Bound, inputs: Sequence[Tensor]) -> str | None:
     """The reason why the function is not valid for these arguments, or None if it is."""
     for x, (shape, stride, dtype, device, aligned) in zip(inputs, bound.inputs, strict=True):
         if x.stride() != stride or x.shape != shape or x.dtype is not dtype or x.device != device:
-            return "an argument has other strides"
+            return "an argument has other sizes, strides, dtype or device"
         if aligned is not None and x.data_ptr() % _ALIGNMENT != aligned:
             return "an argument has another alignment"
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:

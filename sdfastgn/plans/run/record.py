@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdfastgn.kernels.common import observers
-from sdfastgn.kernels.common.private import below_autograd, binding_of
+from sdfastgn.kernels.common import observers, private
 
 __all__ = ["Action", "Memory", "Place", "Recording", "Unrecordable", "places_in", "record"]
 
@@ -244,7 +244,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        with below_autograd(), observers.observed_by(self._launch), self:
+        with private.below_autograd(), observers.observed_by(self._launch), self:
             yield
 
     @contextlib.contextmanager
@@ -305,10 +305,9 @@ class _Recorder(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         if func not in self._simple:
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+            if private.is_composite(func):
+                with self:
+                    return private.run_composite(func, args, kwargs)
             self._simple.add(func)
         self._reason = self._reason or _objection(func, args, kwargs)
         with self._paused():
@@ -350,7 +349,7 @@ def _place(t: Tensor, memory: int) -> Place:
 
 def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
     """(the quickest callable that runs the op, its result)."""
-    binding = binding_of(func)
+    binding = private.binding_of(func)
     if binding is not None:
         with contextlib.suppress(TypeError):
             return binding, binding(*args, **kwargs)
@@ -371,7 +370,7 @@ def _objection(func: Any, args: Any, kwargs: Any) -> str | None:
 
 def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The value of the argument ``name`` of a call of the op. None if the op has no such argument."""
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(private.schema_of(func).arguments):
         if argument.name == name:
             return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
     return None
@@ -379,16 +378,21 @@ def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that the op writes into."""
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        a.name
+        for a in private.schema_of(func).arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     return [
         t for name in written for t in _flat(_argument(func, name, args, kwargs)) if isinstance(t, Tensor)
     ]
 
 
 def _writes_over(target: Any) -> bool:
-    """True if a step writes over its first argument: its name ends with "_"."""
-    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else target.__name__
-    return name.endswith("_")
+    """True if a step writes over its first argument: a mutable op, or a name that ends with "_"."""
+    if isinstance(target, OpOverload):
+        return private.schema_of(target).is_mutable
+    return target.__name__.endswith("_")
 
 
 def _leaves_the_gpu(args: Any, result: Any) -> bool:

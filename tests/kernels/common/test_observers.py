@@ -8,9 +8,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdfastgn.kernels.common import dispatch, observers
 from sdfastgn.kernels.common.launch import Launch
-from tests.kernels.common.test_launch import Kernel
 
 X = torch.zeros(1)
+
+
+class Kernel:
+    """Notes its launches."""
+
+    def __init__(self):
+        self.launched = []
+
+    @staticmethod
+    def fn(x_ptr, y_ptr): ...
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append(args)
 
 
 @pytest.fixture
@@ -20,7 +32,7 @@ def kernel():
 
 @pytest.fixture
 def launch(kernel):
-    return Launch(kernel, 3, 4, number=7, BLOCK=16)
+    return Launch(kernel, 3, 4)
 
 
 def test_an_observer_runs_the_launches_of_its_thread(kernel, launch):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from sdfastgn.kernels.common import archive, private
+from sdfastgn.kernels.common import archive, dispatch, private
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.product import op as product_op
@@ -82,6 +82,9 @@ def block_plan(block, device="cpu", dtype=torch.float32):
 
 class Own(torch.Tensor):
     """A subclass without functions of its own."""
+
+
+STRIDES = "an argument has other sizes, strides, dtype or device"
 
 
 def images(count, **to):
@@ -286,8 +289,8 @@ def test_tensors_from_elsewhere_may_be_written_and_moved():
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (lambda x: x.contiguous(memory_format=torch.channels_last), "an argument has other strides"),
-        (lambda x: x[:, :, :2].repeat(1, 1, 2, 1).expand(2, 8, 4, 4).mT, "an argument has other strides"),
+        (lambda x: x.contiguous(memory_format=torch.channels_last), STRIDES),
+        (lambda x: x[:, :, :2].repeat(1, 1, 2, 1).expand(2, 8, 4, 4).mT, STRIDES),
         (lambda x: torch._neg_view(x), "an argument is a conjugate or negative view"),
         (lambda x: x.as_subclass(Own), "an argument is of a subclass of Tensor"),
     ],
@@ -300,6 +303,14 @@ def test_other_arguments_run_the_plan(other, why):
     assert baked.declined == {why: 1}
     check(baked, [[x]])
     assert baked.declined == {why: 1}
+
+
+def test_arguments_of_other_sizes_and_dtypes_run_the_plan():
+    drawn = Drawn((4,))
+    baked = Baked(drawn.plan(drawn.add(aten.neg.default, drawn.inputs[0])))
+    x = torch.randn(4)
+    check(baked, [[x], [x.double()], [x[:3].clone()], [x]])
+    assert baked.declined == {STRIDES: 2}
 
 
 def test_arguments_that_share_memory_run_the_plan_until_there_is_a_function():
@@ -608,6 +619,20 @@ def test_kernels_that_are_compiled_ahead_are_not_recorded(monkeypatch):
     baked = Baked(block_plan(Block()))
     rehearse(lambda: baked.run(*images(1)), torch.device("cpu", 0))
     assert baked.recorded == 0
+
+
+def test_kernels_that_are_turned_off_do_not_run(launches):
+    baked = Baked(block_plan(Block()))
+    x, y = images(2)
+    with kernels(direct=True):
+        check(baked, [x])
+        launches.clear()
+        with dispatch.stock_code():
+            check(baked, [y])
+        assert not launches
+        check(baked, [y])
+        assert launches
+    assert baked.declined == {"kernels have been turned on or off": 1}
 
 
 def test_a_dispatch_mode_sees_the_ops_of_the_plan():
