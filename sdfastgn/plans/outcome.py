@@ -46,6 +46,30 @@ class _Output(NamedTuple):
     fields: dict[str, Any]
 
 
+class _Known(NamedTuple):
+    """What the marks of an ``Outcome`` stand for in one call."""
+
+    made: Sequence[Any]
+    tensors: Sequence[Any]
+    containers: list[Any]
+
+    def put_together(self, part: Any) -> Any:
+        kind = type(part)
+        if kind is _Made:
+            return self.made[part.place]
+        if kind is _Given:
+            return self.tensors[part.place]
+        if kind is _Container:
+            return self.containers[part.place]
+        if kind is _Output:
+            return part.kind(**{name: self.put_together(item) for name, item in part.fields.items()})
+        if kind in (list, tuple):
+            return kind(map(self.put_together, part))
+        if kind is dict:
+            return {key: self.put_together(item) for key, item in part.items()}
+        return part
+
+
 class Outcome:
     """The outcome of one traced call.
 
@@ -95,27 +119,10 @@ class Outcome:
             args, kwargs: the arguments of the later call.
             tensors: the tensors among them.
         """
-        containers = _containers_in(args, kwargs) if self._changes else []
-
-        def put_together(part: Any) -> Any:
-            kind = type(part)
-            if kind is _Made:
-                return made[part.place]
-            if kind is _Given:
-                return tensors[part.place]
-            if kind is _Container:
-                return containers[part.place]
-            if kind in (list, tuple):
-                return kind(map(put_together, part))
-            if kind is dict:
-                return {key: put_together(item) for key, item in part.items()}
-            if kind is _Output:
-                return part.kind(**{name: put_together(item) for name, item in part.fields.items()})
-            return part
-
-        result = put_together(self._result)
-        for place, content in [(place, put_together(content)) for place, content in self._changes]:
-            container = containers[place]
+        known = _Known(made, tensors, _containers_in(args, kwargs) if self._changes else [])
+        result = known.put_together(self._result)
+        for place, content in [(place, known.put_together(content)) for place, content in self._changes]:
+            container = known.containers[place]
             container.clear()
             (container.update if isinstance(container, dict) else container.extend)(content)
         return result

@@ -1,8 +1,10 @@
 """Models of which ``optimize`` runs the calls as plans: right, never stale, and undone exactly."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import accelerate
 import pytest
@@ -341,6 +343,16 @@ def test_offloaded_as_a_whole():
     assert (state.plans, state.calls) == (1, 2)
     accelerate.hooks.remove_hook_from_module(model)
     follows_stock(model, stock)
+
+
+def test_results_are_freed_at_once(pair):
+    model, _ = pair
+    gc.disable()
+    try:
+        y = weakref.ref(model(image()))
+        assert y() is None
+    finally:
+        gc.enable()
 
 
 # ---- arguments that a call changes: caches of decoders
