@@ -14,6 +14,13 @@ _FEW_CHANNELS = {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4, "la
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("wan", "vae"): {"base_dim": 8},
     ("qwen_image", "vae"): {"base_dim": 8},
+    ("qwen_image_21", "vae"): {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1, "z_dim": 64},
+    ("dc_ae", "vae"): {
+        "encoder_block_out_channels": (16, 16, 16, 32, 32, 32),
+        "decoder_block_out_channels": (16, 16, 16, 32, 32, 32),
+        "attention_head_dim": 8,
+    },
+    ("kvae", "vae"): {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1},
     ("hunyuan_video", "vae"): _FEW_CHANNELS,
     ("cogvideox", "vae"): _FEW_CHANNELS,
     ("svd", "unet"): {

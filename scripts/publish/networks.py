@@ -301,6 +301,9 @@ case("Wan 2.1 VAE decode, 81 x 480 x 832", "AutoencoderKLWan", BF16, is_video=Tr
     decode_of(1, 16, 21, 60, 104)
 )
 video_case("Qwen-Image VAE decode, 1024²", "qwen_image", "vae")
+video_case("Qwen-Image 2.1 VAE decode, 1024²", "qwen_image_21", "vae")
+video_case("DC-AE decode (Sana), 1024²", "dc_ae", "vae")
+video_case("KVAE decode, 1024²", "kvae", "vae")
 case("Qwen-Image VAE decode, 512²", "AutoencoderKLQwenImage", BF16, is_video=True)(
     decode_of(1, 16, 1, 64, 64)
 )

@@ -16,6 +16,9 @@ diffusers' default UNet is that of SD1.5, except for ``sample_size`` and ``cross
 
 - ``wan``: Wan-AI/Wan2.1-T2V-14B-Diffusers;
 - ``qwen_image``: Qwen/Qwen-Image. Its autoencoder has Wan's architecture. An image is a video of one frame;
+- ``qwen_image_21`` and ``kvae``: diffusers' AutoencoderKLQwenImage21 and AutoencoderKLKVAE with their
+  defaults, of images;
+- ``dc_ae``: the autoencoder of Sana, mit-han-lab/dc-ae-f32c32-sana-1.0, of images;
 - ``hunyuan_video``: hunyuanvideo-community/HunyuanVideo;
 - ``cogvideox``: THUDM/CogVideoX-5b;
 - ``svd``: stabilityai/stable-video-diffusion-img2vid;
@@ -167,10 +170,21 @@ class VideoNetwork:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+_DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+_DC_AE = {
+    "encoder_block_types": _DC_BLOCKS,
+    "decoder_block_types": _DC_BLOCKS,
+    "downsample_block_type": "conv",
+    "upsample_block_type": "interpolate",
+    "scaling_factor": 0.41407,
+}
 # Model -> part ("unet" or "vae") -> network. The first part of a model is the default of ``--part``.
 VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
     "wan": {"vae": VideoNetwork("AutoencoderKLWan", "bf16", 17, 480, 832)},
     "qwen_image": {"vae": VideoNetwork("AutoencoderKLQwenImage", "bf16", 1, 1024, 1024)},
+    "qwen_image_21": {"vae": VideoNetwork("AutoencoderKLQwenImage21", "bf16", 1, 1024, 1024)},
+    "dc_ae": {"vae": VideoNetwork("AutoencoderDC", "bf16", 1, 1024, 1024, config=_DC_AE)},
+    "kvae": {"vae": VideoNetwork("AutoencoderKLKVAE", "bf16", 1, 1024, 1024)},
     "hunyuan_video": {"vae": VideoNetwork("AutoencoderKLHunyuanVideo", "bf16", 17, 480, 832)},
     "cogvideox": {
         "vae": VideoNetwork("AutoencoderKLCogVideoX", "bf16", 9, 480, 720, config={"scaling_factor": 0.7})

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A latent covers 8 x 8 pixels. In the autoencoders that compress time, the first latent frame covers one
+# A latent covers 8 x 8 pixels, unless the model says otherwise. In the autoencoders that compress time, the first latent frame covers one
 # frame of the video, and each further latent frame covers four.
 PIXELS, FRAMES = 8, 4
+# Autoencoders whose latents have no axis for frames.
+_OF_IMAGES = ("AutoencoderDC", "AutoencoderKLKVAE")
 # Number of tokens of CLIP's encoding of a text.
 _TOKENS = 77
 
@@ -29,7 +31,8 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
         height, width: size of a frame in pixels.
     """
     kind, config = type(model).__name__, model.config
-    size = height // PIXELS, width // PIXELS
+    pixels = getattr(model, "spatial_compression_ratio", PIXELS)
+    size = height // pixels, width // pixels
     if kind == "UNetSpatioTemporalConditionModel":
         sample = draw(batch, frames, config.in_channels, *size)
         return {
@@ -48,7 +51,9 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
         }
     if kind == "AutoencoderKLTemporalDecoder":
         return {"z": draw(batch * frames, config.latent_channels, *size), "num_frames": frames}
-    channels = config["z_dim" if "z_dim" in config else "latent_channels"]
+    channels = next(config[key] for key in ("z_dim", "latent_channels", "z_channels") if key in config)
+    if kind in _OF_IMAGES:
+        return {"z": draw(batch, channels, *size)}
     return {"z": draw(batch, channels, (frames - 1) // FRAMES + 1, *size)}
 
 

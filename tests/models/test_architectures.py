@@ -68,6 +68,9 @@ def test_norms_of_tiny_models_have_random_affines_and_groups_of_odd_sizes():
 VIDEO = {
     ("wan", "vae"): (126_892_531, (1, 3, 17, 480, 832)),
     ("qwen_image", "vae"): (126_892_531, (1, 3, 1, 1024, 1024)),
+    ("qwen_image_21", "vae"): (337_740_404, (1, 4, 1, 1024, 1024)),
+    ("dc_ae", "vae"): (312_250_275, (1, 3, 1024, 1024)),
+    ("kvae", "vae"): (217_426_723, (1, 3, 1024, 1024)),
     ("hunyuan_video", "vae"): (246_478_803, (1, 3, 17, 480, 832)),
     ("cogvideox", "vae"): (215_583_907, (1, 3, 9, 480, 720)),
     ("svd", "unet"): (1_524_623_082, (2, 14, 4, 72, 128)),
@@ -98,7 +101,7 @@ def test_small_video_networks_run_and_are_reproducible(model, part, monkeypatch)
     shrink(monkeypatch)
     network = VIDEO_NETWORKS[model][part]
     where = {"dtype": torch.float32, "device": "cpu"}
-    size = {"batch": 1, "frames": 5, "height": 32, "width": 48}
+    size = {"batch": 1, "frames": network.frames, "height": 32, "width": 48}
 
     def output(seed):
         built = architectures.build_video_network(network, **where, seed=seed)
