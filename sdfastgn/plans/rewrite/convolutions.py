@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
-from sdfastgn.plans.rewrite.frames import in_frames, last_slice
+from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice
 from sdfastgn.plans.rewrite.nodes import HALVES, Rewriter, dtype, has, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
@@ -21,6 +21,7 @@ __all__ = ["convolutions"]
 
 
 def convolutions(graph: fx.Graph) -> fx.Graph:
+    graph = apply(graph, in_one, steps.cat)
     for rule in _RULES:
         graph = apply(graph, _where_usual(rule), steps.conv)
     return graph
@@ -93,4 +94,12 @@ def bias_apart(r: Rewriter, n: Node) -> Node | None:
 
 
 # In this order: a rule sees what those before it have left.
-_RULES: tuple[Rule, ...] = (own_padding, as_product, in_phases, bias_apart, last_slice, in_frames)
+_RULES: tuple[Rule, ...] = (
+    own_padding,
+    as_product,
+    in_phases,
+    bias_apart,
+    last_slice,
+    in_frames,
+    image_in_frames,
+)

@@ -24,7 +24,7 @@ from sdfastgn.plans.rewrite.nodes import (
     user,
 )
 from sdfastgn.plans.rewrite.rules import apply
-from sdfastgn.plans.rewrite.statistics import takes_statistics
+from sdfastgn.plans.rewrite.statistics import wants_statistics
 from sdfastgn.plans.run import steps
 
 __all__ = ["shifts", "sums"]
@@ -89,7 +89,7 @@ def residual_sum(r: Rewriter, n: Node) -> Node | None:
     if not _is_residual(n):
         return None
     has_bias = any(has(t, bias_of) and is_only(t) for t in n.args)
-    return _added(r, n, n, 1.0) if has_bias or any(takes_statistics(u, n) for u in n.users) else None
+    return _added(r, n, n, 1.0) if has_bias or wants_statistics(n) else None
 
 
 def _is_residual(n: Node) -> bool:
