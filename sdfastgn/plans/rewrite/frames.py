@@ -27,10 +27,10 @@ _ONCE = (1, 1, 1)
 
 
 class Kept(NamedTuple):
-    """``reader`` is the last ``count`` frames of the padded frames. Or it reads them, as ``whole``."""
+    """``reader`` is the last ``length`` frames of the padded frames. Or it reads them, as ``whole``."""
 
     reader: Node
-    count: int
+    length: int
     whole: Node | None = None
 
 
@@ -117,7 +117,7 @@ def in_frames(r: Rewriter, n: Any) -> Node | None:
     if source is None or not source.is_changed:
         return None
     before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
-    keep = max((k.count for k in kept), default=0)
+    keep = max((k.length for k in kept), default=0)
     pays = windows_pay(n.meta["device"], dtype(n), shape(weight), stride[0], dilation[0], groups)
     window = shape(weight)[2] if pays and not padding[0] else 1
     where = source.front, source.back, source.border, source.mode, keep, shift, norm, source.times, window
@@ -240,12 +240,12 @@ def _kept_by(u: Any, source: Source) -> Kept | None:
 def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
     """Lets the readers of kept frames read ``frames``, the second result of the step."""
     most = shape(frames)[2]
-    for reader, count, whole in kept:
-        part = r.cut(frames, 2, most - count, count)
+    for reader, length, whole in kept:
+        part = r.cut(frames, 2, most - length, length)
         if whole is not None:
             reader.replace_input_with(whole, part)
             continue
-        if count == most:  # already a copy without the other frames
+        if length == most:  # already a copy without the other frames
             for u in list(reader.users):
                 if has(u, steps.copy):
                     u.replace_all_uses_with(part)
@@ -267,5 +267,6 @@ def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tu
         norm = steps.Group(groups, weight, bias, eps, activation, statistics, None, framewise)
         return None if framewise and source.times != _ONCE else (x.args[0], shift, norm, kept)
     if has(x, steps.modulated_norm) and source.times == _ONCE:
-        return x.args[0], None, steps.Group(*x.args[1:6], None, x.args[6]), kept
+        x, groups, weight, bias, eps, activation, modulation = x.args
+        return x, None, steps.Group(groups, weight, bias, eps, activation, None, modulation), kept
     return None

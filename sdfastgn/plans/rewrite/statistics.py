@@ -38,14 +38,16 @@ def _is_alike(view: Any) -> bool:
 def _takes_statistics(n: Any, x: Node) -> bool:
     if not has(n, steps.group_norm, steps.frames) or n.args[0] is not x:
         return False
-    norm: Any = (
-        steps.Group(*n.args[1:6], n.args[7], None, n.args[8]) if has(n, steps.group_norm) else n.args[8]
-    )
-    is_open = isinstance(norm, steps.Group) and norm.statistics is None and not norm.framewise
-    return is_open and statistics_pay(shape(x)[1], math.prod(shape(x)[2:]))
+    if has(n, steps.group_norm):
+        known, framewise = n.args[7:9]
+    elif isinstance(n.args[8], steps.Group):
+        known, framewise = n.args[8].statistics, n.args[8].framewise
+    else:
+        return False
+    return known is None and not framewise and statistics_pay(shape(x)[1], math.prod(shape(x)[2:]))
 
 
-def channels_of_two(r: Rewriter, n: Node) -> Node | None:
+def channels_of_two(r: Rewriter, n: Any) -> Node | None:
     """The channels of two tensors side by side, for a GroupNorm: ``cat_two``, which computes statistics."""
     parts, dim = n.args
     if dim != 1 or len(parts) != 2 or not wants_statistics(n):
@@ -53,16 +55,16 @@ def channels_of_two(r: Rewriter, n: Node) -> Node | None:
     return r.item(r.new(steps.cat_two, (*parts, False)), 0, n)
 
 
-def known_statistics(r: Rewriter, n: Node) -> Node | None:
+def known_statistics(r: Rewriter, n: Any) -> Node | None:
     """A GroupNorm of what a step has just written: this step also computes the statistics."""
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None
     while _is_alike(x):
         x = x.args[0]
-    writer = x.args[0] if has(x, operator.getitem) and x.args[1] == 0 else None
-    if not has(writer, *_EMITS):
+    if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
+    writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))
     if has(n, steps.group_norm):
