@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,13 +77,6 @@ def _copy_sources(r: Rewriter, writes: Iterable[Node]) -> None:
 
 def _owner(n: Any) -> Node:
     """The value in whose memory ``n`` lies."""
-    while n.op == "call_function":
-        if has(n, *VIEWS) or is_view(n.target) or (has(n, operator.getitem) and is_view(n.args[0].target)):
-            n = n.args[0]
-        elif getattr(n.target, "__name__", "").endswith("_") and not isinstance(
-            n.target, torch._ops.OpOverload
-        ):
-            n = n.args[0]  # a step that writes over its first argument
-        else:
-            break
+    while has(n, *VIEWS) or is_view(n.target):
+        n = n.args[0]
     return n
