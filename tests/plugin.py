@@ -32,7 +32,7 @@ def apply_markers(node, monkeypatch):
 
 def pack_on_cpu(monkeypatch):
     """Lets sdfastgn pack weights on CPUs too, so that tests on a CPU find what packing breaks."""
-    monkeypatch.setattr("sdfastgn.patches.shared.packed_weights.PACKED_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr("sdfastgn.kernels.product.packed.PACKED_DEVICES", ("cuda", "cpu"))
 
 
 def run_fused_on_cpu(monkeypatch):

@@ -20,11 +20,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from sdfastgn.kernels.common.private import any_autocast
+from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.traffic import Step, base, is_view, memory, steps_of, table, writes_over
 from sdfastgn.plans.trace.traced import Traced
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "without_autocast"]
 
 aten = torch.ops.aten
 # Bytes (256 MB). A larger value is no constant: keeping it would take more memory than a call without plan
@@ -32,11 +33,16 @@ aten = torch.ops.aten
 _MOST_FOLDED = 1 << 28
 
 
+# The dict of a module that has a parameter or buffer, and its name there.
+_Place = tuple[dict[str, Any], str]
+
+
 class Plan:
     """The rewritten ``graph`` of the call ``traced``, ready to run. The plan takes ``graph`` over.
 
     A plan refers to the parameters of the model, but to none of its modules. It takes no part in a reference
-    cycle through the model. Several threads may call it at once.
+    cycle through the model. A CUDA graph of a plan reads the plan's constants, so the plan must outlive it.
+    Several threads may call a plan at once.
 
     Attributes:
         graph: its placeholders are the parameters, the others, the constants and the inputs. Parameters and
@@ -50,19 +56,20 @@ class Plan:
         self._spec, self._out_spec = traced.spec, traced.out_spec
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         count = len(traced.parameters), len(traced.parameters) + len(traced.others)
-        self.parameters = [
-            (getattr(module, kind), name)
-            for n, (module, kind, name) in zip(placeholders, traced.parameters, strict=False)
-            if _is_read(n)
-        ]
+        where = zip(placeholders[: count[0]], traced.parameters, strict=True)
+        read = {n: (getattr(module, kind), name) for n, (module, kind, name) in where if _is_read(n)}
+        self.parameters = list(read.values())
         others = zip(placeholders[count[0] : count[1]], traced.others, strict=True)
         self.others = [t for n, t in others if _is_read(n)]
         inputs = placeholders[count[1] :]
         self._inputs = [(n.meta["shape"], n.meta["dtype"], n.meta["device"]) for n in inputs]
+        written = {n.args[0] for n in graph.nodes if n.target is aten.copy_.default}
+        self._written = [i for i, n in enumerate(inputs) if n in written]
         first_input = inputs[0] if inputs else None
         self._fold: Callable[[], list[Tensor]] | None = _split_constants(traced.graph, graph, first_input)
         self._constants: list[Tensor] = []
         self._lock = threading.Lock()
+        self._rows = _rows_of_products(graph, read)
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self._forward = fx.GraphModule({}, graph).forward
@@ -70,14 +77,16 @@ class Plan:
     def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Computes the traced call for other tensors. Numbers and other arguments count as traced.
 
-        Raises ValueError if the arguments have another structure than the traced ones, or if a tensor has
-        another shape, dtype or device.
+        Raises ValueError if the arguments have another structure than the traced ones, if a tensor has
+        another shape, dtype or device, or if the call writes into a tensor that shares memory with another.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         if spec != self._spec:
             raise ValueError(f"Plan: the arguments must have the structure {self._spec}, got {spec}")
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._check(inputs)
+        if self._written:
+            self._check_written(inputs)
         return pytree.tree_unflatten(self.run(inputs), self._out_spec)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
@@ -90,6 +99,17 @@ class Plan:
         if self._fold is not None:
             self._compute_constants()
         return [*(held[name] for held, name in self.parameters), *self.others, *self._constants, *inputs]
+
+    def pack(self) -> None:
+        """Moves weights of products with the same input side by side: then one product computes them all.
+
+        Weights that another plan has packed stay where they are. After a move of the model, call it again.
+        When it may be called: see ``kernels/product/packed.py``, whose ``unpack`` undoes it.
+        """
+        for rows in self._rows:
+            parts = [[held[name] for held, name in row] for row in rows]
+            if not any(packed.are_packed([part for row in parts for part in row])):
+                packed.pack(*parts)
 
     def __str__(self) -> str:
         """One line a step, then the totals, and the ops that stayed as upstream wrote them."""
@@ -104,6 +124,12 @@ class Plan:
                 raise ValueError(
                     f"Plan: tensor {i} of the call must be {_text(*wanted)}, got {_text(*found)}"
                 )
+
+    def _check_written(self, inputs: Sequence[Tensor]) -> None:
+        memories = [x.untyped_storage().data_ptr() for x in inputs]
+        for i in self._written:
+            if inputs[i].numel() and memories.count(memories[i]) > 1:
+                raise ValueError(f"Plan: tensor {i} of the call is written, and must share no memory")
 
     def _compute_constants(self) -> None:
         with self._lock:
@@ -124,6 +150,16 @@ def _is_read(n: Node) -> bool:
         n.graph.erase_node(n)
         return False
     return True
+
+
+def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[list[list[_Place]]]:
+    """For each ``linears``: the parameters that should be side by side, as [weights] or [weights, biases]."""
+    found = []
+    for n in graph.nodes:
+        rows: Any = [row for row in n.args[1:] if row] if n.target is steps.linears else []
+        if rows and all(p in parameters for row in rows for p in row):
+            found.append([[parameters[p] for p in row] for row in rows])
+    return found
 
 
 def _split_constants(
@@ -164,7 +200,13 @@ def _constants(graph: fx.Graph) -> list[Node]:
         )
         if n.op == "get_attr" or is_folded:
             found[n] = None
-    return list(found)
+    return [n for n in found if not _is_overwritten(n, found)]
+
+
+def _is_overwritten(n: Node, constants: dict[Node, None]) -> bool:
+    """True if ``n`` makes a tensor of numbers for a step that writes over it. To make it again costs less."""
+    is_made = n.op == "call_function" and not n.all_input_nodes
+    return is_made and all(writes_over(u) and u.args[0] is n and u not in constants for u in n.users)
 
 
 def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:

@@ -8,7 +8,6 @@ because a trace has already run what other code may have put there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from sdfastgn.kernels.group_norm import op as group_norm_op
 from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
+from sdfastgn.kernels.product import packed
 from sdfastgn.kernels.statistics import op as statistics_op
 from sdfastgn.kernels.upsample import conv as upsample_op
 from sdfastgn.kernels.upsample import nearest as nearest_op
@@ -194,24 +194,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``linear`` of x with each weight; one product if the parameters stand side by side in memory."""
-    weight, bias = side_by_side(weights), side_by_side(biases) if biases else None
+    """``linear`` of x with each weight; one product if the parameters are packed. ``biases`` may be empty."""
+    weight, bias = packed.joined(weights), packed.joined(biases) if biases else None
     if weight is None or (biases and bias is None):
         return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
     return linear(x, weight, bias).split([len(w) for w in weights], -1)
-
-
-def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as one view of their common memory; None if they do not follow one another in it."""
-    first, rows, row = parts[0], 0, math.prod(parts[0].shape[1:])
-    storage = first.untyped_storage().data_ptr()
-    for part in parts:
-        follows = part.storage_offset() == first.storage_offset() + rows * row
-        same = (part.untyped_storage().data_ptr(), part.dtype) == (storage, first.dtype)
-        if not (part.is_contiguous() and part.shape[1:] == first.shape[1:] and follows and same):
-            return None
-        rows += len(part)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """``Plan``: what it reads anew, what it computes once, and what it refuses."""
 
 import gc
+import io
 import threading
 import weakref
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
 from tests.plans.run.graphs import Drawn
 
@@ -95,6 +97,20 @@ def test_written_arguments_and_buffers():
     assert torch.equal(plan((x,)), torch.full((4,), 3.0))
 
 
+def test_a_written_argument_may_not_share_its_memory():
+    drawn = Drawn((4,), (4,))
+    x, y = drawn.inputs
+    drawn.add(aten.copy_.default, x, drawn.add(aten.add.Tensor, x, y))
+    plan = drawn.plan(drawn.add(aten.neg.default, y))
+    both = torch.ones(8)
+    with pytest.raises(ValueError, match="Plan: tensor 0 of the call is written, and must share no memory"):
+        plan((both[:4], both[4:]))
+    assert both.tolist() == [1] * 8
+    x, y = torch.ones(4), torch.ones(4)
+    assert plan((x, y)).tolist() == [-1] * 4
+    assert x.tolist() == [2] * 4
+
+
 # ---- constants
 
 
@@ -174,9 +190,9 @@ def test_steps_do_not_write_over_constants(through_a_view):
     y = drawn.add(steps.write_slice_, place, part, 0, 0, 2, 1)
     plan = drawn.plan(drawn.add(aten.add.Tensor, y, 0))
     assert plan((torch.ones(2),)).flatten().tolist() == [1, 1, 0, 0]
-    kept = plan.operands([torch.zeros(2)])[0]
-    assert kept.flatten().tolist() == [0, 0, 0, 0]
     assert plan((torch.full((2,), 3.0),)).flatten().tolist() == [3, 3, 0, 0]
+    constants = plan.operands(())
+    assert [t.flatten().tolist() for t in constants] == [[0, 0, 0, 0]] * through_a_view
 
 
 def test_a_constant_that_constant_steps_write_over_is_folded_whole():
@@ -285,6 +301,12 @@ def test_a_number_in_place_of_a_tensor_is_refused():
         linear_plan(nn.Linear(4, 5))((2,))
 
 
+def test_arguments_that_are_only_read_may_share_memory():
+    drawn = Drawn((4,), (4,))
+    x = torch.ones(4)
+    assert drawn.plan(drawn.add(aten.add.Tensor, *drawn.inputs))((x, x)).tolist() == [2] * 4
+
+
 def test_keyword_arguments_and_nested_results():
     drawn = Drawn((4,), (4,))
     a, b = drawn.inputs
@@ -356,3 +378,108 @@ def test_autocast_is_off():
     with torch.autocast("cpu", torch.bfloat16):
         assert plan((x,)).dtype == torch.float32
         assert torch.is_autocast_enabled("cpu")
+
+
+# ---- packed weights
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("q", "k", "v"):
+            setattr(self, name, nn.Linear(4, 8))
+
+    def forward(self, x, names="qkv"):
+        return tuple(getattr(self, name)(x) for name in names)
+
+
+def projections_plan(model, names="qkv"):
+    where = [(getattr(model, name), "_parameters", kind) for kind in ("weight", "bias") for name in names]
+    drawn = Drawn((2, 3, 4), parameters=where)
+    weights, biases = drawn.parameters[: len(names)], drawn.parameters[len(names) :]
+    return drawn.plan(
+        *drawn.add(steps.linears, drawn.inputs[0], weights, biases, items=[(2, 3, 8)] * len(names))
+    )
+
+
+def agree(plan, model, names="qkv"):
+    x = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        expected = model(x, names)
+    for a, b in zip(plan((x,)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def addresses(model):
+    return [p.data_ptr() for p in model.parameters()]
+
+
+def test_weights_are_packed_when_asked(packs, products):
+    model = Projections()
+    plan = projections_plan(model)
+    before = addresses(model)
+    agree(plan, model)
+    assert addresses(model) == before
+    products.clear()
+    plan.pack()
+    plan((torch.randn(2, 3, 4),))
+    assert len(products) == 1
+    agree(plan, model)
+    packed.unpack(model.parameters())
+    agree(plan, model)
+
+
+@pytest.mark.parametrize("change", [replace, write, lambda m: m.double().float()])
+def test_packed_weights_that_change(change, packs):
+    model = Projections()
+    plan = projections_plan(model)
+    plan.pack()
+    change(model if change is not write else model.k)
+    agree(plan, model)
+    plan.pack()
+    agree(plan, model)
+
+
+def test_what_one_plan_has_packed_no_other_plan_moves(packs):
+    """A graph that was captured of the first plan reads the weights where they are."""
+    model = Projections()
+    first, second = projections_plan(model), projections_plan(model, "kv")
+    first.pack()
+    before = addresses(model)
+    for plan in (first, second, projections_plan(model)):
+        plan.pack()
+        assert addresses(model) == before
+    agree(first, model)
+    agree(second, model, "kv")
+
+
+def test_a_move_packs_again_when_asked(packs, products):
+    model = Projections()
+    plan = projections_plan(model)
+    plan.pack()
+    model.double().float()
+    plan.pack()
+    products.clear()
+    plan((torch.randn(2, 3, 4),))
+    assert len(products) == 1
+
+
+def test_packed_models_are_saved_as_before(packs):
+    model, before, after = Projections(), io.BytesIO(), io.BytesIO()
+    torch.save(model.state_dict(), before)
+    projections_plan(model).pack()
+    torch.save(model.state_dict(), after)
+    assert len(after.getvalue()) == len(before.getvalue())
+
+
+def test_products_with_other_weights_than_parameters_are_not_packed(packs):
+    drawn = Drawn((2, 3, 4), others=[torch.randn(8, 4), torch.randn(8, 4)])
+    before = [t.data_ptr() for t in drawn.others]
+    plan = drawn.plan(*drawn.add(steps.linears, drawn.inputs[0], drawn.parameters, [], items=[(2, 3, 8)] * 2))
+    plan.pack()
+    assert [t.data_ptr() for t in drawn.others] == before

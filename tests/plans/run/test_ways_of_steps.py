@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from sdfastgn.kernels.attention import wide_heads, wide_heads_kernels
 from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.kernels.product import packed
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.plans.run import steps
 from tests.kernels import samples
@@ -52,6 +53,13 @@ def test_a_kernel_runs(name, launches, on_kernels):
     shapes, step, _ = step_cases.CASES[name]
     step(*(last(*shape) for shape in shapes))
     assert [kernel for kernel, *_ in launches] == KERNELS[name]
+
+
+@pytest.mark.parametrize("name", ["add-nothing", "add-bias-nothing", "cat-two-nothing"])
+def test_no_kernel_runs_for_empty_tensors(name, launches, on_kernels):
+    shapes, step, _ = step_cases.CASES[name]
+    step(*(last(*shape) for shape in shapes))
+    assert launches == []
 
 
 @pytest.mark.parametrize("bias", [torch.randn(4), None], ids=["bias", "no-bias"])
@@ -153,32 +161,22 @@ def test_a_reshape_without_a_copy():
 # ---- products
 
 
-def side_by_side(*parts):
-    joined = torch.cat(parts)
-    return list(joined.split([len(p) for p in parts]))
-
-
 @pytest.mark.parametrize("has_biases", [False, True])
-def test_parameters_side_by_side_are_one_product(has_biases, products):
-    x, weights = torch.randn(3, 4), [torch.randn(n, 4) for n in (5, 2, 7)]
-    biases = [torch.randn(n) for n in (5, 2, 7)] if has_biases else []
+def test_packed_parameters_are_one_product(has_biases, products, monkeypatch):
+    monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))
+    x, biases = torch.randn(3, 4), [torch.randn(n) for n in (8, 4, 8)] if has_biases else []
+    weights = [torch.randn(n, 4) for n in (8, 4, 8)]
     apart = steps.linears(x, weights, biases)
     assert len(products) == 3
-    joined = steps.linears(x, side_by_side(*weights), side_by_side(*biases) if biases else [])
+    packed.pack(weights, biases)
+    joined = steps.linears(x, weights, biases)
     assert len(products) == 4
     for a, b in zip(joined, apart, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_parameters_that_do_not_follow_one_another():
-    a, b, c = side_by_side(torch.randn(5, 4), torch.randn(2, 4), torch.randn(7, 4))
-    assert torch.equal(steps.side_by_side([b, c]), torch.cat((b, c)))
-    assert steps.side_by_side([b, a]) is None
-    assert steps.side_by_side([a, c]) is None
-    assert steps.side_by_side([a, b.clone()]) is None
-    assert steps.side_by_side([a, b.t()]) is None
-    assert steps.side_by_side([a, b[:, :2]]) is None
-    assert steps.side_by_side([torch.empty(5, 4, device="meta"), torch.empty(2, 4, device="meta")]) is None
+    weights[1] = torch.zeros(4, 4)
+    apart = steps.linears(x, weights, biases)
+    assert len(products) == 7
+    assert torch.equal(apart[1], biases[1].expand(3, 4) if has_biases else torch.zeros(3, 4))
 
 
 # ---- memory
