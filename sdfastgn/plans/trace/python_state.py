@@ -64,7 +64,7 @@ class ModuleState:
         if type(value) in _CONTAINERS:
             if id(value) in self.contents:
                 return
-            self.contents[id(value)] = value, value.copy()
+            self.contents[id(value)] = value, _copy(value) if value else ()
             if value and depth < _DEPTH:
                 for item in value.values() if isinstance(value, dict) else value:
                     if type(item) not in _VALUES:
@@ -76,7 +76,7 @@ class ModuleState:
 
     def restore(self) -> list[str]:
         """Puts everything back. Returns what the call had changed, as reasons not to use its trace."""
-        reasons = []
+        reasons: list[str] = []
         changed = {key for key, (value, copy) in self.contents.items() if not _has_same_items(value, copy)}
         for name, now, before in self.namespaces:
             reasons += self._changes(name, now, before, changed)
@@ -112,9 +112,17 @@ class ModuleState:
             return value is old or (type(value) is type(old) and type(value) in _VALUES and value == old)
         if type(value) is not type(old) or len(value) != len(items):
             return False
+        if not items:
+            return True
         if isinstance(value, dict):
             return all(k in value and self._is_equal(value[k], v) for k, v in items.items())
         return value == items if isinstance(value, set) else all(map(self._is_equal, value, items))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)  # a tenth of the time of OrderedDict.copy
+    return set(value) if isinstance(value, set) else list(value)
 
 
 def _has_same_items(value: Any, copy: Any) -> bool:

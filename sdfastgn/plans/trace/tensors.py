@@ -79,7 +79,7 @@ class TracedTensor(Tensor):
     __torch_function__ = private.disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         refuse("a tensor of a trace is used outside of this trace")
 
     numpy = _refused("numpy")
@@ -93,7 +93,7 @@ class TracedTensor(Tensor):
     __dlpack__ = _refused("__dlpack__")
     __reduce_ex__ = _refused("__reduce_ex__")
     # PyTorch would exchange what its C++ tensor refers to, and the node would stay.
-    data = property(lambda self: self.detach(), _refused("data"))  # type: ignore[assignment]
+    data = property(lambda self: self.detach(), _refused("data"))
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
