@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +33,8 @@ def finish(graph: fx.Graph) -> fx.Graph:
             _write_in_place(r, n)
     out = next(n for n in reversed(graph.nodes) if n.op == "output")
     writes = [n for n in graph.nodes if n.target is aten.copy_.default]
+    for n in writes:
+        out.prepend(n)  # after all that reads arguments
     r.at = writes[0] if writes else out  # results are copied before arguments are written
     _copy_results(r, out)
     _copy_sources(r, writes)
@@ -76,13 +77,6 @@ def _copy_sources(r: Rewriter, writes: Iterable[Node]) -> None:
 
 def _owner(n: Any) -> Node:
     """The value in whose memory ``n`` lies."""
-    while n.op == "call_function":
-        if has(n, *VIEWS) or is_view(n.target) or (has(n, operator.getitem) and is_view(n.args[0].target)):
-            n = n.args[0]
-        elif getattr(n.target, "__name__", "").endswith("_") and not isinstance(
-            n.target, torch._ops.OpOverload
-        ):
-            n = n.args[0]  # a step that writes over its first argument
-        else:
-            break
+    while has(n, *VIEWS) or is_view(n.target):
+        n = n.args[0]
     return n

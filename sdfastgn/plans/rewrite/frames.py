@@ -1,4 +1,8 @@
-"""What a 3-D convolution reads: frames with pads, a cache, upsampling and a norm, in one ``steps.frames``."""
+"""What a 3-D convolution reads: frames with pads, a cache, upsampling and a norm, in one ``steps.frames``.
+
+Upstream keeps the last frames of a chunk of a video for the next chunk (the cache). These are the second
+result of ``steps.frames``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from sdfastgn.kernels.convolution.windows import windows_pay
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.run import steps
 
 __all__ = ["in_frames", "last_slice"]
@@ -22,20 +26,42 @@ _MODES = {
 _ONCE = (1, 1, 1)
 
 
+class Kept(NamedTuple):
+    """``reader`` is the last ``count`` frames of the padded frames. Or it reads them, as ``whole``."""
+
+    reader: Node
+    count: int
+    whole: Node | None = None
+
+
 class Source(NamedTuple):
     """The input of a convolution in the terms of ``steps.frames``.
 
-    ``x``: the frames themselves. ``head``: the node that reads x, which ``steps.frames`` replaces.
+    Attributes:
+        x: the frames themselves.
+        reader: the node that reads x on the way to the convolution.
+        of_time, of_image: the modes of the pads along time, and along height and width.
+        kept: others who read what the step makes of x.
     """
 
-    x: Node
-    head: Node
+    x: Any
+    reader: Node
     cache: Node | None = None
     front: int = 0
     back: int = 0
     border: tuple[int, int] = (0, 0)
-    mode: str = "zeros"
+    of_time: str | None = None
+    of_image: str | None = None
     times: tuple[int, int, int] = _ONCE
+    kept: tuple[Kept, ...] = ()
+
+    @property
+    def mode(self) -> str | None:
+        """The mode of ``steps.frames``, or None if it has none for these pads."""
+        for (time, image), name in _MODES.items():
+            if self.of_time in (None, time) and self.of_image in (None, image):
+                return name
+        return None
 
     @property
     def is_changed(self) -> bool:
@@ -49,141 +75,160 @@ class Source(NamedTuple):
         return N, C, (T - 1) * t + 1, H * h, W * w
 
 
-class Kept(NamedTuple):
-    """``reader`` is the last ``count`` frames of the padded x. Or it reads them, and they are x itself."""
-
-    reader: Node
-    count: int
-    reads_all: bool = False
+# ---- rules
 
 
-def last_slice(r: Rewriter, n: Node) -> Node | None:
+def last_slice(r: Rewriter, n: Any) -> Node | None:
     """A convolution of one frame after zeros: it meets only the last slice of the weight along time."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if rank(n) != 5 or bias is not None or not has(x, steps.pad) or padding[0]:
         return None
     frame, pads, mode, value = x.args
     reach = dilation[0] * (shape(weight)[2] - 1)
-    is_causal = (shape(frame)[2], mode, value) == (1, "constant", 0) and tuple(pads) == (0, 0, 0, 0, reach, 0)
-    return (
-        r.like(steps.conv_last_slice, (frame, weight, stride, padding, dilation, groups), n)
-        if is_causal
-        else None
-    )
+    is_causal = tuple(pads) == (0, 0, 0, 0, reach, 0) and (mode, value) == ("constant", 0)
+    if not is_causal or shape(frame)[2] != 1:
+        return None
+    return r.like(steps.conv_last_slice, (frame, weight, stride, padding, dilation, groups), n)
 
 
-def in_frames(r: Rewriter, n: Node) -> Node | None:
+def in_frames(r: Rewriter, n: Any) -> Node | None:
     """A norm, upsampling, a cat with a cache and pads before a convolution: one ``steps.frames``."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
-    source = source_of(x) if rank(n) == 5 and bias is None else None
+    source = source_of(n) if rank(n) == 5 and bias is None else None
     if source is None or not source.is_changed:
         return None
-    kept = _kept(source)
-    found = _norm_of(source) if kept is not None else None
-    before, shift, norm = found or (source.x, None, None)
-    keep = max((k.count for k in kept or ()), default=0) if found else 0
-    k, slides = shape(weight)[2], not padding[0]
+    before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
+    keep = max((k.count for k in kept), default=0)
     pays = windows_pay(n.meta["device"], dtype(n), shape(weight), stride[0], dilation[0], groups)
-    window = k if slides and pays else 1
+    window = shape(weight)[2] if pays and not padding[0] else 1
     where = source.front, source.back, source.border, source.mode, keep, shift, norm, source.times, window
     both = r.new(steps.frames, (before, source.cache, *where))
     N, C, T, H, W = source.upsampled
-    height, width = (size + 2 * side for size, side in zip((H, W), source.border, strict=True))
-    count = source.front + T + source.back - window + 1
-    y = r.new(operator.getitem, (both, 0), (N, window * C, count, height, width), dtype(x))
-    if found and kept:
-        _read_kept(r, source.x, kept, r.new(operator.getitem, (both, 1), (N, C, keep, H, W), dtype(x)))
+    if kept:
+        _read_kept(r, kept, r.new(operator.getitem, (both, 1), (N, C, keep, H, W), dtype(x)))
+    sides = (size + 2 * side for size, side in zip((H, W), source.border, strict=True))
+    size = (N, window * C, source.front + T + source.back - window + 1, *sides)
+    y = r.new(operator.getitem, (both, 0), size, dtype(x))
     if window > 1:
         return r.like(steps.conv_windows, (y, weight, stride, padding, dilation), n)
     return r.like(steps.conv, (y, *n.args[1:]), n)
 
 
-def source_of(x: Node) -> Source:
-    """Takes from x the pads, and the cat or the upsampling below them, as far as only x needs them."""
-    of_time = of_image = None
-    source = Source(x, x)
-    while has(x, steps.pad) and is_only(x):
-        inner, (left, right, top, bottom, front, back), mode, value = x.args
-        pads_time, pads_image = bool(front or back), bool(top or left)
-        is_second = (pads_time and of_time is not None) or (pads_image and of_image is not None)
-        if left != right or top != bottom or min(top, left, front, back) < 0 or value != 0 or is_second:
-            break
-        new_time, new_image = mode if pads_time else of_time, mode if pads_image else of_image
-        name = _mode(new_time, new_image)
-        if name is None:
-            break
-        of_time, of_image = new_time, new_image
-        source = source._replace(x=inner, head=x, mode=name)
-        source = source._replace(front=front, back=back) if pads_time else source
-        source = source._replace(border=(top, left)) if pads_image else source
-        x = inner
-    if has(x, steps.upsample) and is_only(x) and (x.args[2] or x.args[1][0] == 1):
-        return source._replace(x=x.args[0], head=x, times=tuple(x.args[1]))
-    if has(x, steps.cat) and x.args[1] == 2 and len(x.args[0]) == 2 and is_only(x):
-        cache, frames = x.args[0]
-        return source._replace(x=frames, head=x, cache=cache, front=source.front + shape(cache)[2])
-    return source
+# ---- pads, caches and upsampling
 
 
-def _mode(of_time: str | None, of_image: str | None) -> str | None:
-    """The mode of ``steps.frames`` that pads like this. None stands for an axis without pads."""
-    for (time, image), name in _MODES.items():
-        if of_time in (None, time) and of_image in (None, image):
-            return name
-    return None
+def source_of(n: Any) -> Source:
+    """Takes pads, and a cat or upsampling below them, from the input of the convolution ``n``.
+
+    It takes them as far as only the convolution needs them, apart from kept frames.
+    """
+    source = Source(n.args[0], n)
+    while (inner := _without_pad(source)) is not None:
+        source = inner
+    return _without_upsampling(source) or _without_cache(source) or source
 
 
-def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel] | None:
-    """(x of the norm, its shift, the norm), if the frames are the result of a norm."""
-    x = source.x
-    if has(x, steps.channel_norm):
-        return x.args[0], x.args[7] if len(x.args) > 7 else None, steps.Channel(*x.args[1:7])
-    if has(x, steps.group_norm):
-        _, groups, weight, bias, eps, activation, shift, statistics, framewise = x.args
-        norm = steps.Group(groups, weight, bias, eps, activation, statistics, None, framewise)
-        return None if framewise and source.times != _ONCE else (x.args[0], shift, norm)
-    if has(x, steps.modulated_norm) and source.times == _ONCE:
-        return x.args[0], None, steps.Group(*x.args[1:6], None, x.args[6])
-    return None
+def _without_pad(source: Source) -> Source | None:
+    if not has(source.x, steps.pad):
+        return None
+    x, pads, mode, value = source.x.args
+    left, right, top, bottom, front, back = pads
+    if left != right or top != bottom or min(pads) < 0 or value != 0:
+        return None
+    kept = _kept_of(source)
+    if front or back:
+        if source.of_time is not None:
+            return None
+        source = source._replace(front=front, back=back, of_time=mode)
+    if top or left:
+        if source.of_image is not None or kept:  # the kept frames of the step have no borders
+            return None
+        source = source._replace(border=(top, left), of_image=mode)
+    if kept is None or source.mode is None:
+        return None
+    return source._replace(x=x, reader=source.x, kept=kept)
 
 
-def _kept(source: Source) -> list[Kept] | None:
-    """Those who read x beside the convolution, if all of them read last frames of the padded x. Else None."""
-    x, head, cache = source.x, source.head, source.cache
-    found = [_kept_by(u, source) for u in x.users if u is not head]
-    kept = [k for k in found if k is not None]
-    if len(kept) < len(found) or cache is x or (kept and (source.back or source.times != _ONCE)):
+def _without_upsampling(source: Source) -> Source | None:
+    if not has(source.x, steps.upsample):
+        return None
+    x, times, first_once = source.x.args
+    kept = _kept_of(source)
+    if kept is None or (times[0] > 1 and not first_once):
+        return None
+    return source._replace(x=x, reader=source.x, times=tuple(times), kept=kept)
+
+
+def _without_cache(source: Source) -> Source | None:
+    if not has(source.x, steps.cat) or source.x.args[1] != 2 or len(source.x.args[0]) != 2:
+        return None
+    cache, x = source.x.args[0]
+    kept = _kept_of(source)
+    if kept is None or cache is x:
+        return None
+    return source._replace(x=x, reader=source.x, cache=cache, front=source.front + shape(cache)[2], kept=kept)
+
+
+# ---- kept frames
+
+
+def _kept_of(source: Source) -> tuple[Kept, ...] | None:
+    """Kept frames, with those who read x apart from ``source.reader``. None if one reads something else."""
+    found = [_kept_by(u, source) for u in source.x.users if u is not source.reader]
+    kept = tuple(k for k in found if k is not None)
+    if len(kept) < len(found) or (kept and (source.back or source.times != _ONCE)):
         return None
     # The step reads the cache and makes the kept frames. So no kept frames may lead to the cache.
-    return kept if cache is None or all(cache < k.reader for k in kept) else None
+    if source.cache is not None and not all(source.cache < k.reader for k in kept):
+        return None
+    return source.kept + kept
 
 
-def _kept_by(u: Node, source: Source) -> Kept | None:
-    """``u`` as a reader of last frames: of x, or of the cache and x if x is short."""
+def _kept_by(u: Any, source: Source) -> Kept | None:
+    """``u``, if it is the last frames of x, or the last frames of the cache and x, or has x as its cache."""
     x, cache = source.x, source.cache
     if has(u, steps.cut) and u.args[1] == 2 and u.args[2] + u.args[3] == shape(x)[2]:
         return Kept(u, u.args[3])
     if not has(u, steps.cat) or u.args[1] != 2 or len(u.args[0]) != 2 or u.args[0][0] is u.args[0][1]:
         return None
     before = u.args[0][0]
-    if before is x:  # all frames of x are the cache of the next convolution
-        return Kept(u, shape(x)[2], reads_all=True)
+    if before is x:
+        return Kept(u, shape(x)[2], whole=x)
     before = before.args[0] if has(before, steps.copy) else before
     is_end = has(before, steps.cut) and before.args[:2] == (cache, 2)
     is_end = is_end and before.args[2] + before.args[3] == shape(before.args[0])[2]
     return Kept(u, shape(u)[2]) if cache is not None and (before is cache or is_end) else None
 
 
-def _read_kept(r: Rewriter, x: Node, kept: list[Kept], frames: Node) -> None:
-    """Lets the readers of x read ``frames``, the second result of the step."""
+def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
+    """Lets the readers of kept frames read ``frames``, the second result of the step."""
     most = shape(frames)[2]
-    for reader, count, reads_all in kept:
+    for reader, count, whole in kept:
         part = r.cut(frames, 2, most - count, count)
-        if reads_all:
-            reader.replace_input_with(x, part)
+        if whole is not None:
+            reader.replace_input_with(whole, part)
             continue
         if count == most:  # already a copy without the other frames
             for u in list(reader.users):
                 if has(u, steps.copy):
                     u.replace_all_uses_with(part)
         reader.replace_all_uses_with(part)
+
+
+# ---- norms
+
+
+def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tuple[Kept, ...]] | None:
+    """(x of the norm, its shift, the norm, all kept frames), if the frames are the result of a norm."""
+    x, kept = source.x, _kept_of(source)
+    if kept is None:
+        return None
+    if has(x, steps.channel_norm):
+        return x.args[0], x.args[7] if len(x.args) > 7 else None, steps.Channel(*x.args[1:7]), kept
+    if has(x, steps.group_norm):
+        _, groups, weight, bias, eps, activation, shift, statistics, framewise = x.args
+        norm = steps.Group(groups, weight, bias, eps, activation, statistics, None, framewise)
+        return None if framewise and source.times != _ONCE else (x.args[0], shift, norm, kept)
+    if has(x, steps.modulated_norm) and source.times == _ONCE:
+        return x.args[0], None, steps.Group(*x.args[1:6], None, x.args[6]), kept
+    return None

@@ -180,6 +180,12 @@ def _stack(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None
     return cats.cat(r, n, [r.reshape(p, to) for p in parts], dim)
 
 
+@spells(aten.slice_scatter.default)
+def _overwritten(r: Rewriter, n: Node, x: Node, part: Node, *_: Any) -> Node | None:
+    """A write over all of a tensor -> what is written."""
+    return part if shape(part) == shape(n) else None
+
+
 @spells(aten.constant_pad_nd.default)
 def _constant_pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int], value: float) -> Node | None:
     return _pad(r, n, x, pads, "constant", float(value)) if dtype(x).is_floating_point else None
@@ -232,12 +238,12 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
 @spells(aten.convolution.default)
 def _convolution(r: Rewriter, n: Node, x: Node, *more: Any) -> Node | None:
     """A convolution of images or videos -> ``steps.conv``."""
-    return r.like(steps.conv, (x, *more), n) if rank(n) in (4, 5) and dtype(n).is_floating_point else None
+    return r.like(steps.conv, (x, *more), n) if rank(n) in (4, 5) else None
 
 
 @spells(aten.linear.default)
 def _linear(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None) -> Node | None:
-    if rank(w) != 2 or rank(x) < 2 or (bias is not None and rank(bias) != 1):
+    if rank(w) != 2 or (bias is not None and rank(bias) != 1):
         return None
     return _product(r, n, x, w, bias)
 
@@ -324,18 +330,17 @@ def _layer_norm(
 
 
 @spells(aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
-def _plus_nothing(r: Rewriter, n: Node, x: Any, number: Any, *_: Any) -> Node | None:
+def _plus_nothing(r: Rewriter, n: Node, x: Node, number: Any, *_: Any) -> Node | None:
     return _unchanged(n, x) if not isinstance(number, Node) and number == 0 else None
 
 
 @spells(aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
-def _times_one(r: Rewriter, n: Node, x: Any, number: Any) -> Node | None:
+def _times_one(r: Rewriter, n: Node, x: Node, number: Any) -> Node | None:
     return _unchanged(n, x) if not isinstance(number, Node) and number == 1 else None
 
 
-def _unchanged(n: Node, x: Any) -> Node | None:
-    is_same = isinstance(x, Node) and dtype(x) == dtype(n) and shape(x) == shape(n)
-    return x if is_same else None
+def _unchanged(n: Node, x: Node) -> Node | None:
+    return x if dtype(x) == dtype(n) else None
 
 
 @spells(aten.mul.Tensor)

@@ -165,11 +165,11 @@ def test_kept_frames_are_the_second_result(weight, norm):
 
 
 @pytest.mark.parametrize("norm", [group_norm, channel_norm])
-@pytest.mark.parametrize(("size", "steps_of_chunks"), [(3, 2), (2, 3), (1, 4)])
+@pytest.mark.parametrize(("size", "steps_of_chunks"), [(3, 2), (2, 3), (1, 5)])
 def test_chunks_with_caches(weight, norm, size, steps_of_chunks):
     """The cache of a short chunk has a frame of the chunk before.
 
-    With one frame a chunk, the first is convolved as an image, and all frames of the second are its cache.
+    With one frame a chunk, the first is convolved as an image, and the second keeps all that it reads.
     """
 
     def call(x):
@@ -187,7 +187,7 @@ def test_chunks_with_caches(weight, norm, size, steps_of_chunks):
 
     found = names(check(call, video(6)))
     assert found[-2 * steps_of_chunks - 1 :] == ["frames", "conv"] * steps_of_chunks + ["cat"]
-    first = [norm.__name__, "conv_last_slice", norm.__name__, "cat", "frames", "conv"] if size == 1 else []
+    first = [norm.__name__, "conv_last_slice"] if size == 1 else []
     assert found[: -2 * steps_of_chunks - 1] == first
 
 
@@ -250,6 +250,94 @@ def test_a_norm_of_each_frame(weight):
     graph = check(call, video())
     assert names(graph) == ["frames", "conv"]
     assert frames_of(graph)[0]["norm"].framewise
+
+
+# ---- kept frames of what the convolution reads
+
+
+def kept_steps(call, *inputs):
+    """(names of steps, number of kept frames of each ``steps.frames``)"""
+    graph = check(call, *inputs)
+    return names(graph), [f["keep"] for f in frames_of(graph)]
+
+
+def test_the_last_padded_frames(weight):
+    """A chunk of one frame: the frame before the last is a pad."""
+
+    def call(x):
+        w = F.pad(group_norm(x), (0, 0, 0, 0, 2, 0), mode="replicate")
+        return F.conv3d(w, weight, padding=(0, 1, 1)), w[:, :, -2:].clone()
+
+    assert kept_steps(call, video(1)) == (["frames", "conv"], [2])
+
+
+def test_the_last_frames_of_a_cache_and_a_chunk(weight):
+    def call(cache, x):
+        w = torch.cat([cache, group_norm(x)], 2)
+        return F.conv3d(F.pad(w, (1, 1, 1, 1)), weight), w[:, :, -2:].clone(), w[:, :, -1:] * 2
+
+    found, keep = kept_steps(call, video(2), video(1))
+    assert (found, keep) == (["frames", "conv", "aten.mul"], [2])
+
+
+def test_all_that_is_read_is_the_next_cache(weight):
+    def call(cache, x, y):
+        w = torch.cat([cache, group_norm(x)], 2)
+        return F.conv3d(w, weight), F.conv3d(torch.cat([w, group_norm(y)], 2), weight)
+
+    assert kept_steps(call, video(2), video(1), video(1)) == (["frames", "conv"] * 2, [3, 0])
+
+
+def test_other_parts_of_what_is_read_stay(weight):
+    for other in (
+        lambda w: w[:, :, :2],
+        lambda w: w[:, :, 1:3],
+        lambda w: w[..., 1:],
+        F.relu,
+        lambda w: F.conv3d(w, weight, stride=2),
+    ):
+
+        def call(cache, x, other=other):
+            w = torch.cat([cache, group_norm(x)], 2)
+            return F.conv3d(w, weight), other(w)
+
+        found, keep = kept_steps(call, video(2), video(2))
+        assert ("group_norm" in found, "cat" in found, sum(keep)) == (True, True, 0)
+
+
+def test_kept_frames_with_borders_stay(weight):
+    def outside(x):
+        w = F.pad(repeated(x, 2), (1, 1, 1, 1, 0, 0), mode="replicate")
+        return F.conv3d(w, weight), w[:, :, -2:]
+
+    def inside(x):
+        w = repeated(F.pad(x, (1, 1, 1, 1, 0, 0), mode="replicate"), 2)
+        return F.conv3d(w, weight), w[:, :, -2:]
+
+    def below(x):
+        w = F.pad(x, (1, 1, 1, 1, 0, 0), mode="reflect")
+        return F.conv3d(repeated(w, 2), weight), w[:, :, -2:]
+
+    for call in (outside, inside, below):
+        found, keep = kept_steps(call, video())
+        assert ("pad" in found, sum(keep)) == (True, 0)
+
+
+def test_kept_frames_below_pads_behind_stay(weight):
+    def call(cache, x):
+        w = torch.cat([cache, x], 2)
+        return F.conv3d(F.pad(w, (0, 0, 0, 0, 0, 1), mode="replicate"), weight), w[:, :, -2:]
+
+    found, keep = kept_steps(call, video(2), video(2))
+    assert ("cat" in found, keep) == (True, [0])
+
+
+def test_kept_frames_of_upsampled_frames(weight):
+    def call(x):
+        w = F.pad(first_once(channel_norm(x)), (0, 0, 0, 0, 2, 0), mode="replicate")
+        return F.conv3d(w, weight), w[:, :, -2:]
+
+    assert kept_steps(call, video(3)) == (["frames", "conv"], [2])
 
 
 # ---- upsampling
