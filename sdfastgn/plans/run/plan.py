@@ -41,7 +41,8 @@ class Plan:
     """The rewritten ``graph`` of the call ``traced``, ready to run. The plan takes ``graph`` over.
 
     A plan refers to the parameters of the model, but to none of its modules. It takes no part in a reference
-    cycle through the model. Several threads may call it at once.
+    cycle through the model. A CUDA graph of a plan reads the plan's constants, so the plan must outlive it.
+    Several threads may call a plan at once.
 
     Attributes:
         graph: its placeholders are the parameters, the others, the constants and the inputs. Parameters and
@@ -62,6 +63,8 @@ class Plan:
         self.others = [t for n, t in others if _is_read(n)]
         inputs = placeholders[count[1] :]
         self._inputs = [(n.meta["shape"], n.meta["dtype"], n.meta["device"]) for n in inputs]
+        written = {n.args[0] for n in graph.nodes if n.target is aten.copy_.default}
+        self._written = [i for i, n in enumerate(inputs) if n in written]
         first_input = inputs[0] if inputs else None
         self._fold: Callable[[], list[Tensor]] | None = _split_constants(traced.graph, graph, first_input)
         self._constants: list[Tensor] = []
@@ -74,14 +77,16 @@ class Plan:
     def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Computes the traced call for other tensors. Numbers and other arguments count as traced.
 
-        Raises ValueError if the arguments have another structure than the traced ones, or if a tensor has
-        another shape, dtype or device.
+        Raises ValueError if the arguments have another structure than the traced ones, if a tensor has
+        another shape, dtype or device, or if the call writes into a tensor that shares memory with another.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         if spec != self._spec:
             raise ValueError(f"Plan: the arguments must have the structure {self._spec}, got {spec}")
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._check(inputs)
+        if self._written:
+            self._check_written(inputs)
         return pytree.tree_unflatten(self.run(inputs), self._out_spec)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
@@ -119,6 +124,12 @@ class Plan:
                 raise ValueError(
                     f"Plan: tensor {i} of the call must be {_text(*wanted)}, got {_text(*found)}"
                 )
+
+    def _check_written(self, inputs: Sequence[Tensor]) -> None:
+        memories = [x.untyped_storage().data_ptr() for x in inputs]
+        for i in self._written:
+            if inputs[i].numel() and memories.count(memories[i]) > 1:
+                raise ValueError(f"Plan: tensor {i} of the call is written, and must share no memory")
 
     def _compute_constants(self) -> None:
         with self._lock:
@@ -189,7 +200,13 @@ def _constants(graph: fx.Graph) -> list[Node]:
         )
         if n.op == "get_attr" or is_folded:
             found[n] = None
-    return list(found)
+    return [n for n in found if not _is_overwritten(n, found)]
+
+
+def _is_overwritten(n: Node, constants: dict[Node, None]) -> bool:
+    """True if ``n`` makes a tensor of numbers for a step that writes over it. To make it again costs less."""
+    is_made = n.op == "call_function" and not n.all_input_nodes
+    return is_made and all(writes_over(u) and u.args[0] is n and u not in constants for u in n.users)
 
 
 def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:

@@ -97,6 +97,20 @@ def test_written_arguments_and_buffers():
     assert torch.equal(plan((x,)), torch.full((4,), 3.0))
 
 
+def test_a_written_argument_may_not_share_its_memory():
+    drawn = Drawn((4,), (4,))
+    x, y = drawn.inputs
+    drawn.add(aten.copy_.default, x, drawn.add(aten.add.Tensor, x, y))
+    plan = drawn.plan(drawn.add(aten.neg.default, y))
+    both = torch.ones(8)
+    with pytest.raises(ValueError, match="Plan: tensor 0 of the call is written, and must share no memory"):
+        plan((both[:4], both[4:]))
+    assert both.tolist() == [1] * 8
+    x, y = torch.ones(4), torch.ones(4)
+    assert plan((x, y)).tolist() == [-1] * 4
+    assert x.tolist() == [2] * 4
+
+
 # ---- constants
 
 
@@ -176,9 +190,9 @@ def test_steps_do_not_write_over_constants(through_a_view):
     y = drawn.add(steps.write_slice_, place, part, 0, 0, 2, 1)
     plan = drawn.plan(drawn.add(aten.add.Tensor, y, 0))
     assert plan((torch.ones(2),)).flatten().tolist() == [1, 1, 0, 0]
-    kept = plan.operands([torch.zeros(2)])[0]
-    assert kept.flatten().tolist() == [0, 0, 0, 0]
     assert plan((torch.full((2,), 3.0),)).flatten().tolist() == [3, 3, 0, 0]
+    constants = plan.operands(())
+    assert [t.flatten().tolist() for t in constants] == [[0, 0, 0, 0]] * through_a_view
 
 
 def test_a_constant_that_constant_steps_write_over_is_folded_whole():
@@ -285,6 +299,12 @@ def test_other_structures_than_traced_are_refused(call):
 def test_a_number_in_place_of_a_tensor_is_refused():
     with pytest.raises(ValueError, match="Plan: the call must have 1 tensors, got 0"):
         linear_plan(nn.Linear(4, 5))((2,))
+
+
+def test_arguments_that_are_only_read_may_share_memory():
+    drawn = Drawn((4,), (4,))
+    x = torch.ones(4)
+    assert drawn.plan(drawn.add(aten.add.Tensor, *drawn.inputs))((x, x)).tolist() == [2] * 4
 
 
 def test_keyword_arguments_and_nested_results():
