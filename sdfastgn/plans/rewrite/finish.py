@@ -49,17 +49,17 @@ def _write_in_place(r: Rewriter, n: Node) -> None:
         x = r.like(x.target, x.args, x, **x.kwargs)
         n.update_arg(0, x)
     if has(x, *_NEW) and is_only(x):
-        n.target = _IN_PLACE[n.target]  # type: ignore[index]
+        n.target = _IN_PLACE[n.target]
 
 
 def _copy_results(r: Rewriter, out: Node) -> None:
     """A result is copied if it is an argument, a parameter or a constant, or lies in another result."""
     seen: set[Node] = set()
     results: list[Any] = []
-    for y in out.args[0]:  # type: ignore[union-attr]
+    for y in out.args[0]:
         owner = _owner(y) if isinstance(y, Node) else None
         if owner is not None and (owner in seen or owner.op != "call_function"):
-            y = r.like(steps.copy, (y,), y)  # type: ignore[arg-type]
+            y = r.like(steps.copy, (y,), y)
         elif owner is not None:
             seen.add(owner)
         results.append(y)

@@ -164,7 +164,7 @@ def _cast(
 def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
     """A view with other elements -> the same of a contiguous tensor: it needs neighbors in memory."""
     dense = r.like(aten.contiguous.default, (x,), x)
-    return r.like(n.target, (dense, *more), n)  # type: ignore[arg-type]
+    return r.like(n.target, (dense, *more), n)
 
 
 # ---- joining and enlarging
@@ -251,7 +251,7 @@ def _linear(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None) -> Node |
 @spells(aten.mm.default)
 def _mm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
     """A product with a transposed matrix -> a linear layer."""
-    return _product(r, n, x, w.args[0]) if has(w, steps.permute) else None  # type: ignore[arg-type]
+    return _product(r, n, x, w.args[0]) if has(w, steps.permute) else None
 
 
 @spells(aten.addmm.default)
@@ -259,7 +259,7 @@ def _addmm(r: Rewriter, n: Node, bias: Node, x: Node, w: Node, beta: float, alph
     """A product with a transposed matrix, plus a row -> a linear layer."""
     if not has(w, steps.permute) or shape(bias) != shape(n)[1:] or not beta == alpha == 1:
         return None
-    return _product(r, n, x, w.args[0], bias)  # type: ignore[arg-type]
+    return _product(r, n, x, w.args[0], bias)
 
 
 @spells(aten.bmm.default)

@@ -354,7 +354,7 @@ class Tracer(TorchDispatchMode):
             if n.op != "call_function":
                 refuse("the call reads the value of a tensor, or a shape depends on it")
             a, k = fx.node.map_arg((n.args, n.kwargs), self.values.__getitem__)
-            self.values[n] = n.target(*a, **k)  # type: ignore[operator]
+            self.values[n] = n.target(*a, **k)
         return self.values[node]
 
     def indexed(self, op: Any, args: Any, kwargs: Any) -> Any:
