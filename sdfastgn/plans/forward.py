@@ -45,8 +45,8 @@ __all__ = ["MAX_PLANS", "PlannedForward"]
 MAX_PLANS = 16
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 _MAX_REASONS = 64
-# A kind of call is traced again once after a trace that failed: the first call of some models makes attributes
-# or fills caches, and the trace of a later call succeeds.
+# A kind of call is traced again once after a trace that failed: the first call of some models makes
+# attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
 
 
