@@ -64,9 +64,10 @@ class Counts:
 
         Empty if the copy has not arrived. Each copy is returned once. ``waits``: True to wait for it.
         """
-        if self._copying is None:
+        copying = self._copying  # another thread may read it too
+        if copying is None:
             return []
-        products, found, end, is_noted = self._copying
+        products, found, end, is_noted = copying
         if end is not None:
             if waits:
                 end.synchronize()
