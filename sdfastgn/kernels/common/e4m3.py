@@ -33,9 +33,9 @@ LARGEST = 448.0
 #   address that is a multiple of 16;
 # - the learned scale, and 1 / the learned scale;
 # - of the present call: the number of values beyond the range of the learned scale, with NaN and infinities;
-#   the largest magnitude of the finite ones; and the number of programs that have retried. Between two calls
-#   the three are 0;
-# - of all calls: the number of values beyond the range, and the largest magnitude of the finite ones.
+#   the largest magnitude of the finite ones, divided by the learned scale; and the number of programs that
+#   have retried. Between two calls the three are 0;
+# - of all calls: the same number of values, and the same largest magnitude.
 SCALE, LEARNED, INVERSE, BEYOND, AMAX, RETRIED, TOTAL, MOST = range(8)
 NUMBERS = 8
 # Maximum number of programs of a retry. Most retries end at once, and more programs would take longer to
@@ -50,15 +50,15 @@ def launches_of(programs: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
 
 def quantized(y: Tensor, quantizer: Tensor) -> Tensor:
     """Returns y / scale in E4M3, for y of any shape and float dtype. Writes the scale into the quantizer."""
-    y = y.float()
-    is_beyond = ~((y * quantizer[INVERSE]).abs() <= LARGEST)
-    largest = torch.where(is_beyond & y.isfinite(), y.abs(), 0).amax()
-    growth = _power_of_2(largest * quantizer[INVERSE] / LARGEST)
+    u = y.float() * quantizer[INVERSE]
+    is_beyond = ~(u.abs() <= LARGEST)
+    largest = torch.where(is_beyond & u.isfinite(), u.abs(), 0).amax()
+    growth = _power_of_2(largest / LARGEST)
     quantizer[SCALE] = quantizer[LEARNED] * growth
     quantizer[TOTAL] += is_beyond.sum()
     quantizer[MOST] = quantizer[MOST].fmax(largest)
-    u = (y * (quantizer[INVERSE] / growth)).clamp(-LARGEST, LARGEST)
-    return torch.where(y.isfinite(), u, torch.nan).to(E4M3).contiguous()
+    grown = torch.where(u.isfinite(), u / growth, torch.nan).clamp(-LARGEST, LARGEST)
+    return grown.to(E4M3).contiguous()
 
 
 def _power_of_2(ratio: Tensor) -> Tensor:

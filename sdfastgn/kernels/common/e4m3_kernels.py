@@ -26,17 +26,20 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
 
     ``mask``: True for the elements that count, or None if all do. ``quantizer``: (8,) fp32.
     """
-    u = y * (tl.load(quantizer_ptr + 2) / (_growth(quantizer_ptr) if RETRY else 1.0))
     if RETRY:
-        u = tl.where(tl.abs(y) < float("inf"), u, float("nan"))
+        u = y * (tl.load(quantizer_ptr + 2) / _growth(quantizer_ptr))
+        # Only infinities and rounding errors are beyond the range now.
+        u = tl.where(tl.abs(u) < 449.0, u, float("nan"))
     else:
+        u = y * tl.load(quantizer_ptr + 2)
         beyond = (tl.abs(u) <= 448.0) == 0  # also True for NaN
         if mask is not None:
             beyond = beyond & mask
         count = tl.sum(beyond.to(tl.int32))
         if count > 0:
-            finite = beyond & (tl.abs(y) < float("inf"))
-            largest = tl.max(tl.where(finite, tl.abs(y), 0.0).reshape(y.numel), 0)
+            # Only u is needed here, because y would take further registers.
+            finite = beyond & (tl.abs(u) < float("inf"))
+            largest = tl.max(tl.where(finite, tl.abs(u), 0.0).reshape(u.numel), 0)
             tl.atomic_max(quantizer_ptr + 4, largest, sem="relaxed")
             tl.atomic_add(quantizer_ptr + 3, count.to(tl.float32), sem="relaxed")
     u = tl.maximum(u, -448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -47,7 +50,7 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
 def _growth(quantizer_ptr):
     """Returns the smallest power of two with which the scale covers all finite values; at least 1."""
     # The counts bypass the L1 cache. The first launch may have read the same line before it counted.
-    ratio = tl.load(quantizer_ptr + 4, cache_modifier=".cg") * tl.load(quantizer_ptr + 2) / 448.0
+    ratio = tl.load(quantizer_ptr + 4, cache_modifier=".cg") / 448.0
     bits = tl.maximum(ratio, 1.0).to(tl.int32, bitcast=True)
     # Adding this carries into the exponent, unless the number is a power of two.
     return ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)

@@ -492,9 +492,9 @@ class Product:
         ``numbers``: those of a quantizer, after a call.
         """
         is_present = numbers[LEARNED] == self._learned * self.growth  # another one was replaced meanwhile
-        if not (self.is_on and is_present and numbers[MOST] > LARGEST * numbers[LEARNED]):
+        if not (self.is_on and is_present and numbers[MOST] > LARGEST):
             return
-        self._grow(2 ** math.ceil(math.log2(HEADROOM * numbers[MOST] / LARGEST / self._learned)))
+        self._grow(self.growth * 2 ** math.ceil(math.log2(HEADROOM * numbers[MOST] / LARGEST)))
         self.again += 1
         self._again_now += 1
         self.is_growing = self._again_now > MOST_AGAIN
