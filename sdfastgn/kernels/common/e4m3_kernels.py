@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -54,6 +55,14 @@ def _growth(quantizer_ptr):
     bits = tl.maximum(ratio, 1.0).to(tl.int32, bitcast=True)
     # Adding this carries into the exponent, unless the number is a power of two.
     return ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def wait_before_retry(quantizer_ptr):
+    """Waits for the previous kernel. Then it lets the retry start, which follows if there is a quantizer."""
+    gdc_wait()
+    if quantizer_ptr is not None:
+        gdc_launch_dependents()
 
 
 @triton.jit

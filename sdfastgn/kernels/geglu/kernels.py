@@ -18,17 +18,23 @@ runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. The normal distribution is approximated for
 16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. The
-exception is a quantizer's count of values beyond the range. Offsets that can be 2^31 or more are int64.
+exception are a quantizer's counts of values beyond the range. Offsets that can be 2^31 or more are int64.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from sdfastgn.kernels.common.activation_kernels import normal_cdf
-from sdfastgn.kernels.common.e4m3_kernels import begin_retry, end_retry, in_e4m3_range, start_of_e4m3
+from sdfastgn.kernels.common.e4m3_kernels import (
+    begin_retry,
+    end_retry,
+    in_e4m3_range,
+    start_of_e4m3,
+    wait_before_retry,
+)
 from sdfastgn.kernels.common.sums import sum_columns
 
 
@@ -68,9 +74,7 @@ def _geglu_tile(
         in_row = start + i < D
         mask = (first + r < rows) & in_row[None, :]
     if PDL:
-        gdc_wait()
-        if quantizer_ptr is not None:  # the retry follows
-            gdc_launch_dependents()
+        wait_before_retry(quantizer_ptr)
     x = x_ptr + (first * X_STRIDE + start) + (r * ROW + i[None, :])
     value = tl.load(x, mask=mask).to(tl.float32)
     gate = tl.load(x + D, mask=mask).to(tl.float32)

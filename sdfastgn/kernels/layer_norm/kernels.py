@@ -35,7 +35,7 @@ Programmatic dependent launch (``PDL``, from sm_90 on; ``docs/adr/0007-programma
 before ``gdc_wait`` a kernel reads only x, and only if no kernel of this call writes it.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics,
-except for a quantizer's count of values beyond the range. The first element of a row is subtracted from all
+except for a quantizer's counts of values beyond the range. The first element of a row is subtracted from all
 its values before they are summed. Squares are squares of
 differences from a mean: ``_rows_kernel`` takes the mean of the row, ``_chunk_kernel`` the mean of a chunk's
 first block. Squares of the values themselves would lose digits. Chan's formula merges the means and M2 of
@@ -53,7 +53,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sdfastgn.kernels.common.e4m3_kernels import begin_retry, end_retry, in_e4m3_range, start_of_e4m3
+from sdfastgn.kernels.common.e4m3_kernels import (
+    begin_retry,
+    end_retry,
+    in_e4m3_range,
+    start_of_e4m3,
+    wait_before_retry,
+)
 from sdfastgn.kernels.common.sums import inverse_deviation, mean_as_pivot
 from sdfastgn.kernels.common.tiles import (
     STEP_AXIS,
@@ -175,9 +181,7 @@ def _rows_tile(
     if (added_ptr is not None) or (position_ptr is not None):
         group_row = (first.to(tl.int32) + r) // period % groups * D
     if PDL:
-        gdc_wait()
-        if quantizer_ptr is not None:  # the retry follows
-            gdc_launch_dependents()
+        wait_before_retry(quantizer_ptr)
     x, kept = _read(
         x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row + c, residual_row + c, group_row + c, c, mask
     )

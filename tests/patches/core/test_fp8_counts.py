@@ -9,6 +9,8 @@ from sdfastgn.kernels.common.e4m3 import MOST, NUMBERS, TOTAL
 from sdfastgn.patches.core.fp8_counts import Counts
 from tests.devices import DEVICES
 
+pytestmark = pytest.mark.fused_on_cpu
+
 # About 0.1 s on a GPU.
 CYCLES = 200_000_000
 
