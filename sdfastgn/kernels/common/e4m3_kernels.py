@@ -40,7 +40,7 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
         if count > 0:
             # Only u is needed here, because y would take further registers.
             finite = beyond & (tl.abs(u) < float("inf"))
-            largest = tl.max(tl.where(finite, tl.abs(u), 0.0).reshape(u.numel), 0)
+            largest = tl.max(tl.where(finite, tl.abs(u), 0.0))
             tl.atomic_max(quantizer_ptr + 4, largest, sem="relaxed")
             tl.atomic_add(quantizer_ptr + 3, count.to(tl.float32), sem="relaxed")
     u = tl.maximum(u, -448.0, propagate_nan=tl.PropagateNan.ALL)

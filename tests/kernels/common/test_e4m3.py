@@ -181,3 +181,50 @@ def test_the_growth_is_the_smallest_power_of_2(exponent, nudge):
     q = quantizer(1.0, "cpu")
     quantized(torch.stack([largest, -largest / 2]), q)
     assert q[SCALE].item() == 2.0 ** max(0, exponent + (nudge > 0))
+
+
+def layer_norms(x, q):
+    return layer_norm(x, quantizer=q)
+
+
+def sums_and_layer_norms(x, q):
+    return add_layer_norm(x, x, x[0], quantizer=q)[0]
+
+
+def geglus(x, q):
+    return geglu(x, quantizer=q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 640), (2048, 1280), (32, 40000)], ids=str)
+@pytest.mark.parametrize("call", [layer_norms, sums_and_layer_norms, geglus])
+def test_replays_of_a_graph(call, shape, monkeypatch):
+    """Each replay has the scale of its own values, although several kernels may run at once (ADR 7)."""
+    monkeypatch.setattr(e4m3, "RETRY_PROGRAMS", 128)
+    base = values(*shape, seed=0, device="cuda")
+    q = quantizer(1.0, "cuda")
+    exact = call(base, q).float() * q[SCALE]
+    q = quantizer(exact.abs().max().item() / 200, "cuda")
+    x, factors = base.clone(), (1, 1, 7, 1, 90, 7, 1)
+    # LayerNorm takes the size of its input away, so a column becomes larger than the others.
+    inputs = [torch.cat((base[:, :1] * factor, base[:, 1:]), 1) for factor in factors]
+    if call is geglus:
+        half = shape[1] // 2
+        inputs = [torch.cat((base[:, :half] * factor, base[:, half:]), 1) for factor in factors]
+    expected = []
+    for each in inputs:
+        x.copy_(each)
+        own = q.clone()
+        expected.append((call(x, own).clone(), own[SCALE].item()))
+    assert len({scale for _, scale in expected}) > 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call(x, q) for _ in range(20)]
+        scale = q[SCALE].clone()
+    for _ in range(10):
+        for each, (y, its_scale) in zip(inputs, expected, strict=True):
+            x.copy_(each)
+            graph.replay()
+            assert scale.item() == its_scale
+            assert all(torch.equal(t.view(torch.uint8), y.view(torch.uint8)) for t in found)
+            assert q[[BEYOND, AMAX, RETRIED]].tolist() == [0, 0, 0]
