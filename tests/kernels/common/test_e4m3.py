@@ -147,7 +147,9 @@ def test_zeros(path, device):
     q = quantizer(1.0, device)
     with path():
         check(
-            geglu(torch.zeros(4, 32, dtype=torch.float16, device=device), quantizer=q), torch.zeros(4, 16), q
+            geglu(torch.zeros(4, 32, dtype=torch.float16, device=device), quantizer=q),
+            torch.zeros(4, 16, device=device),
+            q,
         )
 
 

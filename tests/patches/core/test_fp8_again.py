@@ -190,6 +190,8 @@ def test_one_call_compares_scales_that_have_grown_much(factor, is_compared, by_g
     before = [by_graph(fused), state(fused).error][1]
     enlarge(factor, fused, plain)
     by_graph(fused)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the counts have arrived
     reasons = [fp8.reason_now(fused) for _ in range(3)]
     assert reasons == [fp8_product.COMPARE_REASON if is_compared else None, None, None]
     errors = {n: fp8._products[m].error for n, m in fused.named_modules() if m in fp8._products}
