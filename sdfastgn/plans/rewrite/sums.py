@@ -68,8 +68,6 @@ def _channels_after(view: Any, axis: int) -> int | None:
     before, after = shape(view.args[0]), shape(view)
     if has(view, steps.permute):
         return view.args[1].index(axis)
-    if before[axis] == 1:
-        return None
     for k in range(len(after)):
         if after[k] == before[axis] and math.prod(after[:k]) == math.prod(before[:axis]):
             return k
