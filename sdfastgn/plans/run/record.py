@@ -274,7 +274,6 @@ class _Recorder(TorchDispatchMode):
             self.left[f"{name}: {self._reason}"] += 1
             try:
                 self._note("call", target, args, kwargs, result, [args[0]] if _writes_over(target) else [])
-                self.actions[-1].is_kept = True
             except Unrecordable as reason:
                 self.failure = f"{name} {reason}"
         return result
