@@ -136,17 +136,19 @@ class Baked:
 
     def _record(self, inputs: Sequence[Tensor]) -> list[Any]:
         """Runs the plan, and makes the function."""
-        before = self._operands()
+        operands = self._operands()
         try:
             with torch.no_grad(), without_autocast():
-                results, recording = record(self.plan.graph, before.fixed, inputs)
+                results, recording = record(self.plan.graph, operands.aliases, inputs)
         except Unrecordable as why:
             self.declined[str(why)] += 1
             return self.plan.run(inputs)
-        after = self._operands()
-        if (after.addresses, after.layouts) == (before.addresses, before.layouts):
-            self._bake(recording, after, inputs)
-        return results  # if another thread has moved weights meanwhile, a later call is recorded
+        self._bake(recording, operands, inputs)
+        returned = [] if isinstance(recording, str) else enumerate(recording.results)
+        for i, operand in returned:
+            if isinstance(operand, int) and operand < len(operands.fixed):
+                results[i] = operands.fixed[operand]  # and not its alias
+        return results
 
     def _bake(self, recording: Recording | str, operands: _Operands, inputs: Sequence[Tensor]) -> None:
         try:

@@ -139,7 +139,7 @@ def record(
     """
     recorder = _Recorder(fixed, inputs)
     with recorder.listening():
-        results = _run(graph, [*fixed, *inputs], recorder)
+        results = list(_run(graph, [*fixed, *inputs], recorder))
     if recorder.failure is not None:
         return results, recorder.failure
     try:
