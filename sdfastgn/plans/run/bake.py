@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import operator
 import threading
-import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.private import any_autocast, current_device
 from sdfastgn.kernels.product import op as product_op
+from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.run.record import Recording, Unrecordable, record
 from sdfastgn.plans.run.source import Code, generate
@@ -40,7 +40,7 @@ class _Bound(NamedTuple):
     A thread that still runs an older function keeps the weights of that one.
     """
 
-    run: types.FunctionType
+    run: Any
     code: Code
     addresses: list[int]
     layouts: list[tuple[Any, ...]]
@@ -93,7 +93,7 @@ class Baked:
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
         """``plan.run(inputs)``: the same bits, and new tensors in each call."""
         bound, why = self._bound, self._why_not()
-        if why is None and (bound is None or self._addresses() != bound.addresses):
+        if why is None and (bound is None or bound.run is None or self._addresses() != bound.addresses):
             with self._lock:
                 bound = self._renewed()
                 if bound is None:
@@ -106,6 +106,16 @@ class Baked:
             return bound.run(*inputs)  # type: ignore[union-attr]
         with torch.no_grad(), without_autocast():
             return bound.run(*inputs)  # type: ignore[union-attr]
+
+    def release(self) -> None:
+        """Lets go of the weights until the next call.
+
+        In the meantime no tensor of this object shares their memory, so ``private.is_alone`` can be True of
+        them. Packing and other exchanges of memory need that.
+        """
+        with self._lock:
+            if self._bound is not None:
+                self._bound = self._bound._replace(run=None, addresses=[])
 
     def _why_not(self) -> str | None:
         """The reason why this call must run the plan, whatever its arguments are."""
@@ -126,17 +136,19 @@ class Baked:
 
     def _record(self, inputs: Sequence[Tensor]) -> list[Any]:
         """Runs the plan, and makes the function."""
-        before = self._operands()
+        operands = self._operands()
         try:
             with torch.no_grad(), without_autocast():
-                results, recording = record(self.plan.graph, before.fixed, inputs)
+                results, recording = record(self.plan.graph, operands.aliases, inputs)
         except Unrecordable as why:
             self.declined[str(why)] += 1
             return self.plan.run(inputs)
-        after = self._operands()
-        if (after.addresses, after.layouts) == (before.addresses, before.layouts):
-            self._bake(recording, after, inputs)
-        return results  # if another thread has moved weights meanwhile, a later call is recorded
+        self._bake(recording, operands, inputs)
+        returned = [] if isinstance(recording, str) else enumerate(recording.results)
+        for i, operand in returned:
+            if isinstance(operand, int) and operand < len(operands.fixed):
+                results[i] = operands.fixed[operand]  # and not its alias
+        return results
 
     def _bake(self, recording: Recording | str, operands: _Operands, inputs: Sequence[Tensor]) -> None:
         try:
@@ -146,21 +158,23 @@ class Baked:
         except Unrecordable as why:
             self._failure = str(why)
             return
-        self.recorded += 1
-        self.left = recording.left
         signature = [(*_kind(x), x.data_ptr() % _ALIGNMENT if x.is_cuda else None) for x in inputs]
         run = code.bound(*operands[:2])
+        if run is None:  # another thread has moved weights meanwhile
+            return
         where = operands.addresses, operands.layouts, signature
         self._bound = _Bound(run, code, *where, has_kernels=dispatch.is_on())
+        self.recorded += 1
+        self.left = recording.left
 
     def _renewed(self) -> _Bound | None:
         """The function with the present weights. None if it must be recorded again."""
         bound = self._bound
-        if bound is not None and self._addresses() != bound.addresses:  # no other thread was faster
+        if bound is not None and (bound.run is None or self._addresses() != bound.addresses):
             operands = self._operands()
             self._bound = None
-            if operands.layouts == bound.layouts:
-                run = bound.code.bound(*operands[:2])
+            run = bound.code.bound(*operands[:2]) if operands.layouts == bound.layouts else None
+            if run is not None:
                 self._bound = bound._replace(run=run, addresses=operands.addresses)
         return self._bound
 
@@ -194,15 +208,15 @@ def _misfit(bound: _Bound, inputs: Sequence[Tensor]) -> str | None:
 def _layouts(fixed: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """What a function takes for granted of its fixed operands, apart from their addresses.
 
-    Kernels are compiled for an alignment. And several operands may lie in one memory, where a product reads
-    them at once.
+    Kernels are compiled for an alignment. Several operands may lie in one memory, and one product may read
+    packed operands.
     """
     first: dict[
         int, tuple[int, int]
     ] = {}  # address of a memory -> its number, address of the first operand in it
     found = []
-    for t in fixed:
+    for t, is_packed in zip(fixed, packed.are_packed(fixed), strict=True):
         address = t.data_ptr()
         number, start = first.setdefault(t.untyped_storage().data_ptr(), (len(first), address))
-        found.append((*_kind(t), address % _ALIGNMENT, number, address - start))
+        found.append((*_kind(t), address % _ALIGNMENT, number, address - start, is_packed))
     return found

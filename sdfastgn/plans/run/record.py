@@ -41,6 +41,7 @@ _ALLOCATIONS = (
     aten.new_empty_strided.default,
 )
 # Ops that give other memory to a tensor that exists.
+_SWAP = aten.set_.source_Storage_storage_offset
 _SWAPS = ("aten::resize_", "aten::resize_as_", "aten::set_")
 _INDICES = (torch.int64, torch.int32)
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -110,6 +111,7 @@ class Recording(NamedTuple):
         memories: all memories. Those of arguments and fixed operands come first.
         operands: the place of each operand of the graph.
         inputs: number of operands, the last ones, that are arguments of the call.
+        rows: place of a tensor that covers packed operands -> these operands (``kernels/product/packed.py``).
         results: what the graph returns: for a tensor its place, or the index of the operand that it is.
         left: why a step stayed one call, and how many steps did.
     """
@@ -118,6 +120,7 @@ class Recording(NamedTuple):
     memories: list[Memory]
     operands: list[Place]
     inputs: int
+    rows: dict[Place, tuple[int, ...]]
     results: list[Any]
     left: collections.Counter[str]
 
@@ -136,15 +139,15 @@ def record(
     """
     recorder = _Recorder(fixed, inputs)
     with recorder.listening():
-        results = _run(graph, [*fixed, *inputs], recorder)
+        results = list(_run(graph, [*fixed, *inputs], recorder))
     if recorder.failure is not None:
         return results, recorder.failure
     try:
         places = _results(graph, results, recorder)
     except Unrecordable as reason:
         return results, str(reason)
-    found = recorder.actions, recorder.memories, recorder.operands, len(inputs), places, recorder.left
-    return results, Recording(*found)
+    operands = recorder.operands, len(inputs), recorder.rows
+    return results, Recording(recorder.actions, recorder.memories, *operands, places, recorder.left)
 
 
 def places_in(x: Any) -> Iterator[Place]:
@@ -226,6 +229,8 @@ class _Recorder(TorchDispatchMode):
             elif i >= len(fixed):
                 raise Unrecordable("an argument shares its memory with another one, or with a weight")
         self.operands = [self.place(t) for t in (*fixed, *inputs)]
+        self.rows: dict[Place, tuple[int, ...]] = {}
+        self._starts = {t.data_ptr(): (i, t.nbytes) for i, t in reversed([*enumerate(fixed)]) if t.numel()}
 
     def _add(self, t: Tensor, operand: int | None = None, is_input: bool = False) -> Place:
         self.found[_storage(t)] = len(self.memories)
@@ -269,7 +274,6 @@ class _Recorder(TorchDispatchMode):
             self.left[f"{name}: {self._reason}"] += 1
             try:
                 self._note("call", target, args, kwargs, result, [args[0]] if _writes_over(target) else [])
-                self.actions[-1].is_kept = True
             except Unrecordable as reason:
                 self.failure = f"{name} {reason}"
         return result
@@ -309,6 +313,9 @@ class _Recorder(TorchDispatchMode):
                 with self:
                     return private.run_composite(func, args, kwargs)
             self._simple.add(func)
+        if func is _SWAP and self._reason is None:
+            with self._paused():
+                return self._packed(func(*args, **kwargs))
         self._reason = self._reason or _objection(func, args, kwargs)
         with self._paused():
             if self._reason is not None:
@@ -325,6 +332,22 @@ class _Recorder(TorchDispatchMode):
         except Unrecordable as reason:
             self._reason = f"{func.name()} {reason}"
         return result
+
+    def _packed(self, t: Tensor) -> Tensor:
+        """Finds the operands that ``t`` covers, after it got the memory in which they are packed."""
+        row: list[int] = []
+        at, end = t.data_ptr(), t.data_ptr() + t.nbytes
+        while at < end and at in self._starts:
+            i, size = self._starts[at]
+            row.append(i)
+            at += size
+        if at != end or not row or not t.is_contiguous():
+            self._reason = f"{_SWAP.name()} gives a tensor other memory"
+            return t
+        if not self._is_known(t):
+            self._add(t, row[0])
+        self.rows[self.place(t)] = tuple(row)
+        return t
 
     def _launch(self, launch: Any, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
         with self._paused():

@@ -18,12 +18,17 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.private import allocators, current_raw_stream, view_at
+from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run.record import Action, Memory, Place, Recording, Unrecordable, places_in
 
 __all__ = ["Code", "generate"]
 
 # An address is a multiple of this number of bytes if a compiled kernel may take it as it is.
 _ALIGNMENT = 16
+
+
+# Row of packed operands, or of one operand; its own place; place of a tensor in the same memory.
+_Source = tuple[tuple[int, ...], Place, Place | None]
 
 
 class Code(NamedTuple):
@@ -33,29 +38,31 @@ class Code(NamedTuple):
         source: its text.
         code: its compiled body.
         names: its global names that never change.
-        tensors: global name -> (operand, place in its memory), or (operand, None) for the operand itself.
+        tensors: global name -> (row of packed operands, or row of one operand; its own place; place of the
+            tensor, or None for the operand itself).
         addresses: global name -> the global name of the tensor whose address it is.
-        places: places of all operands.
         device: the GPU on which everything lies; None if it is all on the CPU.
     """
 
     source: str
     code: types.CodeType
     names: dict[str, Any]
-    tensors: dict[str, tuple[int, Place | None]]
+    tensors: dict[str, _Source]
     addresses: dict[str, str]
-    places: list[Place]
     device: torch.device | None
 
-    def bound(self, fixed: Sequence[Tensor], aliases: Sequence[Tensor]) -> types.FunctionType:
+    def bound(self, fixed: Sequence[Tensor], aliases: Sequence[Tensor]) -> types.FunctionType | None:
         """The function for these fixed operands, of which ``aliases`` are views without gradients.
 
-        They must have the layouts of the recorded ones, and lie to each other as those did.
+        They must have the layouts of the recorded ones, and lie to each other as those did. None if operands
+        are not packed any more.
         """
         names = dict(self.names)
-        for name, (operand, place) in self.tensors.items():
-            own = self.places[operand]
-            names[name] = fixed[operand] if place is None else _view(aliases[operand], own, place)
+        for name, (row, own, place) in self.tensors.items():
+            t = packed.joined([aliases[i] for i in row]) if row[1:] else aliases[row[0]]
+            if t is None:
+                return None
+            names[name] = fixed[row[0]] if place is None else _view(t, own, place)
         for name, tensor in self.addresses.items():
             names[name] = names[tensor].data_ptr()
         return types.FunctionType(self.code, names)
@@ -104,13 +111,15 @@ class _Writer:
         self.roots = _roots(self.actions, self.memories)
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
-        self.tensors: dict[str, tuple[int, Place | None]] = {}
+        self.tensors: dict[str, _Source] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name
-        self.owners: dict[Any, int] = {}  # place; memory and dtype; or memory -> the first operand there
-        for i, place in enumerate(recording.operands):
+        # Place; memory and dtype; or memory -> the first row there, and its place.
+        self.owners: dict[Any, tuple[tuple[int, ...], Place]] = {}
+        rows = [((i,), place) for i, place in enumerate(recording.operands)]
+        for row, place in (*rows, *((row, place) for place, row in recording.rows.items())):
             for key in (place, (place.memory, place.dtype), place.memory):
-                self.owners.setdefault(key, i)
+                self.owners.setdefault(key, (row, place))
         self.alive: dict[int, list[str]] = {}  # memory that an action made -> the local names that hold it
         gpus = {m.device for m in self.memories if m.device.type == "cuda"}
         if len(gpus) > 1:
@@ -131,8 +140,7 @@ class _Writer:
         source = f"def run({', '.join(inputs)}):\n" + "\n".join(f"    {line}" for line in self.lines)
         module = compile(source, "<plan>", "exec")
         body = next(c for c in module.co_consts if isinstance(c, types.CodeType))
-        places = self.recording.operands
-        return Code(source, body, self.names, self.tensors, self.addresses, places, self.device)
+        return Code(source, body, self.names, self.tensors, self.addresses, self.device)
 
     # ---- actions
 
@@ -262,11 +270,11 @@ class _Writer:
     def fixed(self, place: Place) -> str:
         if place not in self.known:
             self.known[place] = name = f"w{len(self.tensors)}"
-            self.tensors[name] = self.operand(place), place
+            self.tensors[name] = (*self.owner(place), place)
         return self.known[place]
 
-    def operand(self, place: Place) -> int:
-        """The first operand in the memory of ``place``, if possible one of the same dtype."""
+    def owner(self, place: Place) -> tuple[tuple[int, ...], Place]:
+        """The first operand or row in the memory of ``place``, if possible one of the same dtype."""
         keys = place, (place.memory, place.dtype), place.memory
         return next(self.owners[key] for key in keys if key in self.owners)
 
@@ -292,7 +300,7 @@ class _Writer:
             if result >= len(self.recording.operands) - self.recording.inputs:
                 return f"t{place.memory}"
             name = f"r{result}"
-            self.tensors[name] = result, None
+            self.tensors[name] = (result,), place, None
             return name
         is_root = result == self.roots[result.memory]
         if self.memories[result.memory].operand is not None and not self.memories[result.memory].is_input:

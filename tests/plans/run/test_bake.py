@@ -16,6 +16,7 @@ from sdfastgn.kernels.common import archive, dispatch, private
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.product import op as product_op
+from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import source, steps
 from sdfastgn.plans.run.bake import Baked
 from tests.kernels.samples import kernels
@@ -129,6 +130,13 @@ def test_baked_in_one_mode_and_called_in_the_other(modes):
     assert baked.recorded == 1
 
 
+def test_results_need_no_gradient():
+    baked = Baked(block_plan(Block()))
+    for _ in range(2):
+        results = baked.run([torch.randn(2, 8, 4, 4, requires_grad=True)])
+        assert not any(result.requires_grad for result in results)
+
+
 def test_autocast_changes_nothing():
     baked = Baked(block_plan(Block()))
     for _ in range(2):
@@ -231,7 +239,42 @@ def test_changed_weights(change, recordings, path):
 
 
 @each_path
-def test_weights_of_one_product_move_together_and_apart(path):
+def test_packed_weights(path, monkeypatch):
+    monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))
+    block = Block().requires_grad_(False)
+    baked = Baked(block_plan(block))
+
+    def products():
+        return baked.source.count(f"= {name_of(baked, torch._C._nn.linear)}(")
+
+    with path(), torch.no_grad():
+        check(baked, images(1))
+        assert products() == 2
+        for recordings in (2, 4):
+            baked.release()
+            baked.plan.pack()
+            check(baked, images(2))
+            assert (baked.recorded, products()) == (recordings, 1)
+            old = packed.joined([block.q.weight, block.k.weight])
+            packed.unpack(block.parameters())
+            baked.plan.pack()  # into another allocation
+            old.fill_(torch.nan)
+            check(baked, images(2))
+            assert (baked.recorded, products()) == (recordings, 1)
+            move(block)  # each into a memory of its own
+            check(baked, images(2))
+            assert (baked.recorded, products()) == (recordings + 1, 2)
+    assert not baked.declined
+    assert path is contextlib.nullcontext or not baked.left
+
+
+def name_of(baked, function):
+    """The global name of a function in the source of ``baked``."""
+    return next(name for name, value in baked._bound.code.names.items() if value is function)
+
+
+@each_path
+def test_weights_in_one_memory_move_together_and_apart(path):
     block = Block().requires_grad_(False)
     put_side_by_side(block)
     baked = Baked(block_plan(block))
@@ -258,6 +301,19 @@ def test_old_weights_are_kept_until_the_next_call_at_most(change):
     gc.collect()
     kept = [reference.expired() for reference in old]
     assert kept == [True] * len(old) if change is not lay_out else kept.count(True) == 1
+
+
+def test_released_weights_are_alone_until_the_next_call():
+    block = Block()
+    baked = Baked(block_plan(block))
+    baked.release()
+    check(baked, images(1))
+    assert not private.is_alone(block.conv.weight)
+    baked.release()
+    assert private.is_alone(block.conv.weight)
+    check(baked, images(1))
+    assert baked.recorded == 1
+    assert not private.is_alone(block.conv.weight)
 
 
 def test_a_dropped_function_lets_go_of_its_weights_at_once():
@@ -691,7 +747,7 @@ def test_threads(is_new):
     assert (baked.recorded, baked.declined) == (1, {})
 
 
-def test_a_call_in_which_weights_move_is_not_recorded():
+def test_weights_that_move_in_a_recording():
     other = torch.randn(4, 4)
     moves = [lambda: setattr(other, "data", other.data.t().contiguous().t())]
 
@@ -705,10 +761,10 @@ def test_a_call_in_which_weights_move_is_not_recorded():
     baked = Baked(drawn.plan(drawn.add(aten.mul.Tensor, x, drawn.parameters[0])))
     x = torch.randn(4, 4)
     assert torch.equal(baked.run([x])[0], (x + 1) * other)
-    assert baked.recorded == 0
     moves.clear()
+    assert (baked.recorded, baked.left) == (1, {})
     check(baked, [[torch.randn(4, 4)] for _ in range(2)])
-    assert (baked.recorded, baked.left, baked.declined) == (1, {}, {})
+    assert (baked.recorded, baked.left, baked.declined) == (2, {}, {})
 
 
 def test_another_thread_launches_as_usual_while_a_plan_is_recorded():

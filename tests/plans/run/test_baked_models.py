@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from sdfastgn.kernels.product import packed
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -78,13 +79,15 @@ def in_channels_last(model):
 
 @pytest.mark.parametrize("make", [image_decoder, unet, wan, qwen_image])
 @torch.no_grad()
-def test_models(make):
+def test_models(make, monkeypatch):
+    monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))
     model, call, shapes = make()
     in_channels_last(model.eval().requires_grad_(False))
     call = call(model)
     call(*inputs(shapes, 0))  # some models count their layers in the first call
     traced = trace(model, call, *inputs(shapes, 0))
     plan = Plan(traced, rewrite(traced.graph.graph))
+    plan.pack()
     baked = Baked(plan)
     calls = [inputs(shapes, seed) for seed in range(1, 5)]
     results = [baked.run(each)[0] for each in calls]
@@ -96,5 +99,6 @@ def test_models(make):
     for p in model.parameters():
         old, p.data = p.data, p.data * 1.01
         old.fill_(torch.nan)
+    plan.pack()
     assert torch.equal(baked.run(calls[0])[0], plan.run(calls[0])[0])
     assert (baked.recorded, baked.declined, baked.left) == (1, {}, {})

@@ -183,6 +183,34 @@ def test_attention_with_dropout_stays_a_call():
     assert list(recording.left) == ["step: aten::scaled_dot_product_attention draws random numbers"]
 
 
+@torch.library.custom_op("sdfastgn_tests::doubled_", mutates_args=["x"])
+def doubled_(x: torch.Tensor, kernel: bool) -> None:
+    x.mul_(2 if x.sum().item() else 3)  # below the mode: nobody sees it
+
+
+@torch.library.custom_op("sdfastgn_tests::launched", mutates_args=[])
+def launched(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    scaled(Compiled(), 4).run(x, None, y)
+    return y
+
+
+def test_ops_of_others_are_one_call():
+    def step(x):
+        y = launched(x)
+        doubled_(y, True)
+        return y
+
+    (result,), recording = one_step(step)
+    assert [a.function for a in recording.actions] == [
+        torch.ops.sdfastgn_tests.launched.default,
+        torch.ops.sdfastgn_tests.doubled_.default,
+    ]
+    assert [a.writes for a in recording.actions] == [set(), {1}]
+    assert not recording.left
+    assert result.shape == (4,)
+
+
 # ---- graphs and calls without a recording
 
 
