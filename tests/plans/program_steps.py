@@ -989,7 +989,9 @@ def filled_in_parts(p: Program, x: str) -> None:
         p.do(f"{t}[:, 1:] = {y}[:, 1:] * 0.5")
     else:
         p.do(f"{t}[:, :, :1] = {x}[:, :, :1]" if p.chance(0.7) else f"{t}[:, :, 0] += {x}[:, :, -1]")
-        if p.chance(0.5):
+        if p.chance(0.4):
+            p.add(p.let(f"{t}.clone()"))
+        if p.chance(0.6):
             p.do(
                 p.choice(
                     f"{t}[:, -1] = {y}[:, 0]",

@@ -71,7 +71,7 @@ NETWORKS = {
 def measured(network: Network) -> dict[str, Any]:
     """The bytes that each kind of step reads and writes, and how many steps there are of it."""
     with torch.device("meta"), torch.no_grad():
-        model = getattr(diffusers, network.cls)(**network.settings).to(network.dtype).eval()
+        model = getattr(diffusers, network.cls)(**network.settings).to("meta", network.dtype).eval()
 
         def draw(value: Any) -> Any:
             if isinstance(value, dict):
