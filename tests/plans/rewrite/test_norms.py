@@ -9,6 +9,8 @@ from tests.plans.rewrite.rewritten import checked, steps_of
 x4 = torch.randn(2, 6, 3, 5)
 x5 = torch.randn(1, 6, 2, 3, 5)
 W, B = torch.rand(6) + 0.5, torch.randn(6)
+POSITIONS = torch.randn(6, 3, 5)
+INTEGERS = torch.arange(6).view(6, 1, 1)
 HALF = torch.bfloat16
 W_HALF = W.to(HALF)
 
@@ -99,6 +101,10 @@ def test_other_norms_stay(call):
         (lambda x: F.normalize(x, dim=1) - column(B), ["sub"]),
         (lambda x: F.normalize(x, dim=1) + 1, ["add"]),
         (lambda x: F.normalize(x, dim=1) * x[:, :1], ["mul"]),
+        (lambda x: F.normalize(x, dim=1) * POSITIONS, ["mul"]),
+        (lambda x: F.normalize(x, dim=1) * INTEGERS, ["mul"]),
+        (lambda x: F.normalize(x[:, :1], dim=1) * column(W), ["mul"]),
+        (lambda x: F.normalize(x[:, :1], dim=1) + column(B), ["add"]),
         (lambda x: F.normalize(x, dim=1) * column(x.sum((0, 2, 3))), ["sum", "mul"]),
         (lambda x: F.normalize(x, dim=1) * B[:5], ["mul"]),
         (lambda x: F.normalize(x, dim=1) * B[:3, None], ["mul"]),
