@@ -83,12 +83,6 @@ WRONG = [
         "u.args[1] == 2:",
     ),
     Wrong(
-        "kept frames are frames of the pad",
-        "frames",
-        "(kept and (source.back or source.times != _ONCE))",
-        "(kept and source.times != _ONCE)",
-    ),
-    Wrong(
         "one frame after anything is one frame after zeros",
         "frames",
         ' and (mode, value) == ("constant", 0)',
@@ -131,12 +125,6 @@ WRONG = [
         "is_only(y) and",
     ),
     Wrong("parts in any order are the whole", "cats", "p.args[1:3] != (dim, end):", "p.args[1] != dim:"),
-    Wrong(
-        "a write in place changes what others read",
-        "finish",
-        "if has(x, *_NEW) and is_only(x):",
-        "if has(x, *_NEW):",
-    ),
     Wrong(
         "results share memory",
         "finish",
