@@ -29,6 +29,11 @@ def plan_of(model, call, *args, **kwargs):
     return lambda *args, **kwargs: plan(args, kwargs)
 
 
+def rewritten(model, call, *args, **kwargs):
+    """The rewritten graph of ``call``. Raises Untraceable."""
+    return rewrite(trace(model, call, *args, **kwargs).graph.graph)
+
+
 def everything_pays(monkeypatch):
     """Lets rules for 16-bit floats apply to fp32, and rules for large tensors to small ones."""
     for name, module in list(sys.modules.items()):

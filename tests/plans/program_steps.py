@@ -84,8 +84,13 @@ def ones(p: Program, x: str) -> str:
     return f"[:, :{', None' * (p.value(x).dim() - 2)}]"
 
 
-def per_channel(p: Program, x: str, *, scale: float = 1.0) -> str:
-    return p.tensor(channels(p, x), *[1] * (p.value(x).dim() - 2), scale=scale)
+def per_channel(p: Program, x: str) -> str:
+    """A tensor with one number a channel; sometimes one a sample, one a position, or a single one."""
+    N, C, *size = p.shape(x)
+    ones = [1] * len(size)
+    if p.chance(0.85):
+        return p.tensor(C, *ones)
+    return p.tensor(*p.choice((N, C, *ones), (1, C, *ones), (1, 1, *size), (size[-1],), (1,), (N, 1, *ones)))
 
 
 def activated(p: Program, x: str, probability: float = 0.8) -> str:
@@ -399,7 +404,7 @@ def resnet_block(p: Program, x: str) -> None:
         p.add(h)
     if p.chance(0.15):
         h = p.let(f"{h} * 0.5")
-    residual = p.let(convolved(p, x, kernel=1, out=C)) if p.chance(0.3) else x
+    residual = p.let(convolved(p, x, kernel=p.choice(1, 3), out=C)) if p.chance(0.4) else x
     total = p.choice(
         f"{residual} + {h}", f"{h} + {residual}", f"torch.add({h}, {residual}, alpha=2)", f"{h} - {residual}"
     )
@@ -485,8 +490,9 @@ def causal_conv(p: Program, x: str) -> None:
             f"F.pad({v}, ({w}, {w}, {h}, {h}, 2, 0), value=1.0)", f"F.pad({v}, ({w}, 0, {h}, 0, 2, 0))",
         )
     )  # fmt: skip
-    if p.chance(0.15):
-        p.add(p.choice(y, f"{y}[:, :, -2:]", f"{v}[:, :, -2:].clone()"))
+    if p.chance(0.3):
+        kept = p.choice(y, f"{y}[:, :, -2:]", f"{v}[:, :, -2:].clone()", f"{v}[:, :, -1:]", f"{v}[:, :, :1]")
+        p.add(kept)
     padding = (0, 1, 1) if p.chance(0.5) else 0
     y = p.let(convolved(p, y, kernel=(3, 3, 3), out=C, padding=padding, stride=p.choice(1, 1, 1, (2, 1, 1))))
     p.add(f"{y} + {x}" if p.shape(y) == p.shape(x) and p.chance(0.5) else y)
@@ -562,6 +568,11 @@ def spatial_norm(p: Program, x: str) -> None:
 def frames_as_images(p: Program, x: str) -> None:
     N, C, T, H, W = p.shape(x)
     wrong = p.chance(0.15)  # frames before samples
+    if p.chance(0.15):  # rows as images
+        v = p.let(f"{x}.permute(0, 3, 1, 2, 4).reshape({N * H}, {C}, {T}, {W})")
+        v = p.let(activated(p, p.let(grouped(p, v))))
+        p.add(f"{v}.reshape({N}, {H}, {C}, {T}, {W}).permute(0, 2, 3, 1, 4)")
+        return
     to, back = ("2, 0, 1, 3, 4", "1, 2, 0, 3, 4") if wrong else ("0, 2, 1, 3, 4", "0, 2, 1, 3, 4")
     v = p.let(f"{x}.permute({to}).reshape({N * T}, {C}, {H}, {W})")
     if p.chance(0.4):
@@ -795,7 +806,8 @@ def few_rows(p: Program, x: str) -> None:
     if p.chance(0.2):
         act = p.let(act)
     e = p.let(f"F.linear({act}, {p.tensor(C, C, scale=C**-0.5)}, {p.tensor(C)})")
-    e = p.let(p.choice(e, f"{e} + {h}", f"{e} + {p.tensor(C)}", f"{e} * 2", f"{p.tensor(C)} + {e}"))
+    two = f"{e} + {p.tensor(C)} + {p.tensor(C)}"
+    e = p.let(p.choice(e, two, f"{e} + {h}", f"{e} + {p.tensor(C)}", f"{e} * 2", f"{p.tensor(C)} + {e}"))
     p.add(f"{x} + {e}[:, None]" if p.value(x).dim() == 3 else f"{x} + {e}{ones(p, x)}")
 
 
@@ -901,10 +913,12 @@ def written(p: Program, x: str) -> None:
 
 MADE = """
 {x} * 1.5
+torch.zeros_like({x})
 {x}.clone()
 F.silu({x})
 """
 KEPT = """
+{t}.clone()
 {t}.contiguous()
 {t}.transpose(1, 2).contiguous()
 {t}.movedim(1, -1).contiguous()
@@ -944,6 +958,8 @@ def kept_and_written(p: Program, x: str) -> None:
     """A view or a copy that is kept, then a write to its base or to itself."""
     shape = p.shape(x)
     t = p.tensor(*shape, kind="x") if p.chance(0.3) else p.let(p.one_of(MADE, x=x))
+    if p.chance(0.4):
+        p.do(p.one_of(BASE_WRITES, t=t))
     kept = p.let(p.one_of(KEPT, t=t, x=x, shape=shape, same=tuple(range(len(shape)))))
     p.do(p.one_of(BASE_WRITES, t=t))
     if p.chance(0.3) and p.is_writable(kept):
@@ -973,7 +989,9 @@ def filled_in_parts(p: Program, x: str) -> None:
         p.do(f"{t}[:, 1:] = {y}[:, 1:] * 0.5")
     else:
         p.do(f"{t}[:, :, :1] = {x}[:, :, :1]" if p.chance(0.7) else f"{t}[:, :, 0] += {x}[:, :, -1]")
-        if p.chance(0.5):
+        if p.chance(0.4):
+            p.add(p.let(f"{t}.clone()"))
+        if p.chance(0.6):
             p.do(
                 p.choice(
                     f"{t}[:, -1] = {y}[:, 0]",

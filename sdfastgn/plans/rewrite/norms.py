@@ -109,9 +109,10 @@ def _affine(n: Any, axis: int) -> tuple[Any, _Norm]:
     """``n`` without bias, weight, scale and casts after a norm, and these. It begins at the last op."""
     weight = bias = None
     scale = 1.0
+    root = dtype(n)
     while True:
-        if has(n, steps.cast) and _is_float(n):
-            n = n.args[0]
+        if has(n, steps.cast) and _is_float(n) and torch.promote_types(dtype(n), root) == dtype(n):
+            n = n.args[0]  # the result is rounded to as few bits as here, or fewer
         elif has(n, aten.mul.Tensor) and number(n) is not None:
             n, scale = n.args[0], scale * number(n)  # type: ignore[operator]
         elif has(n, aten.div.Tensor) and number(n):

@@ -1,0 +1,105 @@
+"""What plans of well-known networks read and write at their real size: see ``bytes_at_real_size.json``.
+
+The networks are on the device meta, so this takes neither a GPU nor memory. To write the file again:
+``python -m tests.plans.real_sizes``
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+
+from sdfastgn.models.configurations import UNETS, VAES
+from sdfastgn.plans.run.traffic import steps_of
+from tests.plans.engine import rewritten
+
+FILE = pathlib.Path(__file__).with_name("bytes_at_real_size.json")
+
+
+class Network(NamedTuple):
+    """A network at its real size. ``inputs``: shapes of the tensors, or other arguments."""
+
+    cls: str
+    settings: dict[str, Any]
+    dtype: torch.dtype
+    method: str
+    inputs: dict[str, Any]
+
+
+def unet(name: str, size: int, **more: Any) -> Network:
+    width = UNETS[name]["cross_attention_dim"]
+    inputs = {"sample": (2, 4, size, size), "timestep": 500, "encoder_hidden_states": (2, 77, width), **more}
+    return Network("UNet2DConditionModel", UNETS[name], torch.float16, "forward", inputs)
+
+
+def decoder(cls: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Network:
+    return Network(cls, settings, dtype, "decode", {"z": shape})
+
+
+CONDITIONS = {"added_cond_kwargs": {"text_embeds": (2, 1280), "time_ids": (2, 6)}}
+DC = {
+    f"{part}_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3 for part in ("encoder", "decoder")
+}
+NETWORKS = {
+    "SD1.5, UNet, batch 2": unet("sd15", 64),
+    "SDXL, UNet, batch 2": unet("sdxl", 128, **CONDITIONS),
+    "SD1.5, decode 1024x1024": decoder("AutoencoderKL", 1, 4, 128, 128, dtype=torch.float16, **VAES["sd15"]),
+    "TAESD, decode 512x512": Network("AutoencoderTiny", {}, torch.float16, "decode", {"x": (1, 4, 64, 64)}),
+    "Qwen-Image, decode 1024x1024": decoder("AutoencoderKLQwenImage", 1, 16, 1, 128, 128),
+    "Qwen-Image 2.1, decode 1024x1024": decoder("AutoencoderKLQwenImage21", 1, 64, 1, 64, 64),
+    "Wan, decode 17x480x832": decoder("AutoencoderKLWan", 1, 16, 5, 60, 104),
+    "HunyuanVideo, decode 17x480x832": decoder("AutoencoderKLHunyuanVideo", 1, 16, 5, 60, 104),
+    "CogVideoX, decode 9x480x720": decoder("AutoencoderKLCogVideoX", 1, 16, 3, 60, 90),
+    "LTX, decode 49x512x704": decoder("AutoencoderKLLTXVideo", 1, 128, 7, 16, 22),
+    "Mochi, decode 13x480x848": decoder("AutoencoderKLMochi", 1, 12, 3, 60, 106),
+    "Cosmos, decode 17x480x832": decoder("AutoencoderKLCosmos", 1, 16, 3, 60, 104),
+    "DC-AE, decode 1024x1024": decoder("AutoencoderDC", 1, 32, 32, 32, **DC),
+    "Flux.2, decode 1024x1024": decoder("AutoencoderKLFlux2", 1, 32, 128, 128),
+    "EasyAnimate, decode 9x384x672": decoder("AutoencoderKLMagvit", 1, 16, 3, 48, 84),
+    "KVAE of videos, decode 9x480x832": decoder("AutoencoderKLKVAEVideo", 1, 16, 3, 60, 104),
+    "KVAE, decode 1024x1024": decoder("AutoencoderKLKVAE", 1, 16, 128, 128),
+    "Kandinsky 6, decode 5x512x512": decoder("Kandinsky6SRVAE", 1, 64, 2, 32, 32),
+}
+
+
+def measured(network: Network) -> dict[str, Any]:
+    """The bytes that each kind of step reads and writes, and how many steps there are of it."""
+    with torch.device("meta"), torch.no_grad():
+        model = getattr(diffusers, network.cls)(**network.settings).to("meta", network.dtype).eval()
+
+        def draw(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: draw(each) for key, each in value.items()}
+            return torch.empty(value, dtype=network.dtype) if isinstance(value, tuple) else value
+
+        inputs = draw(network.inputs)
+        call: Callable[..., Any] = getattr(model, network.method)
+        call(**inputs, return_dict=False)  # some models keep numbers from their first call
+        graph = rewritten(model, lambda **inputs: call(**inputs, return_dict=False), **inputs)
+    found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for step in steps_of(graph):
+        found[step.target][0] += 1
+        found[step.target][1] += step.read + step.written
+    return {
+        "steps": sum(count for count, _ in found.values()),
+        "bytes": sum(size for _, size in found.values()),
+        "by step": {target: found[target] for target in sorted(found)},
+    }
+
+
+def text(results: dict[str, Any]) -> str:
+    """The results as JSON, with one line for each kind of step."""
+    return (
+        json.dumps(results, indent=1).replace("[\n    ", "[").replace(",\n    ", ", ").replace("\n   ]", "]")
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    FILE.write_text(text({name: measured(network) for name, network in NETWORKS.items()}))
