@@ -22,7 +22,8 @@ from sdfastgn.program import OWN_PROCESS, program
 
 # The modules of the commands, in the order in which the help lists the commands.
 COMMANDS = (
-    "bench", "generate", "report", "kernels", "inspect", "sources", "verify", "info", "demo", "warm_up",
+    "bench", "generate", "report", "kernels", "inspect", "plan", "sources", "verify", "info", "demo",
+    "warm_up",
 )  # fmt: skip
 
 # The exit code after Ctrl-C. As in shells, it is 128 plus the number of the signal SIGINT, 2.

@@ -37,10 +37,10 @@ from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.trace.refusals import is_tracing
-from sdfastgn.plans.trace.traced import Untraceable
+from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
 
-__all__ = ["MAX_PLANS", "PlannedForward"]
+__all__ = ["MAX_PLANS", "PlannedForward", "make_plan", "trace_call"]
 
 # Maximum number of plans of one module. Each one is for one kind of call.
 MAX_PLANS = 16
@@ -264,25 +264,10 @@ class PlannedForward(InstanceEntry):
 
     def _traced(self, module: nn.Module, call: Call) -> _Made:
         self.traces += 1
-        outcomes: list[Outcome] = []
-
-        def run(*tensors: Tensor) -> list[Tensor]:
-            args, kwargs = call.rebuild(list(tensors))
-            outcome = Outcome(args, kwargs, tensors)
-            computed = outcome.finish(class_forward(module)(*args, **kwargs))
-            outcomes.append(outcome)
-            return computed
-
         with without_collections():
-            with dispatch.stock_code(), running(as_stock=False):
-                traced = trace(module, run, *call.tensors)
-            try:
-                plan = Plan(traced, rewrite(traced.graph.graph))
-            except Untraceable:
-                raise
-            except Exception as error:  # a rule that fails must not take the call down
-                raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
-        return _Made(plan, Baked(plan), outcomes[-1])
+            traced, outcome = trace_call(module, call)
+            plan = make_plan(traced)
+        return _Made(plan, Baked(plan), outcome)
 
     def _drop(self, plans: _Plans) -> None:
         """Drop ``plans``, because the model is not what was traced any more."""
@@ -291,6 +276,35 @@ class PlannedForward(InstanceEntry):
                 self._policy.last_change = plans.guard.change()
                 self._policy.model_changed(plans.calls)
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
+
+
+def trace_call(module: nn.Module, call: Call) -> tuple[Traced, Outcome]:
+    """Trace the model's own code for ``call``. Returns also what the call leaves besides tensors.
+
+    Raises Untraceable.
+    """
+    outcomes: list[Outcome] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        args, kwargs = call.rebuild(list(tensors))
+        outcome = Outcome(args, kwargs, tensors)
+        computed = outcome.finish(class_forward(module)(*args, **kwargs))
+        outcomes.append(outcome)
+        return computed
+
+    with dispatch.stock_code(), running(as_stock=False):
+        traced = trace(module, run, *call.tensors)
+    return traced, outcomes[-1]
+
+
+def make_plan(traced: Traced) -> Plan:
+    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason."""
+    try:
+        return Plan(traced, rewrite(traced.graph.graph))
+    except Untraceable:
+        raise
+    except Exception as error:  # a rule that fails must not take the call down
+        raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
 
 
 def _on(device: torch.device | None) -> Any:

@@ -45,6 +45,8 @@ def test_each_option_is_a_sentence_and_has_its_default_once(command: str) -> Non
         pytest.param("bench", PARTS, id="parts"),
         pytest.param("bench", configurations.MODELS, id="models"),
         pytest.param("bench", configurations.VIDEO_NETWORKS, id="video"),
+        pytest.param("plan", configurations.MODELS, id="planned models"),
+        pytest.param("plan", configurations.VIDEO_NETWORKS, id="planned video"),
         pytest.param("kernels", SUITES, id="suites"),
         pytest.param("kernels", SUITES["layer_norm"].providers, id="providers"),
     ],

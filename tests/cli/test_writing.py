@@ -30,6 +30,7 @@ COMMANDS = {
     f"{KERNELS} --plot full.png": "full.png",
     "report a.json --html full": "full",
     "inspect tiny --json full": "full",
+    "plan tiny --json full": "full",
     "demo --output out": f"out/{PICTURE}",
 }
 

@@ -282,13 +282,26 @@ REPORT = {
     },
     **{f"report {name}.json": f"*'{name}.images'" for name in DAMAGED_IMAGES},
 }
+PLAN = {
+    "plan model": "MODEL: unknown value 'model'; choose from tiny, tiny_xl",
+    "plan tiny --part pipeline": "--part: unknown value 'pipeline'; choose from unet, vae",
+    "plan tiny --part ''": "--part: unknown value ''; choose from unet, vae",
+    "plan dc_ae --part unet": "--part: unknown value 'unet'; choose from vae",
+    "plan tiny --size 100": "--size: must be a positive multiple of 8",
+    "plan dc_ae --size 0": "--size: must be a positive multiple of 8",
+    "plan tiny --batch 0": "--batch: must be a positive whole number, got 0",
+    "plan tiny --dtype fp8": "--dtype: unknown value 'fp8'; choose from fp16, bf16, fp32",
+    "plan tiny --gpu h100": "--gpu: unknown value 'h100'; choose from hopper, other",
+    "plan tiny --json new/sub/a.json": f"--json: {NO_FOLDER}",
+    "plan tiny --json folder": "--json: cannot write a file at 'folder': Is a directory",
+}
 OTHERS = {
     "sources --against folder": "--against: no wheel or folder of diffusers or ComfyUI, got 'folder'",
     "sources --comfyui folder": "--comfyui: no checkout of ComfyUI, got 'folder'",
     f"sources --against {'a' * 300}": "--against: no wheel or folder of diffusers or ComfyUI, got",
     "paint": "No such command 'paint'.",
 }
-WRONG = BENCH | WEIGHTS | FILES | KERNELS | GENERATES | MODELS | REPORT | OTHERS
+WRONG = BENCH | WEIGHTS | FILES | KERNELS | GENERATES | MODELS | REPORT | PLAN | OTHERS
 
 
 @pytest.mark.parametrize(("command", "message"), WRONG.items(), ids=WRONG)

@@ -6,6 +6,7 @@ Other modules call these functions as ``gpu.num_sms(...)``, so that a test can r
 from __future__ import annotations
 
 import contextlib
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ HAS_GDC = TRITON_VERSION >= (3, 5)
 # already waited for x (docs/adr/0007-programmatic-dependent-launch.md). False: every kernel waits before it
 # reads. Only tests set it to False.
 READS_AHEAD = True
+# The compute capability of the device meta. ``sdfastgn plan`` sets it to show the steps for a GPU that the
+# machine lacks.
+META_CAPABILITY: ContextVar[tuple[int, int]] = ContextVar("sdfastgn_meta_capability", default=(0, 0))
 # Lowest compute capability for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)
 
@@ -70,9 +74,9 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    """The compute capability of an NVIDIA GPU; (0, 0) for any other device but meta (``META_CAPABILITY``)."""
     if device.type != "cuda" or torch.version.hip is not None:  # AMD's type is "cuda" too
-        return 0, 0
+        return META_CAPABILITY.get() if device.type == "meta" else (0, 0)
     return torch.cuda.get_device_capability(device)
 
 

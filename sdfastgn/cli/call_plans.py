@@ -1,0 +1,158 @@
+"""Makes the plans of a call of a model on the device meta, where neither a GPU nor weights are needed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdfastgn.kernels.common import gpu
+from sdfastgn.patches.code.checked import entrances
+from sdfastgn.patches.core.class_forward import class_forward
+from sdfastgn.patches.graphs.arguments import Call, Unsupported
+from sdfastgn.plans.forward import make_plan, trace_call
+from sdfastgn.plans.outcome import Outcome
+from sdfastgn.plans.run.plan import Plan
+from sdfastgn.plans.run.traffic import Step
+from sdfastgn.plans.trace.refusals import is_tracing
+from sdfastgn.plans.trace.traced import Traced, Untraceable
+from sdfastgn.plans.trace.tracer import trace
+
+__all__ = ["CallPlan", "plans_of"]
+
+# Kind of GPU -> a compute capability of this kind. Steps can differ between these kinds.
+_CAPABILITIES = {"hopper": (9, 0), "other": (8, 0)}
+
+
+@dataclass
+class CallPlan:
+    """The plan of one kind of call of one module.
+
+    Attributes:
+        path: the module's dotted path in the model; empty for the model itself.
+        kind: the name of the module's class.
+        calls: number of calls of this kind.
+        trace_s, rewrite_s: seconds that the trace took, and those to make the plan of it.
+        plan: None if there is none. Then ``reason`` says why.
+        is_guess: for each step of the plan, True if GPUs of another kind run other steps instead.
+    """
+
+    path: str
+    kind: str
+    calls: int = 0
+    trace_s: float = 0.0
+    rewrite_s: float = 0.0
+    plan: Plan | None = None
+    reason: str = ""
+    is_guess: list[bool] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """The table of the plan, with a star behind each step that is a guess."""
+        if self.plan is None:
+            return f"no plan: {self.reason}"
+        title, *lines = str(self.plan).splitlines()
+        guesses = [*self.is_guess, *[False] * (len(lines) - len(self.is_guess))]
+        return "\n".join([title, *(line + " *" * star for line, star in zip(lines, guesses, strict=True))])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as a dict that ``json.dumps`` accepts."""
+        steps = self.plan.steps if self.plan else []
+        return {
+            "module": self.path,
+            "kind": self.kind,
+            "calls": self.calls,
+            "trace_s": self.trace_s,
+            "rewrite_s": self.rewrite_s,
+            "reason": self.reason,
+            "steps": [
+                {**step._asdict(), "dtype": step.dtype and str(step.dtype), "is_guess": is_guess}
+                for step, is_guess in zip(steps, self.is_guess, strict=True)
+            ],
+        }
+
+
+class _Planned:
+    """A ``CallPlan``, and what a call of its kind returns."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.report = CallPlan(path, type(module).__name__)
+        self._outcome: Outcome | None = None
+        self._results: list[dict[str, Any]] = []  # the ``meta`` of their nodes
+
+    def make(self, module: nn.Module, call: Call, gpu_kind: str) -> None:
+        """Make the plan. Raises Untraceable."""
+        start = time.perf_counter()
+        traced, outcome = trace_call(module, call)
+        self.report.trace_s = time.perf_counter() - start
+        self._results = [dict(n.meta) for n in traced.graph.graph.output_node().args[0]]  # type: ignore
+        same = traced._replace(graph=copy.deepcopy(traced.graph))
+        start = time.perf_counter()
+        plan = _plan_for(gpu_kind, traced)
+        self.report.rewrite_s = time.perf_counter() - start
+        (other_kind,) = set(_CAPABILITIES) - {gpu_kind}
+        own, others = (Counter(map(_what, each.steps)) for each in (plan, _plan_for(other_kind, same)))
+        self.report.is_guess = [own[_what(step)] != others[_what(step)] for step in plan.steps]
+        self.report.plan, self._outcome = plan, outcome
+
+    def run(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None) -> Any:
+        """Return what a call returns."""
+        self.report.calls += 1
+        if self._outcome is None or call is None:
+            return class_forward(module)(*args, **kwargs)
+        results = [torch.empty(m["shape"], dtype=m["dtype"], device=m["device"]) for m in self._results]
+        return self._outcome.deliver(results, args, kwargs, call.tensors)
+
+
+def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> list[CallPlan]:
+    """The plans for the calls of ``model`` and of its children that ``call`` makes.
+
+    As with ``optimize``, calls of the same kind share a plan, and a child has plans of its own if a call of
+    it is not part of a planned call of ``model``.
+
+    All parameters and inputs must be on the device meta. ``gpu_kind``: "hopper" or "other". Afterwards
+    ``model`` can be used for nothing else.
+    """
+    found: dict[Any, _Planned] = {}
+    paths = {module: path for path, module in model.named_modules()}
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            return class_forward(module)(*args, **kwargs)
+        arguments, planned = None, _Planned(paths[module], module)
+        key: Any = len(found)
+        try:
+            arguments = Call(args, kwargs, {})
+            key = module, arguments.key
+            if key not in found:
+                planned.make(module, arguments, gpu_kind)
+        except (Unsupported, Untraceable) as error:
+            planned.report.reason = str(error)
+        return found.setdefault(key, planned).run(module, args, kwargs, arguments)
+
+    for module in entrances(model):
+        if any(True for _ in module.children()):
+            vars(module)["forward"] = functools.partial(forward, module)
+    trace(nn.Identity(), torch.relu, torch.empty(1, device="meta"))  # the first trace also imports modules
+    with torch.no_grad():
+        call()
+    return [planned.report for planned in found.values()]
+
+
+def _plan_for(gpu_kind: str, traced: Traced) -> Plan:
+    token = gpu.META_CAPABILITY.set(_CAPABILITIES[gpu_kind])
+    try:
+        return make_plan(traced)
+    finally:
+        gpu.META_CAPABILITY.reset(token)
+
+
+def _what(step: Step) -> tuple[Any, ...]:
+    """What a step does, without the name of its node."""
+    return step[1:]
