@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A latent covers 8 x 8 pixels, unless the model says otherwise. In the autoencoders that compress time, the first latent frame covers one
-# frame of the video, and each further latent frame covers four.
+# A latent covers 8 x 8 pixels, unless the model says otherwise. In the autoencoders that compress time, the
+# first latent frame covers one frame of the video, and each further latent frame covers four.
 PIXELS, FRAMES = 8, 4
 # Autoencoders whose latents have no axis for frames.
 _OF_IMAGES = ("AutoencoderDC", "AutoencoderKLKVAE")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +45,9 @@ __all__ = ["MAX_PLANS", "PlannedForward"]
 MAX_PLANS = 16
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 _MAX_REASONS = 64
+# A kind of call is traced again once after a trace that failed: the first call of some models makes
+# attributes or fills caches, and the trace of a later call succeeds.
+_TRACES = 2
 
 
 class _Made(NamedTuple):
@@ -58,13 +61,13 @@ class _Made(NamedTuple):
 class _Plans:
     """The plans of one module in one state of its code, by kind of call.
 
-    ``refused``: kind of call -> why it has no plan.
+    ``refused``: kind of call -> why it has no plan, for each of the traces that failed.
     """
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
         self.made: OrderedDict[Any, _Made] = OrderedDict()  # least recently used first
-        self.refused: dict[Any, str] = {}
+        self.refused: defaultdict[Any, list[str]] = defaultdict(list)
         self.calls = 0
 
     def find(self, key: Any) -> _Made | None:
@@ -212,6 +215,11 @@ class PlannedForward(InstanceEntry):
         Raises Unsupported if the model is not what was traced. Then no argument was written to.
         """
         guard = plans.guard
+        if made.plan.writes:
+            try:
+                made.plan.check_written(call.tensors)  # type: ignore[arg-type]
+            except ValueError as error:
+                raise Unsupported("it writes into an argument that shares memory with another") from error
         # A plan that writes into arguments must not run for a changed model.
         if not made.plan.writes or guard.same():
             try:
@@ -236,14 +244,14 @@ class PlannedForward(InstanceEntry):
             made = plans.find(key)
             if made is not None:  # another thread was faster
                 return made
-            if key in plans.refused:
+            if len(plans.refused[key]) == _TRACES:
                 if not plans.guard.same():
                     self._drop(plans)
-                raise Unsupported(plans.refused[key])
+                raise Unsupported(plans.refused[key][-1])
             try:
                 made = self._traced(module, call)
             except Untraceable as error:
-                plans.refused[key] = str(error)
+                plans.refused[key].append(str(error))
                 raise
             if not plans.guard.same():
                 self._drop(plans)

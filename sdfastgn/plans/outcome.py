@@ -99,6 +99,7 @@ class Outcome:
         self._tensors: list[Tensor] = []
         self._made: dict[int, _Made] = {}
         self._result = self._taken(result)
+        self._returned = len(self._tensors)  # the first ones are returned
         for place, (each, before) in enumerate(zip(self._containers, self._before, strict=True)):
             now = _items(each)
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
@@ -119,6 +120,8 @@ class Outcome:
             args, kwargs: the arguments of the later call.
             tensors: the tensors among them.
         """
+        # Stock models return contiguous tensors, and pipelines may rely on that. Steps compute channels-last.
+        made = [t.contiguous() if i < self._returned else t for i, t in enumerate(made)]
         known = _Known(made, tensors, _containers_in(args, kwargs) if self._changes else [])
         result = known.put_together(self._result)
         for place, content in [(place, known.put_together(content)) for place, content in self._changes]:

@@ -91,6 +91,12 @@ def test_one_plan_a_kind_of_call(pair):
     assert planned(model).traces == 3
 
 
+def test_results_are_contiguous_as_stocks(pair):
+    model, _ = pair
+    assert model(image()).is_contiguous()
+    assert not planned(model).plans[0].run([image()])[0].is_contiguous()
+
+
 def test_no_python_of_the_model_runs(pair, monkeypatch):
     model, stock = pair
     expected = stock(image(seed=4))

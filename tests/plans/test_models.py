@@ -34,6 +34,5 @@ def test_a_plan_computes_what_the_model_computes(call, monkeypatch):
         assert max(map(relative, found, expected)) <= TOLERANCE
         assert all(torch.equal(x, y) for x, y in earlier)  # no later call writes into an earlier result
         earlier += [(x, x.clone()) for x in found]
-    assert not any(
-        torch.equal(x, y) for x, y in zip(earlier, earlier[len(expected) :], strict=False) if x[0].numel() > 1
-    )
+    first, second = earlier[0][0], earlier[len(expected)][0]
+    assert not torch.equal(first, second)  # the inputs matter

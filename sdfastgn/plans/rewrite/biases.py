@@ -30,12 +30,12 @@ def biases(graph: fx.Graph) -> fx.Graph:
     return apply(graph, _added, bias_of)
 
 
-def _added(r: Rewriter, n: Node) -> Node:
+def _added(r: Rewriter, n: Any) -> Node:
     """A bias that no other step has taken: it is written over the result of the convolution."""
     h, bias = n.args
     if _is_its_own(h) and 0 not in shape(n):
         return r.item(r.new(steps.add_bias_, (h, bias, False)), 0, n)
-    column = r.reshape(bias, (shape(n)[1], *[1] * (rank(n) - 2)))  # type: ignore[arg-type]
+    column = r.reshape(bias, (shape(n)[1], *[1] * (rank(n) - 2)))
     return r.like(aten.add.Tensor, (h, column), n)
 
 

@@ -6,13 +6,15 @@ are in ``frames.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
-from sdfastgn.plans.rewrite.frames import in_frames, last_slice
+from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice
 from sdfastgn.plans.rewrite.nodes import HALVES, Rewriter, dtype, has, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
@@ -21,6 +23,7 @@ __all__ = ["convolutions"]
 
 
 def convolutions(graph: fx.Graph) -> fx.Graph:
+    graph = apply(graph, in_one, steps.cat)
     for rule in _RULES:
         graph = apply(graph, _where_usual(rule), steps.conv)
     return graph
@@ -29,21 +32,21 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
 def _where_usual(rule: Rule) -> Rule:
     """``rule`` for convolutions in a dtype of our kernels. Transposed ones stay as upstream wrote them."""
 
-    def usual(r: Rewriter, n: Node) -> Node | None:
+    def usual(r: Rewriter, n: Any) -> Node | None:
         _, _, _, stride, padding, dilation, transposed, *_ = n.args
         is_usual = not transposed and dtype(n) in (*HALVES, torch.float32)
-        has_axes = all(len(numbers) == rank(n) - 2 for numbers in (stride, padding, dilation))  # type: ignore[arg-type]
+        has_axes = all(len(numbers) == rank(n) - 2 for numbers in (stride, padding, dilation))
         return rule(r, n) if is_usual and has_axes else None
 
     return usual
 
 
-def own_padding(r: Rewriter, n: Node) -> Node | None:
+def own_padding(r: Rewriter, n: Any) -> Node | None:
     """Zeros around the input, as many on both sides of an axis: the convolution adds them itself."""
     x, weight, bias, stride, padding, *others = n.args
-    if not has(x, steps.pad) or x.args[2:] != ("constant", 0.0):  # type: ignore[union-attr]
+    if not has(x, steps.pad) or x.args[2:] != ("constant", 0.0):
         return None
-    source, pads, mode, value = x.args  # type: ignore[union-attr]
+    source, pads, mode, value = x.args
     axes = [(pads[i], pads[i + 1]) for i in range(0, len(pads), 2)]  # the last axis first, as for F.pad
     own = [a if a == b else 0 for a, b in axes]
     rest = [0 if a == b else p for a, b in axes for p in (a, b)]
@@ -57,7 +60,7 @@ def own_padding(r: Rewriter, n: Node) -> Node | None:
     return r.like(steps.conv, (source, weight, bias, stride, total, *others), n)
 
 
-def as_product(r: Rewriter, n: Node) -> Node | None:
+def as_product(r: Rewriter, n: Any) -> Node | None:
     """A convolution whose kernel is one pixel, in 16 bits: a matrix product of the channels.
 
     In fp32 PyTorch lets convolutions use TF32, but not products.
@@ -67,7 +70,7 @@ def as_product(r: Rewriter, n: Node) -> Node | None:
     return r.like(steps.pointwise_conv, (x, weight, bias), n) if is_pixel and dtype(n) in HALVES else None
 
 
-def in_phases(r: Rewriter, n: Node) -> Node | None:
+def in_phases(r: Rewriter, n: Any) -> Node | None:
     """A 3x3 convolution of an image upsampled by two: ``upsample_conv``, where convolving in phases pays."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if not has(x, steps.upsample) or not is_only(x) or tuple(x.args[1]) != (2, 2):
@@ -82,7 +85,7 @@ def in_phases(r: Rewriter, n: Node) -> Node | None:
     return r.item(r.new(steps.upsample_conv, (small, weight, bias, False)), 0, n)
 
 
-def bias_apart(r: Rewriter, n: Node) -> Node | None:
+def bias_apart(r: Rewriter, n: Any) -> Node | None:
     """A convolution with a bias: a convolution, then the bias, which the next step may take over."""
     x, weight, bias, *others = n.args
     return (
@@ -93,4 +96,12 @@ def bias_apart(r: Rewriter, n: Node) -> Node | None:
 
 
 # In this order: a rule sees what those before it have left.
-_RULES: tuple[Rule, ...] = (own_padding, as_product, in_phases, bias_apart, last_slice, in_frames)
+_RULES: tuple[Rule, ...] = (
+    own_padding,
+    as_product,
+    in_phases,
+    bias_apart,
+    last_slice,
+    in_frames,
+    image_in_frames,
+)

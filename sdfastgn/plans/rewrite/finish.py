@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,17 +49,17 @@ def _write_in_place(r: Rewriter, n: Node) -> None:
         x = r.like(x.target, x.args, x, **x.kwargs)
         n.update_arg(0, x)
     if has(x, *_NEW) and is_only(x):
-        n.target = _IN_PLACE[n.target]  # type: ignore[index]
+        n.target = _IN_PLACE[n.target]
 
 
 def _copy_results(r: Rewriter, out: Node) -> None:
     """A result is copied if it is an argument, a parameter or a constant, or lies in another result."""
     seen: set[Node] = set()
     results: list[Any] = []
-    for y in out.args[0]:  # type: ignore[union-attr]
+    for y in out.args[0]:
         owner = _owner(y) if isinstance(y, Node) else None
         if owner is not None and (owner in seen or owner.op != "call_function"):
-            y = r.like(steps.copy, (y,), y)  # type: ignore[arg-type]
+            y = r.like(steps.copy, (y,), y)
         elif owner is not None:
             seen.add(owner)
         results.append(y)
@@ -78,13 +77,6 @@ def _copy_sources(r: Rewriter, writes: Iterable[Node]) -> None:
 
 def _owner(n: Any) -> Node:
     """The value in whose memory ``n`` lies."""
-    while n.op == "call_function":
-        if has(n, *VIEWS) or is_view(n.target) or (has(n, operator.getitem) and is_view(n.args[0].target)):
-            n = n.args[0]
-        elif getattr(n.target, "__name__", "").endswith("_") and not isinstance(
-            n.target, torch._ops.OpOverload
-        ):
-            n = n.args[0]  # a step that writes over its first argument
-        else:
-            break
+    while has(n, *VIEWS) or is_view(n.target):
+        n = n.args[0]
     return n

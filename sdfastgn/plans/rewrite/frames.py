@@ -1,4 +1,4 @@
-"""What a 3-D convolution reads: frames with pads, a cache, upsampling and a norm, in one ``steps.frames``.
+"""What a convolution of frames reads: pads, a cache, upsampling and a norm, in one ``steps.frames``.
 
 Upstream keeps the last frames of a chunk of a video for the next chunk (the cache). These are the second
 result of ``steps.frames``.
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from sdfastgn.kernels.convolution.windows import windows_pay
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape, user
 from sdfastgn.plans.run import steps
 
-__all__ = ["in_frames", "last_slice"]
+__all__ = ["image_in_frames", "in_frames", "in_one", "last_slice"]
 
 # (mode of the pad along time, mode along height and width) -> mode of ``steps.frames``.
 _MODES = {
@@ -27,10 +27,10 @@ _ONCE = (1, 1, 1)
 
 
 class Kept(NamedTuple):
-    """``reader`` is the last ``count`` frames of the padded frames. Or it reads them, as ``whole``."""
+    """``reader`` is the last ``length`` frames of the padded frames. Or it reads them, as ``whole``."""
 
     reader: Node
-    count: int
+    length: int
     whole: Node | None = None
 
 
@@ -78,6 +78,25 @@ class Source(NamedTuple):
 # ---- rules
 
 
+def in_one(r: Rewriter, n: Any) -> Node | None:
+    """Convolutions of successive parts of a video, and a cat of the results: one convolution."""
+    parts, axis = n.args
+    if rank(n) != 5 or axis != 2 or not all(has(p, steps.conv) and is_only(p) for p in parts):
+        return None
+    cuts, others = [p.args[0] for p in parts], parts[0].args[1:]
+    _, _, stride, padding, _, transposed, *_ = others
+    video, start = cuts[0].args[0], cuts[0].args[2:3]
+    if transposed or padding[0] or not all(has(c, steps.cut) and c.args[:2] == (video, 2) for c in cuts):
+        return None
+    first = last = start[0]
+    for part, c in zip(parts, cuts, strict=True):
+        if c.args[2] != last or part.args[1:] != others:
+            return None
+        last += stride[0] * shape(part)[2]
+    end = cuts[-1].args[2] + cuts[-1].args[3]
+    return r.like(steps.conv, (r.cut(video, 2, first, end - first), *others), n)
+
+
 def last_slice(r: Rewriter, n: Any) -> Node | None:
     """A convolution of one frame after zeros: it meets only the last slice of the weight along time."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
@@ -98,7 +117,7 @@ def in_frames(r: Rewriter, n: Any) -> Node | None:
     if source is None or not source.is_changed:
         return None
     before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
-    keep = max((k.count for k in kept), default=0)
+    keep = max((k.length for k in kept), default=0)
     pays = windows_pay(n.meta["device"], dtype(n), shape(weight), stride[0], dilation[0], groups)
     window = shape(weight)[2] if pays and not padding[0] else 1
     where = source.front, source.back, source.border, source.mode, keep, shift, norm, source.times, window
@@ -112,6 +131,24 @@ def in_frames(r: Rewriter, n: Any) -> Node | None:
     if window > 1:
         return r.like(steps.conv_windows, (y, weight, stride, padding, dilation), n)
     return r.like(steps.conv, (y, *n.args[1:]), n)
+
+
+def image_in_frames(r: Rewriter, n: Any) -> Node | None:
+    """A norm of an image, and a pad with copies of its elements: ``steps.frames`` of one frame."""
+    x, bias = n.args[0], n.args[2]
+    if rank(n) != 4 or bias is not None or not has(x, steps.pad) or not is_only(x) or x.args[2] == "constant":
+        return None
+    image, (left, right, top, bottom), mode, _ = x.args
+    if left != right or top != bottom or min(top, left) < 0:
+        return None
+    N, C, H, W = shape(image)
+    inner = image.args[0] if has(image, steps.reshape) and is_only(image) else image
+    found = _norm_of(Source(inner, user(inner))) if is_only(inner) else None
+    before, shift, norm, _ = found or (image, None, None, ())
+    video = r.reshape(before, (N, C, 1, H, W))
+    both = r.new(steps.frames, (video, None, 0, 0, (top, left), mode, 0, shift, norm, _ONCE, 1))
+    y = r.new(operator.getitem, (both, 0), (N, C, 1, H + 2 * top, W + 2 * left), dtype(x))
+    return r.like(steps.conv, (r.reshape(y, shape(x)), *n.args[1:]), n)
 
 
 # ---- pads, caches and upsampling
@@ -203,12 +240,12 @@ def _kept_by(u: Any, source: Source) -> Kept | None:
 def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
     """Lets the readers of kept frames read ``frames``, the second result of the step."""
     most = shape(frames)[2]
-    for reader, count, whole in kept:
-        part = r.cut(frames, 2, most - count, count)
+    for reader, length, whole in kept:
+        part = r.cut(frames, 2, most - length, length)
         if whole is not None:
             reader.replace_input_with(whole, part)
             continue
-        if count == most:  # already a copy without the other frames
+        if length == most:  # already a copy without the other frames
             for u in list(reader.users):
                 if has(u, steps.copy):
                     u.replace_all_uses_with(part)
@@ -225,10 +262,11 @@ def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tu
         return None
     if has(x, steps.channel_norm):
         return x.args[0], x.args[7] if len(x.args) > 7 else None, steps.Channel(*x.args[1:7]), kept
-    if has(x, steps.group_norm):
+    if has(x, steps.group_norm) and (x.args[6] is None or rank(x.args[6]) == 1):
         _, groups, weight, bias, eps, activation, shift, statistics, framewise = x.args
         norm = steps.Group(groups, weight, bias, eps, activation, statistics, None, framewise)
         return None if framewise and source.times != _ONCE else (x.args[0], shift, norm, kept)
     if has(x, steps.modulated_norm) and source.times == _ONCE:
-        return x.args[0], None, steps.Group(*x.args[1:6], None, x.args[6]), kept
+        x, groups, weight, bias, eps, activation, modulation = x.args
+        return x, None, steps.Group(groups, weight, bias, eps, activation, None, modulation), kept
     return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.pad_frames.op import modulation_times
 from sdfastgn.plans.rewrite.nodes import Rewriter, aten, dtype, has, is_only, operands, rank, shape
+from sdfastgn.plans.rewrite.norms import ACTIVATIONS, activation
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
@@ -23,15 +24,12 @@ class Upsampled(NamedTuple):
     first_once: bool
 
 
-_ACTIVATIONS = {aten.silu.default: "silu", aten.relu.default: "relu"}
-
-
 def modulations(graph: fx.Graph) -> fx.Graph:
     graph = apply(graph, spatial_norm, aten.add.Tensor)
-    return apply(graph, activated_norm, *_ACTIVATIONS)
+    return apply(graph, activated_norm, *ACTIVATIONS)
 
 
-def spatial_norm(r: Rewriter, n: Node) -> Node | None:
+def spatial_norm(r: Rewriter, n: Any) -> Node | None:
     """group_norm(x) * factor + offset, both upsampled: ``modulated_norm``, which reads the small ones."""
     for product, offset in operands(n):
         for norm, factor in operands(product) if has(product, aten.mul.Tensor) and is_only(product) else ():
@@ -43,18 +41,18 @@ def spatial_norm(r: Rewriter, n: Node) -> Node | None:
     return None
 
 
-def activated_norm(r: Rewriter, n: Node) -> Node | None:
+def activated_norm(r: Rewriter, n: Any) -> Node | None:
     """An activation after a spatial norm: the norm computes it."""
     x = n.args[0]
     norm = x.args[0] if has(x, steps.reshape) and is_only(x) else x
     if not has(norm, steps.modulated_norm) or not is_only(norm) or norm.args[5] != "identity":
         return None
-    args = (*norm.args[:5], _ACTIVATIONS[n.target], norm.args[6])
+    args = (*norm.args[:5], activation(n), norm.args[6])
     return r.reshape(r.like(steps.modulated_norm, args, norm), shape(n))
 
 
 def _modulated(
-    r: Rewriter, n: Node, norm: Node, factor: Upsampled | None, offset: Upsampled | None
+    r: Rewriter, n: Node, norm: Any, factor: Upsampled | None, offset: Upsampled | None
 ) -> Node | None:
     if factor is None or offset is None or factor[1:] != offset[1:]:
         return None
@@ -76,7 +74,7 @@ def _modulated(
     return r.reshape(y, shape(n))
 
 
-def upsampled(r: Rewriter, n: Node) -> Upsampled | None:
+def upsampled(r: Rewriter, n: Any) -> Upsampled | None:
     """The small tensor from which ``n`` comes, and how it is upsampled."""
     if has(n, steps.upsample):
         return Upsampled(n.args[0], tuple(n.args[1]), n.args[2])
@@ -85,7 +83,7 @@ def upsampled(r: Rewriter, n: Node) -> Upsampled | None:
     return _in_parts(r, n) if has(n, steps.cat) and n.args[1] == 2 and len(n.args[0]) == 2 else None
 
 
-def _convolved(r: Rewriter, n: Node) -> Upsampled | None:
+def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
     """A convolution of single pixels after upsampling: upsampling after the convolution."""
     x, weight, _, stride, padding, _, transposed, *_ = n.args
     if set(shape(weight)[2:]) != {1} or set(stride) != {1} or any(padding) or transposed:
@@ -97,12 +95,13 @@ def _convolved(r: Rewriter, n: Node) -> Upsampled | None:
     return found._replace(small=small)
 
 
-def _in_parts(r: Rewriter, n: Node) -> Upsampled | None:
+def _in_parts(r: Rewriter, n: Any) -> Upsampled | None:
     """The first frame upsampled, then the others upsampled: all frames upsampled, the first one once."""
     first, rest = (upsampled(r, part) for part in n.args[0])
     if first is None or rest is None or (rest.first_once and rest.times[0] > 1):
         return None
-    a, b = first.small, rest.small
+    a: Any = first.small
+    b = rest.small
     if shape(n.args[0][0])[2] != 1 or shape(a)[2] != 1 or first.times[1:] != rest.times[1:]:
         return None
     frames = shape(b)[2]

@@ -76,7 +76,7 @@ def through_casts(n: Any) -> Any:
 def number(n: Node) -> int | float | None:
     """The second operand of ``n`` if it is a number and ``n`` has no keyword arguments, such as alpha."""
     is_number = len(n.args) > 1 and isinstance(n.args[1], (int, float)) and not n.kwargs
-    return n.args[1] if is_number else None  # type: ignore[return-value]
+    return n.args[1] if is_number else None
 
 
 def operands(n: Node) -> Iterator[tuple[Node, Node]]:
@@ -176,13 +176,13 @@ class Rewriter:
     def reshape(self, x: Node, to: Sequence[int]) -> Node:
         to = tuple(to)
         while has(x, steps.reshape):
-            x = x.args[0]  # type: ignore[assignment]
+            x = x.args[0]
         return x if shape(x) == to else self.new(steps.reshape, (x, to), to, dtype(x))
 
     def permute(self, x: Node, dims: Sequence[int]) -> Node:
         dims = tuple(d % rank(x) for d in dims)
         if has(x, steps.permute):
-            dims, x = tuple(x.args[1][d] for d in dims), x.args[0]  # type: ignore[index,assignment]
+            dims, x = tuple(x.args[1][d] for d in dims), x.args[0]
         to = tuple(shape(x)[d] for d in dims)
         moved = [d for d in dims if shape(x)[d] != 1]
         if moved == sorted(moved):  # only axes of one element move, if any
@@ -194,16 +194,16 @@ class Rewriter:
         if length == shape(x)[dim]:
             return x
         if has(x, steps.cut) and x.args[1] == dim:
-            x, start = x.args[0], start + x.args[2]  # type: ignore[assignment,operator]
+            x, start = x.args[0], start + x.args[2]
         to = (*shape(x)[:dim], length, *shape(x)[dim + 1 :])
         return self.new(steps.cut, (x, dim, start, length), to, dtype(x))
 
     def cast(self, x: Node, to: torch.dtype) -> Node:
         if has(x, steps.cast):
             source = x.args[0]
-            are_floats = dtype(source).is_floating_point and dtype(x).is_floating_point  # type: ignore[arg-type]
-            if are_floats and torch.promote_types(dtype(x), dtype(source)) == dtype(x):  # type: ignore[arg-type]
-                x = source  # type: ignore[assignment]  # the cast below was exact
+            are_floats = dtype(source).is_floating_point and dtype(x).is_floating_point
+            if are_floats and torch.promote_types(dtype(x), dtype(source)) == dtype(x):
+                x = source  # the cast below was exact
         return x if dtype(x) == to else self.new(steps.cast, (x, to), shape(x), to)
 
 

@@ -99,7 +99,7 @@ def _norm(n: Node, axis: int) -> tuple[_Norm, int] | None:
     if found is None or (found.weight is not None and affine.weight is not None):
         return None
     x = next((v for v in (widened(found.x), found.x) if dtype(v) == dtype(n)), None)
-    if x is None or shape(x) != shape(n):
+    if x is None:
         return None
     weight = affine.weight if found.weight is None else found.weight
     return _Norm(x, found.eps, found.added, found.scale * affine.scale, weight, affine.bias), axis

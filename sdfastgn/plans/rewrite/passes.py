@@ -59,7 +59,7 @@ def _check(n: fx.Node) -> None:
         raise Untraceable(f"the call draws random numbers ({n.target})")
     if n.target in _STRIDED:
         raise Untraceable(f"the call depends on strides ({n.target})")
-    is_write = n.target is aten.copy_.default and n.args[0].op == "placeholder"  # type: ignore[union-attr]
+    is_write = n.target is aten.copy_.default and n.args[0].op == "placeholder"
     if writes(n.target) and not is_write:
         raise Untraceable(f"the call writes with {n.target}")
 

@@ -164,7 +164,7 @@ def _cast(
 def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
     """A view with other elements -> the same of a contiguous tensor: it needs neighbors in memory."""
     dense = r.like(aten.contiguous.default, (x,), x)
-    return r.like(n.target, (dense, *more), n)  # type: ignore[arg-type]
+    return r.like(n.target, (dense, *more), n)
 
 
 @spells(aten.pixel_shuffle.default)
@@ -258,12 +258,12 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
 @spells(aten.convolution.default)
 def _convolution(r: Rewriter, n: Node, x: Node, *more: Any) -> Node | None:
     """A convolution of images or videos -> ``steps.conv``."""
-    return r.like(steps.conv, (x, *more), n) if rank(n) in (4, 5) and dtype(n).is_floating_point else None
+    return r.like(steps.conv, (x, *more), n) if rank(n) in (4, 5) else None
 
 
 @spells(aten.linear.default)
 def _linear(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None) -> Node | None:
-    if rank(w) != 2 or rank(x) < 2 or (bias is not None and rank(bias) != 1):
+    if rank(w) != 2 or (bias is not None and rank(bias) != 1):
         return None
     return _product(r, n, x, w, bias)
 
@@ -271,7 +271,7 @@ def _linear(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None) -> Node |
 @spells(aten.mm.default)
 def _mm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
     """A product with a transposed matrix -> a linear layer."""
-    return _product(r, n, x, w.args[0]) if has(w, steps.permute) else None  # type: ignore[arg-type]
+    return _product(r, n, x, w.args[0]) if has(w, steps.permute) else None
 
 
 @spells(aten.addmm.default)
@@ -279,7 +279,7 @@ def _addmm(r: Rewriter, n: Node, bias: Node, x: Node, w: Node, beta: float, alph
     """A product with a transposed matrix, plus a row -> a linear layer."""
     if not has(w, steps.permute) or shape(bias) != shape(n)[1:] or not beta == alpha == 1:
         return None
-    return _product(r, n, x, w.args[0], bias)  # type: ignore[arg-type]
+    return _product(r, n, x, w.args[0], bias)
 
 
 @spells(aten.bmm.default)
@@ -350,18 +350,17 @@ def _layer_norm(
 
 
 @spells(aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
-def _plus_nothing(r: Rewriter, n: Node, x: Any, number: Any, *_: Any) -> Node | None:
+def _plus_nothing(r: Rewriter, n: Node, x: Node, number: Any, *_: Any) -> Node | None:
     return _unchanged(n, x) if not isinstance(number, Node) and number == 0 else None
 
 
 @spells(aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
-def _times_one(r: Rewriter, n: Node, x: Any, number: Any) -> Node | None:
+def _times_one(r: Rewriter, n: Node, x: Node, number: Any) -> Node | None:
     return _unchanged(n, x) if not isinstance(number, Node) and number == 1 else None
 
 
-def _unchanged(n: Node, x: Any) -> Node | None:
-    is_same = isinstance(x, Node) and dtype(x) == dtype(n) and shape(x) == shape(n)
-    return x if is_same else None
+def _unchanged(n: Node, x: Node) -> Node | None:
+    return x if dtype(x) == dtype(n) else None
 
 
 @spells(aten.mul.Tensor)

@@ -24,7 +24,8 @@ from sdfastgn.plans.rewrite.nodes import (
     user,
 )
 from sdfastgn.plans.rewrite.rules import apply
-from sdfastgn.plans.rewrite.statistics import takes_statistics
+from sdfastgn.plans.rewrite.statistics import wants_statistics
+from sdfastgn.plans.rewrite.views import applied
 from sdfastgn.plans.run import steps
 
 __all__ = ["shifts", "sums"]
@@ -43,40 +44,37 @@ def shifts(graph: fx.Graph) -> fx.Graph:
     return apply(graph, shifted_norm, *_SHIFT)
 
 
-def behind_views(r: Rewriter, n: Node) -> None:
+def behind_views(r: Rewriter, n: Any) -> None:
     """A bias, then views that keep the axis of the channels: the views, then the bias."""
     views, last = [], 0
-    v, axis = n, 1
+    v, axis = n, 1  # axis: of the channels, in v
     while is_only(v) and has(user(v), steps.reshape, steps.permute):
         v = user(v)
-        axis = _channels_after(v, axis)
-        if axis is None:
+        found = _channels_after(v, axis)
+        if found is None:
             break
+        axis = found
         views.append(v)
         if axis == 1 and rank(v) in (4, 5):
             last = len(views)
     if last:
-        x, end = n.args[0], views[last - 1]
-        r.at = end
-        for v in views[:last]:
-            x = (r.reshape if has(v, steps.reshape) else r.permute)(x, v.args[1])
-        end.replace_all_uses_with(r.like(bias_of, (x, n.args[1]), end))
+        h, bias = n.args
+        r.at = end = views[last - 1]
+        end.replace_all_uses_with(r.like(bias_of, (applied(r, views[:last], h), bias), end))
 
 
-def _channels_after(view: Node, axis: int) -> int | None:
+def _channels_after(view: Any, axis: int) -> int | None:
     """The axis of ``view`` that is ``axis`` of what it reads. None if there is none."""
     before, after = shape(view.args[0]), shape(view)
     if has(view, steps.permute):
         return view.args[1].index(axis)
-    if before[axis] == 1:
-        return None
     for k in range(len(after)):
         if after[k] == before[axis] and math.prod(after[:k]) == math.prod(before[:axis]):
             return k
     return None
 
 
-def divided_sum(r: Rewriter, n: Node) -> Node | None:
+def divided_sum(r: Rewriter, n: Any) -> Node | None:
     """(h + bias + residual) / number: one ``steps.add``."""
     total, divisor = n.args[0], number(n)
     if not has(total, aten.add.Tensor) or not is_only(total) or not divisor or dtype(n) != dtype(total):
@@ -84,15 +82,15 @@ def divided_sum(r: Rewriter, n: Node) -> Node | None:
     return _added(r, total, n, float(divisor)) if _is_residual(total) else None
 
 
-def residual_sum(r: Rewriter, n: Node) -> Node | None:
+def residual_sum(r: Rewriter, n: Any) -> Node | None:
     """h + bias + residual: one ``steps.add``. Also h + residual, if its reader wants statistics."""
     if not _is_residual(n):
         return None
     has_bias = any(has(t, bias_of) and is_only(t) for t in n.args)
-    return _added(r, n, n, 1.0) if has_bias or any(takes_statistics(u, n) for u in n.users) else None
+    return _added(r, n, n, 1.0) if has_bias or wants_statistics(n) else None
 
 
-def _is_residual(n: Node) -> bool:
+def _is_residual(n: Any) -> bool:
     """True for a sum of two images or videos of the same shape and dtype, which a kernel can add."""
     a, b = next(operands(n), (None, None))
     if a is None or b is None or a is b or rank(n) < 4 or 0 in shape(n):
@@ -101,7 +99,7 @@ def _is_residual(n: Node) -> bool:
     return is_alike and dtype(n) in (*HALVES, torch.float32)
 
 
-def _added(r: Rewriter, total: Node, end: Node, divisor: float) -> Node:
+def _added(r: Rewriter, total: Any, end: Node, divisor: float) -> Node:
     biases: list[Any] = [t.args[1] for t in total.args if has(t, bias_of) and is_only(t)]
     a, b = (t.args[0] if has(t, bias_of) and is_only(t) else t for t in total.args)
     bias = biases[0] if biases else None
@@ -110,7 +108,7 @@ def _added(r: Rewriter, total: Node, end: Node, divisor: float) -> Node:
     return r.item(r.new(steps.add, (a, b, bias, divisor, False)), 0, end)
 
 
-def shifted_norm(r: Rewriter, n: Node) -> Node | None:
+def shifted_norm(r: Rewriter, n: Any) -> Node | None:
     """A bias or an embedding of each sample, or both, then a norm: the norm adds them as its ``shift``."""
     x, i = n.args[0], _SHIFT[n.target]
     args = [*n.args, *[None] * (i + 1 - len(n.args))]
@@ -124,7 +122,7 @@ def shifted_norm(r: Rewriter, n: Node) -> Node | None:
     return r.like(n.target, args, n)
 
 
-def _embedded(r: Rewriter, x: Node) -> tuple[Node, Node] | None:
+def _embedded(r: Rewriter, x: Any) -> tuple[Any, Node] | None:
     """(h, shift) if x is h plus a tensor with one number a channel. The shift includes a bias of h."""
     for h, t in operands(x) if has(x, aten.add.Tensor) else ():
         is_column = shape(t) in ((N, shape(x)[1], *[1] * (rank(x) - 2)) for N in (1, shape(x)[0]))

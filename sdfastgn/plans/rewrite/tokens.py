@@ -106,7 +106,7 @@ def _gated(r: Rewriter, n: Node) -> Node | None:
             continue
         x, last, D = value.args[0], rank(n) - 1, shape(n)[-1]
         are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)
-        if are_halves and shape(x)[-1] == 2 * D and shape(value) == shape(n):  # type: ignore[arg-type]
+        if are_halves and shape(x)[-1] == 2 * D and shape(value) == shape(n):
             return r.like(steps.geglu, (x, None), n)
     return None
 

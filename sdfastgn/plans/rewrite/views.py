@@ -30,12 +30,12 @@ def sink_views(graph: fx.Graph) -> fx.Graph:
 
 def _merged(r: Rewriter, n: Node) -> Node | None:
     """A view of a view -> one view, or two that cannot be one."""
-    return applied(r, [n], n.args[0]) if has(n.args[0], steps.reshape, steps.permute) else None  # type: ignore[arg-type]
+    return applied(r, [n], n.args[0]) if has(n.args[0], steps.reshape, steps.permute) else None
 
 
 def _before_views(r: Rewriter, n: Node) -> Node | None:
     """A norm or an activation of views -> views of a norm or an activation."""
-    x, views = channel_views(n.args[0])  # type: ignore[arg-type]
+    x, views = channel_views(n.args[0])
     if not views:
         return None
     args = [x, *n.args[1:]]
@@ -43,7 +43,7 @@ def _before_views(r: Rewriter, n: Node) -> Node | None:
         if not _is_frames_as_images(x, views):
             return None
         args[8] = True  # each frame is normalized by itself
-    return applied(r, views, r.like(n.target, args, x, **n.kwargs))  # type: ignore[arg-type]
+    return applied(r, views, r.like(n.target, args, x, **n.kwargs))
 
 
 def applied(r: Rewriter, views: Sequence[Node], x: Node) -> Node:

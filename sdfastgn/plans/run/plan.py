@@ -88,7 +88,7 @@ class Plan:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._check(inputs)
         if self._written:
-            self._check_written(inputs)
+            self.check_written(inputs)
         return pytree.tree_unflatten(self.run(inputs), self._out_spec)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
@@ -127,7 +127,8 @@ class Plan:
                     f"Plan: tensor {i} of the call must be {_text(*wanted)}, got {_text(*found)}"
                 )
 
-    def _check_written(self, inputs: Sequence[Tensor]) -> None:
+    def check_written(self, inputs: Sequence[Tensor]) -> None:
+        """Raises ValueError if a tensor that the call writes into shares memory with another one."""
         memories = [x.untyped_storage().data_ptr() for x in inputs]
         for i in self._written:
             if inputs[i].numel() and memories.count(memories[i]) > 1:

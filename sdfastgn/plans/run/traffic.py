@@ -137,7 +137,7 @@ def memory(n: Node) -> int:
     """Bytes that a reader of all of ``n`` touches. An element that is repeated by a view counts once."""
     size = _bytes(n)
     if is_view(n) and n.target is not operator.getitem:
-        size = min(size, memory(n.args[0]))  # type: ignore[arg-type]
+        size = min(size, memory(n.args[0]))
     return size
 
 
@@ -165,7 +165,7 @@ def _read(n: Node) -> int:
 
 def _written(n: Node, items: Iterable[Node]) -> int:
     if n.target in _PARTIAL_WRITERS:
-        return _bytes(n.args[1])  # type: ignore[arg-type]
+        return _bytes(n.args[1])
     if n.meta:
         return _bytes(n)
     return sum(map(_bytes, items))

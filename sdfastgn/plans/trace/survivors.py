@@ -25,6 +25,16 @@ def kept(made: list[weakref.ref[Tensor]]) -> list[str]:
     """
     if not _alive(made):
         return []
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the collector does not tell what frozen objects refer to
+    try:
+        return _reasons(made)
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
+def _reasons(made: list[weakref.ref[Tensor]]) -> list[str]:
     gc.collect()  # they may be in a cycle that nothing else refers to
     if not _alive(made):
         return []

@@ -19,8 +19,9 @@ class Traced(NamedTuple):
     Attributes:
         graph: its placeholders are the parameters, then the others, then the tensors among the arguments of
             the call. Other nodes are ``get_attr`` (small tensors that the call's code makes from numbers) and
-            ``call_function``, whose targets are ops of aten that write nothing, and ``operator.getitem``. The
-            only op that writes is ``aten.copy_.default``, at the end, into placeholders that the call writes.
+            ``call_function``, whose targets are ops that write nothing, of aten or of other packages, and
+            ``operator.getitem``. A view stands for a value, so as an op it may need a copy. The only op that
+            writes is ``aten.copy_.default``, at the end, into placeholders that the call writes.
             ``linear``, ``layer_norm``, ``group_norm``, ``rms_norm`` and ``scaled_dot_product_attention`` of
             aten stay whole. ``node.meta`` of each node whose value is a tensor has "shape" (a tuple), "dtype"
             and "device". The output is a flat list.

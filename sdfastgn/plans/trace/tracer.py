@@ -104,6 +104,7 @@ class Tracer(TorchDispatchMode):
         self.by_geometry: dict[Any, Tensor] | None = None
         self.last_parameter: fx.Node | None = None
         self.last_other: fx.Node | None = None
+        self.constants = 0
         self.values: dict[fx.Node, Any] = {}  # of nodes that depend on literals only
         self.made: list[weakref.ref[Tensor]] = []
         self.surroundings = surroundings()
@@ -268,6 +269,7 @@ class Tracer(TorchDispatchMode):
             refuse(f"the call runs {op}, which returns several views")
         if op is aten._reshape_alias.default:
             op, a = aten.view.default, a[:2]
+        op = _VALUES_OF.get(op, op)
         return self.viewed(self.of(args[0]), Step(op, a[1:], k, m))
 
     def viewed(self, x: TracedTensor, step: Step) -> TracedTensor:
@@ -303,7 +305,7 @@ class Tracer(TorchDispatchMode):
     def resolved(self, op: Any, args: Any, kwargs: Any) -> Tensor:
         """``resolve_conj`` and ``resolve_neg``: a copy if the tensor is a view of that kind."""
         x = self.of(args[0])
-        kind = aten._conj.default if op is aten.resolve_conj.default else aten._neg_view.default
+        kind = aten.conj_physical.default if op is aten.resolve_conj.default else aten.neg.default
         if sum(step.op is kind for step in x.path) % 2:
             return self.plain(aten.clone.default, (x,), {})
         return args[0]
@@ -322,7 +324,8 @@ class Tracer(TorchDispatchMode):
         return t if type(t) is TracedTensor else self.constant(t)
 
     def constant(self, t: Tensor) -> TracedTensor:
-        name = f"_constant_{len(list(self.module.buffers()))}"
+        name = f"_constant_{self.constants}"
+        self.constants += 1
         self.module.register_buffer(name, t)
         node = self.graph.create_node("get_attr", name)
         traced = self.new(metadata_of(t), node)
@@ -351,7 +354,7 @@ class Tracer(TorchDispatchMode):
             if n.op != "call_function":
                 refuse("the call reads the value of a tensor, or a shape depends on it")
             a, k = fx.node.map_arg((n.args, n.kwargs), self.values.__getitem__)
-            self.values[n] = n.target(*a, **k)  # type: ignore[operator]
+            self.values[n] = n.target(*a, **k)
         return self.values[node]
 
     def indexed(self, op: Any, args: Any, kwargs: Any) -> Any:
@@ -440,6 +443,13 @@ class Tracer(TorchDispatchMode):
             if shared[private.storage_of(real)] > 1:
                 raise Untraceable("the call writes into a tensor that shares its memory with another one")
             self.emit(aten.copy_.default, (placeholder, t.node), {}, t.metadata)
+
+
+# Lazy views -> ops that compute their values at once, because nodes stand for plain values.
+_VALUES_OF = {
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
 
 
 def _ignored(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> None:

@@ -20,6 +20,11 @@ def once_and_twice(x, first=1):
     return torch.cat([image, nearest(x[:, :, first:], 2, 2, 2)], 2)
 
 
+def two_frames_once(x):
+    images = nearest(x[:, :, :2].reshape(1, 8, 2, 4), 2, 2).reshape(1, 4, 2, 4, 8)
+    return torch.cat([images, nearest(x[:, :, 2:], 2, 2, 2)], 2)
+
+
 def reshaped_once(x):
     """The first frame has the elements of a frame of another size when it is upsampled."""
     image = nearest(x[:, :, 0].reshape(1, 4, 4, 2), 2, 2).reshape(1, 4, 1, 4, 8)
@@ -52,10 +57,20 @@ def reshaped_once(x):
         (lambda x: torch.cat([x[:, :, :2], x], 2), ["cat"]),
         (lambda x: torch.cat([x, x[:, :, :1]], 2), ["cat"]),
         (lambda x: torch.cat([x[:, :1], x], 1), ["cat"]),
+        (lambda x: torch.cat([x[:, :, :1], x], -3), ["pad"]),
+        (lambda x: torch.cat([x[:, :, :, :1].expand_as(x), x], 2), ["cat"]),
+        (lambda x: torch.cat([x.new_empty(0, dtype=torch.float64), x * 2], 2), ["new_empty", "mul", "cat"]),
+        (lambda x: torch.cat([x[0][:, :1], x[0]], 1), ["cat"]),
+        (lambda x: torch.cat([x[0, :, None, :1], x[0, :, None]], 2), ["pad"]),
+        (lambda x: torch.cat([x[:, :, 0, :1], x[:, :, 0]], 2), ["cat"]),
         (once_and_twice, ["upsample"]),
         (lambda x: once_and_twice(x * 2), ["mul", "upsample"]),
         (lambda x: once_and_twice(x, 2), None),
         (reshaped_once, None),
+        (two_frames_once, ["copy", "upsample", "upsample", "cat"]),
+        (lambda x: torch.cat([once_and_twice(x)[:, :, :1], nearest(x[:, :, 1:], 2, 2, 2)], 2), None),
+        (lambda x: torch.cat([once_and_twice(x), nearest(x[:, :, :1], 1, 2, 2)], 2), None),
+        (lambda x: torch.cat([nearest(x[:, :, 0, :1], 2, 2), nearest(x[:, :, 0, 1:], 2, 2)], 2), None),
         (
             lambda x: torch.cat([nearest(x[:, :, :1], 1, 2, 2), nearest(x[:, :, 1:], 2, 2, 2)], 2),
             ["upsample"],
@@ -73,6 +88,28 @@ def test_videos(call, steps):
 
 def test_upsampling_of_the_first_frame_once_says_so():
     assert checked(once_and_twice, video).node("upsample").args[1:] == ((2, 2, 2), True)
+
+
+def test_three_parts_are_no_upsampling():
+    def call(x):
+        first, others = nearest(x[:, :, :1], 1, 2, 2), nearest(x[:, :, 1:], 2, 2, 2)
+        return torch.cat([first, others, first * 2], 2)
+
+    assert steps_of(call, video) == ["upsample", "upsample", "mul", "cat"]
+
+
+def test_frames_side_by_side_in_other_axes():
+    two = torch.randn(1, 4, 2, 2, 4)
+    halves = lambda x: (nearest(x[:, :, :1], 1, 2, 2), nearest(x[:, :, 1:], 1, 2, 2))  # noqa: E731
+    assert steps_of(lambda x: torch.cat(halves(x), 1), two)[-1] == "cat"
+    assert steps_of(lambda x: torch.cat([x, x], 1), two[:, :, :1]) == ["cat"]
+
+
+def test_frames_that_are_upsampled_once_already():
+    def call(x):
+        return torch.cat([nearest(x[:, :, :1], 1, 2, 2), once_and_twice(x[:, :, 1:].clone())], 2)
+
+    assert steps_of(call, video)[-1] == "cat"
 
 
 def test_a_video_of_one_frame_is_its_first_and_last_frame():

@@ -50,8 +50,7 @@ def test_other_pads_stay():
     for pad in (
         lambda x: F.pad(x, (0, 1, 0, 1)),
         lambda x: F.pad(x, (1, 1, 1, 1), value=1.0),
-        lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
-        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+        lambda x: F.pad(x, (0, 1, 0, 1), mode="replicate"),
     ):
         graph = check(lambda x, pad=pad: F.conv2d(pad(x), w), randn(2, 4, 6, 7))
         assert (names(graph), paddings(graph)) == (["pad", "conv"], [[0, 0]])

@@ -442,3 +442,87 @@ def test_other_single_frames_are_not(weight):
         (lambda x: F.conv3d(F.pad(x, CAUSAL), weight), 2),
     ):
         assert "conv_last_slice" not in names(check(call, video(T)))
+
+
+# ---- parts of a video, and images
+
+
+def in_parts(x, starts, length, weight, **options):
+    return torch.cat([F.conv3d(x[:, :, s : s + length], weight, **options) for s in starts], 2)
+
+
+def test_parts_of_a_video_are_convolved_together(weight):
+    b = randn(4)
+    for starts, length, options in (
+        ((0, 1, 2, 3), 3, {"bias": b, "padding": (0, 1, 1)}),
+        ((1, 3), 4, {"bias": b}),
+        ((0, 2, 4), 3, {"stride": (2, 1, 1)}),
+        ((0, 1), 5, {"dilation": (2, 1, 1)}),
+    ):
+        graph = check(lambda x, a=(starts, length), o=options: in_parts(x, *a, weight, **o), video(7))
+        assert names(graph)[0] == "conv"
+        assert names(graph)[1:] == ["add_bias_"] * ("bias" in options)
+
+
+def test_parts_of_what_is_padded_and_kept(weight):
+    """A long convolution in parts, after a cache."""
+
+    def call(cache, x):
+        w = torch.cat([cache, group_norm(x)], 2)
+        return in_parts(w, range(3), 3, weight, padding=(0, 1, 1)), w[:, :, -2:].clone()
+
+    assert kept_steps(call, video(2), video(3)) == (["frames", "conv"], [2])
+
+
+def test_other_parts_are_convolved_apart(weight):
+    other = randn(4, 4, 3, 3, 3)
+    for call in (
+        lambda x: in_parts(x, (0, 2), 3, weight),
+        lambda x: in_parts(x, (1, 0), 3, weight),
+        lambda x: in_parts(x, (0, 3), 4, weight),
+        lambda x: in_parts(x, (0, 2), 2, weight, padding=1),
+        lambda x: in_parts(x, (0, 1), 3, weight, stride=(2, 1, 1)),
+        lambda x: torch.cat([F.conv3d(x[:, :, :3], weight), F.conv3d(x[:, :, 1:4], other)], 2),
+        lambda x: torch.cat([F.conv3d(x[:, :, :3], weight), F.conv3d((x + 1)[:, :, 1:4], weight)], 2),
+        lambda x: torch.cat([F.conv3d(x[:, :, :3], weight), F.conv3d(x[:, :, 1:4], weight)], 1),
+        lambda x: torch.cat([F.conv3d(x[:, :, :, :4], weight), F.conv3d(x[:, :, :, 1:], weight)], 2),
+    ):
+        assert names(check(call, video(7))).count("conv") == 2
+
+
+def test_a_part_that_is_read_elsewhere(weight):
+    def call(x):
+        first = F.conv3d(x[:, :, :3], weight)
+        return torch.cat([first, F.conv3d(x[:, :, 1:4], weight)], 2), first
+
+    assert names(check(call, video())) == ["conv", "conv", "cat"]
+
+
+@pytest.mark.parametrize("mode", ["replicate", "reflect"])
+@pytest.mark.parametrize("norm", [group_norm, channel_norm, lambda x: x])
+def test_a_padded_image_is_one_frame(mode, norm):
+    w, v, b = randn(4, 4, 3, 3), randn(4, 4, 1, 1), randn(4)
+
+    def call(x):
+        return F.conv2d(F.pad(norm(F.conv2d(x, v, b)), (1, 1, 2, 2), mode=mode), w)
+
+    graph = check(call, randn(2, 4, 5, 6))
+    assert names(graph) == ["conv", "frames", "conv"]
+    (found,) = frames_of(graph)
+    assert (found["border"], found["mode"]) == ((2, 1), mode)
+    assert found["shift"] is not None
+
+
+def test_other_padded_images():
+    w = randn(4, 4, 3, 3)
+    pads = {"mode": "replicate"}
+    for call, expected in (
+        (lambda x: F.conv2d(F.pad(x, (1, 0, 1, 1), **pads), w), ["pad", "conv"]),
+        (lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1), value=1.0), w), ["pad", "conv"]),
+        (lambda x: (y := F.pad(x, (1, 1, 1, 1), **pads), F.conv2d(y, w))[::-1], ["pad", "conv"]),
+        (
+            lambda x: (y := group_norm(x), F.conv2d(F.pad(y, (1, 1, 1, 1), **pads), w)),
+            ["group_norm", "frames", "conv"],
+        ),
+    ):
+        assert names(check(call, randn(2, 4, 5, 6))) == expected

@@ -136,6 +136,19 @@ def test_a_spatial_norm_goes_into_the_frames(layers):
     assert "modulated_norm" not in names(graph)
 
 
+def test_a_spatial_norm_of_a_padded_image(layers):
+    factor, offset = layers(2)
+    w = randn(4, 4, 3, 3)
+
+    def call(x, z):
+        z = nearest(z, x.shape[2:])
+        return F.conv2d(F.pad(spatial_norm(x, factor(z), offset(z)), (1, 1, 1, 1), mode="replicate"), w)
+
+    graph = check(call, randn(2, 4, 4, 6), randn(2, 3, 2, 3))
+    assert names(graph)[-2:] == ["frames", "conv"]
+    assert "modulated_norm" not in names(graph)
+
+
 # ---- near misses
 
 

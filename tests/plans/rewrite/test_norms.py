@@ -9,6 +9,8 @@ from tests.plans.rewrite.rewritten import checked, steps_of
 x4 = torch.randn(2, 6, 3, 5)
 x5 = torch.randn(1, 6, 2, 3, 5)
 W, B = torch.rand(6) + 0.5, torch.randn(6)
+POSITIONS = torch.randn(6, 3, 5)
+INTEGERS = torch.arange(6).view(6, 1, 1)
 HALF = torch.bfloat16
 W_HALF = W.to(HALF)
 
@@ -99,6 +101,11 @@ def test_other_norms_stay(call):
         (lambda x: F.normalize(x, dim=1) - column(B), ["sub"]),
         (lambda x: F.normalize(x, dim=1) + 1, ["add"]),
         (lambda x: F.normalize(x, dim=1) * x[:, :1], ["mul"]),
+        (lambda x: F.normalize(x, dim=1) * POSITIONS, ["mul"]),
+        (lambda x: F.normalize(x, dim=1) * INTEGERS, ["mul"]),
+        (lambda x: F.normalize(x[:, :1], dim=1) * column(W), ["mul"]),
+        (lambda x: F.normalize(x[:, :1], dim=1) + column(B), ["add"]),
+        (lambda x: F.normalize(x, dim=1) * column(x.sum((0, 2, 3))), ["sum", "mul"]),
         (lambda x: F.normalize(x, dim=1) * B[:5], ["mul"]),
         (lambda x: F.normalize(x, dim=1) * B[:3, None], ["mul"]),
         (lambda x: (F.normalize(x, dim=1) * 9).int() * 2.0, ["cast", "mul"]),
@@ -108,6 +115,12 @@ def test_other_norms_stay(call):
 )
 def test_what_stays_behind_a_norm(call, rest):
     assert steps_of(call, x4) == ["channel_norm", *rest]
+
+
+def test_a_factor_for_each_row_is_no_weight():
+    square = torch.randn(2, 6, 6, 6)
+    assert steps_of(lambda x: F.normalize(x, dim=1) * W.view(6, 1), square) == ["channel_norm", "mul"]
+    assert steps_of(lambda x: F.normalize(x, dim=1) * W, square) == ["channel_norm", "mul"]
 
 
 def test_integers_between_two_factors_round():

@@ -9,7 +9,7 @@ from tests.plans.rewrite.rewritten import checked, steps_of
 
 x = torch.randn(2, 5, 8)
 A, B, C = torch.randn(6, 8), torch.randn(4, 8), torch.randn(4, 8)
-a, b = torch.randn(6), torch.randn(4)
+a, b, c = torch.randn(6), torch.randn(4), torch.randn(4)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,7 @@ def test_groups_with_and_without_bias():
         lambda x: (F.linear(x, A), F.linear(x, B, b)),
         lambda x: (F.linear(x, B), F.linear(x, B, b), F.linear(x, B, b * 2)),
         lambda x: (F.linear(x, A), F.linear(x, B * 2)),
+        lambda x: (F.linear(x, B, b), F.linear(x, B, c)),
         lambda x: (F.linear(x, A, a * 2), F.linear(x, B, b)),
         lambda x: (F.linear(x.sum(0), A), F.linear(x.sum(0), B)),
         lambda x: (F.linear(x, B, b), F.linear(x, B, a[:4])),

@@ -105,6 +105,29 @@ def test_a_norm_inside_of_frames():
 
 
 @pytest.mark.usefixtures("always")
+def test_a_norm_of_an_image_as_a_video(conv, image):
+    """The view between the sum and the norm has the same channels and positions."""
+    w = randn(4, 4, 3, 3)
+
+    def call(x):
+        y = x + conv(x)
+        return y, F.conv2d(F.pad(NORM(y), (1, 1, 1, 1), mode="replicate"), w)
+
+    with kernels(direct=True):
+        graph = check(call, image)
+    assert names(graph) == ["conv", "add", "frames", "conv"]
+    (norm,) = (n.args[8] for n in calls(graph) if has(n, steps.frames))
+    assert norm.statistics.args[0].target is steps.add
+
+
+@pytest.mark.usefixtures("always")
+def test_a_norm_of_other_views_computes_its_own(conv, image):
+    for view in (lambda y: y.reshape(2, 2, 2, 5, 6), lambda y: y.reshape(1, 8, 5, 6)):
+        graph = check(lambda x, view=view: F.group_norm(view(x + conv(x)), 1), image)
+        assert writers(graph) == []
+
+
+@pytest.mark.usefixtures("always")
 def test_other_norms_compute_their_own(conv, image):
     for call in (
         lambda x: NORM(F.relu(x)),

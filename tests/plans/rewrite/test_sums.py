@@ -100,6 +100,9 @@ def test_a_division_by_zero_stays(conv):
 def test_a_bias_that_is_read_twice_stays(conv, image):
     graph = check(lambda x: (y := conv(x), x + y), image)
     assert names(graph) == ["conv", "add_bias_", "aten.add"]
+    divided = check(lambda x: (y := conv(x), (x + y) / 2.0), image)
+    assert names(divided) == ["conv", "add_bias_", "add"]
+    assert only(divided, steps.add).args[2] is None
 
 
 def test_empty_images(conv):

@@ -346,7 +346,7 @@ def test_arguments_may_be_views_at_other_offsets():
     x = drawn.add(steps.cut, drawn.inputs[0], 0, 1, 2, shape=(2, 3))
     baked = Baked(drawn.plan(drawn.add(aten.neg.default, x), x))
     base = torch.randn(12, 3)
-    check(baked, [[base[:4]], [base[5:9]], [base[8:]]])
+    check(baked, [[base[5:9]], [base[:4]], [base[8:]]])
     (_, view) = baked.run([base[5:9]])
     assert view.data_ptr() == base[6:].data_ptr()
     assert not baked.declined
@@ -585,6 +585,22 @@ def test_what_kernels_write_is_allocated_as_it_is_read():
     assert baked.source.count("(2, 4,), (4, 1,)") == 1
 
 
+def test_what_is_read_with_strides_of_zero_is_allocated_as_it_is_written():
+    launch = scaled(Compiled(), 8)
+
+    def step(x):
+        y = torch.empty_like(x)
+        launch.run(x, None, y)
+        return y
+
+    drawn = Drawn((2, 4))
+    row = drawn.add(steps.cut, drawn.add(step, drawn.inputs[0]), 0, 0, 1, shape=(1, 4))
+    rows = drawn.add(steps.expand, row, (2, 4), shape=(2, 4))
+    baked = Baked(drawn.plan(drawn.add(aten.neg.default, rows), drawn.add(aten.abs.default, rows)))
+    check(baked, [[torch.randn(2, 4)] for _ in range(2)])
+    assert baked.source.count("(2, 4,), (4, 1,)") == 1
+
+
 @pytest.mark.parametrize("name", ["allocators", "view_at"])
 def test_without_private_functions(name, monkeypatch):
     if name == "view_at":
@@ -673,6 +689,26 @@ def test_threads(is_new):
     assert not wrong
     check(baked, calls)
     assert (baked.recorded, baked.declined) == (1, {})
+
+
+def test_a_call_in_which_weights_move_is_not_recorded():
+    other = torch.randn(4, 4)
+    moves = [lambda: setattr(other, "data", other.data.t().contiguous().t())]
+
+    def step(x):
+        for move in moves:
+            move()
+        return x + 1
+
+    drawn = Drawn((4, 4), others=[other])
+    x = drawn.add(step, drawn.inputs[0])
+    baked = Baked(drawn.plan(drawn.add(aten.mul.Tensor, x, drawn.parameters[0])))
+    x = torch.randn(4, 4)
+    assert torch.equal(baked.run([x])[0], (x + 1) * other)
+    assert baked.recorded == 0
+    moves.clear()
+    check(baked, [[torch.randn(4, 4)] for _ in range(2)])
+    assert (baked.recorded, baked.left, baked.declined) == (1, {}, {})
 
 
 def test_another_thread_launches_as_usual_while_a_plan_is_recorded():

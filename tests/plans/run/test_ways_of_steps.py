@@ -55,6 +55,13 @@ def test_a_kernel_runs(name, launches, on_kernels):
     assert [kernel for kernel, *_ in launches] == KERNELS[name]
 
 
+@pytest.mark.parametrize("name", ["add-nothing", "add-bias-nothing", "cat-two-nothing"])
+def test_no_kernel_runs_for_empty_tensors(name, launches, on_kernels):
+    shapes, step, _ = step_cases.CASES[name]
+    step(*(last(*shape) for shape in shapes))
+    assert launches == []
+
+
 @pytest.mark.parametrize("bias", [torch.randn(4), None], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("emits", [False, True])
 def test_an_upsampling_convolution_in_phases(bias, emits, monkeypatch, on_kernels):

@@ -1,0 +1,98 @@
+"""Wrong rules put in on purpose: the random programs of ``test_programs.py`` see each of them.
+
+A wrong rule is a change in the text of a rule, most often a condition that is left out.
+"""
+
+import importlib
+import inspect
+import types
+from typing import NamedTuple
+
+import pytest
+
+from tests.plans import programs
+from tests.plans.engine import everything_pays, plan_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
+
+# Most programs until one is wrong.
+MOST = 1000
+
+
+class Wrong(NamedTuple):
+    """``old`` in the text of ``module`` becomes ``new``. ``old`` occurs there once."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+
+WRONG = [
+    Wrong("a value has one reader though it has more", "nodes",
+          "len(n.users) == 1 and sum(a is n for a in _flat(user(n))) == 1", "len(n.users) > 0"),
+    Wrong("alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"),
+    Wrong("a rounding between two casts is lost", "nodes", "if are_floats and ", "if True or "),
+    Wrong("two activations are one", "norms", ' or norm.args[5] != "identity":', ":"),
+    Wrong("a norm of channels has any axis", "norms", "[a % rank(x) for a in axes] == [axis]", "len(axes) == 1"),
+    Wrong("a norm divides by the norm of another tensor", "norms", "widened(square.args[0]) is widened(x)", "True"),
+    Wrong("a norm has any order", "norms", "order == 2", "True"),
+    Wrong("a number after a bias is not for the bias", "norms", "weight is bias is None and scale == 1 and", "weight is bias is None and"),
+    Wrong("a parameter of a norm has any shape", "norms", "is_outside(t) and is_small and", "is_outside(t) and"),
+    Wrong("the samples of a norm may move", "views", "if not _is_frames_as_images(x, views):", "if rank(x) != 5:"),
+    Wrong("a convolution's result is overwritten though others read it", "biases", "return has(h, *_NEW) and is_only(h)", "return has(h, *_NEW)"),
+    Wrong("a bias moves to another axis", "sums", "if axis == 1 and rank(v) in (4, 5):", "if rank(v) in (4, 5):"),
+    Wrong("the divisor of a sum is ignored", "sums", "float(divisor))", "1.0)"),
+    Wrong("one of two biases is lost", "sums", "if len(biases) == 2:", "if len(biases) == 3:"),
+    Wrong("the bias before an embedding is lost", "sums", "return h.args[0], r.like(aten.add.Tensor, (shift, h.args[1]), shift)", "return h.args[0], shift"),
+    Wrong("a shift replaces a shift", "sums", "if not is_only(x) or args[i] is not None:", "if not is_only(x):"),
+    Wrong("the value of a pad along time is ignored", "frames", "min(top, left, front, back) < 0 or value != 0 or", "min(top, left, front, back) < 0 or"),
+    Wrong("any frames are the last frames", "frames", "u.args[1] == 2 and u.args[2] + u.args[3] == shape(x)[2]:", "u.args[1] == 2:"),
+    Wrong("kept frames are frames of the pad", "frames", "(kept and (source.back or source.times != _ONCE))", "(kept and source.times != _ONCE)"),
+    Wrong("one frame after anything is one frame after zeros", "frames", 'is_causal = (shape(frame)[2], mode, value) == (1, "constant", 0) and', "is_causal = shape(frame)[2] == 1 and"),
+    Wrong("the value of a pad is ignored", "convolutions", 'x.args[2:] != ("constant", 0.0)', 'x.args[2] != "constant"'),
+    Wrong("a pad of one side is on both", "convolutions", "own = [a if a == b else 0 for a, b in axes]", "own = [max(a, b) for a, b in axes]"),
+    Wrong("any convolution after upsampling has phases", "convolutions", "if shape(weight)[2:] != (3, 3) or numbers != ((1, 1), (1, 1), (1, 1), 1):", "if shape(weight)[2:] != (3, 3):"),
+    Wrong("a product is added in place though others read the sum", "tokens", "norm.args[0] is before and set(before.users) == {total, norm}", "norm.args[0] is before"),
+    Wrong("either half is the gate", "tokens", "are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)", "are_halves = half.args[0] is x"),
+    Wrong("a second bias replaces a second bias", "tokens", "is_only(y) and y.args[4] is None and", "is_only(y) and"),
+    Wrong("parts in any order are the whole", "cats", "p.args[1:3] != (dim, end):", "p.args[1] != dim:"),
+    Wrong("norms of parts of an image are one norm", "cats", "if dim or not all(", "if not all("),
+    Wrong("a write in place changes what others read", "finish", "if has(x, *_NEW) and is_only(x):", "if has(x, *_NEW):"),
+    Wrong("results share memory", "finish", 'if owner is not None and (owner in seen or owner.op != "call_function"):', "if False:"),
+    Wrong("the first frame is upsampled like the others", "modulations", "found[0] != times or (times[0] > 1 and found[1] != factor.first_once)", "found[0] != times"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [pytest.param(wrong, id=wrong.name) for wrong in WRONG])
+def test_a_wrong_rule_is_seen(wrong, monkeypatch):
+    everything_pays(monkeypatch)
+    for seed in range(MOST):
+        program = programs.Program(seed)
+        if program.may_be_refused:
+            continue
+        with monkeypatch.context() as patch:
+            put_in(patch, wrong)
+            found = fault(program)
+        if found and not fault(program):  # it is the wrong rule that makes the program wrong
+            return
+    pytest.fail(f"{MOST} programs are right with this wrong rule: {wrong.name}")
+
+
+def fault(program):
+    try:
+        return programs.fault(program, plan_of)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def put_in(patch, wrong):
+    """Gives the functions of the module their code of the changed text. Who has the functions sees it."""
+    module = importlib.import_module(f"sdfastgn.plans.rewrite.{wrong.module}")
+    source = inspect.getsource(module)
+    assert source.count(wrong.old) == 1, f"not once in {wrong.module}.py: {wrong.old}"
+    changed = compile(source.replace(wrong.old, wrong.new), module.__file__, "exec", dont_inherit=True)
+    codes = {code.co_name: code for code in changed.co_consts if isinstance(code, types.CodeType)}
+    for name, function in vars(module).items():
+        if inspect.isfunction(function) and function.__module__ == module.__name__:
+            patch.setattr(function, "__code__", codes[name])

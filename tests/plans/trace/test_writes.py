@@ -1,0 +1,183 @@
+"""Writes become values: who reads the written memory later reads the new value, and nobody else."""
+
+import pytest
+import torch
+
+from sdfastgn.plans.trace.traced import Untraceable
+from sdfastgn.plans.trace.tracer import trace
+from tests.plans.trace.runs import Net, check, targets
+
+aten = torch.ops.aten
+
+
+def in_place(net, x):
+    y = x @ net.weight
+    y.add_(1).mul_(2)
+    return y.relu_(), y.masked_fill_(y > 5, 0), y.tril_(), y
+
+
+def through_views(net, x):
+    y = x @ net.weight
+    y[:, 1:].mul_(2)
+    v = y.t()
+    y.add_(1)
+    v[0] = 7
+    y.unsqueeze(0)[:, 2:].copy_(x[:2])
+    y.view(2, 8)[1, ::3] += 1
+    y.diagonal().fill_(3)
+    y.permute(1, 0)[1:3, 2].sub_(1)
+    return v + 0, y
+
+
+def through_parts(net, x):
+    y = x.clone()
+    a, b = y.chunk(2, 1)
+    a.add_(b)
+    b.zero_()
+    y.unbind(0)[2].fill_(4)
+    return a, b, y
+
+
+def through_complex(net, x):
+    y = x.clone()
+    z = torch.view_as_complex(y.view(4, 2, 2))
+    z.mul_(2j)
+    torch.view_as_real(z)[0, 0, 0] = 5
+    return y, torch.view_as_real(z)
+
+
+def out_arguments(net, x):
+    o = torch.empty(4, 4)
+    torch.matmul(x, net.weight, out=o)
+    torch.add(o, 1, out=o)
+    values, indices = torch.empty(4), torch.empty(4, dtype=torch.long)
+    torch.max(x, 1, out=(values, indices))
+    return o, values, indices
+
+
+def indexed(net, x):
+    y = x.clone()
+    y[torch.tensor([0, 2])] = 0
+    y[torch.tensor([True, False, False, True])] = 1.0
+    y[y > 1] = 5.0
+    y.index_fill_(0, torch.tensor([1]), 3.0)
+    return y.index_add_(0, torch.tensor([1]), x[:1])
+
+
+def copies(net, x):
+    y = (x @ net.weight).t()
+    gaps, whole = y[:, :2].contiguous(), y.contiguous()
+    y.add_(1)
+    flat = y.reshape(2, 8)  # a copy: y is not contiguous
+    y.mul_(2)
+    return gaps, whole, flat, y
+
+
+def no_copies(net, x):
+    y = x * 1
+    kept, rows = y.contiguous(), y[1:3].contiguous()
+    flat, same = y.reshape(2, 8), y.to(y.dtype)
+    y.add_(1)
+    flat[0] = 9
+    return kept, rows, flat, same, y.type_as(x), y
+
+
+def casts(net, x):
+    y = x.double()
+    y.add_(x)
+    z = torch.zeros(4, 4, dtype=torch.float16)
+    z.add_(x)
+    z[0] = x.double()[1]
+    return y, z
+
+
+def conjugated(net, x):
+    z = torch.view_as_complex(x.clone().view(4, 2, 2))
+    kept = z.conj().resolve_conj()
+    half = z.conj()
+    z.mul_(2)
+    return torch.view_as_real(kept), torch.view_as_real(half.resolve_conj()), half.imag + 1
+
+
+CALLS = [in_place, through_views, through_parts, through_complex, out_arguments, indexed, copies, no_copies]
+CALLS += [casts, conjugated]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_writes_inside_a_call(call):
+    traced = check(call)
+    assert aten.copy_.default not in targets(traced)
+
+
+def into_an_argument(net, x):
+    y = x * 2
+    x[1:].add_(1)
+    x.t()[0] = 3
+    return y, x + 0
+
+
+def into_a_buffer(net, x):
+    net.table.mul_(0.5)
+    net.table[:2].copy_(x[0, :2])
+    return x + net.table
+
+
+def into_a_parameter(net, x):
+    net.weight.data[0].add_(x[0])
+    return net.weight @ x
+
+
+@pytest.mark.parametrize("call", [into_an_argument, into_a_buffer, into_a_parameter])
+def test_writes_from_outside_are_copied_at_the_end(call):
+    graph = check(call).graph.graph
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    assert [n.target for n in nodes].count(aten.copy_.default) == 1
+    assert nodes[-1].target is aten.copy_.default
+    assert nodes[-1].args[0].op == "placeholder"
+
+
+def test_a_view_that_nobody_writes_is_not_copied():
+    assert targets(check(lambda net, x: x.t()[1:].relu()))[-1] is aten.relu.default
+
+
+KEPT = torch.zeros(4)
+
+
+def reshaped_in_place(net, x):
+    return x.clone().transpose_(0, 1)
+
+
+def a_list_of_writes(net, x):
+    torch._foreach_add_([x.clone()], 1)
+    return x
+
+
+REFUSED = {
+    "writes into a tensor that is no argument": lambda net, x: KEPT.add_(1) + x,
+    "transpose_": reshaped_in_place,
+    "_foreach_add_": a_list_of_writes,
+    "as_strided": lambda net, x: x.as_strided((2, 2), (1, 4)),
+    "batch norm in training": lambda net, x: torch.batch_norm(
+        x, None, None, net.table, net.table.abs(), True, 0.1, 1e-5, False
+    ),
+    "an expanded tensor": lambda net, x: (x[:1] * 1).expand(4, 4).add_(1),
+    "Tensor.data": lambda net, x: setattr(x, "data", x * 2),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_other_writes_are_refused(reason):
+    net = Net(REFUSED[reason])
+    before = net.table.clone()
+    with pytest.raises(Untraceable, match=reason):
+        trace(net, net, torch.randn(4, 4))
+    assert torch.equal(net.table, before)
+    assert not KEPT.any()
+
+
+def test_a_write_into_shared_memory_is_refused():
+    x = torch.randn(4, 4)
+    net = Net(lambda net, x, y: x.add_(1) + y)
+    with pytest.raises(Untraceable, match="shares its memory"):
+        trace(net, net, x, x[1:2])
+    trace(Net(lambda net, x, y: x + y), lambda x, y: x + y, x, x[1:2])
