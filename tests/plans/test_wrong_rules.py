@@ -31,6 +31,8 @@ class Wrong(NamedTuple):
 WRONG = [
     Wrong("a value has one reader though it has more", "nodes",
           "len(n.users) == 1 and sum(a is n for a in _flat(user(n))) == 1", "len(n.users) > 0"),
+    Wrong("the pixels of a square change places", "spelling",
+          "d, d + 3, d + 1, d + 4, d + 2", "d, d + 3, d + 2, d + 4, d + 1"),
     Wrong("alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"),
     Wrong("a rounding between two casts is lost", "nodes", "if are_floats and ", "if True or "),
     Wrong("two activations are one", "norms", ' or norm.args[5] != "identity":', ":"),
