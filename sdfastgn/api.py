@@ -129,12 +129,12 @@ def optimize(
             network. None computes them in the model's dtype. FP8 needs weights in fp16 or bf16, on an NVIDIA
             GPU of compute capability 8.9 or later. The first 30 calls of a model (up to 60 if some calls
             leave layers out) run in the model's dtype and without CUDA graphs, to find the scales of all
-            inputs. Later calls wait for the GPU: if values were beyond these scales, the call runs again, and
-            the scales grow (docs/fp8.md). Calls with gradients run in the model's dtype. Two kinds of
-            products stay in it too: those whose error in E4M3 is large or whose inputs keep growing, and
-            those of layers with LoRA adapters that are not merged. The copy of the weights in E4M3 takes half
-            as much memory as these weights. A weight that is written in place is quantized again. A
-            deepcopy and an unpickled model run without FP8 until ``optimize`` is called for them.
+            inputs. If later values are beyond these scales, the GPU computes with larger ones (docs/fp8.md).
+            Calls with gradients run in the model's dtype. Two kinds of products stay in it too: those whose
+            error in E4M3 is large or whose inputs keep growing, and those of layers with LoRA adapters that
+            are not merged. The copy of the weights in E4M3 takes half as much memory as these weights. A
+            weight that is written in place is quantized again. A deepcopy and an unpickled model run without
+            FP8 until ``optimize`` is called for them.
         plans: True runs models of convolutions for which there are no fused blocks as *plans*
             (docs/plans.md): the first call of a kind traces the model's own code, and later calls run kernels
             for what it computes. False runs their own code.

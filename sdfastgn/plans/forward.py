@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.class_forward import class_forward
@@ -272,14 +273,15 @@ class PlannedForward(InstanceEntry):
             outcomes.append(outcome)
             return computed
 
-        with dispatch.stock_code(), running(as_stock=False):
-            traced = trace(module, run, *call.tensors)
-        try:
-            plan = Plan(traced, rewrite(traced.graph.graph))
-        except Untraceable:
-            raise
-        except Exception as error:  # a rule that fails must not take the call down
-            raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
+        with without_collections():
+            with dispatch.stock_code(), running(as_stock=False):
+                traced = trace(module, run, *call.tensors)
+            try:
+                plan = Plan(traced, rewrite(traced.graph.graph))
+            except Untraceable:
+                raise
+            except Exception as error:  # a rule that fails must not take the call down
+                raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
         return _Made(plan, Baked(plan), outcomes[-1])
 
     def _drop(self, plans: _Plans) -> None:

@@ -185,7 +185,7 @@ def _layer_norms(shape, dtype):
 
 @torch.no_grad()
 def _in_e4m3(shape, dtype):
-    x, quantizer = torch.empty(shape, dtype=dtype), torch.empty(4)
+    x, quantizer = torch.empty(shape, dtype=dtype), torch.empty(8)
     weight = x.new_empty(shape[1])
     sdfastgn.layer_norm(x, weight, weight, quantizer=quantizer)
     sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight, quantizer=quantizer)

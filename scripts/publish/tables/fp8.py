@@ -79,7 +79,7 @@ class QualityRow:
             same input can share a product.
         in_e4m3: number of these products that run in E4M3.
         error: the largest relative error of such a product. None if no product runs in E4M3.
-        beyond: number of values that were beyond the range of E4M3, and so were limited to it.
+        beyond: number of values that were beyond the learned range, and so were written with larger scales.
     """
 
     variant: str

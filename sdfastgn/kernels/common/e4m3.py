@@ -1,11 +1,21 @@
 """Quantization to E4M3, an 8-bit float dtype, with one scale for a whole tensor.
 
-A *quantizer* is an fp32 tensor with the four numbers that ``SCALE`` and the next constants index. A kernel
+A *quantizer* is an fp32 tensor of ``NUMBERS`` numbers, which ``SCALE`` and the next constants index. A kernel
 that gets a quantizer writes y / scale in E4M3 instead of y. So y is about scale times what was written.
-Values beyond the range of E4M3, and NaN, become plus or minus ``LARGEST``, and the quantizer counts them. The
-numbers are in the memory of the GPU, so CUDA graphs read their present values.
 
-The Triton function for kernels is in ``common/e4m3_kernels.py``.
+The scale was learned from other tensors. If a finite value of y is beyond the range of E4M3, y is written
+again with a larger scale: the learned one times the smallest power of two with which all finite values are in
+the range. The factor is called the *growth*. Then all but the smallest values are rounded as with the learned
+scale. NaN and infinities become NaN.
+
+On a GPU two launches do this. The first one writes with the learned scale. It counts the values beyond the
+range, and finds the largest of them. The second launch is called the *retry*. If nothing was beyond the range
+it ends at once. Otherwise it writes y again. It also stores the scale that was used. All these numbers are in
+the memory of the GPU. So every replay of a CUDA graph is right, and the CPU waits for nothing.
+
+Two calls must not use a quantizer at the same time.
+
+The Triton functions for kernels are in ``common/e4m3_kernels.py``.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 """
@@ -18,15 +28,40 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 # The largest number of E4M3.
 LARGEST = 448.0
-# Indices of a quantizer's numbers: the scale, 1 / scale, the number of values beyond the range so far, and
-# the largest magnitude that was seen before the scale was chosen. Matrix products read the scale from memory,
-# so it comes first, at an address that is a multiple of 16.
-SCALE, INVERSE, BEYOND, AMAX = range(4)
+# Indices of a quantizer's numbers:
+# - the scale with which the last y was written. Matrix products read it from memory, so it comes first, at an
+#   address that is a multiple of 16;
+# - the learned scale, and 1 / the learned scale;
+# - of the present call: the number of values beyond the range of the learned scale, with NaN and infinities;
+#   the largest magnitude of the finite ones, divided by the learned scale; and the number of programs that
+#   have retried. Between two calls the three are 0;
+# - of all calls: the same number of values, and the same largest magnitude.
+SCALE, LEARNED, INVERSE, BEYOND, AMAX, RETRIED, TOTAL, MOST = range(8)
+NUMBERS = 8
+# Maximum number of programs of a retry. Most retries end at once, and more programs would take longer to
+# start. This is about the number of multiprocessors of a large GPU.
+RETRY_PROGRAMS = 128
+
+
+def launches_of(programs: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
+    """(number of programs, whether it is the retry) of the two launches of a kernel of ``programs`` tiles."""
+    return (programs, False), (min(programs, RETRY_PROGRAMS), True)
 
 
 def quantized(y: Tensor, quantizer: Tensor) -> Tensor:
-    """Returns y / scale in E4M3, for y of any shape and float dtype. Counts values beyond the range."""
+    """Returns y / scale in E4M3, for y of any shape and float dtype. Writes the scale into the quantizer."""
     u = y.float() * quantizer[INVERSE]
-    quantizer[BEYOND] += (~(u.abs() <= LARGEST)).sum()
-    # ``fmax`` ignores NaN, as the kernels do.
-    return u.fmax(u.new_tensor(-LARGEST)).clamp(max=LARGEST).to(E4M3).contiguous()
+    is_beyond = ~(u.abs() <= LARGEST)
+    largest = torch.where(is_beyond & u.isfinite(), u.abs(), 0).amax()
+    growth = _power_of_2(largest / LARGEST)
+    quantizer[SCALE] = quantizer[LEARNED] * growth
+    quantizer[TOTAL] += is_beyond.sum()
+    quantizer[MOST] = quantizer[MOST].fmax(largest)
+    grown = torch.where(u.isfinite(), u / growth, torch.nan).clamp(-LARGEST, LARGEST)
+    return grown.to(E4M3).contiguous()
+
+
+def _power_of_2(ratio: Tensor) -> Tensor:
+    """The smallest power of two that is at least ``ratio``, fp32 without dimensions; at least 1."""
+    bits = ratio.clamp(min=1).view(torch.int32)
+    return ((bits + 0x7FFFFF) & -0x800000).view(torch.float32)

@@ -10,7 +10,7 @@ Tensors:
 - ``dx``: (rows, 2D), contiguous, the gradient of x, or None;
 - ``bias``, ``dbias``: (2D,) or None;
 - ``y``, ``dy``: (rows, D), contiguous. With a quantizer y is in E4M3;
-- ``quantizer``: (4,) fp32, or None (``common/e4m3.py``);
+- ``quantizer``: (8,) fp32, or None (``common/e4m3.py``). With it the forward has a second launch, the retry;
 - ``partials``: fp32 (groups, 2D), or None if the gradient of the bias is not wanted.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the previous kernel still
@@ -18,7 +18,7 @@ runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. The normal distribution is approximated for
 16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. The
-exception is a quantizer's count of values beyond the range. Offsets that can be 2^31 or more are int64.
+exception are a quantizer's counts of values beyond the range. Offsets that can be 2^31 or more are int64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from sdfastgn.kernels.common.activation_kernels import normal_cdf
-from sdfastgn.kernels.common.e4m3_kernels import in_e4m3_range, start_of_e4m3
+from sdfastgn.kernels.common.e4m3_kernels import (
+    begin_retry,
+    end_retry,
+    in_e4m3_range,
+    start_of_e4m3,
+    wait_before_retry,
+)
 from sdfastgn.kernels.common.sums import sum_columns
 
 
@@ -46,20 +52,17 @@ def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
     return bias, gate_bias
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _geglu_kernel(
+@triton.jit
+def _geglu_tile(
     x_ptr, bias_ptr, quantizer_ptr, y_ptr,
-    rows,
-    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    rows, tile,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes y = value * gelu(gate). A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows.
-
-    ``EVEN``: True if no element is masked.
-    """
+    """Computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y. The constants are those of ``_geglu_kernel``."""
     columns = tl.cdiv(D, BLOCK_D)
-    first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
-    start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
+    first = (tile // columns).to(tl.int64) * BLOCK_R
+    start = (tile % columns).to(tl.int64) * BLOCK_D
     # If the tile has one row, the stride between rows is multiplied by r = 0. But Triton 3.6 refuses a stride
     # that is too large for int32 even then. So the stride is replaced by 0.
     ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
@@ -71,7 +74,7 @@ def _geglu_kernel(
         in_row = start + i < D
         mask = (first + r < rows) & in_row[None, :]
     if PDL:
-        gdc_wait()
+        wait_before_retry(quantizer_ptr)
     x = x_ptr + (first * X_STRIDE + start) + (r * ROW + i[None, :])
     value = tl.load(x, mask=mask).to(tl.float32)
     gate = tl.load(x + D, mask=mask).to(tl.float32)
@@ -80,9 +83,38 @@ def _geglu_kernel(
     y = (value + bias) * (gate * normal_cdf(gate, x_ptr.dtype.element_ty != tl.float32)[0])
     out = first * D + start
     if quantizer_ptr is not None:
-        y = in_e4m3_range(y, mask, quantizer_ptr)
+        y = in_e4m3_range(y, mask, quantizer_ptr, RETRY)
         out += start_of_e4m3()
     tl.store(y_ptr + out + (r * D + i[None, :]), y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _geglu_kernel(
+    x_ptr, bias_ptr, quantizer_ptr, y_ptr,
+    rows,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Computes y = value * gelu(gate). A program has one tile: ``BLOCK_D`` columns of ``BLOCK_R`` rows.
+
+    ``EVEN``: True if no element is masked. ``RETRY``: True for the retry, whose programs share all tiles.
+    """
+    if RETRY:
+        if PDL:
+            gdc_wait()
+        if begin_retry(quantizer_ptr):
+            tiles = tl.cdiv(rows, BLOCK_R) * tl.cdiv(D, BLOCK_D)
+            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                _geglu_tile(
+                    x_ptr, bias_ptr, quantizer_ptr, y_ptr, rows, tile,
+                    D, X_STRIDE, EVEN, False, True, BLOCK_R, BLOCK_D,
+                )  # fmt: skip
+            end_retry(quantizer_ptr)
+    else:
+        _geglu_tile(
+            x_ptr, bias_ptr, quantizer_ptr, y_ptr, rows, tl.program_id(0),
+            D, X_STRIDE, EVEN, PDL, False, BLOCK_R, BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])

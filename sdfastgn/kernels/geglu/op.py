@@ -42,7 +42,7 @@ class GegluCall(NamedTuple):
 
     x: Annotated[Tensor, Operand("(..., 2D)", whole=even_rows)]
     bias: Annotated[Tensor | None, Operand("(2D,)")]
-    quantizer: Annotated[Tensor | None, Operand("(4,)")] = None
+    quantizer: Annotated[Tensor | None, Operand("(8,)")] = None
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -143,7 +143,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, *, quantizer: Tensor | None = N
         x: (..., 2D), at least rank 1. The values come first, then the gates. Usually x is the output of a
             linear layer that was called without its bias.
         bias: (2D,) or None. Usually the bias of this layer.
-        quantizer: (4,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
+        quantizer: (8,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
             gradients.
 
     Shapes: the output is (..., D).

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.declaration import Gradients, empty_row_gradients, gradients_of
-from sdfastgn.kernels.common.e4m3 import E4M3
+from sdfastgn.kernels.common.e4m3 import E4M3, launches_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
@@ -23,12 +23,12 @@ from sdfastgn.kernels.geglu.op import GegluCall
 
 
 class GegluPlan:
-    """The launch for calls with equal shapes, strides, dtypes and device.
+    """The launches for calls with equal shapes, strides, dtypes and device.
 
-    It has one program for each tile of y.
+    ``launch`` has one program for each tile of y. ``retry`` follows it if there is a quantizer.
     """
 
-    __slots__ = ("launch", "shape", "strides")
+    __slots__ = ("launch", "retry", "shape", "strides")
 
     def __init__(self, call: GegluCall) -> None:
         x = call.x
@@ -40,12 +40,13 @@ class GegluPlan:
         config = forward_config(rows, D, vector_width(x.itemsize, D, x_stride), x_stride)
         pdl = gpu.has_programmatic_launch(x.device)
         tile = _tile(config, rows, D, x_stride)
-        self.launch = Launch(
-            kernels._geglu_kernel, config.programs(D), config.num_warps, pdl=pdl, rows=rows, **tile
+        self.launch, self.retry = (
+            Launch(kernels._geglu_kernel, count, config.num_warps, pdl=pdl, RETRY=retries, rows=rows, **tile)
+            for count, retries in launches_of(config.programs(D))
         )
 
     def run(self, call: GegluCall) -> Tensor:
-        """Launch the kernel, and return y (..., D)."""
+        """Launch the kernels, and return y (..., D)."""
         x, bias, quantizer = call
         # ``new_empty_strided`` takes less CPU time than ``torch.empty``.
         if quantizer is None:
@@ -53,6 +54,8 @@ class GegluPlan:
         else:
             y = x.new_empty_strided(self.shape, self.strides, dtype=E4M3)
         self.launch.run(x, bias, quantizer, y)
+        if quantizer is not None:
+            self.retry.run(x, bias, quantizer, y)
         return y
 
     run_and_save = run

@@ -164,6 +164,6 @@ def _make_launch(operands: tuple[Tensor | None, ...], eps: float, groups: Groups
         kernels._rows_kernel, config.programs, config.num_warps,
         pdl=gpu.has_programmatic_launch(x.device),
         rows=rows, period=groups.period, groups=groups.number, biased=1, eps=eps,
-        D=D, X_STRIDE=D, RESIDUAL_STRIDE=D,
+        D=D, X_STRIDE=D, RESIDUAL_STRIDE=D, RETRY=False,
         ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
     )  # fmt: skip

@@ -19,7 +19,8 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
 - ``y``: (rows, D), contiguous, the dtype of x or fp32. With a quantizer it is in E4M3;
 - ``weight``, ``bias``, ``add_bias``, ``total_bias``: (D,);
 - ``added``, ``position``: (groups, D), only in ``_rows_kernel`` (``layer_norm/grouped.py``);
-- ``quantizer``: (4,) fp32 (``common/e4m3.py``);
+- ``quantizer``: (8,) fp32 (``common/e4m3.py``). With it the kernel that writes y has a second launch, the
+  retry (``RETRY``), whose few programs share all tiles;
 - ``total``: (rows, D), contiguous, in the dtype of x. ``_rows_kernel`` stores the sum plus total_bias in it,
   ``_chunk_kernel`` the sum;
 - ``kept``: (rows, D), contiguous, in the dtype of x. It is the sum plus total_bias;
@@ -34,7 +35,7 @@ Programmatic dependent launch (``PDL``, from sm_90 on; ``docs/adr/0007-programma
 before ``gdc_wait`` a kernel reads only x, and only if no kernel of this call writes it.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics,
-except for a quantizer's count of values beyond the range. The first element of a row is subtracted from all
+except for a quantizer's counts of values beyond the range. The first element of a row is subtracted from all
 its values before they are summed. Squares are squares of
 differences from a mean: ``_rows_kernel`` takes the mean of the row, ``_chunk_kernel`` the mean of a chunk's
 first block. Squares of the values themselves would lose digits. Chan's formula merges the means and M2 of
@@ -52,7 +53,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sdfastgn.kernels.common.e4m3_kernels import in_e4m3_range, start_of_e4m3
+from sdfastgn.kernels.common.e4m3_kernels import (
+    begin_retry,
+    end_retry,
+    in_e4m3_range,
+    start_of_e4m3,
+    wait_before_retry,
+)
 from sdfastgn.kernels.common.sums import inverse_deviation, mean_as_pivot
 from sdfastgn.kernels.common.tiles import (
     STEP_AXIS,
@@ -150,30 +157,19 @@ def _affine(weight_ptr, bias_ptr, c, in_row):
     return scale, offset
 
 
-@triton.jit(do_not_specialize=["rows", "period", "groups", "biased", "eps"])
-def _rows_kernel(
+@triton.jit
+def _rows_tile(
     x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr, position_ptr,
     quantizer_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr,
-    rows, period, groups, biased, eps,
+    rows, period, groups, biased, eps, tile,
     D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, PDL: tl.constexpr,
-    ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    RETRY: tl.constexpr, ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y, the LayerNorm of x or of the sum with the residual. A program has a tile of whole rows.
-
-    Numbers:
-        period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
-        biased: 1 to add ``total_bias``, 0 if ``total_bias`` is a placeholder that is not read. If
-            ``total_bias`` is None, ``biased`` has no effect.
-
-    Constants:
-        X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
-        ONE_ROW: True if each thread has elements of only one row.
-        WIDE: True if the warps divide each row among them. False if each warp has whole rows.
-    """
+    """Computes a tile of whole rows of y. Numbers and constants are those of ``_rows_kernel``."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    first = tl.cast(tile, tl.int64) * ROWS
     r = tile_row(WIDE, LANES, WARPS)
     c = tile_column(WIDE, WARPS, STEPS, BLOCK)
     is_row = r < tl.minimum(rows - first, ROWS).to(tl.int32)
@@ -185,7 +181,7 @@ def _rows_kernel(
     if (added_ptr is not None) or (position_ptr is not None):
         group_row = (first.to(tl.int32) + r) // period % groups * D
     if PDL:
-        gdc_wait()
+        wait_before_retry(quantizer_ptr)
     x, kept = _read(
         x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_row + c, residual_row + c, group_row + c, c, mask
     )
@@ -221,7 +217,7 @@ def _rows_kernel(
     if position_ptr is not None:
         y += tl.load(position_ptr + (group_row + c), mask=mask, other=0.0).to(tl.float32)
     if quantizer_ptr is not None:
-        y = in_e4m3_range(y, mask, quantizer_ptr)
+        y = in_e4m3_range(y, mask, quantizer_ptr, RETRY)
         out += start_of_e4m3()
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
     if centre_ptr is not None:
@@ -231,6 +227,49 @@ def _rows_kernel(
             mask=is_row,
         )
         tl.store(rstd_ptr + first + r, rstd, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["rows", "period", "groups", "biased", "eps"])
+def _rows_kernel(
+    x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr, position_ptr,
+    quantizer_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr,
+    rows, period, groups, biased, eps,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, PDL: tl.constexpr,
+    RETRY: tl.constexpr, ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Computes y, the LayerNorm of x or of the sum with the residual. A program has a tile of whole rows.
+
+    Numbers:
+        period, groups: row i uses row ``i // period % groups`` of ``added`` and of ``position``.
+        biased: 1 to add ``total_bias``, 0 if ``total_bias`` is a placeholder that is not read. If
+            ``total_bias`` is None, ``biased`` has no effect.
+
+    Constants:
+        X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
+        ONE_ROW: True if each thread has elements of only one row.
+        WIDE: True if the warps divide each row among them. False if each warp has whole rows.
+    """
+    if RETRY:
+        if PDL:
+            gdc_wait()
+        if begin_retry(quantizer_ptr):
+            tiles = tl.cdiv(rows, LANES if WIDE else LANES * WARPS)
+            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                _rows_tile(
+                    x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr,
+                    position_ptr, quantizer_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr,
+                    rows, period, groups, biased, eps, tile,
+                    D, X_STRIDE, RESIDUAL_STRIDE, False, True, ONE_ROW, WIDE, LANES, WARPS, STEPS, BLOCK,
+                )  # fmt: skip
+            end_retry(quantizer_ptr)
+    else:
+        _rows_tile(
+            x_ptr, residual_ptr, add_bias_ptr, added_ptr, total_bias_ptr, weight_ptr, bias_ptr, position_ptr,
+            quantizer_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr,
+            rows, period, groups, biased, eps, tl.program_id(0),
+            D, X_STRIDE, RESIDUAL_STRIDE, PDL, False, ONE_ROW, WIDE, LANES, WARPS, STEPS, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
@@ -336,11 +375,42 @@ def _merge_chunks_kernel(
     tl.store(rstd_ptr + row, inverse_deviation(m2 / elements, eps))
 
 
+@triton.jit
+def _normalise_tile(
+    x_ptr, weight_ptr, bias_ptr, quantizer_ptr, centre_ptr, rstd_ptr, y_ptr,
+    rows, d_parts, x_parts, tile,
+    AHEAD: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Computes one block of one row of y. Numbers and constants are those of ``_normalise_kernel``."""
+    # Programs with neighboring numbers have the same columns of different rows, and run at the same time. So
+    # weight and bias of these columns are read from memory only once.
+    row = (tile % rows).to(tl.int64)
+    c = (tile // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    D = d_parts.to(tl.int64) * VECTOR
+    mask = c < D
+    x_row = x_ptr + row * x_parts * VECTOR
+    if PDL and not AHEAD:
+        gdc_wait()
+    x = load_ahead(x_row + c, mask, AHEAD)
+    first = load_ahead(x_row, None, AHEAD)
+    if PDL and AHEAD:
+        gdc_wait()
+    if PDL and quantizer_ptr is not None:  # the retry follows
+        gdc_launch_dependents()
+    scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
+    first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))
+    y = (x.to(tl.float32) - first - rest) * tl.load(rstd_ptr + row)
+    y = y * scale + offset
+    if quantizer_ptr is not None:
+        y = in_e4m3_range(y, mask, quantizer_ptr, RETRY)
+    tl.store(y_ptr + row * D + c, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows", "d_parts", "x_parts"])
 def _normalise_kernel(
     x_ptr, weight_ptr, bias_ptr, quantizer_ptr, centre_ptr, rstd_ptr, y_ptr,
     rows, d_parts, x_parts,
-    AHEAD: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes y = (x - mean) * rstd * weight + bias. A program computes one block of one row.
 
@@ -349,23 +419,19 @@ def _normalise_kernel(
     before ``gdc_wait``. This is possible only without a residual: then no kernel of this call writes x, and
     ``_chunk_kernel`` has waited for it.
     """
-    # Programs with neighboring numbers have the same columns of different rows, and run at the same time. So
-    # weight and bias of these columns are read from memory only once.
-    row = (tl.program_id(0) % rows).to(tl.int64)
-    c = (tl.program_id(0) // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    D = d_parts.to(tl.int64) * VECTOR
-    mask = c < D
-    x_row = x_ptr + row * x_parts * VECTOR
-    if PDL and not AHEAD:
-        gdc_wait()
-    x = load_ahead(x_row + c, mask, AHEAD)
-    first = load_ahead(x_row, None, AHEAD)
-    if AHEAD:
-        gdc_wait()
-    scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
-    first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))
-    y = (x.to(tl.float32) - first - rest) * tl.load(rstd_ptr + row)
-    y = y * scale + offset
-    if quantizer_ptr is not None:
-        y = in_e4m3_range(y, mask, quantizer_ptr)
-    tl.store(y_ptr + row * D + c, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if RETRY:
+        if PDL:
+            gdc_wait()
+        if begin_retry(quantizer_ptr):
+            tiles = rows * tl.cdiv(d_parts * VECTOR, BLOCK)
+            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                _normalise_tile(
+                    x_ptr, weight_ptr, bias_ptr, quantizer_ptr, centre_ptr, rstd_ptr, y_ptr,
+                    rows, d_parts, x_parts, tile, False, False, True, VECTOR, BLOCK,
+                )  # fmt: skip
+            end_retry(quantizer_ptr)
+    else:
+        _normalise_tile(
+            x_ptr, weight_ptr, bias_ptr, quantizer_ptr, centre_ptr, rstd_ptr, y_ptr,
+            rows, d_parts, x_parts, tl.program_id(0), AHEAD, PDL, False, VECTOR, BLOCK,
+        )  # fmt: skip

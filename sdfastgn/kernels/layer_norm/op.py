@@ -42,7 +42,7 @@ from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 
 # Annotation of arguments with one value for each column: weight, bias, add_bias and total_bias.
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
-_Quantizer = Annotated[Tensor | None, Operand("(4,)")]
+_Quantizer = Annotated[Tensor | None, Operand("(8,)")]
 
 
 class LayerNormCall(NamedTuple):
@@ -309,7 +309,7 @@ def layer_norm(
         x: (..., D), at least rank 1.
         weight, bias: (D,) or None, independently of each other.
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
-        quantizer: (4,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
+        quantizer: (8,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
             gradients.
 
     Shapes: the output has the shape of x.
@@ -360,7 +360,7 @@ def add_layer_norm(
         add_bias: (D,) or None. For example, the bias of the linear layer that computed x.
         total_bias: (D,) or None. It is added to the returned sum, but not to the sum that is normalized. For
             example, the bias of a later layer whose output will be added to the returned sum.
-        quantizer: (4,) fp32 (``common/e4m3.py``), or None. With it y is in E4M3, and has no gradients.
+        quantizer: (8,) fp32 (``common/e4m3.py``), or None. With it y is in E4M3, and has no gradients.
 
     Returns:
         (y, total). y is the LayerNorm of the sum, which is first rounded to the dtype of x. total is the

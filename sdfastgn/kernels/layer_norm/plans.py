@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.e4m3 import E4M3
+from sdfastgn.kernels.common.e4m3 import E4M3, launches_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, tile_constants, vector_width
@@ -28,12 +28,12 @@ _MERGE_PER_WARP = 128
 class LayerNormPlan:
     """The launches for calls with equal shapes, strides, dtypes, device, eps and dtype of y.
 
-    If rows fit into registers, ``rows`` runs. Otherwise ``chunk``, ``merge`` and ``normalise`` run.
-    ``partials``: number of fp32 values that ``chunk`` writes and ``merge`` reads. ``row_count``: number of
-    rows of x.
+    If rows fit into registers, ``rows`` runs. Otherwise ``chunk``, ``merge`` and ``normalise`` run. ``retry``
+    follows if there is a quantizer (``common/e4m3.py``). ``partials``: number of fp32 values that ``chunk``
+    writes and ``merge`` reads. ``row_count``: number of rows of x.
     """
 
-    __slots__ = ("chunk", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
+    __slots__ = ("chunk", "is_contiguous", "merge", "normalise", "partials", "retry", "row_count", "rows")
 
     def __init__(self, call: LayerNormCall | AddCall) -> None:
         x, residual = call.x, call.residual
@@ -48,11 +48,14 @@ class LayerNormPlan:
         if isinstance(config, ChunksConfig):
             self._plan_chunks(call, config, (x_stride, residual_stride), vector, pdl)
             return
-        self.rows = Launch(
-            kernels._rows_kernel, config.programs, config.num_warps, pdl=pdl,
-            rows=self.row_count, period=1, groups=1, biased=int(call.total_bias is not None), eps=call.eps,
-            D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
-            ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
+        self.rows, self.retry = (
+            Launch(
+                kernels._rows_kernel, count, config.num_warps, pdl=pdl, RETRY=retries,
+                rows=self.row_count, period=1, groups=1, biased=int(call.total_bias is not None),
+                eps=call.eps, D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
+                ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
+            )
+            for count, retries in launches_of(config.programs)
         )  # fmt: skip
 
     def _plan_chunks(
@@ -63,7 +66,7 @@ class LayerNormPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """Make the launches ``chunk``, ``merge`` and ``normalise``.
+        """Make the launches ``chunk``, ``merge``, ``normalise`` and ``retry``.
 
         ``strides``: elements between the starts of rows, in x and in residual.
         """
@@ -87,10 +90,14 @@ class LayerNormPlan:
             chunks=config.chunks, length=config.length, D=D, plane=count, eps=call.eps,
             EXACT=exact, BLOCK=block,
         )  # fmt: skip
-        self.normalise = Launch(
-            kernels._normalise_kernel, self.row_count * ceil_div(D, config.block), config.num_warps, pdl=pdl,
-            rows=self.row_count, d_parts=d_parts, x_parts=x_parts if is_complete else d_parts,
-            AHEAD=is_complete and gpu.reads_ahead(call.x.device), **tile,
+        reads_ahead = is_complete and gpu.reads_ahead(call.x.device)
+        self.normalise, self.retry = (
+            Launch(
+                kernels._normalise_kernel, programs, config.num_warps, pdl=pdl, RETRY=retries,
+                rows=self.row_count, d_parts=d_parts, x_parts=x_parts if is_complete else d_parts,
+                AHEAD=reads_ahead and not retries, **tile,
+            )
+            for programs, retries in launches_of(self.row_count * ceil_div(D, config.block))
         )  # fmt: skip
 
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
@@ -128,7 +135,11 @@ class LayerNormPlan:
             # compiled kernel, if they have a weight.
             bias = call.weight if total is not None and call.total_bias is None else call.total_bias
             summed = (call.x, call.residual, call.add_bias, None, bias)
-            self.rows(stream, *summed, call.weight, call.bias, None, call.quantizer, total, y, centre, rstd)
+            operands = (call.weight, call.bias, None, call.quantizer)
+            self.rows(stream, *summed, *operands, total, y, centre, rstd)
+            if call.quantizer is not None:
+                # The sum is stored already.
+                self.retry(stream, *summed[:-1], None, *operands, None, y, None, None)
         return y if total is None else (y, total)
 
     def _launch_chunks(
@@ -140,7 +151,7 @@ class LayerNormPlan:
         centre: Tensor | None,
         rstd: Tensor | None,
     ) -> None:
-        """Launch ``chunk``, ``merge`` and ``normalise``.
+        """Launch ``chunk``, ``merge`` and ``normalise``, and ``retry`` with a quantizer.
 
         The kernels fill y, and also ``total``, ``centre`` and ``rstd``, unless these are None.
         """
@@ -154,7 +165,10 @@ class LayerNormPlan:
         self.chunk(stream, x, call.residual, call.add_bias, call.total_bias, total, kept, partials)
         self.merge(stream, partials, centre, rstd)
         affine = call.weight, call.bias, call.quantizer
-        self.normalise(stream, x if total is None else total, *affine, centre, rstd, y)
+        operands = (x if total is None else total, *affine, centre, rstd, y)
+        self.normalise(stream, *operands)
+        if call.quantizer is not None:
+            self.retry(stream, *operands)
 
 
 def rows_constants(config: RowsConfig) -> dict[str, Any]:

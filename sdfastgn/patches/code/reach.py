@@ -11,6 +11,7 @@ import functools
 import operator
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -41,7 +42,10 @@ _OPERATORS = frozenset(
 )
 # A dict with more entries is no table of functions.
 _MAX_TABLE = 64
-_BUILTIN = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, type)
+# Types of most attributes of modules. They have no ``__call__``.
+_BUILTIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, type, OrderedDict)
+)
 
 
 class Entry(NamedTuple):

@@ -29,7 +29,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdfastgn.kernels.common import private
-from sdfastgn.patches.core.fp8_counts import Counts
 from sdfastgn.patches.core.fp8_product import Product, ProductCall, Products
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.merged_adapters import is_merged, is_wrapper, wrapped_layer
@@ -40,7 +39,7 @@ __all__ = [
     "Kept",
     "allow",
     "compare",
-    "counts_of_graph",
+    "copy_counts",
     "device_reason",
     "forget",
     "forget_all",
@@ -56,7 +55,6 @@ __all__ = [
     "product_of",
     "reason_now",
     "refresh",
-    "saturated",
     "state_of",
 ]
 
@@ -92,7 +90,8 @@ class Fp8:
         adapted: number of products that run in the model's dtype because a layer has LoRA adapters that are
             not merged.
         error: the largest error of the products that run in E4M3; NaN if there is none.
-        beyond: number of values so far that were beyond the range of E4M3. The calls that had them ran again.
+        beyond: number of values so far that were beyond the range of their scales. They were written with
+            larger scales.
         bytes: size of the weights in E4M3.
         offloading: what moves the weights in each call, so that no product runs in E4M3 or learns; empty if
             nothing does.
@@ -165,6 +164,8 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
     for owner, weights in found:
         if not _has(owner, weights):
             _products[owner] = Product(weights)
+    if model in _models:
+        own.counts.beyond = _models[model].beyond()
     own.begin([_products[m] for m in model.modules() if m in _products])
     _set(model, own, [owner for owner, _ in found])
 
@@ -336,7 +337,7 @@ def has_same_contents(model: nn.Module) -> bool:
 
 
 def is_outdated(model: nn.Module) -> bool:
-    """True if graphs of ``model`` would read old weights, scales or counters, so that ``refresh`` must run.
+    """True if graphs of ``model`` would read old weights or scales, so that ``refresh`` must run.
 
     Weights are old if they were written to, or quantized, since the last ``refresh``.
     """
@@ -349,21 +350,15 @@ def refresh(model: nn.Module) -> None:
     _models[model].refresh()
 
 
-def counts_of_graph(model: nn.Module) -> Counts | None:
-    """The counts that a new graph of ``model`` copies to the CPU; None if ``model`` has no products."""
-    own = _models.get(model)
-    return None if own is None else Counts(own.quantizers, weakref.ref(own))
+def copy_counts(model: nn.Module) -> None:
+    """Call this after a graph of ``model`` was started. Later calls learn from what the graph has counted.
 
-
-def saturated(model: nn.Module) -> bool:
-    """True if the graph of ``model`` that was just started has values beyond the range: its result is wrong.
-
-    Then run the call again without a graph. If ``model`` has products in E4M3, this waits until the graph's
-    last kernel that writes E4M3 has run.
+    Nothing waits for the graph.
     """
     own = _models.get(model)
     # With gradients products run in the model's dtype.
-    return own is not None and not torch.is_grad_enabled() and own.saturated()
+    if own is not None and not torch.is_grad_enabled():
+        own.copy_counts()
 
 
 def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
@@ -377,8 +372,8 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
             adapted = {id(wrapped_layer(module).weight) for module in wrappers}
             found = {n: _products[m] for n, m in model.named_modules() if m in _products}
             own = _models[model]
-            described = _described(name or type(model).__name__, found, adapted)
-            described = replace(described, beyond=described.beyond + own.uncollected())
+            beyond = own.beyond()  # first, because scales may grow
+            described = _described(name or type(model).__name__, found, adapted, beyond)
             offloading = own.offloading()
             if offloading:
                 described = replace(
@@ -387,7 +382,7 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
             yield described
 
 
-def _described(path: str, products: dict[str, Product], adapted: set[int]) -> Fp8:
+def _described(path: str, products: dict[str, Product], adapted: set[int], beyond: int) -> Fp8:
     """``products``: by the names of their owners. ``adapted``: ids of weights with unmerged adapters."""
     plain = {name: product for name, product in products.items() if not product.is_any_of(adapted)}
     on = [product for product in plain.values() if product.is_on]
@@ -406,6 +401,6 @@ def _described(path: str, products: dict[str, Product], adapted: set[int]) -> Fp
         again=sum(product.again > 0 for product in products.values()),
         adapted=len(products) - len(plain),
         error=max((product.error for product in on), default=math.nan),
-        beyond=sum(product.beyond for product in products.values()),
+        beyond=beyond,
         bytes=sum(product.nbytes for product in products.values()),
     )

@@ -1,115 +1,84 @@
-"""The counts of values beyond the range of E4M3, read while the GPU still runs the graph that counts.
+"""What calls have counted beyond the range of E4M3, on the CPU, which does not wait for it.
 
-The counts of a replay must be read before its result is used. They are final when the last kernel that writes
-E4M3 has run. Other kernels follow it: SDXL's last up block, for example, has no products. So the graph has a
-second branch, which begins after that kernel and copies the counts into memory of the CPU. The CPU waits for
-this copy, and not for the end of the graph. So the CPU's work for the next call begins earlier.
+The result of such a call is right: on the GPU its values were written again with a larger scale
+(``kernels/common/e4m3.py``). The CPU only makes the larger scale the learned one, and it may do so later. So
+a copy to the CPU is started after a call, and a later call reads it if it has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.e4m3 import BEYOND
+from sdfastgn.kernels.common.e4m3 import TOTAL
 
 if TYPE_CHECKING:
-    from sdfastgn.patches.core.fp8_product import Products
+    from sdfastgn.patches.core.fp8_product import Product
 
-__all__ = ["Counts", "note_written"]
-
-# Stands for a count that the replay has not copied yet.
-_UNKNOWN = -1.0
-# The counts of the graph that is being captured in this thread; None outside of a capture.
-_captured: ContextVar[Counts | None] = ContextVar("sdfastgn_captured_counts", default=None)
-# Memory and events into which a replay may still write although its graph was freed.
-_abandoned: list[tuple[Tensor, torch.cuda.Event | None]] = []
-
-
-def note_written() -> None:
-    """In a capture, call this after each kernel that writes E4M3."""
-    counts = _captured.get()
-    if counts is not None:
-        counts.note()
+__all__ = ["Counts"]
 
 
 class Counts:
-    """The counts that one graph copies to the CPU in each replay.
+    """The quantizers that calls of one model have used, and their copies on the CPU.
 
-    Args:
-        quantizers: the quantizers that the graph reads, (products, 4).
-        model: returns the ``Products`` of the graph's model; None if they were freed.
+    Attributes:
+        beyond: number of values beyond the range in the copies of ``copy_noted`` that have arrived.
     """
 
-    def __init__(self, quantizers: Tensor, model: Callable[[], Products | None]) -> None:
-        self._is_pending = self._is_used = False
-        self._quantizers, self._model = quantizers, model
-        is_gpu, device = quantizers.is_cuda, quantizers.device
-        with torch.inference_mode(False):
-            self._copy = torch.zeros(quantizers.shape, dtype=torch.float32, device="cpu", pin_memory=is_gpu)
-        # No work runs in this stream. It only makes the branch in a capture.
-        self._branch = torch.cuda.Stream(device, priority=-1) if is_gpu else None
-        self._written = torch.cuda.Event() if is_gpu else None
-        # "external" makes each replay record the event.
-        self._copied = torch.cuda.Event(external=True) if is_gpu else None
+    def __init__(self) -> None:
+        self.beyond = 0
+        # The product, quantizer and stream of each kernel that wrote E4M3 outside of a graph.
+        self._written: list[tuple[Product, Tensor, torch.cuda.Stream | None]] = []
+        # The products, their quantizers on the CPU, the end of the copy, and True for ``copy_noted``. None if
+        # no copy is under way.
+        self._copying: tuple[Sequence[Product], Tensor, torch.cuda.Event | None, bool] | None = None
 
-    def __del__(self) -> None:
-        if self._is_pending:
-            _abandoned.append((self._copy, self._copied))
+    def note(self, product: Product, quantizer: Tensor) -> None:
+        """Call this after a kernel that wrote E4M3 with ``quantizer``, which no other call uses."""
+        self._written.append((product, quantizer, _stream_of(quantizer)))
 
-    def captured(self, run: Callable[[], Any]) -> Any:
-        """Returns ``run()``. Call this in a capture: it adds the copy of the counts to the graph."""
-        token = _captured.set(self)
-        try:
-            output = run()
-        finally:
-            _captured.reset(token)
-        if self._is_used:
-            self._add_copy()
-        return output
+    def copy_noted(self) -> None:
+        """Start to copy the quantizers of ``note`` that were used in the current stream."""
+        noted, self._written = self._written, []
+        # Work in another stream may not be done yet.
+        own = [(product, tensor) for product, tensor, stream in noted if stream == _stream_of(tensor)]
+        if own:
+            products, quantizers = zip(*own, strict=True)
+            self.copy(products, torch.stack(quantizers), is_noted=True)
 
-    def note(self) -> None:
-        self._is_used = True
-        if self._written is not None:
-            self._written.record(torch.cuda.current_stream(self._quantizers.device))
-
-    def _add_copy(self) -> None:
+    def copy(self, products: Sequence[Product], quantizers: Tensor, *, is_noted: bool = False) -> None:
+        """Start to copy ``quantizers``, one row for each product. Does nothing if a copy is under way."""
+        if self._copying is not None:
+            return
         with torch.inference_mode(False), torch.no_grad():
-            if self._branch is None:
-                self._copy.copy_(self._quantizers)
-                return
-            # The branch waits for the last kernel that was noted, and not for the kernels after it.
-            self._branch.wait_event(self._written)  # type: ignore[arg-type]
-            with torch.cuda.stream(self._branch):
-                self._copy.copy_(self._quantizers, non_blocking=True)
-                self._copied.record(self._branch)  # type: ignore[union-attr]
-            torch.cuda.current_stream(self._quantizers.device).wait_stream(self._branch)
+            # To memory from which the GPU can copy while the CPU works on.
+            found = quantizers.to("cpu", non_blocking=True, copy=True)
+        stream = _stream_of(quantizers)
+        self._copying = products, found, None if stream is None else stream.record_event(), is_noted
 
-    def begin(self, wait: Callable[[], None]) -> None:
-        """Call this before each replay. ``wait``: waits for the end of all replays."""
-        model = self._model()
-        if model is not None:
-            model.replayed = self
-        if self._is_pending:  # nobody has read the counts of the last replay, which may still run
-            wait()
-        self._is_pending = self._is_used
-        self._copy.fill_(_UNKNOWN)
+    def arrived(self, *, waits: bool = False) -> list[tuple[Product, list[float]]]:
+        """Each product of the last copy that has counted, and its quantizer's numbers.
 
-    def read(self) -> list[float]:
-        """The count of each product after the last replay; empty if the graph has no products.
-
-        Waits until the counts are final. The replay must be in the current stream.
+        Empty if the copy has not arrived. Each copy is returned once. ``waits``: True to wait for it.
         """
-        if not self._is_used:
+        copying = self._copying  # another thread may read it too
+        if copying is None:
             return []
-        if self._copied is not None:
-            self._copied.synchronize()
-        counts = self._copy[:, BEYOND].tolist()
-        if _UNKNOWN in counts:  # the CPU has not waited for the copy, so it waits for the whole graph
-            counts = self._quantizers[:, BEYOND].tolist()
-        self._is_pending = False
-        return counts
+        products, found, end, is_noted = copying
+        if end is not None:
+            if waits:
+                end.synchronize()
+            elif not end.query():
+                return []
+        self._copying = None
+        if is_noted:
+            self.beyond += int(found[:, TOTAL].sum().item())
+        return [(products[i], found[i].tolist()) for i in found[:, TOTAL].nonzero().flatten().tolist()]
+
+
+def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The current stream of the device of ``tensor``; None on the CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

@@ -12,17 +12,17 @@ on. If memory runs out in the last call, the copy is freed, and the next call wi
 
 While products learn, the model runs without CUDA graphs.
 
-Later inputs may have values beyond the range of E4M3. No result is computed with such values. In a call
-without a graph (``ProductCall``), the kernel before the product writes the input again, in the model's dtype,
-and the product *learns again* from it: its scale grows to cover the old and the new values. After each start
-of a graph, the counters of all products are read (``Products.saturated``), as soon as they are final
-(``fp8_counts.py``). If one has counted, the call runs again without a graph. Graphs read the scales from
-memory, so they get the new ones without a new capture.
+Later inputs may have values beyond the range of E4M3. The kernel that writes them then uses a larger scale
+for this call (``kernels/common/e4m3.py``), with a graph or without. So each result is right, and the CPU
+waits for nothing. One of the next calls learns of it (``fp8_counts.py``), and the product *learns again*: its
+scale grows to cover the old and the new values. Graphs read the scales from memory, so they get the new ones
+without a new capture.
 
-A scale grows by powers of two: then all values but the smallest are rounded as before. A product that learns
-again too often, or whose error becomes too large, is *suspended*: it runs in the model's dtype. When weights
-of the model change, for instance because of other adapters, inputs may be small again. Then suspended
-products run in E4M3 again, and a scale that has grown very much (``MOST_KEPT``) becomes the first one.
+A scale grows by powers of two: then all values but the smallest are rounded as before. If it has grown much
+(``MOST_KEPT``), the next call runs without a graph, and compares the product with fp32 once more. A product
+that learns again too often, or whose error is too large then, is *suspended*: it runs in the model's dtype.
+When weights of the model change, for instance because of other adapters, inputs may be small again. Then
+suspended products run in E4M3 again, and a scale that has grown much becomes the first one.
 
 The model's parameters are never changed. If a weight is written to or replaced, it is quantized again, into
 the same memory: by the next call without a graph, or before the next graph. PyTorch does not count all
@@ -44,12 +44,22 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.compile_ahead import rehearsal
-from sdfastgn.kernels.common.e4m3 import AMAX, BEYOND, E4M3, INVERSE, LARGEST, SCALE, quantized
+from sdfastgn.kernels.common.e4m3 import (
+    E4M3,
+    INVERSE,
+    LARGEST,
+    LEARNED,
+    MOST,
+    NUMBERS,
+    SCALE,
+    TOTAL,
+    quantized,
+)
 from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
 from sdfastgn.kernels.product.op import linear as in_model_dtype
 from sdfastgn.patches.core.class_forward import accelerate_hooks
 from sdfastgn.patches.core.contents import Calls, Contents
-from sdfastgn.patches.core.fp8_counts import Counts, note_written
+from sdfastgn.patches.core.fp8_counts import Counts
 from sdfastgn.patches.core.merged_weights import is_merged_weight, wait_for, written_now
 
 __all__ = ["Product", "ProductCall", "Products", "linear", "written"]
@@ -69,8 +79,9 @@ MOST_AGAIN = 4
 # A product that was suspended this often stays in the model's dtype for good. Each suspension and each end of
 # one needs new captures.
 MOST_SUSPENSIONS = 3
-# A scale that has grown by at most this factor stays when weights change. At a factor of 16 the relative
-# error of random numbers with a wide distribution was 0.040 instead of 0.037, at 64 it was 0.056.
+# A scale that has grown by at most this factor stays when weights change, and the error is not measured
+# again. At a factor of 16 the relative error of random numbers with a wide distribution was 0.040 instead of
+# 0.037, at 64 it was 0.056.
 MOST_KEPT = 16
 # The error is measured with at most this many rows of the input, because large images have more.
 _ROWS = 4096
@@ -78,8 +89,8 @@ _ROWS = 4096
 _LEAST = 1e-12
 # Why a model runs without CUDA graphs while its products learn.
 REASON = "the scales of its FP8 products are not known yet"
-# Why a call runs again without a graph.
-BEYOND_REASON = "values were beyond the range of FP8"
+# Why a call runs without a graph after a scale has grown much.
+COMPARE_REASON = "scales of its FP8 products have grown, and are compared with fp32"
 
 
 class Products:
@@ -88,11 +99,11 @@ class Products:
     Attributes:
         calls: number of calls of the model so far in which products learned.
         products: the products.
-        quantizers: the quantizers that graphs read, (products, 4). ``refresh`` writes them.
+        quantizers: the quantizers that graphs use, (products, ``NUMBERS``). ``refresh`` writes the scales.
         writes: counts how often weights were quantized again.
         replaced: counts how often a product that is on got other weights, such as merged ones, or freed its
             copy.
-        replayed: the counts of the graph that was started last; None after ``saturated`` has read them.
+        counts: what calls have counted beyond the range.
 
     Args:
         hooked: the modules to search for hooks that move weights in each call. If any module of the model has
@@ -101,13 +112,13 @@ class Products:
 
     def __init__(self, hooked: Sequence[nn.Module]) -> None:
         self.calls = self.replaced = self.writes = 0
-        self.replayed: Counts | None = None
+        self.counts = Counts()
         self._hooked = tuple(map(weakref.ref, hooked))
         self._was_offloaded = False
         self.products: list[Product] = []
-        self.quantizers = torch.empty(0, 4)
+        self.quantizers = torch.empty(0, NUMBERS)
         self._is_stale = False  # True if ``quantizers`` must be written
-        self._is_counted = False  # True if the products know the counts in ``quantizers``
+        self._compares = False  # True if the next call must run without a graph
         self._began = Calls()
         self._contents: Contents | None = None
         self._weights: list[Tensor] | None = None
@@ -116,10 +127,11 @@ class Products:
 
     def begin(self, products: list[Product]) -> None:
         """Set the products. No graph reads their quantizers yet."""
+        self.counts.beyond = self.beyond()
         self.products = products
         with torch.inference_mode(False), torch.no_grad():
             device = products[0].quantizer.device if products else None
-            self.quantizers = torch.zeros(len(products), 4, dtype=torch.float32, device=device)
+            self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
                 product.touch()  # this object does not know of which contents a former copy was made
@@ -144,6 +156,10 @@ class Products:
         if self.calls < 2 * CALLS:
             self.calls += 1
             return REASON
+        self.follow_counts()
+        if self._compares:
+            self._compares = False
+            return COMPARE_REASON
         return None
 
     def changed(self, *, is_replaced: bool) -> None:
@@ -164,6 +180,8 @@ class Products:
         """Call this before ``product`` runs. If a call of the model begins with it, compare contents."""
         if self._began.begins(product) and not _is_capturing():
             self.compare()
+            self.follow_counts()
+            self.counts.copy_noted()
 
     def compare(self) -> None:
         """If other code has written into weights, their copies are outdated from now on."""
@@ -239,33 +257,35 @@ class Products:
             product.follow_weights()
         if self._is_stale:
             self._is_stale = False  # first, because another thread may change a scale now
-            self._is_counted = False
-            found = [product.quantizer.to(self.quantizers.device) for product in self.products]
-            torch.stack(found, out=self.quantizers)
+            found = torch.stack([product.quantizer.to(self.quantizers.device) for product in self.products])
+            self.quantizers[:, : INVERSE + 1].copy_(found[:, : INVERSE + 1])
+            self.quantizers[:, MOST].zero_()
         self._versions = self._versions_now()
 
-    def saturated(self) -> bool:
-        """True if the graph that was just started has values beyond the range: its result is wrong.
+    def compare_scales(self) -> None:
+        """Products call this when their scale has grown much. The next call runs without a graph."""
+        self._compares = True
 
-        Waits until the counters are final. The products with such values learn again in the next call without
-        a graph. Call ``refresh`` before the graph, so that counters are 0.
+    def copy_counts(self) -> None:
+        """Call this after a graph was started. It starts a copy of the graph's counts to the CPU."""
+        self.counts.copy(self.products, self.quantizers)
+
+    def follow_counts(self, *, waits: bool = False) -> None:
+        """Let scales grow that did not cover the values of former calls, as far as the CPU knows them.
+
+        ``waits``: True to wait for what is being copied.
         """
-        replayed, self.replayed = self.replayed, None
-        counts = [] if replayed is None else replayed.read()
-        if not any(counts):
-            return False
-        for product, count in zip(self.products, counts, strict=True):
-            if count:
-                product.saturated(int(count))
-        self._is_stale = self._is_counted = True
-        return True
+        if not _is_capturing():
+            for product, numbers in self.counts.arrived(waits=waits):
+                product.follow_count(numbers)
 
-    def uncollected(self) -> int:
-        """Number of values beyond the range in graphs that ``saturated`` was not called for.
-
-        These are graphs that other code has captured.
-        """
-        return 0 if self._is_counted else int(self.quantizers[:, BEYOND].sum().item())
+    def beyond(self) -> int:
+        """Number of values beyond the range in all calls. Waits for the GPU. Scales may grow."""
+        self.follow_counts(waits=True)
+        for copy in (self.counts.copy_noted, self.copy_counts):
+            copy()
+            self.follow_counts(waits=True)
+        return self.counts.beyond + int(self.quantizers[:, TOTAL].sum().item())
 
     def _versions_now(self) -> list[int]:
         if self._weights is None:
@@ -278,14 +298,13 @@ class Product:
     nothing.
 
     Attributes:
-        quantizer: the quantizer for the input, (4,) fp32. It is never changed once the product has learned:
-            calls have copies, and a product that learns again gets another one.
+        quantizer: the quantizer for the input, (``NUMBERS``,) fp32. It is never changed once the product has
+            learned: calls have copies, and a product that learns again gets another one.
         is_on: True if the product runs in E4M3.
-        is_due: True if values were beyond the range, so that the product must learn again.
+        is_due: True if the scale has grown much, so that the product must be compared with fp32.
         is_growing: True if the product is suspended because it learned again too often.
         growth: the scale is the first one times this.
-        again: number of calls in which the product learned again.
-        beyond: number of values so far that were beyond the range.
+        again: how often the product learned again.
         is_short: True if memory ran out in the call that ends learning. The next call tries again.
         calls: number of calls in which the product learned.
         error: the relative error in E4M3 against fp32; NaN before it is known.
@@ -298,15 +317,16 @@ class Product:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.is_on, self.is_short, self.calls, self.error = False, False, 0, math.nan
         self.is_due = self.is_growing = self._is_suspended = False
-        self.again = self.beyond = self._writes = self._again_now = self._suspensions = 0
+        self.again = self._writes = self._again_now = self._suspensions = 0
         self.model: Callable[[], Products | None] = lambda: None
         self.weights = tuple(map(weakref.ref, weights))
         first = weights[0]
         self._shape = sum(map(len, weights)), first.shape[1]
         self.dtype, self.device = first.dtype, first.device
         with torch.inference_mode(False):
-            self.quantizer = torch.zeros(4, dtype=torch.float32, device=first.device)
+            self.quantizer = torch.zeros(NUMBERS, dtype=torch.float32, device=first.device)
         self._of_graphs = self.quantizer
+        self._learned = 0.0  # the first scale
         self.growth = 1
         # Growth of the scale -> quantizer. All are kept, because calls in other threads may read them.
         self._quantizers = {1: self.quantizer}
@@ -460,10 +480,31 @@ class Product:
         """Make the current stream wait until the weights in E4M3 are written."""
         wait_for(self._written, self.device)
 
-    def saturated(self, count: int) -> None:
-        """Record ``count`` values beyond the range. The product learns again as soon as it gets its input."""
-        self.beyond += count
-        self.is_due = True
+    def note(self, quantizer: Tensor) -> None:
+        """Record that a kernel outside of a graph has written the input with ``quantizer``."""
+        model = self.model()
+        if model is not None:
+            model.counts.note(self, quantizer)
+
+    def follow_count(self, numbers: Sequence[float]) -> None:
+        """If values were beyond the range, learn again: let the scale grow, so that it covers them.
+
+        ``numbers``: those of a quantizer, after a call.
+        """
+        is_present = numbers[LEARNED] == self._learned * self.growth  # another one was replaced meanwhile
+        if not (self.is_on and is_present and numbers[MOST] > LARGEST):
+            return
+        self._grow(self.growth * 2 ** math.ceil(math.log2(HEADROOM * numbers[MOST] / LARGEST)))
+        self.again += 1
+        self._again_now += 1
+        self.is_growing = self._again_now > MOST_AGAIN
+        if self.is_growing:
+            self._suspend()
+        elif self.growth > MOST_KEPT:
+            self.is_due = True
+            model = self.model()
+            if model is not None:
+                model.compare_scales()
 
     def follow_weights(self) -> None:
         """If weights of the model have changed, end a suspension, and undo a very large growth of the scale.
@@ -476,6 +517,7 @@ class Product:
         self._writes, self._again_now = model.writes, 0
         if self.growth > MOST_KEPT:
             self._grow(1)
+            self.is_due = False
         if self._is_suspended:
             self.is_on, self.is_growing, self._is_suspended = True, False, False
             self._changed(is_replaced=True)
@@ -495,7 +537,7 @@ class Product:
         if growth not in self._quantizers:
             with torch.inference_mode(False):
                 quantizer = self._quantizers[1].clone()
-            quantizer[SCALE] *= growth
+            quantizer[SCALE : LEARNED + 1] *= growth
             quantizer[INVERSE] /= growth
             self._written = written_now(self.device)
             self._quantizers[growth] = quantizer
@@ -504,26 +546,23 @@ class Product:
         if model is not None:
             model.scales_changed()
 
-    def learn(self, x: Tensor, weights: Sequence[Tensor], growth: int) -> None:
-        """Learn from an input x (..., depth) in the model's dtype, unless learning is over.
-
-        ``growth``: the growth of the scale when the call began.
-        """
-        # In a rehearsal some kernels do not run, so x may be uninitialized. A capture would learn again at
-        # each replay.
+    def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Learn from an input x (..., depth) in the model's dtype. If learning is over, compare if due."""
+        # In a rehearsal some kernels do not run, so x may be uninitialized. A capture would learn at each
+        # replay.
         if rehearsal.get() is not None or _is_capturing():
             return
         if self.has_learned:
             if self.is_on and self.is_due:
-                self._learn_again(x, weights, growth)
+                self._compare(x, weights)
             return
         model = self.model()
         if self.calls == 0 and model is not None and model.calls >= CALLS:
             # This layer was not called until now, for instance because of an adapter that is not merged.
             # The model runs without graphs once more.
             model.calls = 0
-        amax = self.quantizer[AMAX]
-        torch.maximum(amax, _largest(x), out=amax)
+        most = self.quantizer[MOST]
+        torch.maximum(most, _largest(x), out=most)
         if self.calls + 1 == CALLS:
             try:
                 self._finish(x, weights)
@@ -539,36 +578,27 @@ class Product:
 
     def _finish(self, x: Tensor, weights: Sequence[Tensor]) -> None:
         """Choose the scale, quantize the weights, and decide whether the product runs in E4M3."""
-        largest = self.quantizer[AMAX].item()
+        largest = self.quantizer[MOST].item()
         if not 0 < largest < math.inf:
             return
         scale = HEADROOM * largest / LARGEST
-        self.quantizer[SCALE], self.quantizer[INVERSE] = scale, 1 / scale
+        self.quantizer[SCALE : LEARNED + 1], self.quantizer[INVERSE] = scale, 1 / scale
+        self.quantizer[MOST] = 0
+        self._learned = self.quantizer[LEARNED].item()
         self._state, self._is_outdated = _state(weights), False
         self._write(weights)
         self.error = self._error(x, weights)
         self._of_graphs.copy_(self.quantizer)
         self.is_on = self.error <= MOST_ERROR
 
-    def _learn_again(self, x: Tensor, weights: Sequence[Tensor], growth: int) -> None:
-        """Let the scale grow, so that it covers x too. If the product keeps growing, or if its error is large
-        now, suspend it.
-        """
+    def _compare(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Compare the product with fp32 after its scale has grown much. Suspend it if its error is large."""
         self.is_due = False
-        largest = _largest(x).item()
-        if not 0 < largest < math.inf:  # the stock model would compute infinity or NaN here too
+        if not 0 < _largest(x).item() < math.inf:  # there is nothing to compare
             return
-        first = self._quantizers[1][SCALE].item()
-        needed = 2 ** math.ceil(math.log2(max(2 * growth, HEADROOM * largest / LARGEST / first)))
-        if needed <= self.growth:  # a call in another thread has just learned again
-            return
-        self._grow(needed)
         with contextlib.suppress(torch.OutOfMemoryError):  # the stock model would not fail here
             self.error = self._error(x, weights)
-        self.again += 1
-        self._again_now += 1
-        self.is_growing = self._again_now > MOST_AGAIN
-        if self.is_growing or self.error > MOST_ERROR:
+        if self.error > MOST_ERROR:
             self._suspend()
 
     def _error(self, x: Tensor, weights: Sequence[Tensor]) -> float:
@@ -591,32 +621,21 @@ class ProductCall:
             beyond the range. In a capture it is the one that graphs read.
     """
 
-    __slots__ = ("_growth", "product", "quantizer")
+    __slots__ = ("product", "quantizer")
 
     def __init__(self, product: Product, quantizer: Tensor | None) -> None:
-        self.product, self.quantizer, self._growth = product, quantizer, product.growth
+        self.product, self.quantizer = product, quantizer
 
     def written(self, kernel: Callable[..., _Written]) -> _Written:
-        """Returns ``kernel(quantizer=...)``, which writes the input. With None it writes the model's dtype.
-
-        If values are beyond the range, the kernel runs again with None. This check waits for the GPU. It is
-        left out in captures, and in rehearsals, where kernels may run on uninitialized memory.
-        """
+        """Returns ``kernel(quantizer=...)``, which writes the input, in the model's dtype with None."""
         found = kernel(quantizer=self.quantizer)
-        if self.quantizer is None or rehearsal.get() is not None:
-            return found
-        if _is_capturing():
-            note_written()
-            return found
-        beyond = self.quantizer[BEYOND].item()
-        if not beyond:
-            return found
-        del found
-        self.product.saturated(int(beyond))
-        return kernel(quantizer=None)
+        # In rehearsals kernels may run on uninitialized memory. Graphs have counts of their own.
+        if not (self.quantizer is None or rehearsal.get() is not None or _is_capturing()):
+            self.product.note(self.quantizer)
+        return found
 
     def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        self.product.learn(x, weights, self._growth)
+        self.product.learn(x, weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes the product of x (..., depth), which was written with ``quantizer``. There is no bias."""

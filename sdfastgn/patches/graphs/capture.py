@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,7 +19,6 @@ from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after, load_algorithms
-from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.merged_adapters import frozen
 from sdfastgn.patches.graphs.arguments import (
     Call,
@@ -135,9 +133,7 @@ class Graph:
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
     ) -> None:
-        self.counts = fp8.counts_of_graph(module)
-        captured = run if self.counts is None else partial(self.counts.captured, run)
-        self.buffers, self.handle = buffers, backend.capture(captured)
+        self.buffers, self.handle = buffers, backend.capture(run)
         self.output = static_copy(self.handle.output)
 
     @staticmethod
@@ -148,8 +144,6 @@ class Graph:
         """Replay the graph with the arguments of ``call``, and return a copy of its output."""
         with backend.ordered():
             call.fill(self.buffers)
-            if self.counts is not None:
-                self.counts.begin(backend.wait)
             self.handle.replay()
             return clone_of(self.output)
 

@@ -6,8 +6,7 @@ A call takes these steps, each in its own file:
 2. If ``store.py`` has a graph for the key, and all weights are still at the addresses that the graph reads,
    new scales of adapters, new values of factors (``factors.py``) and new FP8 weights are written into memory,
    and the graph is started. While the GPU runs it, ``watch.py`` compares the model with its state at the
-   capture. If the model has changed, the result is discarded and the graphs are dropped. If values were
-   beyond the range of FP8, the result is discarded too, and the call runs eagerly. ``code/states.py``
+   capture. If the model has changed, the result is discarded and the graphs are dropped. ``code/states.py``
    compares the code on which the call depends. If parts of it were replaced, the result is discarded, and
    another ``GraphedForward`` serves the call: there is one for each state of the code.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
@@ -30,11 +29,11 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import States, running
 from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import class_forward
-from sdfastgn.patches.core.fp8_product import BEYOND_REASON
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.merged_adapters import give_back, scaled
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
@@ -442,8 +441,7 @@ class GraphedForward(InstanceEntry):
             if output is None:
                 output = self._replay_or_capture(current)
             if output is not None:
-                if fp8.saturated(module):
-                    raise Unsupported(BEYOND_REASON)
+                fp8.copy_counts(module)
                 store.replayed(key, call)
                 scale.end(module)
                 return output
@@ -531,6 +529,7 @@ class GraphedForward(InstanceEntry):
             # ``undrawn`` checks that no random numbers are drawn. On a GPU a capture only records the kernels
             # that draw them, so the first replay must run inside of ``undrawn`` too.
             with (
+                without_collections(),
                 scaled(current.scale.in_forward),
                 undrawn(call.device, partial(run_on_copies, current.forward, call, backend)),
             ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import threading
 from collections import OrderedDict, defaultdict, deque
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from sdfastgn.plans.trace.refusals import is_tracing, refuse
 from sdfastgn.plans.trace.tensors import TracedTensor
 
-__all__ = ["ModuleState", "without_autocast_cache", "without_collections", "without_reading"]
+__all__ = ["ModuleState", "without_autocast_cache", "without_reading"]
 
 # ---- attributes of modules
 
@@ -198,15 +197,3 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Turns the garbage collector off. It would visit the growing graph again and again."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdfastgn.kernels.common import private
+from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.plans.trace import writes
 from sdfastgn.plans.trace.python_state import (
     ModuleState,
     without_autocast_cache,
-    without_collections,
     without_reading,
 )
 from sdfastgn.plans.trace.refusals import is_tracing, noted, reason_of, refuse

@@ -29,7 +29,7 @@ def test_products_learn_then_run_in_e4m3(launches):
     launches.clear()
     y = call(fused)
     written = [p["y_ptr"].dtype for name, _, p in launches if name in ("rows", "geglu")]
-    assert written == [E4M3] * 4
+    assert written == [E4M3] * 8  # the input of each product, and its retry
     exact = call(copy.deepcopy(stock).float())
     assert error(call(plain), exact) < 0.002 < error(y, exact) < 0.05
     assert y.dtype is torch.float16

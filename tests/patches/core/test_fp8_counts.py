@@ -1,141 +1,103 @@
-"""``Counts``: the values beyond the range of E4M3 in a replay, which are read before the graph ends."""
+"""``Counts``: what calls have counted beyond the range of E4M3 arrives on the CPU, which does not wait."""
 
-from functools import partial
+import threading
 
 import pytest
 import torch
 
-from sdfastgn.kernels.common.e4m3 import BEYOND, LARGEST
-from sdfastgn.patches.core import fp8_counts
-from sdfastgn.patches.core.fp8_counts import Counts, note_written
-from sdfastgn.patches.graphs.capture import backend_of
+from sdfastgn.kernels.common.e4m3 import MOST, NUMBERS, TOTAL
+from sdfastgn.patches.core.fp8_counts import Counts
 from tests.devices import DEVICES
-from tests.patches.graphs.tape import TapeBackend
 
 pytestmark = pytest.mark.fused_on_cpu
 
-PRODUCTS, SIZE = 3, 8
 # About 0.1 s on a GPU.
 CYCLES = 200_000_000
 
 
-class Replays:
-    """A graph that counts in each row of ``x``, and does ``work`` after each row and once more at its end.
-
-    ``is_inside``: True if the graph is captured in inference mode.
-    """
-
-    def __init__(self, device, work=lambda: None, *, is_inside=False):
-        self.x = torch.zeros(PRODUCTS, SIZE, device=device)
-        self.quantizers = torch.zeros(PRODUCTS, 4, device=device)
-        self._work, self.waits = work, 0
-        self.backend = TapeBackend() if device == "cpu" else backend_of(torch.device(device, 0))
-        self._forward()  # loads the kernels
-        with torch.inference_mode(is_inside):
-            self.counts = Counts(self.quantizers, lambda: None)
-            with self.backend.ordered():
-                self.handle = self.backend.capture(partial(self.counts.captured, self._forward))
-
-    def _forward(self):
-        with torch.inference_mode(False):
-            for row, quantizer in zip(self.x, self.quantizers, strict=True):
-                quantizer[BEYOND] += (row.abs() > LARGEST).sum()
-                note_written()
-                self._work()
-            self._work()
-
-    def wait(self):
-        self.waits += 1
-        self.backend.wait()
-
-    def start(self, *values):
-        """Start a replay. ``values``: one for each product."""
-        with self.backend.ordered():
-            self.x.copy_(torch.tensor(values)[:, None])
-            self.counts.begin(self.wait)
-            self.handle.replay()
+def quantizers(device, *totals):
+    found = torch.zeros(len(totals), NUMBERS, device=device)
+    found[:, TOTAL] = torch.tensor(totals, dtype=torch.float32)
+    found[:, MOST] = 2 * found[:, TOTAL]
+    return found
 
 
+def numbers(total):
+    return [2 * total if i == MOST else total if i == TOTAL else 0 for i in range(NUMBERS)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copy_arrives_once_and_without_what_comes_later(device):
+    counts, found = Counts(), quantizers(device, 0, 3, 0, 5)
+    counts.copy("abcd", found)
+    found.fill_(7)
+    assert counts.arrived(waits=True) == [("b", numbers(3)), ("d", numbers(5))]
+    assert counts.arrived(waits=True) == []
+    counts.copy("abcd", found)
+    assert len(counts.arrived(waits=True)) == 4
+    assert counts.beyond == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.parametrize("product", range(PRODUCTS))
-@pytest.mark.parametrize("device", DEVICES)
-def test_no_product_is_missed(device, product, is_inside):
-    """The first and the last product count, and so do those after a long kernel."""
-    work = (lambda: None) if device == "cpu" else partial(torch.cuda._sleep, CYCLES // 20)
-    graph = Replays(device, work, is_inside=is_inside)
-    values, expected = [LARGEST] * PRODUCTS, [0.0] * PRODUCTS
-    graph.start(*values)
-    assert graph.counts.read() == expected
-    values[product] *= 2
-    # The graph sets no counter to 0. So each replay has a count that no other has.
-    for replays in range(1, 4):
-        expected[product] = SIZE * replays
-        graph.start(*values)
-        assert graph.counts.read() == expected
-    assert graph.waits == 0
+def test_calls_without_graphs(is_inside, device):
+    counts = Counts()
+    with torch.inference_mode(is_inside):
+        for product, quantizer in zip("aba", quantizers(device, 2, 0, 4), strict=True):
+            counts.note(product, quantizer)
+        counts.copy_noted()
+        assert counts.arrived(waits=True) == [("a", numbers(2)), ("a", numbers(4))]
+        assert counts.beyond == 6
+        counts.copy_noted()
+        assert counts.arrived(waits=True) == []
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_comes_after_the_replay_is_not_read(device):
-    graph = Replays(device)
-    graph.start(2 * LARGEST, 0, 0)
-    graph.quantizers.zero_()
-    graph.backend.wait()
-    assert graph.counts.read() == [SIZE, 0, 0]
+def test_one_copy_at_a_time(device):
+    """The second begins after the first has been read."""
+    counts = Counts()
+    counts.copy("a", quantizers(device, 1))
+    counts.copy("b", quantizers(device, 2))
+    assert counts.arrived(waits=True) == [("a", numbers(1))]
+    assert counts.arrived(waits=True) == []
 
 
 @pytest.mark.gpu
-def test_the_counts_are_read_before_the_graph_ends():
-    graph = Replays("cuda", partial(torch.cuda._sleep, CYCLES))
+def test_the_cpu_does_not_wait():
+    counts, found = Counts(), quantizers("cuda", 3)
     end = torch.cuda.Event()
-    for replays in (1, 2):
-        graph.start(0, 0, 2 * LARGEST)
-        end.record()
-        assert graph.counts.read() == [0, 0, SIZE * replays]
-        assert not end.query()
-        end.synchronize()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    counts.copy("a", found)
+    end.record()
+    assert counts.arrived() == []
+    assert not end.query()
+    end.synchronize()
+    assert counts.arrived() == [("a", numbers(3))]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_replay_whose_counts_were_not_read(device):
-    """Its copy must not be taken for the copy of the next replay."""
-    graph = Replays(device)
-    graph.start(2 * LARGEST, 0, 0)
-    assert graph.waits == 0
-    graph.start(0, 0, 0)
-    assert graph.waits == 1
-    assert graph.counts.read() == [SIZE, 0, 0]
-    graph.start(0, 0, 0)
-    assert graph.waits == 1
+@pytest.mark.gpu
+def test_what_another_stream_may_still_compute_is_not_read():
+    counts = Counts()
+    counts.note("a", quantizers("cuda", 1)[0])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        counts.note("b", quantizers("cuda", 2)[0])
+        counts.copy_noted()
+        assert counts.arrived(waits=True) == [("b", numbers(2))]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_without_a_copy_the_counters_are_read(device):
-    graph = Replays(device)
-    graph.quantizers[1, BEYOND] = 5
-    graph.counts.begin(graph.wait)  # nothing is replayed
-    assert graph.counts.read() == [0, 5, 0]
+def test_threads():
+    counts = Counts()
 
+    def work():
+        for _ in range(200):
+            counts.note("a", quantizers("cpu", 1)[0])
+            counts.copy_noted()
+            counts.arrived(waits=True)
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_memory_into_which_a_replay_may_write_is_kept(device, monkeypatch):
-    monkeypatch.setattr(fp8_counts, "_abandoned", [])
-    read, unread = Replays(device), Replays(device)
-    for graph in (read, unread):
-        graph.start(0, 0, 0)
-    read.counts.read()
-    kept = unread.counts._copy
-    del read.counts, unread.counts, graph
-    unread.handle = read.handle = None
-    assert [copy.data_ptr() for copy, _ in fp8_counts._abandoned] == [kept.data_ptr()]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_graph_without_products_waits_for_nothing(device):
-    counts = Counts(torch.ones(PRODUCTS, 4, device=device), lambda: None)
-    assert counts.captured(lambda: 3) == 3
-    for _ in range(2):
-        counts.begin(lambda: pytest.fail("it waited"))
-    assert counts.read() == []
-    note_written()  # a capture of other code
-    assert counts.read() == []
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0 < counts.beyond <= 600

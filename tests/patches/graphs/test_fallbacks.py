@@ -472,16 +472,14 @@ def test_the_reason_to_leave_a_model_is_looked_for_once(monkeypatch):
     assert walks == [root]
 
 
-def test_a_result_with_values_beyond_the_range_of_fp8_is_dropped(monkeypatch):
+def test_a_call_that_compares_scales_of_fp8_runs_without_a_graph(monkeypatch):
     unet, stock, inputs = make()
     same_results(unet, stock, inputs, 3)
-    before = state(unet)
-    monkeypatch.setattr(fp8, "saturated", lambda model: model is unet)
-    with monkeypatch.context() as patch:  # the result of the replay is wrong
-        patch.setattr(capture.Graph, "run", lambda self, call, backend: (torch.zeros(1),))
-        same_results(unet, stock, inputs, 2)
-    assert state(unet).eager[fp8_product.BEYOND_REASON] == 2
-    assert (state(unet).replays, state(unet).alive) == (before.replays, 1)
-    monkeypatch.setattr(fp8, "saturated", lambda model: False)
-    same_results(unet, stock, inputs, 1)
+    before, copies = state(unet), []
+    reasons = [fp8_product.COMPARE_REASON, None]
+    monkeypatch.setattr(fp8, "reason_now", lambda model: reasons.pop(0))
+    monkeypatch.setattr(fp8, "copy_counts", copies.append)
+    same_results(unet, stock, inputs, 2)
+    assert state(unet).eager[fp8_product.COMPARE_REASON] == 1
     assert (state(unet).replays, state(unet).captured) == (before.replays + 1, before.captured)
+    assert copies == [unet]  # after the replay only

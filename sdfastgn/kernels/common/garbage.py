@@ -1,0 +1,25 @@
+"""Work that Python's garbage collector must not interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+__all__ = ["without_collections"]
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Turns the garbage collector off, in all threads.
+
+    A full collection in a process with a UNet of SDXL takes 0.2 to 0.8 s. Code that makes many objects starts
+    several of them, and each visits all objects again.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
