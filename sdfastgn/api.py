@@ -440,7 +440,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
             try:
                 for was in before:
                     # Without fusions, convolutions are faster as they are until there is a plan.
-                    waits = not was.findings and planning.gets_plans(was.component)
+                    waits = was.name in roots and not was.findings and planning.gets_plans(was.component)
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
