@@ -74,6 +74,11 @@ def of_the_page_on_ops(names, asked, printed):
     torch.testing.assert_close(names["tokens"].movedim(-1, 1).reshape(y.shape), expected)
 
 
+def of_the_page_on_plans(names, asked, printed):
+    [expected] = [b.code for b in BLOCKS if (b.page, b.language) == ("docs/plans.md", "text")]
+    assert expected in printed
+
+
 def for_the_kernel_hub(monkeypatch):
     """The build that the page loads. What it tells PyTorch's own class is gone after the test."""
     if getattr(importlib.util.find_spec("kernels"), "origin", None) is None:
@@ -100,10 +105,20 @@ def of_the_page_on_diffusers(names, asked, printed):
     assert names["get_kernel"].return_value.group_norm.call_count == 2 * len(blocks)
 
 
+def of_the_page_on_rules(names, asked, printed):
+    """What the page does not run is in the file that it names."""
+    blocks = [b for b in BLOCKS if b.page == "docs/writing-a-rule.md" and b.why_not]
+    assert len(blocks) == 4
+    for block in blocks:
+        text = (ROOT / block.why_not.removeprefix("it is in ")).read_text(encoding="utf-8")
+        assert " ".join(block.code.split()) in " ".join(text.split())
+
+
 # What a page needs before it runs.
 BEFORE = {
     "docs/hub-kernels.md": for_the_kernel_hub,
     "docs/other-models.md": run_fused_on_cpu,
+    "docs/plans.md": run_fused_on_cpu,
     "docs/upstream.md": for_the_page_on_diffusers,
 }
 # What a page shows beyond its own assertions.
@@ -112,7 +127,9 @@ CHECKS = {
     "docs/hub-kernels.md": of_the_page_on_the_kernel_hub,
     "docs/ops.md": of_the_page_on_ops,
     "docs/other-models.md": of_the_page_on_other_models,
+    "docs/plans.md": of_the_page_on_plans,
     "docs/upstream.md": of_the_page_on_diffusers,
+    "docs/writing-a-rule.md": of_the_page_on_rules,
 }
 
 

@@ -91,7 +91,7 @@ class _Planned:
         start = time.perf_counter()
         traced, outcome = trace_call(module, call)
         self.report.trace_s = time.perf_counter() - start
-        self._results = [dict(n.meta) for n in traced.graph.graph.output_node().args[0]]  # type: ignore
+        self._results = [dict(n.meta) for n in traced.graph.graph.output_node().args[0]]
         same = traced._replace(graph=copy.deepcopy(traced.graph))
         start = time.perf_counter()
         plan = _plan_for(gpu_kind, traced)

@@ -30,6 +30,12 @@ class Wrong(NamedTuple):
 
 WRONG = [
     Wrong(
+        "the pixels of a square change places",
+        "spelling",
+        "d, d + 3, d + 1, d + 4, d + 2",
+        "d, d + 3, d + 2, d + 4, d + 1",
+    ),
+    Wrong(
         "alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"
     ),
     Wrong("a rounding between two casts is lost", "nodes", "if are_floats and ", "if True or "),

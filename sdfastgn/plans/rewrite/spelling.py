@@ -167,6 +167,26 @@ def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
     return r.like(n.target, (dense, *more), n)
 
 
+@spells(aten.pixel_shuffle.default)
+def _pixel_shuffle(r: Rewriter, n: Node, x: Node, k: int) -> Node:
+    """k * k channels of one pixel become a square of k x k pixels -> views."""
+    *samples, C, H, W = shape(x)
+    d = len(samples)
+    y = r.reshape(x, (*samples, C // (k * k), k, k, H, W))
+    y = r.permute(y, (*range(d), d, d + 3, d + 1, d + 4, d + 2))
+    return r.reshape(y, shape(n))
+
+
+@spells(aten.pixel_unshuffle.default)
+def _pixel_unshuffle(r: Rewriter, n: Node, x: Node, k: int) -> Node:
+    """A square of k x k pixels becomes k * k channels of one pixel -> views."""
+    *samples, C, H, W = shape(x)
+    d = len(samples)
+    y = r.reshape(x, (*samples, C, H // k, k, W // k, k))
+    y = r.permute(y, (*range(d), d, d + 2, d + 4, d + 1, d + 3))
+    return r.reshape(y, shape(n))
+
+
 # ---- joining and enlarging
 
 spells(aten.cat.default)(cats.cat)

@@ -42,6 +42,55 @@ def test_reshapes_of_reshapes_are_one():
     ]
 
 
+def in_squares(x, order):
+    """Pixel shuffle by hand: 4 channels become 2 x 2 pixels. ``order``: that of C, k, k in the channels."""
+    sizes = {"C": x.shape[1] // 4, "h": 2, "w": 2}
+    y = x.unflatten(1, [sizes[axis] for axis in order])
+    C, h, w = (1 + order.index(axis) for axis in "Chw")
+    return y.permute(0, C, 4, h, 5, w).flatten(4, 5).flatten(2, 3)
+
+
+def views_of(call, x):
+    """All nodes of the rewritten ``call``, views included."""
+    return [n.target.__name__.split(".")[0] for n in checked(call, x).graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (lambda x: F.pixel_shuffle(x, 2), x4),
+        (lambda x: F.pixel_shuffle(x, 2), x4[0]),
+        (lambda x: F.pixel_shuffle(x, 3), torch.randn(2, 2, 9, 2, 5)),
+        (lambda x: F.pixel_unshuffle(x, 2), x4),
+        (lambda x: F.pixel_unshuffle(x, 3), torch.randint(0, 9, (2, 2, 6, 9))),
+        (lambda x: F.pixel_unshuffle(x, 2), x4.contiguous(memory_format=torch.channels_last)),
+    ],
+)
+def test_pixel_shuffles_are_views(call, x):
+    assert steps_of(lambda x: call(x) * 2, x) == ["mul"]
+
+
+def test_pixel_shuffles_by_hand_are_the_same_value():
+    assert views_of(lambda x: F.pixel_shuffle(x, 2) * in_squares(x, "Chw"), x4).count("permute") == 1
+    assert views_of(lambda x: F.pixel_shuffle(F.pixel_unshuffle(x, 2), 2) * 2, x4) == ["mul"]
+    assert views_of(lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2) * 2, x4) == ["mul"]
+    assert views_of(lambda x: F.pixel_shuffle(x, 1) * 2, x4) == ["mul"]
+
+
+@pytest.mark.parametrize("order", ["Cwh", "hwC", "hCw"])
+def test_squares_of_other_channels_are_other_values(order):
+    x = torch.randn(2, 8, 3, 5)
+    assert views_of(lambda x: F.pixel_shuffle(x, 2) * in_squares(x, order), x).count("permute") == 2
+
+
+def test_shuffles_that_do_more_stay():
+    twice = views_of(lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 4), 2) * 2, torch.randn(1, 16, 3, 5))
+    assert twice.count("permute") == 2
+    assert [s.removeprefix("native_") for s in steps_of(lambda x: F.channel_shuffle(x, 2), x4)] == [
+        "channel_shuffle"
+    ]
+
+
 def test_a_slice_with_a_step_stays():
     assert steps_of(lambda x: x[:, ::2] * 2, x3) == ["slice", "mul"]
 
