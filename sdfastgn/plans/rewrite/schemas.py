@@ -16,6 +16,8 @@ __all__ = ["arguments", "is_random", "is_view", "writes"]
 def arguments(n: Node) -> list[Any]:
     """All arguments of the op that ``n`` calls, in the order of its schema. Missing ones are the defaults."""
     found = list(n.args)
+    if not isinstance(n.target, torch._ops.OpOverload):
+        return found
     for name, default in _declared(n.target)[len(found) :]:
         found.append(n.kwargs.get(name, default))
     return found

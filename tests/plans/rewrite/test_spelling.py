@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+import sdfastgn
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from tests.plans.rewrite.rewritten import Rewritten, checked, steps_of
 
@@ -360,3 +361,16 @@ def test_norms_are_whole():
     flat = checked(lambda x: F.group_norm(x.flatten(1), 2, eps=1e-3), x4)
     assert flat.node("group_norm").target is torch.ops.aten.group_norm.default  # no kernel takes two axes
     assert steps_of(lambda x: F.rms_norm(x, (8,), w), x3) == ["rms_norm"]
+
+
+def test_the_first_result_of_native_group_norm():
+    w, b = torch.randn(4), torch.randn(4)
+
+    def found(x):
+        return torch.native_group_norm(x, w, b, 2, 4, 48, 2, 1e-3)
+
+    assert steps_of(lambda x: F.silu(found(x)[0]), x4) == ["group_norm"]
+    assert steps_of(lambda x: found(x)[1] * 2, x4) == ["native_group_norm", "mul"]
+    assert steps_of(lambda x: found(x)[:2], x4) == ["native_group_norm", "group_norm"]
+    module = sdfastgn.GroupNorm(2, 4, activation="silu")
+    assert steps_of(module, x4) == ["group_norm"]
