@@ -66,7 +66,10 @@ class Planned:
 
 
 def gets_plans(root: nn.Module) -> bool:
-    """True if ``optimize`` gives ``root`` plans: it has convolutions, and no fused blocks or CUDA graphs."""
+    """True if ``optimize`` gives ``root`` plans: it is made of convolutions and norms, and nothing else fits.
+
+    Fused blocks and CUDA graphs would fit.
+    """
     if _planned(root) is not None or any(_planned(child) is not None for child in entrances(root)):
         return True
     if has_graphable(root):
@@ -74,9 +77,15 @@ def gets_plans(root: nn.Module) -> bool:
     weights = sum(parameter.numel() for parameter in root.parameters())
     modules = list(root.modules())
     convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, _CONVOLUTIONS)}
-    if sum(convolved.values()) <= _SHARE * weights:
+    if sum(convolved.values()) <= _SHARE * weights or not any(map(_is_norm, modules)):
         return False
     return not any(map(_runs_fused, _blocks_in(root)))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """True if ``module`` may be a norm of whatever class: all its weights are of channels."""
+    sizes = [(parameter.numel(), max(parameter.shape, default=0)) for parameter in module.parameters()]
+    return bool(sizes) and all(count == largest > 1 for count, largest in sizes)
 
 
 def _blocks_in(root: nn.Module) -> list[patcher.Finding]:

@@ -252,7 +252,7 @@ def reason_now(module: nn.Module) -> str | None:
 
 
 def reason_without_graphs(module: nn.Module) -> str | None:
-    """Why this thread must run the own code of ``module`` now, with graphs or without; None if it need not."""
+    """Why this thread must run the code of ``module`` itself now, graph or not; None if it need not."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
     return _reason_with_or_without_gradients(module)
