@@ -38,7 +38,7 @@ WRONG = [
     Wrong(
         "alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"
     ),
-    Wrong("a rounding between two casts is lost", "nodes", "if are_floats and ", "if True or "),
+    Wrong("a rounding between two casts is lost", "nodes", "return are_floats and ", "return are_floats or "),
     Wrong("two activations are one", "norms", ' or norm.args[5] != "identity":', ":"),
     Wrong(
         "a norm of channels has any axis", "norms", "[a % rank(x) for a in axes] == [axis]", "len(axes) == 1"

@@ -32,4 +32,4 @@ def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
             new = rule(r, n)
             if new is not None:
                 r.replace(n, new)
-    return ordered(cleaned(graph))
+    return ordered(cleaned(graph)) if r.has_changed else graph

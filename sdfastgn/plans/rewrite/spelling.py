@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from sdfastgn.plans.rewrite import cats
 from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, dtype, has, key_of, operands, rank, shape
-from sdfastgn.plans.rewrite.schemas import arguments, writes
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.schemas import arguments, writes
 
 __all__ = ["UNFILLED", "canonicalize", "spells"]
 

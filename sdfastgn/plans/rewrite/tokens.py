@@ -10,11 +10,11 @@ from torch.fx import Node
 
 from sdfastgn.kernels.act_linear.config import has_few_rows
 from sdfastgn.plans.rewrite.nodes import (
-    HALVES,
     Rewriter,
     cleaned,
     dtype,
     has,
+    has_kernels,
     is_only,
     operands,
     ordered,
@@ -89,7 +89,7 @@ def _is_read_by_norm_and(total: Node, before: Node) -> bool:
 
 def _is_sum(n: Any) -> bool:
     """True if ``n`` is the sum of two different tensors of one shape and dtype."""
-    if not has(n, aten.add.Tensor) or dtype(n) not in (*HALVES, torch.float32):
+    if not has(n, aten.add.Tensor) or not has_kernels(n):
         return False
     are_alike = [shape(t) == shape(n) and dtype(t) == dtype(n) for t, _ in operands(n)]
     return bool(are_alike) and all(are_alike) and n.args[0] is not n.args[1]

@@ -9,12 +9,12 @@ from torch import Tensor, fx, nn
 from sdfastgn.plans.rewrite.biases import biases
 from sdfastgn.plans.rewrite.convolutions import convolutions
 from sdfastgn.plans.rewrite.modulations import modulations
-from sdfastgn.plans.rewrite.nodes import VIEWS
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.rewrite.statistics import statistics
 from sdfastgn.plans.rewrite.sums import shifts, sums
 from sdfastgn.plans.rewrite.views import sink_views
+from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.trace.tracer import trace
 
 PASSES = (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from sdfastgn.plans.rewrite.nodes import VIEWS
 from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.trace.tracer import trace
 
 # Relative error that rounding explains.

@@ -147,7 +147,6 @@ CASES = {
     "cut": ((IMAGE,), lambda x: steps.cut(x, 2, 1, 3), lambda x: x[:, :, 1:4]),
     "copy": ((IMAGE,), steps.copy, torch.clone),
     "cast": ((IMAGE,), lambda x: steps.cast(x, torch.float64), torch.Tensor.double),
-    "in-channels-last": ((IMAGE,), steps.in_channels_last, lambda x: x),
     "write-slice": (
         ((5, 4), (2, 4)),
         lambda x, y: steps.write_slice_(x, y, 0, 1, 5, 2),
