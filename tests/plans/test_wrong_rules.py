@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.plans import programs
-from tests.plans.engine import everything_pays, plan_of
+from tests.plans.engine import everything_pays, planned
 
 pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -157,7 +157,7 @@ def test_a_wrong_rule_is_seen(wrong, monkeypatch):
 
 def fault(program):
     try:
-        return programs.fault(program, plan_of)
+        return programs.fault(program, planned)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

@@ -1,4 +1,4 @@
-"""Norms: those of channels in all spellings, norms in fp32 of tensors of 16 bits, and activations."""
+"""Norms of channels in all spellings, norms in fp32 of 16-bit tensors, and activations after norms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["ACTIVATIONS", "activation", "activations", "is_outside", "norms", "widened"]
+__all__ = ["ACTIVATIONS", "activation", "activations", "is_outside", "norms"]
 
 aten = torch.ops.aten
 # Op -> the name of the activation in kernels. GELU has two names: see ``activation``.

@@ -21,7 +21,7 @@ from sdfastgn.plans.rewrite.views import sink_views
 from sdfastgn.plans.run.schemas import arguments, is_random, writes
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["PASSES", "rewrite"]
+__all__ = ["rewrite"]
 
 aten = torch.ops.aten
 # Each pass takes and returns a graph. A pass relies on those before it:

@@ -52,7 +52,7 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
         after, product = later.get(total, (None, None))
         r.at = total
         bias = product.args[2] if product is not None else None
-        both = r.new(steps.add_layer_norm, (*total.args, *n.args[1:], None, bias))
+        both = r.new(steps.add_layer_norm, (*total.args, *n.args[1:], bias))
         y, new_total = r.item(both, 0, n), r.item(both, 1, total)
         r.replace(n, y)
         r.replace(total, new_total)
@@ -107,7 +107,7 @@ def _gated(r: Rewriter, n: Node) -> Node | None:
         x, last, D = value.args[0], rank(n) - 1, shape(n)[-1]
         are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)
         if are_halves and shape(x)[-1] == 2 * D and shape(value) == shape(n):
-            return r.like(steps.geglu, (x, None), n)
+            return r.like(steps.geglu, (x,), n)
     return None
 
 

@@ -33,8 +33,6 @@ aten = torch.ops.aten
 # Bytes (256 MB). A larger value is no constant: keeping it would take more memory than a call without plan
 # needs at any time. The largest useful ones are tables of positions, a few MB.
 _MOST_FOLDED = 1 << 28
-
-
 # The dict of a module that has a parameter or buffer, and its name there.
 _Place = tuple[dict[str, Any], str]
 

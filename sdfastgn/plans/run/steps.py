@@ -38,6 +38,7 @@ aten = torch.ops.aten
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x in another shape. An image or video that has to be copied becomes channels-last where possible."""
     try:
         return x.view(shape)
     except RuntimeError:
@@ -68,6 +69,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def cut(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """``length`` elements of axis ``dim`` from ``start`` on."""
     return x.narrow(dim, start, length)
 
 
@@ -87,6 +89,7 @@ def write_slice_(x: Tensor, part: Tensor, *where: Any) -> Tensor:
 
 
 def write_select_(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
+    """Writes ``part`` into ``x.select(dim, index)``."""
     x = _writable(x)
     x.select(dim, index).copy_(part)
     return x
@@ -97,6 +100,7 @@ def _in_channels_last(x: Tensor) -> Tensor:
 
 
 def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """``aten.cat``. The result is channels-last if a part is, except along axis 0."""
     rank = parts[0].dim()
     if rank > 3 and dim and any(map(is_channels_last, parts)):
         last = rank - 1 if dim == 1 else dim - 1
@@ -190,6 +194,7 @@ def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``."""
     return product_op.linear(x, weight, bias)
 
 
@@ -225,6 +230,7 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    """``aten.scaled_dot_product_attention`` without dropout."""
     is_plain = mask is None and not is_causal and (scale is None or scale > 0)
     if is_plain and q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and q.dtype == v.dtype:
         if wide_heads.runs_in_chunks(q, k, v):
@@ -388,6 +394,7 @@ def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """A LayerNorm of the last axis."""
     return layer_norm_op.layer_norm(x, weight, bias, eps)
 
 
@@ -397,15 +404,15 @@ def add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    add_bias: Tensor | None,
     total_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(a + b + add_bias), a + b + add_bias + total_bias)."""
-    return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, add_bias=add_bias, total_bias=total_bias)
+    """(layer_norm(a + b), a + b + total_bias)."""
+    return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, total_bias=total_bias)
 
 
-def geglu(x: Tensor, bias: Tensor | None) -> Tensor:
-    return geglu_op.geglu(x, bias)
+def geglu(x: Tensor) -> Tensor:
+    """``a * gelu(b)``, where a and b are the halves of x along the last axis."""
+    return geglu_op.geglu(x)
 
 
 def _as_video(x: Tensor) -> Tensor:

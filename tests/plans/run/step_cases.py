@@ -388,20 +388,11 @@ CASES = {
         lambda x: F.layer_norm(x, (12,)),
     ),
     "add-layer-norm": (
-        (ROWS, ROWS, (12,), (12,), (12,), (12,)),
-        lambda a, b, w, c, d, e: steps.add_layer_norm(a, b, w, c, 1e-5, d, e),
-        lambda a, b, w, c, d, e: (F.layer_norm(a + b + d, (12,), w, c), a + b + d + e),
+        (ROWS, ROWS, (12,), (12,), (12,)),
+        lambda a, b, w, c, d: steps.add_layer_norm(a, b, w, c, 1e-5, d),
+        lambda a, b, w, c, d: (F.layer_norm(a + b, (12,), w, c), a + b + d),
     ),
-    "geglu": (
-        (ROWS, (12,)),
-        steps.geglu,
-        lambda x, b: (x + b)[..., :6] * F.gelu((x + b)[..., 6:]),
-    ),
-    "geglu-no-bias": (
-        (ROWS,),
-        lambda x: steps.geglu(x, None),
-        lambda x: x[..., :6] * F.gelu(x[..., 6:]),
-    ),
+    "geglu": ((ROWS,), steps.geglu, lambda x: x[..., :6] * F.gelu(x[..., 6:])),
 }
 WRITERS = ("write-slice", "write-select", "add-linear", "add-bias")
 PLACES = {
