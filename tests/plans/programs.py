@@ -28,8 +28,6 @@ ROUNDED = 1e-4
 SINGLE = 1e-6
 # The same for a result whose difference from fp64's result is compared with that of eager's result.
 FACTOR, SLACK = 4, {torch.float32: 1e-6, torch.bfloat16: 1e-2}
-# The same for programs in fp64 that round some values to fp32.
-SINGLE = 1e-6
 # Dtypes of programs, as often as they occur.
 DTYPES = (torch.float32,) * 6 + (torch.float64, torch.bfloat16)
 # Tensors with more elements than this are not read by further steps.

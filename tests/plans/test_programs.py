@@ -5,7 +5,7 @@ import torch
 
 from sdfastgn.plans.trace.traced import Untraceable
 from tests.plans import programs
-from tests.plans.engine import everything_pays, plan_of
+from tests.plans.engine import everything_pays, planned
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -54,7 +54,7 @@ def refusal(seed):
 def fault(program):
     """What is wrong with the plan of ``program``, or what it raises."""
     try:
-        return programs.fault(program, plan_of)
+        return programs.fault(program, planned)
     except Untraceable:
         raise
     except Exception as error:

@@ -3,7 +3,8 @@
 ``canonicalize`` walks once over the nodes. For each op, a table has the small functions that spell it. To add
 one, write a function below that is decorated with ``spells(op, ...)``. It gets a ``Rewriter``, the node, and
 all arguments of the op in the order of its schema. It returns the node to read instead, or None if it does
-not apply. The arguments are spelled already. Functions of one op are asked in the order of this file.
+not apply. The arguments are spelled already. Functions of one op are tried in the order of this file, until
+one applies.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch.fx import Node
 
 from sdfastgn.plans.rewrite import cats
 from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, dtype, has, key_of, operands, rank, shape
-from sdfastgn.plans.rewrite.schemas import arguments, writes
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.schemas import arguments, writes
 
-__all__ = ["UNFILLED", "canonicalize", "spells"]
+__all__ = ["UNFILLED", "canonicalize"]
 
 aten = torch.ops.aten
 _Spelling = Callable[..., "Node | None"]
