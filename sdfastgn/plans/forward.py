@@ -250,7 +250,7 @@ class PlannedForward(InstanceEntry):
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
             try:
-                made = self._traced(module, call)
+                made = self._traced(module, call, plans.guard)
             except Untraceable as error:
                 plans.refused[key].append(str(error))
                 raise
@@ -262,9 +262,9 @@ class PlannedForward(InstanceEntry):
             plans.add(key, made)
             return made
 
-    def _traced(self, module: nn.Module, call: Call) -> _Made:
+    def _traced(self, module: nn.Module, call: Call, guard: Guard) -> _Made:
         self.traces += 1
-        with without_collections():
+        with without_collections(), guard.undoing():
             traced, outcome = trace_call(module, call)
             plan = make_plan(traced)
         return _Made(plan, Baked(plan), outcome)
