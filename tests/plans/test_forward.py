@@ -179,9 +179,13 @@ def another_shape(m):
     m.conv_in.padding = (0, 0)
 
 
+def a_parametrization(m):
+    nn.utils.parametrizations.weight_norm(m.conv_in)
+
+
 CHANGES = [
     in_place, by_data, by_assignment, another_layer, another_number, a_hook, a_pre_hook, a_forward_of_one,
-    another_class, another_shape,
+    another_class, another_shape, a_parametrization,
 ]  # fmt: skip
 
 
@@ -192,6 +196,14 @@ def test_a_change_of_the_model(pair, change):
         torch.manual_seed(0)
         change(each)
     follows_stock(model, stock, seeds=(3, 4, 5))
+
+
+def test_a_norm_of_weights_that_lie_channels_last(pair):
+    for each in pair:
+        each.conv_in.to(memory_format=torch.channels_last)
+        nn.utils.parametrizations.weight_norm(each.conv_in)
+    follows_stock(*pair, seeds=(3, 4, 5))
+    assert len(planned(pair[0]).plans) == 1
 
 
 @pytest.mark.parametrize("where", ["function", "class", "method_of_tensor"])
