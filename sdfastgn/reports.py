@@ -229,7 +229,8 @@ class Report:
                     notes.append(f"last recapture: {g.last_change}")
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", notes))
-        found += [_plans_paragraph(each) for each in self.plans]
+        busy = [p for p in self.plans if not p.is_on or p.plans or p.calls or p.own]
+        found += [_plans_paragraph(each) for each in busy or self.plans[:1]]
         if without := self._without_graphs():
             found.append(
                 (f"without CUDA graphs a UNet is hardly faster than stock's: {', '.join(without)}", [])

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdfastgn.patches.code.reach import MISSING, Entry, Reach, content_of, function_in, package_of
+from sdfastgn.patches.code.reach import MISSING, Reach, content_of, function_in, package_of
 from sdfastgn.patches.code.reading import names_in
 from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
 
@@ -55,7 +55,8 @@ _BOUND = (types.MethodType, types.BuiltinFunctionType)
 _Cached = type(functools.cache(lambda: None))
 _FIXED = (
     bool, int, float, complex, str, bytes, type(None), range, type, types.ModuleType, types.FunctionType,
-    property, staticmethod, classmethod, enum.Enum, re.Pattern, logging.Logger,
+    property, staticmethod, classmethod, functools.cached_property, functools.partialmethod,
+    types.MemberDescriptorType, types.GetSetDescriptorType, enum.Enum, re.Pattern, logging.Logger,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Tensor, nn.Module,
     torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
@@ -86,8 +87,7 @@ class CodeState:
         self._seen: set[int] = set()
         reach = Reach()
         reach.see_model(root)
-        functions = [f for f in reach.functions.values() if not self._is_known(f.__globals__.get("__name__"))]
-        self.reason = next(self._reasons(root, functions, list(reach.entries.values())), None)
+        self.reason = next(self._reasons(root, reach), None)
 
     def change(self) -> str:
         """The name of the first container whose items are others now; empty if there is none."""
@@ -116,13 +116,16 @@ class CodeState:
     def _is_known(self, module: Any) -> bool:
         return package_of(module) in self._known
 
-    def _reasons(
-        self, root: nn.Module, functions: list[types.FunctionType], entries: list[Entry]
-    ) -> Iterator[str]:
-        for function in functions:
-            yield from self._in_function(function)
+    def _reasons(self, root: nn.Module, reach: Reach) -> Iterator[str]:
+        todo = list(reach.functions.values())
+        while todo:
+            function = todo.pop()
+            if id(function) not in self._seen and not self._is_known(function.__globals__.get("__name__")):
+                self._seen.add(id(function))
+                yield from self._in_function(function)
+                todo += _named_by(function)
         packages = packages_of(root)
-        for entry in entries:
+        for entry in list(reach.entries.values()):
             owner = _written_in(entry.holder)
             if package_of(owner) in packages and not self._is_known(owner):
                 yield from self._judged(entry.value, entry.words)
@@ -148,13 +151,7 @@ class CodeState:
 
     def _judged(self, value: Any, name: str) -> Iterator[str]:
         """Yields why ``value`` could change, if nobody would notice it. ``name``: what messages call it."""
-        if isinstance(value, _Cached):
-            function: Any = value.__wrapped__
-            if id(function) not in self._seen and isinstance(function, types.FunctionType):
-                self._seen.add(id(function))
-                if not self._is_known(function.__globals__.get("__name__")):
-                    yield from self._in_function(function)
-        elif not self._is_noticed(value, name):
+        if not self._is_noticed(value, name):
             yield f"code of the model reads {name}, which may change"
 
     def _is_noticed(self, value: Any, name: str) -> bool:
@@ -176,11 +173,23 @@ class CodeState:
         return (
             value is MISSING
             or isinstance(value, _FIXED)
-            or type(value).__module__ in ("typing", "types")
+            or (isinstance(value, _Cached) and function_in(value) is not None)
+            or type(value).__module__ in ("typing", "types", "_collections")
             or package_of(type(value).__module__) == "packaging"
             or type(value).__name__ == "ufunc"
             or is_numpy_constant(type(value))
         )
+
+
+def _named_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The functions that the code of ``function`` names: globals, and functions of modules among them."""
+    for first, *rest in names_in(function.__code__).chains:
+        value = function.__globals__.get(first)
+        for name in rest if isinstance(value, types.ModuleType) else ():
+            value = vars(value).get(name) if isinstance(value, types.ModuleType) else None
+        inner = function_in(value)
+        if inner is not None:
+            yield inner
 
 
 def _written(code: types.CodeType, outside: frozenset[str]) -> Iterator[str]:

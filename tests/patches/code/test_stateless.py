@@ -69,6 +69,7 @@ STATELESS = {
     "path": ("return x * len(os.path.join('a', 'b'))",),
     "default": ("return f(x)", "def f(x, ks=[1, 2]): return x * ks[0]"),
     "class": ("return Out(x).sample", "@dataclasses.dataclass\nclass Out:\n    sample: torch.Tensor"),
+    "namedtuple": ("return x * self.c.b", "C = collections.namedtuple('C', 'a b')", "self.c = C(1, 2)"),
     "attribute": ("return x * self.SCALES[0]", "", "pass", "Model.SCALES = [2.0]"),
 }
 MAY_CHANGE = {
@@ -120,6 +121,29 @@ def test_code_that_may_change(name, monkeypatch):
     module = model(monkeypatch, run, f"A = 1\n{top}", below=below)
     assert words in CodeState(module, TRUSTED).reason
     assert CodeState(module, TRUSTED | {type(module).__module__}).reason is None
+
+
+def test_code_of_other_packages_is_read_as_deep_as_it_goes(monkeypatch):
+    other = types.ModuleType("unknown_helpers")
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    exec("def f(x): return g(x)\ndef g(x): return h(x)\ndef h(x): h.n = 1; return x", vars(other))
+    for import_it, run in {
+        "import unknown_helpers as u": "u.f(x)",
+        "from unknown_helpers import f": "f(x)",
+    }.items():
+        state = CodeState(model(monkeypatch, f"return {run}", import_it), TRUSTED)
+        assert state.reason == "unknown_helpers.h sets the attribute n"
+        assert (
+            CodeState(model(monkeypatch, f"return {run}", import_it), TRUSTED | {other.__name__}).reason
+            is None
+        )
+
+
+def test_objects_in_attributes(monkeypatch):
+    top = "class Scale:\n    n = 0\n    def get(self):\n        type(self).n += 1\n        return self.n"
+    for made in ("self.s = Scale()", "self.s = Scale(); self.s.s = self.s"):
+        state = CodeState(model(monkeypatch, "return x * self.s.get()", top, made), TRUSTED)
+        assert "Scale.get sets the attribute n" in state.reason
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
