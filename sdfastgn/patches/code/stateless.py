@@ -4,7 +4,8 @@ It could if it sets globals, attributes or variables of its closure, if it refer
 and lives longer than a call, or if it asks for random numbers or the time. Nothing is run.
 
 Lists, dicts and sets that live longer than a call may be tables of constants, or caches. So their items are
-compared: a ``CodeState`` notices when they change, and undoes what a trace changes. Those in attributes of
+compared: a ``CodeState`` notices when they change, and undoes what a trace changes. It also notices when a
+global that such code reads gets another value. Those in attributes of
 modules do not count, because a ``Watch`` compares them.
 """
 
@@ -84,18 +85,26 @@ class CodeState:
         self._known = {*known, *_STATELESS}
         # (what messages call a container, the container, its items)
         self._contents: list[tuple[str, Any, list[Any]]] = []
+        # (the dict of a module, the name of a global in it, its value)
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._seen: set[int] = set()
         reach = Reach()
         reach.see_model(root)
         self.reason = next(self._reasons(root, reach), None)
 
     def change(self) -> str:
-        """The name of the first container whose items are others now; empty if there is none."""
-        return next((name for name, container, items in self._contents if not _has(container, items)), "")
+        """The name of the first container or global that is another one now; empty if there is none."""
+        items = (name for name, container, items in self._contents if not _has(container, items))
+        others = (
+            f"{g.get('__name__')}.{name}" for g, name, value in self._globals if g.get(name) is not value
+        )
+        return next(items, "") or next(others, "")
 
     def same(self) -> bool:
-        """True if no container has other items than when this object was made."""
-        return all(_has(container, items) for _, container, items in self._contents)
+        """True if containers have the items, and globals the values, that they had at first."""
+        return all(_has(container, items) for _, container, items in self._contents) and all(
+            names.get(name) is value for names, name, value in self._globals
+        )
 
     @contextmanager
     def undoing(self) -> Iterator[list[str]]:
@@ -143,6 +152,8 @@ class CodeState:
             yield from self._judged(value, f"a default of an argument of {named}")
         for first, *rest in names_in(code).chains:
             value = function.__globals__.get(first, MISSING)
+            if value is not MISSING:
+                self._globals.append((function.__globals__, first, value))
             called = first if value is MISSING and first in _WRITERS else _changing(value, rest)
             if called:
                 yield f"{named} calls {called}"

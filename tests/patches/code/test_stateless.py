@@ -139,6 +139,20 @@ def test_code_of_other_packages_is_read_as_deep_as_it_goes(monkeypatch):
         )
 
 
+def test_globals_of_other_packages_are_compared(monkeypatch):
+    other = types.ModuleType("unknown_helpers")
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    exec("K = 2\ndef f(x): return g(x)\ndef g(x): return h(x)\ndef h(x): return x * K", vars(other))
+    state = CodeState(model(monkeypatch, "return f(x)", "from unknown_helpers import f"), TRUSTED)
+    assert (state.reason, state.same()) == (None, True)
+    for name in ("K", "h", "g"):
+        with monkeypatch.context() as patch:
+            patch.setattr(other, name, lambda x: x)
+            assert not state.same()
+            assert state.change() == f"unknown_helpers.{name}"
+        assert state.same()
+
+
 def test_objects_in_attributes(monkeypatch):
     top = "class Scale:\n    n = 0\n    def get(self):\n        type(self).n += 1\n        return self.n"
     for made in ("self.s = Scale()", "self.s = Scale(); self.s.s = self.s"):
