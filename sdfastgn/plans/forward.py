@@ -32,7 +32,7 @@ from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import reason_now
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
-from sdfastgn.plans.outcome import Outcome
+from sdfastgn.plans.outcome import Outcome, has_shared_containers
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -193,6 +193,8 @@ class PlannedForward(InstanceEntry):
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
             raise Unsupported(f"no kernels run {where}")
+        if has_shared_containers(args, kwargs):
+            raise Unsupported("a list or dict occurs twice in its arguments")
         return call, (call.key, global_state(call.device))  # type: ignore[arg-type]
 
     def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
