@@ -32,7 +32,7 @@ from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
-from sdfastgn.plans.outcome import Outcome
+from sdfastgn.plans.outcome import Outcome, has_shared_containers
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -206,6 +206,8 @@ class PlannedForward(InstanceEntry):
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
             raise Unsupported(f"no kernels run {where}")
+        if has_shared_containers(args, kwargs):
+            raise Unsupported("a list or dict occurs twice in its arguments")
         return call, (call.key, global_state(call.device), switched(module))  # type: ignore[arg-type]
 
     def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
@@ -263,7 +265,7 @@ class PlannedForward(InstanceEntry):
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
             try:
-                made = self._traced(module, call)
+                made = self._traced(module, call, plans.guard)
             except Untraceable as error:
                 plans.refused[key].append(str(error))
                 raise
@@ -275,9 +277,9 @@ class PlannedForward(InstanceEntry):
             plans.add(key, made)
             return made
 
-    def _traced(self, module: nn.Module, call: Call) -> _Made:
+    def _traced(self, module: nn.Module, call: Call, guard: Guard) -> _Made:
         self.traces += 1
-        with without_collections():
+        with without_collections(), guard.undoing():
             traced, outcome = trace_call(module, call, self.method)
             plan = make_plan(traced)
         return _Made(plan, Baked(plan), outcome)

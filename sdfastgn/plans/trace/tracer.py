@@ -316,6 +316,17 @@ class Tracer(TorchDispatchMode):
             refuse("the call runs a batch norm in training")
         return self.plain(op, args, kwargs)
 
+    def weight_norm(self, op: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        """In ops of its definition, because this op reads memory as if its arguments were contiguous."""
+        v, g, *rest = args
+        dim = rest[0] if rest else kwargs.get("dim", 0)
+        kind = torch.float64 if v.dtype is torch.float64 else torch.float32
+        with self:
+            values = v.to(kind)
+            others = [i for i in range(v.dim()) if i != dim % v.dim()]
+            norm = values.square().sum(others, keepdim=True).sqrt()
+            return (values * (g.to(kind) / norm)).to(v.dtype), norm
+
     # ---- values of literals
 
     def literal(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
@@ -456,6 +467,11 @@ def _ignored(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> None:
     return None
 
 
+def _run(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
+    """A mark for a profiler, which computes nothing: the trace makes it, and the graph does not."""
+    return op(*args, **kwargs)
+
+
 def _same(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
@@ -493,6 +509,9 @@ _handlers: dict[Any, Any] = {
     aten.native_batch_norm.default: Tracer.batch_norm,
     aten.cudnn_batch_norm.default: Tracer.batch_norm,
     aten.miopen_batch_norm.default: Tracer.batch_norm,
+    aten._weight_norm_interface.default: Tracer.weight_norm,
+    torch.ops.profiler._record_function_enter_new.default: _run,
+    torch.ops.profiler._record_function_exit._RecordFunction: _run,
     aten._assert_async.default: _ignored,
     aten._assert_async.msg: _ignored,
     aten._assert_tensor_metadata.default: _ignored,
