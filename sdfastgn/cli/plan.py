@@ -17,7 +17,7 @@ from sdfastgn.program import OWN_PROCESS, counted
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from sdfastgn.bench.workload import BenchConfig
-    from sdfastgn.cli.call_plans import CallPlan
+    from sdfastgn.plans.preview import CallPlan
 
 # Values of --gpu -> what the output calls them.
 _GPUS = {"hopper": "a Hopper GPU (H100, H200)", "other": "a GPU that is no Hopper GPU"}
@@ -125,8 +125,8 @@ def plan(
         config = replace(config, device="meta")
         if context.obj == OWN_PROCESS:
             light_imports.import_model_classes()
-        from sdfastgn.cli.call_plans import plans_of
         from sdfastgn.plans.install import gets_plans
+        from sdfastgn.plans.preview import plans_of
 
         workload = build_workload(config)
         is_planned = gets_plans(workload.target)

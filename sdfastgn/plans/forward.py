@@ -13,6 +13,7 @@ A call takes these steps:
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import types
 from collections import Counter, OrderedDict, defaultdict
@@ -30,7 +31,7 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
-from sdfastgn.patches.graphs.models import reason_now
+from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.outcome import Outcome, has_shared_containers
@@ -111,6 +112,9 @@ class PlannedForward(InstanceEntry):
         trusted: packages of whose code the user has said that it keeps no state between calls.
         replaces_entry: True if the module's ``__dict__`` already had an entry "forward" with the method of
             the module's own class.
+        method: the name of the method that runs.
+        states: the states of the module's code, if other code has them already.
+        verifies: True compares each new plan with the module's own code once.
 
     Attributes:
         calls: number of calls whose result came from a plan.
@@ -120,15 +124,23 @@ class PlannedForward(InstanceEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_lock", "_policy", "_states", "calls", "own", "replaces_entry", "traces", "trusted",
+        "_by_state", "_lock", "_policy", "_states", "calls", "method", "own", "replaces_entry", "traces",
+        "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
-        self, module: nn.Module, trusted: frozenset[str] = frozenset(), replaces_entry: bool = False
+        self,
+        module: nn.Module,
+        trusted: frozenset[str] = frozenset(),
+        replaces_entry: bool = False,
+        method: str = "forward",
+        states: States | None = None,
+        verifies: bool = False,
     ) -> None:
         super().__init__(module)
-        self.trusted, self.replaces_entry = trusted, replaces_entry
-        self._states = States(module)
+        self.verifies = verifies
+        self.trusted, self.replaces_entry, self.method = trusted, replaces_entry, method
+        self._states = States(module) if states is None else states
         self._by_state: dict[int, _Plans] = {}
         self._policy = Policy()
         self._lock = threading.RLock()
@@ -136,16 +148,20 @@ class PlannedForward(InstanceEntry):
         self.own: Counter[str] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlannedForward, (self.module, self.trusted, self.replaces_entry)
+        return PlannedForward, (self.module, *self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        return PlannedForward(memo.get(id(self.module), self.module), self.trusted, self.replaces_entry)
+        return PlannedForward(memo.get(id(self.module), self.module), *self._options)
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        return self.trusted, self.replaces_entry, self.method, None, self.verifies
 
     # ``inspect.signature`` reads the first of these, and torch.export the others.
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        return class_forward(self.module)
+        return class_forward(self.module, self.method)
 
     @property
     def __self__(self) -> nn.Module:
@@ -153,7 +169,7 @@ class PlannedForward(InstanceEntry):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        return type(self.module).forward
+        return getattr(type(self.module), self.method)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -173,7 +189,7 @@ class PlannedForward(InstanceEntry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if torch.compiler.is_compiling() or is_tracing():
-            return type(module).forward(module, *args, **kwargs)
+            return getattr(type(module), self.method)(module, *args, **kwargs)
         try:
             call, key = self._kind_of(module, args, kwargs)
             for _ in range(MAX_STATES):
@@ -194,7 +210,7 @@ class PlannedForward(InstanceEntry):
         is_counted = reason in self.own or len(self.own) < _MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
         with running(bool(self._states.replaced(self._states.look()))):
-            return class_forward(module)(*args, **kwargs)
+            return class_forward(module, self.method)(*args, **kwargs)
 
     def clear(self) -> None:
         """Drop all plans, and what was recorded of the module's state."""
@@ -203,17 +219,22 @@ class PlannedForward(InstanceEntry):
 
     def _kind_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, Any]:
         """(the arguments, their key). Raises Unsupported if no such call can run as a plan now."""
-        reason = reason_now(module)
+        reason = reason_without_graphs(module)
         if reason is not None:
             raise Unsupported(reason)
-        call = Call(args, kwargs, {})
+        # Numbers such as timesteps become tensors, so that one plan serves all their values.
+        numbers = {
+            name: number for name, number in (numbers_of(module) or {}).items() if not number.is_factor
+        }
+        call = Call(args, kwargs, numbers)
+        call.tensors = list(call.as_tensors())
         first = next((t for t in call.tensors if isinstance(t, Tensor) and t.is_floating_point()), None)
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
             raise Unsupported(f"no kernels run {where}")
         if has_shared_containers(args, kwargs):
             raise Unsupported("a list or dict occurs twice in its arguments")
-        return call, (call.key, global_state(call.device))  # type: ignore[arg-type]
+        return call, (call.key, global_state(call.device), switched(module))  # type: ignore[arg-type]
 
     def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
         """The plans in the state of the code that was seen last. Raises Unsupported if there can be none."""
@@ -265,6 +286,8 @@ class PlannedForward(InstanceEntry):
             made = plans.find(key)
             if made is not None:  # another thread was faster
                 return made
+            if _is_capturing(call.device):
+                raise Unsupported("other code captures it before it has a plan")
             if len(plans.refused.get(key, ())) >= _TRACES:
                 if not plans.guard.same():
                     self._drop(plans)
@@ -278,6 +301,12 @@ class PlannedForward(InstanceEntry):
             if not plans.guard.same():
                 self._drop(plans)
                 raise Unsupported(f"the model has changed: {self.last_change}")
+            if self.verifies:
+                try:
+                    self._verify(module, call, made)
+                except Untraceable as error:
+                    plans.refused[key] += [str(error)] * _TRACES
+                    raise
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
                 plans.guard = Guard(module, self._states, self._states.last(), call.device, self.trusted)
             plans.add(key, made)
@@ -286,9 +315,22 @@ class PlannedForward(InstanceEntry):
     def _traced(self, module: nn.Module, call: Call, guard: Guard) -> _Made:
         self.traces += 1
         with without_collections(), guard.undoing():
-            traced, outcome = trace_call(module, call)
+            traced, outcome = trace_call(module, call, self.method)
             plan = make_plan(traced)
         return _Made(plan, Baked(plan), outcome)
+
+    def _verify(self, module: nn.Module, call: Call, made: _Made) -> None:
+        """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
+        own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
+        args, kwargs = call.rebuild(own)
+        outcome = Outcome(args, kwargs, own)
+        with running(bool(self._states.replaced(self._states.last()))):
+            expected = outcome.finish(class_forward(module, self.method)(*args, **kwargs))
+        found = made.baked.run(planned)
+        for a, b in zip((*found, *planned), (*expected, *own), strict=True):
+            difference = _difference(a, b)
+            if difference > _most_difference(b.dtype):
+                raise Untraceable(f"its plan differs from its own code by {difference:.1e}")
 
     def _drop(self, plans: _Plans) -> None:
         """Drop ``plans``, because the model is not what was traced any more."""
@@ -299,8 +341,8 @@ class PlannedForward(InstanceEntry):
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
 
 
-def trace_call(module: nn.Module, call: Call) -> tuple[Traced, Outcome]:
-    """Trace the model's own code for ``call``. Returns also what the call leaves besides tensors.
+def trace_call(module: nn.Module, call: Call, method: str = "forward") -> tuple[Traced, Outcome]:
+    """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
 
     Raises Untraceable.
     """
@@ -309,7 +351,7 @@ def trace_call(module: nn.Module, call: Call) -> tuple[Traced, Outcome]:
     def run(*tensors: Tensor) -> list[Tensor]:
         args, kwargs = call.rebuild(list(tensors))
         outcome = Outcome(args, kwargs, tensors)
-        computed = outcome.finish(class_forward(module)(*args, **kwargs))
+        computed = outcome.finish(class_forward(module, method)(*args, **kwargs))
         outcomes.append(outcome)
         return computed
 
@@ -326,6 +368,25 @@ def make_plan(traced: Traced) -> Plan:
         raise
     except Exception as error:  # a rule that fails must not take the call down
         raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The relative difference of a from b; infinite if their shapes or dtypes differ."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return math.inf
+    if torch.equal(a, b):
+        return 0.0
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).norm() / b.to(wide).norm().clamp(min=1e-30))
+
+
+def _most_difference(dtype: torch.dtype) -> float:
+    """The largest difference that rounding may explain: 16 units of it, and 1e-4 for wider dtypes."""
+    return max(1e-4, 16 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+def _is_capturing(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _on(device: torch.device | None) -> Any:

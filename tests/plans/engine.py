@@ -23,15 +23,15 @@ PAYS = {"phases_pay": always, "statistics_pay": always, "windows_pay": windows_a
 
 
 def plan_of(model, call, *args, **kwargs):
-    """A function that computes ``call`` for other tensors, by a plan. Raises Untraceable."""
+    """The plan of ``call``. Raises Untraceable."""
     traced = trace(model, call, *args, **kwargs)
-    plan = Plan(traced, rewrite(traced.graph.graph))
+    return Plan(traced, rewrite(traced.graph.graph))
+
+
+def planned(model, call, *args, **kwargs):
+    """A function that computes ``call`` for other tensors, by its plan. Raises Untraceable."""
+    plan = plan_of(model, call, *args, **kwargs)
     return lambda *args, **kwargs: plan(args, kwargs)
-
-
-def rewritten(model, call, *args, **kwargs):
-    """The rewritten graph of ``call``. Raises Untraceable."""
-    return rewrite(trace(model, call, *args, **kwargs).graph.graph)
 
 
 def everything_pays(monkeypatch):

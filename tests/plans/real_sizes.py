@@ -16,8 +16,7 @@ import diffusers
 import torch
 
 from sdfastgn.models.configurations import UNETS, VAES
-from sdfastgn.plans.run.traffic import steps_of
-from tests.plans.engine import rewritten
+from tests.plans.engine import plan_of
 
 FILE = pathlib.Path(__file__).with_name("bytes_at_real_size.json")
 
@@ -81,9 +80,9 @@ def measured(network: Network) -> dict[str, Any]:
         inputs = draw(network.inputs)
         call: Callable[..., Any] = getattr(model, network.method)
         call(**inputs, return_dict=False)  # some models keep numbers from their first call
-        graph = rewritten(model, lambda **inputs: call(**inputs, return_dict=False), **inputs)
+        plan = plan_of(model, lambda **inputs: call(**inputs, return_dict=False), **inputs)
     found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for step in steps_of(graph):
+    for step in plan.steps:
         found[step.target][0] += 1
         found[step.target][1] += step.read + step.written
     return {

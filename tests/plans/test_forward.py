@@ -313,6 +313,21 @@ def test_trust_lifts_unknown_packages_only_where_named():
     assert len(planned(model).plans) == 0
 
 
+def test_verified_plans(monkeypatch):
+    stock = net()
+    with pytest.warns(UserWarning, match="2 of 2 parts not verified"):  # there are no inputs for the norms
+        model = sdfastgn.optimize(copy.deepcopy(stock), verify=True)
+    follows_stock(model, stock)
+    assert (len(planned(model).plans), planned(model).own) == (1, {})
+    run = planned_forward.Baked.run
+    monkeypatch.setattr(planned_forward.Baked, "run", lambda self, xs: [1.01 * y for y in run(self, xs)])
+    with torch.no_grad():
+        for _ in range(3):
+            agree(model(image(size=9)), stock(image(size=9)))
+    assert (len(planned(model).plans), planned(model).traces) == (1, 2)
+    assert list(planned(model).own) == ["its plan differs from its own code by 1.0e-02"]
+
+
 # ---- options, undo, copies
 
 

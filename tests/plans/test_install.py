@@ -15,11 +15,20 @@ from tests.patches.samples import randomize
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
 
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return F.normalize(x, dim=1) * self.gamma[:, None, None]
+
+
 class Convolutions(nn.Module):
     def __init__(self, first=nn.Conv2d):
         super().__init__()
         self.first = first(3, 8, 3) if first is nn.Conv2d else first(8, 3)
-        self.rest = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 3, 3))
+        self.rest = nn.Sequential(nn.Conv2d(8, 8, 3), Norm(), nn.Conv2d(8, 3, 3))
 
     def forward(self, x):
         return self.rest(F.silu(self.first(x)))

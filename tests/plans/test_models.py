@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sdfastgn.plans.trace.traced import Untraceable
-from tests.plans.engine import everything_pays, in_channels_last, plan_of
+from tests.plans.engine import everything_pays, in_channels_last, planned
 from tests.plans.models import CALLS
 from tests.plans.programs import relative
 
@@ -23,9 +23,9 @@ def test_a_plan_computes_what_the_model_computes(call, monkeypatch):
     call.run(model, **call.drawn(0))  # models may keep tables from their first call
     if call.why_not:
         with pytest.raises(Untraceable, match=call.why_not):
-            plan_of(model, lambda **inputs: call.run(model, **inputs), **call.drawn(0))
+            planned(model, lambda **inputs: call.run(model, **inputs), **call.drawn(0))
         return
-    plan = plan_of(model, lambda **inputs: call.run(model, **inputs), **call.drawn(0))
+    plan = planned(model, lambda **inputs: call.run(model, **inputs), **call.drawn(0))
     earlier = []
     for seed in (1, 2, 3):
         expected = call.run(model, **call.drawn(seed))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.plans import programs
-from tests.plans.engine import everything_pays, plan_of
+from tests.plans.engine import everything_pays, planned
 
 pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -38,7 +38,7 @@ WRONG = [
     Wrong(
         "alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"
     ),
-    Wrong("a rounding between two casts is lost", "nodes", "if are_floats and ", "if True or "),
+    Wrong("a rounding between two casts is lost", "nodes", "return are_floats and ", "return are_floats or "),
     Wrong("two activations are one", "norms", ' or norm.args[5] != "identity":', ":"),
     Wrong(
         "a norm of channels has any axis", "norms", "[a % rank(x) for a in axes] == [axis]", "len(axes) == 1"
@@ -157,7 +157,7 @@ def test_a_wrong_rule_is_seen(wrong, monkeypatch):
 
 def fault(program):
     try:
-        return programs.fault(program, plan_of)
+        return programs.fault(program, planned)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

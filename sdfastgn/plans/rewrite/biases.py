@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, aten, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 __all__ = ["bias_of", "biases"]
 
+aten = torch.ops.aten
 # Steps whose result is new memory, which nothing else knows.
 _NEW = (steps.conv, steps.conv_windows, steps.conv_last_slice)
 

@@ -15,11 +15,15 @@ from torch.fx import Node
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
 from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice
-from sdfastgn.plans.rewrite.nodes import HALVES, Rewriter, dtype, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
 
 __all__ = ["convolutions"]
+
+# Dtypes in which a convolution of single pixels is as exact as a product. In fp32 PyTorch lets convolutions
+# use TF32, but not products.
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def convolutions(graph: fx.Graph) -> fx.Graph:
@@ -34,7 +38,7 @@ def _where_usual(rule: Rule) -> Rule:
 
     def usual(r: Rewriter, n: Any) -> Node | None:
         _, _, _, stride, padding, dilation, transposed, *_ = n.args
-        is_usual = not transposed and dtype(n) in (*HALVES, torch.float32)
+        is_usual = not transposed and has_kernels(n)
         has_axes = all(len(numbers) == rank(n) - 2 for numbers in (stride, padding, dilation))
         return rule(r, n) if is_usual and has_axes else None
 
@@ -61,10 +65,7 @@ def own_padding(r: Rewriter, n: Any) -> Node | None:
 
 
 def as_product(r: Rewriter, n: Any) -> Node | None:
-    """A convolution whose kernel is one pixel, in 16 bits: a matrix product of the channels.
-
-    In fp32 PyTorch lets convolutions use TF32, but not products.
-    """
+    """A convolution whose kernel is one pixel, in 16 bits: a matrix product of the channels."""
     x, weight, bias, stride, padding, _, _, _, groups = n.args
     is_pixel = set(shape(weight)[2:]) == {1} and set(stride) == {1} and not any(padding) and groups == 1
     return r.like(steps.pointwise_conv, (x, weight, bias), n) if is_pixel and dtype(n) in HALVES else None
@@ -88,11 +89,9 @@ def in_phases(r: Rewriter, n: Any) -> Node | None:
 def bias_apart(r: Rewriter, n: Any) -> Node | None:
     """A convolution with a bias: a convolution, then the bias, which the next step may take over."""
     x, weight, bias, *others = n.args
-    return (
-        None
-        if bias is None
-        else r.like(bias_of, (r.like(steps.conv, (x, weight, None, *others), n), bias), n)
-    )
+    if bias is None:
+        return None
+    return r.like(bias_of, (r.like(steps.conv, (x, weight, None, *others), n), bias), n)
 
 
 # In this order: a rule sees what those before it have left.

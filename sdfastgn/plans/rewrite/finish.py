@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import VIEWS, Rewriter, has, is_only
-from sdfastgn.plans.rewrite.schemas import is_view
+from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_only
 from sdfastgn.plans.rewrite.spelling import UNFILLED
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.aliases import base
 
 __all__ = ["finish"]
 
@@ -57,7 +57,7 @@ def _copy_results(r: Rewriter, out: Node) -> None:
     seen: set[Node] = set()
     results: list[Any] = []
     for y in out.args[0]:
-        owner = _owner(y) if isinstance(y, Node) else None
+        owner = base(y) if isinstance(y, Node) else None
         if owner is not None and (owner in seen or owner.op != "call_function"):
             y = r.like(steps.copy, (y,), y)
         elif owner is not None:
@@ -71,12 +71,5 @@ def _copy_sources(r: Rewriter, writes: Iterable[Node]) -> None:
     written = {n.args[0] for n in writes}
     for n in writes:
         source: Any = n.args[1]
-        if _owner(source) in written:
+        if base(source) in written:
             n.update_arg(1, r.like(steps.copy, (source,), source))
-
-
-def _owner(n: Any) -> Node:
-    """The value in whose memory ``n`` lies."""
-    while has(n, *VIEWS) or is_view(n.target):
-        n = n.args[0]
-    return n

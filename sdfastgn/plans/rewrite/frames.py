@@ -40,7 +40,8 @@ class Source(NamedTuple):
     Attributes:
         x: the frames themselves.
         reader: the node that reads x on the way to the convolution.
-        of_time, of_image: the modes of the pads along time, and along height and width.
+        cache, front, back, border, times: as for ``steps.frames``.
+        of_time, of_image: the modes of the pads along time, and along height and width. None: no pads.
         kept: others who read what the step makes of x.
     """
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.pad_frames.op import modulation_times
-from sdfastgn.plans.rewrite.nodes import Rewriter, aten, dtype, has, is_only, operands, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, operands, rank, shape
 from sdfastgn.plans.rewrite.norms import ACTIVATIONS, activation
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 __all__ = ["modulations"]
+
+aten = torch.ops.aten
 
 
 class Upsampled(NamedTuple):

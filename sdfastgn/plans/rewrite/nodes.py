@@ -15,29 +15,26 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.plans.run import steps
 
 __all__ = [
-    "HALVES",
-    "VIEWS",
     "Rewriter",
     "cleaned",
     "dtype",
     "has",
+    "has_kernels",
+    "is_exact",
     "is_only",
     "number",
     "operands",
     "ordered",
     "rank",
     "shape",
-    "through_casts",
     "user",
 ]
 
 aten = torch.ops.aten
-HALVES = (torch.float16, torch.bfloat16)
-# Steps that compute nothing: their results are views wherever strides allow it.
-VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 
 
 def shape(n: Node) -> tuple[int, ...]:
@@ -67,10 +64,16 @@ def user(n: Node) -> Node:
     return next(iter(n.users))
 
 
-def through_casts(n: Any) -> Any:
-    while has(n, steps.cast):
-        n = n.args[0]
-    return n
+def has_kernels(n: Node) -> bool:
+    """True if our kernels take tensors in the dtype of ``n``."""
+    return dtype(n) in KERNEL_DTYPES
+
+
+def is_exact(cast: Any) -> bool:
+    """True if the ``steps.cast`` changes no number: from a float to a float that has all of its values."""
+    before, after = dtype(cast.args[0]), dtype(cast)
+    are_floats = before.is_floating_point and after.is_floating_point
+    return are_floats and torch.promote_types(before, after) == after
 
 
 def number(n: Node) -> int | float | None:
@@ -96,21 +99,31 @@ def cleaned(graph: fx.Graph) -> fx.Graph:
 
 
 def ordered(graph: fx.Graph) -> fx.Graph:
-    """Moves nodes so that each one stands after those that it reads. Other nodes keep their order."""
+    """Moves nodes so that each one stands after those that it reads. Other nodes keep their order.
+
+    Raises RuntimeError if a node reads itself, directly or through others.
+    """
     done: set[Node] = set()
     last: Node | None = None
     for n in list(graph.nodes):
         stack = [n]
+        waiting: list[Node] = []  # each one reads the next
         while stack:
             top = stack[-1]
             waits = [a for a in top.all_input_nodes if a not in done]
             if top not in done and waits:
+                if top in waiting:
+                    cycle = waiting[waiting.index(top) :]
+                    raise RuntimeError(f"these nodes read each other: {', '.join(map(str, cycle))}")
+                waiting.append(top)
                 stack += waits
                 continue
             stack.pop()
+            if waiting and waiting[-1] is top:
+                waiting.pop()
             if top not in done:
                 done.add(top)
-                if last is not None:
+                if last is not None and last.next is not top:
                     last.append(top)
                 last = top
     return graph
@@ -120,12 +133,14 @@ class Rewriter:
     """Makes nodes in ``graph``, before the node ``at``.
 
     ``share``: equal nodes are made once. A pass may ask for this only if it goes forward through the graph.
+    ``has_changed``: True if nodes were made or replaced.
     """
 
     def __init__(self, graph: fx.Graph, *, share: bool = False) -> None:
         self.graph = graph
         self.at: Node = next(iter(graph.nodes))
         self.seen: dict[Any, Node] | None = {} if share else None
+        self.has_changed = False
 
     def new(
         self,
@@ -147,6 +162,7 @@ class Rewriter:
             )
             if key in self.seen:
                 return self.seen[key]
+        self.has_changed = True
         with self.graph.inserting_before(self.at):
             n = self.graph.create_node("call_function", target, tuple(args), kwargs)
         if shape is not None:
@@ -168,6 +184,7 @@ class Rewriter:
         return self.like(operator.getitem, (n, i), like)
 
     def replace(self, old: Node, new: Node) -> None:
+        self.has_changed = True
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
@@ -199,11 +216,8 @@ class Rewriter:
         return self.new(steps.cut, (x, dim, start, length), to, dtype(x))
 
     def cast(self, x: Node, to: torch.dtype) -> Node:
-        if has(x, steps.cast):
-            source = x.args[0]
-            are_floats = dtype(source).is_floating_point and dtype(x).is_floating_point
-            if are_floats and torch.promote_types(dtype(x), dtype(source)) == dtype(x):
-                x = source  # the cast below was exact
+        if has(x, steps.cast) and is_exact(x):
+            x = x.args[0]
         return x if dtype(x) == to else self.new(steps.cast, (x, to), shape(x), to)
 
 

@@ -1,4 +1,4 @@
-"""Norms: those of channels in all spellings, norms in fp32 of tensors of 16 bits, and activations."""
+"""Norms of channels in all spellings, norms in fp32 of 16-bit tensors, and activations after norms."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.plans.rewrite.nodes import (
-    HALVES,
-    VIEWS,
     Rewriter,
     cleaned,
     dtype,
     has,
+    has_kernels,
+    is_exact,
     is_only,
     number,
     operands,
@@ -24,10 +24,11 @@ from sdfastgn.plans.rewrite.nodes import (
     shape,
 )
 from sdfastgn.plans.rewrite.rules import apply
-from sdfastgn.plans.rewrite.schemas import arguments
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.aliases import VIEWS
+from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["ACTIVATIONS", "activation", "activations", "is_outside", "norms", "widened"]
+__all__ = ["ACTIVATIONS", "activation", "activations", "is_outside", "norms"]
 
 aten = torch.ops.aten
 # Op -> the name of the activation in kernels. GELU has two names: see ``activation``.
@@ -48,17 +49,9 @@ def activation(n: Any) -> str | None:
 
 def widened(n: Any) -> Any:
     """The value that ``n`` has in a wider dtype: ``n`` without casts that change no number."""
-    while has(n, steps.cast) and _is_exact(n):
+    while has(n, steps.cast) and is_exact(n):
         n = n.args[0]
     return n
-
-
-def _is_exact(cast: Any) -> bool:
-    return _is_float(cast) and torch.promote_types(dtype(cast), dtype(cast.args[0])) == dtype(cast)
-
-
-def _is_float(cast: Any) -> bool:
-    return dtype(cast).is_floating_point and dtype(cast.args[0]).is_floating_point
 
 
 # ---- norms of channels
@@ -82,7 +75,7 @@ def norms(graph: fx.Graph) -> fx.Graph:
         if not has(n, *_LAST_OPS) or not n.users or rank(n) not in (4, 5):
             continue
         r.at = n
-        if dtype(n) in (*HALVES, torch.float32):
+        if has_kernels(n):
             found = next(filter(None, (_norm(n, axis) for axis in (1, rank(n) - 1))), None)
             if found is not None:
                 r.replace(n, _channel_norm(r, n, *found))
@@ -111,7 +104,8 @@ def _affine(n: Any, axis: int) -> tuple[Any, _Norm]:
     scale = 1.0
     root = dtype(n)
     while True:
-        if has(n, steps.cast) and _is_float(n) and torch.promote_types(dtype(n), root) == dtype(n):
+        is_cast = has(n, steps.cast) and dtype(n.args[0]).is_floating_point
+        if is_cast and torch.promote_types(dtype(n), root) == dtype(n):
             n = n.args[0]  # the result is rounded to as few bits as here, or fewer
         elif has(n, aten.mul.Tensor) and number(n) is not None:
             n, scale = n.args[0], scale * number(n)  # type: ignore[operator]
@@ -239,7 +233,7 @@ def _in_one_dtype(r: Rewriter, n: Node) -> Node | None:
     if not has(norm, steps.group_norm, steps.layer_norm) or not is_only(norm):
         return None
     x = norm.args[0]
-    source = x.args[0] if has(x, steps.cast) and _is_exact(x) else None
+    source = x.args[0] if has(x, steps.cast) and is_exact(x) else None
     if source is None or dtype(norm) != torch.float32 or dtype(source) != dtype(n):
         return None
     return r.like(norm.target, (source, *map(widened, norm.args[1:])), n)

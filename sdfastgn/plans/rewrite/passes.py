@@ -13,15 +13,15 @@ from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
-from sdfastgn.plans.rewrite.schemas import arguments, is_random, writes
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.rewrite.statistics import statistics
 from sdfastgn.plans.rewrite.sums import shifts, sums
 from sdfastgn.plans.rewrite.tokens import tokens
 from sdfastgn.plans.rewrite.views import sink_views
+from sdfastgn.plans.run.schemas import arguments, is_random, writes
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["PASSES", "rewrite"]
+__all__ = ["rewrite"]
 
 aten = torch.ops.aten
 # Each pass takes and returns a graph. A pass relies on those before it:

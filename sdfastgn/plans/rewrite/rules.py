@@ -23,7 +23,8 @@ Rule = Callable[[Rewriter, Node], Node | None]
 def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
     """Asks ``rule`` about each node that calls one of ``targets``, from the first to the last.
 
-    New nodes are made before the node. The rule is not asked about them.
+    New nodes are made before the node. The rule is not asked about them. If nothing has changed, the graph is
+    as it was. Otherwise nodes that nobody reads are removed, and each node stands after those that it reads.
     """
     r = Rewriter(graph)
     for n in list(graph.nodes):
@@ -32,4 +33,4 @@ def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
             new = rule(r, n)
             if new is not None:
                 r.replace(n, new)
-    return ordered(cleaned(graph))
+    return ordered(cleaned(graph)) if r.has_changed else graph

@@ -3,11 +3,13 @@
 ``canonicalize`` walks once over the nodes. For each op, a table has the small functions that spell it. To add
 one, write a function below that is decorated with ``spells(op, ...)``. It gets a ``Rewriter``, the node, and
 all arguments of the op in the order of its schema. It returns the node to read instead, or None if it does
-not apply. The arguments are spelled already. Functions of one op are asked in the order of this file.
+not apply. The arguments are spelled already. Functions of one op are tried in the order of this file, until
+one applies.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +19,10 @@ from torch.fx import Node
 
 from sdfastgn.plans.rewrite import cats
 from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, dtype, has, key_of, operands, rank, shape
-from sdfastgn.plans.rewrite.schemas import arguments, writes
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.schemas import arguments, writes
 
-__all__ = ["UNFILLED", "canonicalize", "spells"]
+__all__ = ["UNFILLED", "canonicalize"]
 
 aten = torch.ops.aten
 _Spelling = Callable[..., "Node | None"]
@@ -337,6 +339,15 @@ def _group_norm(
 ) -> Node | None:
     args = (x, groups, w, b, eps, "identity", None, None, False)
     return r.like(steps.group_norm, args, n) if rank(x) > 2 else None
+
+
+@spells(operator.getitem)
+def _first_of_native_group_norm(r: Rewriter, n: Node, norm: Node, i: int) -> Node | None:
+    """GroupNorm with its mean and deviation, of which only the norm is read -> GroupNorm."""
+    if i or not has(norm, aten.native_group_norm.default):
+        return None
+    x, w, b, _, _, _, groups, eps = arguments(norm)
+    return _group_norm(r, n, x, groups, w, b, eps)
 
 
 @spells(aten.layer_norm.default)

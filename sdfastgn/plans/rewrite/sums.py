@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,11 +10,10 @@ from torch.fx import Node
 
 from sdfastgn.plans.rewrite.biases import bias_of
 from sdfastgn.plans.rewrite.nodes import (
-    HALVES,
     Rewriter,
-    aten,
     dtype,
     has,
+    has_kernels,
     is_only,
     number,
     operands,
@@ -25,11 +23,12 @@ from sdfastgn.plans.rewrite.nodes import (
 )
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.statistics import wants_statistics
-from sdfastgn.plans.rewrite.views import applied
+from sdfastgn.plans.rewrite.views import applied, axis_after
 from sdfastgn.plans.run import steps
 
 __all__ = ["shifts", "sums"]
 
+aten = torch.ops.aten
 # Norm -> index of its argument ``shift``.
 _SHIFT = {steps.group_norm: 6, steps.channel_norm: 7, steps.frames: 7}
 
@@ -50,7 +49,7 @@ def behind_views(r: Rewriter, n: Any) -> None:
     v, axis = n, 1  # axis: of the channels, in v
     while is_only(v) and has(user(v), steps.reshape, steps.permute):
         v = user(v)
-        found = _channels_after(v, axis)
+        found = axis_after(v, axis)
         if found is None:
             break
         axis = found
@@ -61,17 +60,6 @@ def behind_views(r: Rewriter, n: Any) -> None:
         h, bias = n.args
         r.at = end = views[last - 1]
         end.replace_all_uses_with(r.like(bias_of, (applied(r, views[:last], h), bias), end))
-
-
-def _channels_after(view: Any, axis: int) -> int | None:
-    """The axis of ``view`` that is ``axis`` of what it reads. None if there is none."""
-    before, after = shape(view.args[0]), shape(view)
-    if has(view, steps.permute):
-        return view.args[1].index(axis)
-    for k in range(len(after)):
-        if after[k] == before[axis] and math.prod(after[:k]) == math.prod(before[:axis]):
-            return k
-    return None
 
 
 def divided_sum(r: Rewriter, n: Any) -> Node | None:
@@ -96,7 +84,7 @@ def _is_residual(n: Any) -> bool:
     if a is None or b is None or a is b or rank(n) < 4 or 0 in shape(n):
         return False
     is_alike = shape(a) == shape(b) == shape(n) and dtype(a) == dtype(b) == dtype(n)
-    return is_alike and dtype(n) in (*HALVES, torch.float32)
+    return is_alike and has_kernels(n)
 
 
 def _added(r: Rewriter, total: Any, end: Node, divisor: float) -> Node:

@@ -10,11 +10,11 @@ from torch.fx import Node
 
 from sdfastgn.kernels.act_linear.config import has_few_rows
 from sdfastgn.plans.rewrite.nodes import (
-    HALVES,
     Rewriter,
     cleaned,
     dtype,
     has,
+    has_kernels,
     is_only,
     operands,
     ordered,
@@ -52,7 +52,7 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
         after, product = later.get(total, (None, None))
         r.at = total
         bias = product.args[2] if product is not None else None
-        both = r.new(steps.add_layer_norm, (*total.args, *n.args[1:], None, bias))
+        both = r.new(steps.add_layer_norm, (*total.args, *n.args[1:], bias))
         y, new_total = r.item(both, 0, n), r.item(both, 1, total)
         r.replace(n, y)
         r.replace(total, new_total)
@@ -89,7 +89,7 @@ def _is_read_by_norm_and(total: Node, before: Node) -> bool:
 
 def _is_sum(n: Any) -> bool:
     """True if ``n`` is the sum of two different tensors of one shape and dtype."""
-    if not has(n, aten.add.Tensor) or dtype(n) not in (*HALVES, torch.float32):
+    if not has(n, aten.add.Tensor) or not has_kernels(n):
         return False
     are_alike = [shape(t) == shape(n) and dtype(t) == dtype(n) for t, _ in operands(n)]
     return bool(are_alike) and all(are_alike) and n.args[0] is not n.args[1]
@@ -107,7 +107,7 @@ def _gated(r: Rewriter, n: Node) -> Node | None:
         x, last, D = value.args[0], rank(n) - 1, shape(n)[-1]
         are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)
         if are_halves and shape(x)[-1] == 2 * D and shape(value) == shape(n):
-            return r.like(steps.geglu, (x, None), n)
+            return r.like(steps.geglu, (x,), n)
     return None
 
 

@@ -14,18 +14,18 @@ from sdfastgn.plans.rewrite.norms import ACTIVATIONS
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["applied", "channel_views", "merged_views", "sink_views"]
+__all__ = ["applied", "axis_after", "sink_views"]
 
 
-def merged_views(graph: fx.Graph) -> fx.Graph:
+def _merged_views(graph: fx.Graph) -> fx.Graph:
     """Reshapes of reshapes and permutations of permutations become one."""
     return apply(graph, _merged, steps.reshape, steps.permute)
 
 
 def sink_views(graph: fx.Graph) -> fx.Graph:
     """norm(views(x)) -> views(norm(x)), and the same for activations."""
-    graph = apply(merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
-    return merged_views(graph)
+    graph = apply(_merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
+    return _merged_views(graph)
 
 
 def _merged(r: Rewriter, n: Node) -> Node | None:
@@ -35,7 +35,7 @@ def _merged(r: Rewriter, n: Node) -> Node | None:
 
 def _before_views(r: Rewriter, n: Node) -> Node | None:
     """A norm or an activation of views -> views of a norm or an activation."""
-    x, views = channel_views(n.args[0])
+    x, views = _channel_views(n.args[0])
     if not views:
         return None
     args = [x, *n.args[1:]]
@@ -54,7 +54,7 @@ def applied(r: Rewriter, views: Sequence[Node], x: Node) -> Node:
     return x
 
 
-def channel_views(v: Node) -> tuple[Node, list[Node]]:
+def _channel_views(v: Node) -> tuple[Node, list[Node]]:
     """(x, views): v is x after these views, and axis 1 of v is axis 1 of x.
 
     Nobody else reads the views, and x is an image or a video. If there is no such x, it is v, without views.
@@ -66,7 +66,7 @@ def channel_views(v: Node) -> tuple[Node, list[Node]]:
     if rank(v) < 2 or shape(v)[1] == 1:  # any axis of one element could be axis 1
         return best
     while has(n, steps.reshape, steps.permute) and is_only(n):
-        axis = n.args[1][axis] if has(n, steps.permute) else _axis_before(n, axis)  # type: ignore[arg-type]
+        axis = _axis_before(n, axis)  # type: ignore[arg-type]
         if axis is None:
             break
         views, n = [n, *views], n.args[0]
@@ -75,12 +75,24 @@ def channel_views(v: Node) -> tuple[Node, list[Node]]:
     return best
 
 
-def _axis_before(reshape: Node, axis: int) -> int | None:
-    """The axis of the value before the reshape with the elements of ``axis`` of the result, or None."""
-    x: Any = reshape.args[0]
-    elements, before = shape(reshape)[axis], math.prod(shape(reshape)[:axis])
-    same = [i for i, size in enumerate(shape(x)) if (size, math.prod(shape(x)[:i])) == (elements, before)]
-    return same[0] if same else None
+def axis_after(view: Any, axis: int) -> int | None:
+    """The axis of ``view``, a reshape or permutation, that is ``axis`` of what it reads. None if none is."""
+    if has(view, steps.permute):
+        return view.args[1].index(axis)
+    return _same_axis(shape(view.args[0]), axis, shape(view))
+
+
+def _axis_before(view: Any, axis: int) -> int | None:
+    """The axis of what ``view`` reads that is ``axis`` of ``view``. None if none is."""
+    if has(view, steps.permute):
+        return view.args[1][axis]
+    return _same_axis(shape(view), axis, shape(view.args[0]))
+
+
+def _same_axis(sizes: Sequence[int], axis: int, others: Sequence[int]) -> int | None:
+    """The axis that is ``axis`` of a tensor with these sizes, after a reshape to ``others``."""
+    same = (sizes[axis], math.prod(sizes[:axis]))
+    return next((i for i, size in enumerate(others) if (size, math.prod(others[:i])) == same), None)
 
 
 def _keeps_samples(views: Sequence[Any]) -> bool:

@@ -26,12 +26,9 @@ from sdfastgn.kernels.product import op as product_op
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.run.record import Recording, Unrecordable, record
-from sdfastgn.plans.run.source import Code, generate
+from sdfastgn.plans.run.source import ALIGNMENT, Code, generate
 
 __all__ = ["Baked"]
-
-# Kernels are compiled for addresses that are multiples of this number of bytes.
-_ALIGNMENT = 16
 
 
 class _Bound(NamedTuple):
@@ -54,7 +51,7 @@ class _Operands(NamedTuple):
     Attributes:
         fixed: parameters, tensors from elsewhere and constants.
         aliases: views of them without gradients. They stay where the weights were at that moment.
-        addresses: those of all but the constants.
+        addresses: the addresses of parameters and tensors from elsewhere.
         layouts: see ``_layouts``.
     """
 
@@ -158,7 +155,7 @@ class Baked:
         except Unrecordable as why:
             self._failure = str(why)
             return
-        signature = [(*_kind(x), x.data_ptr() % _ALIGNMENT if x.is_cuda else None) for x in inputs]
+        signature = [(*_kind(x), x.data_ptr() % ALIGNMENT if x.is_cuda else None) for x in inputs]
         run = code.bound(*operands[:2])
         if run is None:  # another thread has moved weights meanwhile
             return
@@ -195,7 +192,7 @@ def _misfit(bound: _Bound, inputs: Sequence[Tensor]) -> str | None:
     for x, (shape, stride, dtype, device, aligned) in zip(inputs, bound.inputs, strict=True):
         if x.stride() != stride or x.shape != shape or x.dtype is not dtype or x.device != device:
             return "an argument has other sizes, strides, dtype or device"
-        if aligned is not None and x.data_ptr() % _ALIGNMENT != aligned:
+        if aligned is not None and x.data_ptr() % ALIGNMENT != aligned:
             return "an argument has another alignment"
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return "an argument is of a subclass of Tensor"
@@ -211,12 +208,10 @@ def _layouts(fixed: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     Kernels are compiled for an alignment. Several operands may lie in one memory, and one product may read
     packed operands.
     """
-    first: dict[
-        int, tuple[int, int]
-    ] = {}  # address of a memory -> its number, address of the first operand in it
+    first: dict[int, tuple[int, int]] = {}  # address of a memory -> its number, address of its first operand
     found = []
     for t, is_packed in zip(fixed, packed.are_packed(fixed), strict=True):
         address = t.data_ptr()
         number, start = first.setdefault(t.untyped_storage().data_ptr(), (len(first), address))
-        found.append((*_kind(t), address % _ALIGNMENT, number, address - start, is_packed))
+        found.append((*_kind(t), address % ALIGNMENT, number, address - start, is_packed))
     return found

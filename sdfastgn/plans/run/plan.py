@@ -22,7 +22,9 @@ from torch.utils import _pytree as pytree
 from sdfastgn.kernels.common.private import any_autocast
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
-from sdfastgn.plans.run.traffic import Step, base, is_view, memory, steps_of, table, writes_over
+from sdfastgn.plans.run.aliases import base, is_view, writes_over
+from sdfastgn.plans.run.schemas import is_random
+from sdfastgn.plans.run.traffic import Step, memory, steps_of, table
 from sdfastgn.plans.trace.traced import Traced
 
 __all__ = ["Plan", "without_autocast"]
@@ -31,8 +33,6 @@ aten = torch.ops.aten
 # Bytes (256 MB). A larger value is no constant: keeping it would take more memory than a call without plan
 # needs at any time. The largest useful ones are tables of positions, a few MB.
 _MOST_FOLDED = 1 << 28
-
-
 # The dict of a module that has a parameter or buffer, and its name there.
 _Place = tuple[dict[str, Any], str]
 
@@ -73,7 +73,7 @@ class Plan:
         self._rows = _rows_of_products(graph, read)
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
-        self.writes = any(n.target is torch.ops.aten.copy_.default for n in graph.nodes)
+        self.writes = bool(written)
         self._forward = fx.GraphModule({}, graph).forward
 
     def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -198,7 +198,7 @@ def _constants(graph: fx.Graph) -> list[Node]:
             n.op == "call_function"
             and bool(n.meta)
             and all(a in found for a in n.all_input_nodes)
-            and torch.Tag.nondeterministic_seeded not in getattr(n.target, "tags", ())
+            and not is_random(n.target)
             and memory(n) <= _MOST_FOLDED
         )
         if n.op == "get_attr" or is_folded:

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdfastgn.kernels.common import observers, private
+from sdfastgn.plans.run.aliases import writes_over
+from sdfastgn.plans.trace.writes import written
 
 __all__ = ["Action", "Memory", "Place", "Recording", "Unrecordable", "places_in", "record"]
 
@@ -273,7 +274,7 @@ class _Recorder(TorchDispatchMode):
             name = getattr(target, "__name__", str(target))
             self.left[f"{name}: {self._reason}"] += 1
             try:
-                self._note("call", target, args, kwargs, result, [args[0]] if _writes_over(target) else [])
+                self._note("call", target, args, kwargs, result, [args[0]] if writes_over(n) else [])
             except Unrecordable as reason:
                 self.failure = f"{name} {reason}"
         return result
@@ -324,11 +325,11 @@ class _Recorder(TorchDispatchMode):
         try:
             if _leaves_the_gpu(args, result):
                 raise Unrecordable(f"{func.name()} copies to the CPU, where Python can read it")
-            written = _written(func, args, kwargs)
+            targets = _written(func, args, kwargs)
             if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
                 self._note("allocate", None, (), {}, result, [])
-            elif written or not self._is_known(result):  # views do nothing
-                self._note("call", call, args, kwargs, result, written)
+            elif targets or not self._is_known(result):  # views do nothing
+                self._note("call", call, args, kwargs, result, targets)
         except Unrecordable as reason:
             self._reason = f"{func.name()} {reason}"
         return result
@@ -401,21 +402,8 @@ def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that the op writes into."""
-    written = [
-        a.name
-        for a in private.schema_of(func).arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return [
-        t for name in written for t in _flat(_argument(func, name, args, kwargs)) if isinstance(t, Tensor)
-    ]
-
-
-def _writes_over(target: Any) -> bool:
-    """True if a step writes over its first argument: a mutable op, or a name that ends with "_"."""
-    if isinstance(target, OpOverload):
-        return private.schema_of(target).is_mutable
-    return target.__name__.endswith("_")
+    found = [_argument(func, name, args, kwargs) for _, name, _ in written(func)]
+    return [t for t in _flat(found) if isinstance(t, Tensor)]
 
 
 def _leaves_the_gpu(args: Any, result: Any) -> bool:

@@ -21,12 +21,10 @@ from sdfastgn.kernels.common.private import allocators, current_raw_stream, view
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run.record import Action, Memory, Place, Recording, Unrecordable, places_in
 
-__all__ = ["Code", "generate"]
+__all__ = ["ALIGNMENT", "Code", "generate"]
 
-# An address is a multiple of this number of bytes if a compiled kernel may take it as it is.
-_ALIGNMENT = 16
-
-
+# Bytes. Triton compiles one kernel for pointers that are divisible by 16, and another one for other pointers.
+ALIGNMENT = 16
 # Row of packed operands, or of one operand; its own place; place of a tensor in the same memory.
 _Source = tuple[tuple[int, ...], Place, Place | None]
 
@@ -93,6 +91,7 @@ def _reread(t: Tensor, dtype: torch.dtype, shape: Any, stride: Any, more: int) -
 
 
 def _at(t: Tensor, shape: Any, stride: Any, more: int) -> Tensor:
+    """``private.view_at`` with PyTorch's checks, for views that live longer than a call."""
     return t.as_strided(shape, stride, t.storage_offset() + more)
 
 
@@ -185,7 +184,7 @@ class _Writer:
         offset = place.offset * place.dtype.itemsize
         if memory.operand is not None:
             offset += memory.start - memory.root.offset * memory.root.dtype.itemsize
-        return offset % _ALIGNMENT == 0
+        return offset % ALIGNMENT == 0
 
     def allocation(self, place: Place) -> str:
         device = self.memories[place.memory].device
@@ -238,10 +237,9 @@ class _Writer:
             return f"{self.name(type(value))}({', '.join(map(self.argument, value))})"
         if isinstance(value, (tuple, list)):
             items = ", ".join(map(self.argument, value))
-            is_constant = all(
-                isinstance(item, (int, float)) for item in value
-            )  # such as sizes: made only once
-            return f"({items},)" if items and (is_constant or isinstance(value, tuple)) else f"[{items}]"
+            # A list of numbers, such as sizes, becomes a tuple, which Python makes only once.
+            is_tuple = isinstance(value, tuple) or all(isinstance(item, (int, float)) for item in value)
+            return f"({items},)" if items and is_tuple else f"[{items}]"
         if isinstance(value, dict):
             return f"{{{', '.join(f'{key!r}: {self.argument(v)}' for key, v in value.items())}}}"
         return self.value(value)

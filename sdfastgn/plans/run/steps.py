@@ -38,6 +38,7 @@ aten = torch.ops.aten
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x in another shape. An image or video that has to be copied becomes channels-last where possible."""
     try:
         return x.view(shape)
     except RuntimeError:
@@ -68,6 +69,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def cut(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """``length`` elements of axis ``dim`` from ``start`` on."""
     return x.narrow(dim, start, length)
 
 
@@ -87,16 +89,18 @@ def write_slice_(x: Tensor, part: Tensor, *where: Any) -> Tensor:
 
 
 def write_select_(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
+    """Writes ``part`` into ``x.select(dim, index)``."""
     x = _writable(x)
     x.select(dim, index).copy_(part)
     return x
 
 
-def in_channels_last(x: Tensor) -> Tensor:
+def _in_channels_last(x: Tensor) -> Tensor:
     return x if is_channels_last(x) else laid_out(x, channels_last=True)
 
 
 def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """``aten.cat``. The result is channels-last if a part is, except along axis 0."""
     rank = parts[0].dim()
     if rank > 3 and dim and any(map(is_channels_last, parts)):
         last = rank - 1 if dim == 1 else dim - 1
@@ -122,12 +126,12 @@ def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
 def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
     """Repeats each element along the spatial axes. ``first_once``: frame 0 is not repeated along time."""
     if tuple(times) == (2, 2):
-        return nearest_op.upsample_nearest_2x(in_channels_last(x))
+        return nearest_op.upsample_nearest_2x(_in_channels_last(x))
     if first_once:
         return pad_frames_op.pad_frames(x, upsample=tuple(times))[0]  # type: ignore[arg-type]
     size = [s * t for s, t in zip(x.shape[2:], times, strict=True)]
     nearest = aten.upsample_nearest2d if x.dim() == 4 else aten.upsample_nearest3d
-    return in_channels_last(nearest.default(x, size))
+    return _in_channels_last(nearest.default(x, size))
 
 
 # ---- convolutions and products
@@ -146,7 +150,7 @@ def conv(
 ) -> Tensor:
     """A convolution of images or videos. The arguments are those of ``aten.convolution``."""
     where = stride, padding, dilation, transposed, output_padding, groups
-    return in_channels_last(aten.convolution.default(in_channels_last(x), weight, bias, *where))
+    return _in_channels_last(aten.convolution.default(_in_channels_last(x), weight, bias, *where))
 
 
 def conv_windows(
@@ -167,18 +171,18 @@ def conv_last_slice(
 ) -> Tensor:
     """A 3-D convolution of one frame after zeros: only the last slice of the weight along time counts."""
     where = stride[1:], padding[1:], dilation[1:], False, [0, 0], groups
-    image = in_channels_last(in_channels_last(x)[:, :, 0])
-    return in_channels_last(aten.convolution.default(image, weight[:, :, -1], None, *where)).unsqueeze(2)
+    image = _in_channels_last(_in_channels_last(x)[:, :, 0])
+    return _in_channels_last(aten.convolution.default(image, weight[:, :, -1], None, *where)).unsqueeze(2)
 
 
 def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A convolution with a kernel of one pixel, as a matrix product."""
-    return product_op.linear(in_channels_last(x).movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
+    return product_op.linear(_in_channels_last(x).movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
 
 
 def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]:
     """(a 3x3 convolution of x upsampled 2x, its statistics if ``emits`` and they pay, else None)."""
-    x = in_channels_last(x)
+    x = _in_channels_last(x)
     if upsample_op.runs_in_phases(x, weight):
         try:
             return upsample_op.convolve_phases(x, weight, bias, with_statistics=emits)
@@ -186,10 +190,11 @@ def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -
             pass
     large = nearest_op.upsample_nearest_2x(x)
     y = aten.convolution.default(large, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    return add_bias_(in_channels_last(y), bias, emits)
+    return add_bias_(_in_channels_last(y), bias, emits)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``."""
     return product_op.linear(x, weight, bias)
 
 
@@ -225,6 +230,7 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    """``aten.scaled_dot_product_attention`` without dropout."""
     is_plain = mask is None and not is_causal and (scale is None or scale > 0)
     if is_plain and q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and q.dtype == v.dtype:
         if wide_heads.runs_in_chunks(q, k, v):
@@ -292,7 +298,7 @@ def modulated_norm(
     modulation: Tensor,
 ) -> Tensor:
     """``activation(group_norm(x) * factor + offset)``: ``modulation`` has both, and is upsampled to x."""
-    norm = Group(groups, weight, bias, eps, activation, None, in_channels_last(_as_video(modulation)))
+    norm = Group(groups, weight, bias, eps, activation, None, _in_channels_last(_as_video(modulation)))
     return frames(_as_video(x), norm=norm)[0].view(x.shape)
 
 
@@ -332,8 +338,8 @@ def frames(
         kind = pad_frames_op.GroupNorm if isinstance(norm, Group) else pad_frames_op.Norm
         operands = kind(*norm)
     return pad_frames_op.pad_frames(
-        in_channels_last(x),
-        None if cache is None else in_channels_last(cache),
+        _in_channels_last(x),
+        None if cache is None else _in_channels_last(cache),
         front=front,
         back=back,
         border=tuple(border),  # type: ignore[arg-type]
@@ -388,6 +394,7 @@ def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """A LayerNorm of the last axis."""
     return layer_norm_op.layer_norm(x, weight, bias, eps)
 
 
@@ -397,15 +404,15 @@ def add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    add_bias: Tensor | None,
     total_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(a + b + add_bias), a + b + add_bias + total_bias)."""
-    return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, add_bias=add_bias, total_bias=total_bias)
+    """(layer_norm(a + b), a + b + total_bias)."""
+    return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, total_bias=total_bias)
 
 
-def geglu(x: Tensor, bias: Tensor | None) -> Tensor:
-    return geglu_op.geglu(x, bias)
+def geglu(x: Tensor) -> Tensor:
+    """``a * gelu(b)``, where a and b are the halves of x along the last axis."""
+    return geglu_op.geglu(x)
 
 
 def _as_video(x: Tensor) -> Tensor:

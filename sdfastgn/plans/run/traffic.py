@@ -17,11 +17,11 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.aliases import base, is_view
 
-__all__ = ["Step", "base", "is_view", "memory", "steps_of", "table", "writes_over"]
+__all__ = ["Step", "memory", "steps_of", "table"]
 
 aten = torch.ops.aten
-_VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 # Steps that write a part of their first argument. They read none of it.
 _PARTIAL_WRITERS = (steps.write_slice_, steps.write_select_, aten.copy_.default)
 # Ops that read only the selected elements of their first argument: as many as the result has.
@@ -47,7 +47,6 @@ _COPIES = (
     steps.cast,
     steps.cat,
     steps.copy,
-    steps.in_channels_last,
     steps.pad,
     steps.write_select_,
     steps.write_slice_,
@@ -103,34 +102,6 @@ def table(found: Sequence[Step]) -> str:
     left = collections.Counter(s.target for s in found if s.kind == "upstream")
     lines += [f"  {count} x {target}" for target, count in left.most_common()]
     return "\n".join(lines)
-
-
-def is_view(n: Node) -> bool:
-    """True if ``n`` gives its argument, or a part of it, without a copy."""
-    if n.op != "call_function":
-        return False
-    if n.target is operator.getitem or n.target in _VIEWS:
-        return True
-    schema = getattr(n.target, "_schema", None)
-    aliases = [] if schema is None else [r.alias_info for r in schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-
-
-def writes_over(n: Node) -> bool:
-    """True if ``n`` writes over its first argument."""
-    if n.op != "call_function":
-        return False
-    return n.target is aten.copy_.default or (_is_step(n.target) and _name(n.target).endswith("_"))
-
-
-def base(n: Node) -> Node:
-    """The node in whose memory the value of ``n`` lies, or may lie."""
-    while is_view(n) or n.target is steps.in_channels_last:
-        source: Any = n.args[0]
-        if n.target is operator.getitem and not is_view(source):
-            break
-        n = source
-    return n
 
 
 def memory(n: Node) -> int:

@@ -1,91 +1,109 @@
-"""Rewrites a small function, and compares the result with the function itself."""
+"""Traces small functions, rewrites them, and compares what they compute with eager PyTorch."""
+
+from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from sdfastgn.plans.rewrite.biases import biases
-from sdfastgn.plans.rewrite.convolutions import convolutions
-from sdfastgn.plans.rewrite.modulations import modulations
-from sdfastgn.plans.rewrite.nodes import VIEWS
-from sdfastgn.plans.rewrite.norms import activations, norms
-from sdfastgn.plans.rewrite.spelling import canonicalize
-from sdfastgn.plans.rewrite.statistics import statistics
-from sdfastgn.plans.rewrite.sums import shifts, sums
-from sdfastgn.plans.rewrite.views import sink_views
+from sdfastgn.plans.rewrite.nodes import has
+from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.trace.tracer import trace
 
-PASSES = (
-    canonicalize,
-    norms,
-    sink_views,
-    activations,
-    modulations,
-    convolutions,
-    sums,
-    shifts,
-    biases,
-    statistics,
-)
+# Largest relative error that rounding explains, by the dtype of a result. Kernels add up in another order.
+TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def rewritten(function: Callable, *inputs: Tensor) -> tuple[fx.Graph, Callable]:
-    """The rewritten graph of ``function``, and a function that runs it."""
-    traced = trace(nn.Module(), function, *inputs)
-    graph = traced.graph.graph
-    for each in PASSES:
-        graph = each(graph)
-        graph.lint()
-    graph.set_codegen(fx.graph.CodeGen())
-    module = fx.GraphModule(traced.graph, graph)
-    others = traced.others
-    return graph, lambda *args: module(*others, *args)
+class Rewritten:
+    """``call`` as rewritten code, for tensors like ``inputs``.
 
-
-def calls(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that compute something, in order."""
-    free = (operator.getitem, *VIEWS)
-    return [n for n in graph.nodes if n.op == "call_function" and n.target not in free]
-
-
-def names(graph: fx.Graph) -> list[str]:
-    """What the nodes of ``calls`` call: "conv" for a step, "aten.relu" for an op of PyTorch."""
-    found = (n.target for n in calls(graph))
-    return [
-        f"aten.{t.overloadpacket.__name__}" if hasattr(t, "overloadpacket") else t.__name__ for t in found
-    ]
-
-
-def check(function: Callable, *inputs: Tensor, tolerance: float = 1e-5) -> fx.Graph:
-    """Rewrites ``function``, compares it with itself for other inputs, and returns the graph.
-
-    It runs three times, and results of earlier calls must stay as they are.
+    Attributes:
+        graph: the rewritten graph.
+        calls: its nodes that compute something, in order: neither views nor items of tuples.
+        steps: what these call: "conv" for a step, "aten.relu" for an op of PyTorch.
     """
-    with torch.no_grad():
-        graph, run = rewritten(function, *inputs)
-        held = []
-        for _ in range(3):
-            args = [torch.randn_like(x) for x in inputs]
-            before = [x.clone() for x in args]
-            wanted = as_list(function(*[x.clone() for x in args]))
-            got = run(*args)
-            held.append((got, [y.clone() for y in got], wanted))
-            assert all(map(torch.equal, args, before)), "an input was written"
-        for got, first, wanted in held:
-            assert len(got) == len(wanted)
-            for y, same, exact in zip(got, first, wanted, strict=True):
-                assert torch.equal(y, same), "a later call wrote over a result"
-                assert (y.shape, y.dtype) == (exact.shape, exact.dtype)
-                if not y.numel():
-                    continue
-                error = (y.double() - exact.double()).abs().max() / exact.double().abs().max().clamp_min(
-                    1e-30
-                )
-                assert error <= tolerance, f"{names(graph)} is {error:.1e} off"
-    return graph
+
+    def __init__(self, call: Callable[..., Any], *inputs: Any) -> None:
+        model = call if isinstance(call, nn.Module) else nn.Module()
+        with torch.no_grad():
+            self.traced = trace(model, call, *inputs)
+        self.graph = rewrite(self.traced.graph.graph)
+        self.graph.lint()
+        self.module = fx.GraphModule(self.traced.graph, self.graph)
+        free = (operator.getitem, *VIEWS)
+        self.calls = [n for n in self.graph.nodes if n.op == "call_function" and n.target not in free]
+        self.steps = list(map(name_of, self.calls))
+
+    def __call__(self, *inputs: Any) -> Any:
+        parameters = [getattr(module, kind)[name] for module, kind, name in self.traced.parameters]
+        tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+        with torch.no_grad():
+            out = self.module(*parameters, *self.traced.others, *tensors)
+        return pytree.tree_unflatten(out, self.traced.out_spec)
+
+    def all(self, step: Any) -> list[fx.Node]:
+        """The nodes that call ``step``."""
+        return [n for n in self.graph.nodes if has(n, step)]
+
+    def only(self, step: Any) -> fx.Node:
+        """The node that calls ``step``, which exactly one does."""
+        (found,) = self.all(step)
+        return found
 
 
-def as_list(y: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [y] if isinstance(y, Tensor) else list(y)
+def name_of(n: fx.Node) -> str:
+    target: Any = n.target
+    packet = getattr(target, "overloadpacket", None)
+    return target.__name__ if packet is None else f"aten.{packet.__name__}"
+
+
+def steps_of(call: Callable[..., Any], *inputs: Any, tolerance: float | None = None) -> list[str]:
+    """The steps of the rewritten ``call``, which computes what eager does: see ``checked``."""
+    return checked(call, *inputs, tolerance=tolerance).steps
+
+
+def checked(call: Callable[..., Any], *inputs: Any, tolerance: float | None = None) -> Rewritten:
+    """The rewritten ``call``. Two calls with other inputs compute what eager does.
+
+    Results, arguments that the call writes and those that it does not write are compared. ``tolerance``: the
+    largest relative error. If it is None, it is that of ``TOLERANCES``.
+    """
+    plan = Rewritten(call, *inputs)
+    earlier: list[tuple[list[Any], list[Any]]] = []
+    for _ in range(2):
+        ours = others_like(inputs)
+        theirs = pytree.tree_map_only(Tensor, Tensor.clone, ours)
+        with torch.no_grad():
+            found, wanted = plan(*ours), call(*theirs)
+        earlier.append((pytree.tree_leaves((found, ours)), pytree.tree_leaves((wanted, theirs))))
+        for pair in earlier:  # also results of the call before: it owns them
+            assert_close(*pair, tolerance)
+    return plan
+
+
+def others_like(inputs: Any) -> Any:
+    """Tensors of other values, in the shapes, strides and dtypes of ``inputs``."""
+
+    def other(x: Tensor) -> Tensor:
+        drawn = torch.randn(x.shape) if x.is_floating_point() else torch.randint(0, 3, x.shape)
+        return torch.empty_like(x).copy_(drawn)
+
+    return pytree.tree_map_only(Tensor, other, inputs)
+
+
+def assert_close(found: list[Any], wanted: list[Any], tolerance: float | None) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        if not isinstance(b, Tensor):
+            assert a == b
+            continue
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        wide = torch.complex128 if b.is_complex() else torch.float64
+        error = torch.linalg.vector_norm(a.to(wide) - b.to(wide))
+        largest = TOLERANCES.get(b.dtype, 1e-5) if tolerance is None else tolerance
+        assert error <= largest * torch.linalg.vector_norm(b.to(wide)), float(error)

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.plans.rewrite.rewritten import checked, steps_of
+from sdfastgn.plans.run import steps
+from tests.plans.rewrite.rewriting import checked, steps_of
 
 video = torch.randn(1, 4, 5, 2, 4)
 batch = torch.randn(4, 4, 2, 4)
@@ -34,37 +35,40 @@ def reshaped_once(x):
 @pytest.mark.parametrize(
     ("call", "steps"),
     [
-        (lambda x: torch.cat([x, x * 2], 1), ["mul", "cat"]),
-        (lambda x: torch.cat([x[:, :, :0], x * 2], 2), ["mul"]),
-        (lambda x: torch.cat([x.new_empty(0), x * 2], 2), ["mul"]),
-        (lambda x: torch.cat([x, x.double()], 1), ["cast", "cat"]),
-        (lambda x: torch.stack([x, x * 2], 1), ["mul", "cat"]),
-        (lambda x: torch.stack([x, x * 2], -1), ["mul", "cat"]),
-        (lambda x: torch.cat([x[:, :, :2], x[:, :, 2:]], 2) * 2, ["mul"]),
-        (lambda x: torch.cat([x[:, :, i : i + 1].clone() for i in range(5)], 2) * 2, ["mul"]),
+        (lambda x: torch.cat([x, x * 2], 1), ["aten.mul", "cat"]),
+        (lambda x: torch.cat([x[:, :, :0], x * 2], 2), ["aten.mul"]),
+        (lambda x: torch.cat([x.new_empty(0), x * 2], 2), ["aten.mul"]),
+        (lambda x: torch.cat([x, x.double()], 1), ["cast", "aten.cat"]),
+        (lambda x: torch.stack([x, x * 2], 1), ["aten.mul", "cat"]),
+        (lambda x: torch.stack([x, x * 2], -1), ["aten.mul", "cat"]),
+        (lambda x: torch.cat([x[:, :, :2], x[:, :, 2:]], 2) * 2, ["aten.mul"]),
+        (lambda x: torch.cat([x[:, :, i : i + 1].clone() for i in range(5)], 2) * 2, ["aten.mul"]),
         (lambda x: torch.cat([x[:, :, 2:], x[:, :, :2]], 2), ["cat"]),
         (lambda x: torch.cat([x[:, :, :2], x[:, :, 3:]], 2), ["cat"]),
         (lambda x: torch.cat([x[:, :, :2], x[:, :, 2:4]], 2), ["cat"]),
         (lambda x: torch.cat([x[:, :2], x[:, 2:]], 2), ["cat"]),
-        (lambda x: torch.cat([x[:, :, :2], (x * 2)[:, :, 2:]], 2), ["mul", "cat"]),
+        (lambda x: torch.cat([x[:, :, :2], (x * 2)[:, :, 2:]], 2), ["aten.mul", "cat"]),
         (lambda x: torch.cat([x[:, :, :1], x], 2), ["pad"]),
         (lambda x: torch.cat([x[:, :, :1]] * 2 + [x] + [x[:, :, -1:]], 2), ["pad"]),
         (lambda x: torch.cat([x[:, :, :1].repeat(1, 1, 2, 1, 1), x], 2), ["pad"]),
         (lambda x: torch.cat([x[:, :, :1].clone(), x], 2), ["pad"]),
         (lambda x: torch.cat([x[:, :, 1:2], x], 2), ["cat"]),
-        (lambda x: torch.cat([(x * 2)[:, :, :1], x], 2), ["mul", "cat"]),
-        (lambda x: torch.cat([x[:, :, :1], x[:, :, :1] * 2, x], 2), ["mul", "cat"]),
+        (lambda x: torch.cat([(x * 2)[:, :, :1], x], 2), ["aten.mul", "cat"]),
+        (lambda x: torch.cat([x[:, :, :1], x[:, :, :1] * 2, x], 2), ["aten.mul", "cat"]),
         (lambda x: torch.cat([x[:, :, :2], x], 2), ["cat"]),
         (lambda x: torch.cat([x, x[:, :, :1]], 2), ["cat"]),
         (lambda x: torch.cat([x[:, :1], x], 1), ["cat"]),
         (lambda x: torch.cat([x[:, :, :1], x], -3), ["pad"]),
         (lambda x: torch.cat([x[:, :, :, :1].expand_as(x), x], 2), ["cat"]),
-        (lambda x: torch.cat([x.new_empty(0, dtype=torch.float64), x * 2], 2), ["new_empty", "mul", "cat"]),
+        (
+            lambda x: torch.cat([x.new_empty(0, dtype=torch.float64), x * 2], 2),
+            ["aten.new_empty", "aten.mul", "aten.cat"],
+        ),
         (lambda x: torch.cat([x[0][:, :1], x[0]], 1), ["cat"]),
         (lambda x: torch.cat([x[0, :, None, :1], x[0, :, None]], 2), ["pad"]),
         (lambda x: torch.cat([x[:, :, 0, :1], x[:, :, 0]], 2), ["cat"]),
         (once_and_twice, ["upsample"]),
-        (lambda x: once_and_twice(x * 2), ["mul", "upsample"]),
+        (lambda x: once_and_twice(x * 2), ["aten.mul", "upsample"]),
         (lambda x: once_and_twice(x, 2), None),
         (reshaped_once, None),
         (two_frames_once, ["copy", "upsample", "upsample", "cat"]),
@@ -87,7 +91,7 @@ def test_videos(call, steps):
 
 
 def test_upsampling_of_the_first_frame_once_says_so():
-    assert checked(once_and_twice, video).node("upsample").args[1:] == ((2, 2, 2), True)
+    assert checked(once_and_twice, video).only(steps.upsample).args[1:] == ((2, 2, 2), True)
 
 
 def test_three_parts_are_no_upsampling():
@@ -95,7 +99,7 @@ def test_three_parts_are_no_upsampling():
         first, others = nearest(x[:, :, :1], 1, 2, 2), nearest(x[:, :, 1:], 2, 2, 2)
         return torch.cat([first, others, first * 2], 2)
 
-    assert steps_of(call, video) == ["upsample", "upsample", "mul", "cat"]
+    assert steps_of(call, video) == ["upsample", "upsample", "aten.mul", "cat"]
 
 
 def test_frames_side_by_side_in_other_axes():

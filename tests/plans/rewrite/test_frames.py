@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.run import steps
-from tests.plans.rewrite.rewriting import calls, check, names
+from tests.plans.rewrite.rewriting import checked, steps_of
 
 CAUSAL = (1, 1, 1, 1, 2, 0)
 
@@ -24,10 +23,10 @@ def weight():
     return randn(4, 4, 3, 3, 3)
 
 
-def frames_of(graph):
+def frames_of(plan):
     """The arguments of each ``steps.frames``, by name."""
     fields = ("x", "cache", "front", "back", "border", "mode", "keep", "shift", "norm", "times", "window")
-    return [dict(zip(fields, n.args, strict=True)) for n in calls(graph) if has(n, steps.frames)]
+    return [dict(zip(fields, n.args, strict=True)) for n in plan.all(steps.frames)]
 
 
 def group_norm(x):
@@ -46,11 +45,11 @@ def repeated(x, front, back=0):
 
 
 def test_frames_before_a_convolution(weight):
-    graph = check(lambda x: F.conv3d(F.pad(x, CAUSAL), weight), video())
-    assert names(graph) == ["frames", "conv"]
-    (found,) = frames_of(graph)
+    plan = checked(lambda x: F.conv3d(F.pad(x, CAUSAL), weight), video())
+    assert plan.steps == ["frames", "conv"]
+    (found,) = frames_of(plan)
     assert (found["front"], found["back"], found["border"], found["mode"]) == (2, 0, (0, 0), "zeros")
-    assert calls(graph)[1].args[4] == [0, 1, 1]
+    assert plan.calls[1].args[4] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -65,16 +64,16 @@ def test_frames_before_a_convolution(weight):
     ],
 )
 def test_modes(weight, pad, expected):
-    graph = check(lambda x: F.conv3d(pad(x), weight), video())
-    assert names(graph) == ["frames", "conv"]
-    (found,) = frames_of(graph)
+    plan = checked(lambda x: F.conv3d(pad(x), weight), video())
+    assert plan.steps == ["frames", "conv"]
+    (found,) = frames_of(plan)
     assert (found["front"], found["back"], found["border"], found["mode"]) == expected
 
 
 def test_the_padding_of_the_convolution_is_around_the_frames(weight):
-    replicate = check(lambda x: F.conv3d(F.pad(x, CAUSAL, mode="replicate"), weight, padding=1), video())
-    zeros = check(lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 1)), video())
-    assert names(replicate) == names(zeros) == ["frames", "conv"]
+    replicate = checked(lambda x: F.conv3d(F.pad(x, CAUSAL, mode="replicate"), weight, padding=1), video())
+    zeros = checked(lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 1)), video())
+    assert replicate.steps == zeros.steps == ["frames", "conv"]
 
 
 @pytest.mark.parametrize(
@@ -87,19 +86,19 @@ def test_the_padding_of_the_convolution_is_around_the_frames(weight):
     ],
 )
 def test_other_pads_stay(weight, pad):
-    assert names(check(lambda x: F.conv3d(pad(x), weight), video())) == ["pad", "conv"]
+    assert steps_of(lambda x: F.conv3d(pad(x), weight), video()) == ["pad", "conv"]
 
 
 def test_pads_that_do_not_commute(weight):
-    zeros_inside = check(
+    zeros_inside = checked(
         lambda x: F.conv3d(F.pad(F.pad(x, (1, 1, 1, 1)), (1, 1, 1, 1, 2, 0), mode="replicate"), weight),
         video(),
     )
-    zeros_outside = check(
+    zeros_outside = checked(
         lambda x: F.conv3d(F.pad(F.pad(x, (1, 1, 1, 1, 0, 0), mode="replicate"), CAUSAL), weight), video()
     )
-    assert names(zeros_inside) == ["pad", "frames", "conv"]
-    assert names(zeros_outside) == ["pad", "frames", "conv"]
+    assert zeros_inside.steps == ["pad", "frames", "conv"]
+    assert zeros_outside.steps == ["pad", "frames", "conv"]
 
 
 def test_a_pad_that_is_read_twice_stays(weight):
@@ -107,18 +106,18 @@ def test_a_pad_that_is_read_twice_stays(weight):
         x = F.pad(x, CAUSAL, mode="replicate")
         return F.conv3d(x, weight), F.conv3d(x, weight, stride=2)
 
-    assert names(check(call, video())) == ["pad", "conv", "conv"]
+    assert steps_of(call, video()) == ["pad", "conv", "conv"]
 
 
 # ---- caches
 
 
 def test_a_cache_and_zeros_before_it(weight):
-    graph = check(
+    plan = checked(
         lambda c, x: F.conv3d(F.pad(torch.cat([c, x], 2), (1, 1, 1, 1, 1, 0)), weight), video(1), video()
     )
-    assert names(graph) == ["frames", "conv"]
-    (found,) = frames_of(graph)
+    assert plan.steps == ["frames", "conv"]
+    (found,) = frames_of(plan)
     assert (found["cache"].op, found["front"], found["mode"]) == ("placeholder", 2, "zeros")
 
 
@@ -126,18 +125,18 @@ def test_a_cache_whose_first_frame_is_repeated(weight):
     def call(c, x):
         return F.conv3d(F.pad(torch.cat([c, x], 2), CAUSAL, mode="replicate"), weight)
 
-    graph = check(call, video(2), video())
-    assert names(graph) == ["frames", "conv"]
+    plan = checked(call, video(2), video())
+    assert plan.steps == ["frames", "conv"]
 
 
 def test_other_cats_stay(weight):
     double = lambda x: torch.cat([x, x], 1)  # noqa: E731
     wide = randn(4, 8, 3, 3, 3)
-    three = check(lambda a, b, x: F.conv3d(torch.cat([a, b, x], 2), weight), video(1), video(1), video())
-    channels = check(lambda x: F.conv3d(double(x), wide), video())
-    read = check(lambda c, x: (y := torch.cat([c, x], 2), F.conv3d(y, weight)), video(2), video())
-    assert names(three) == names(channels) == ["cat", "conv"]
-    assert "frames" not in names(read)
+    three = checked(lambda a, b, x: F.conv3d(torch.cat([a, b, x], 2), weight), video(1), video(1), video())
+    channels = checked(lambda x: F.conv3d(double(x), wide), video())
+    read = checked(lambda c, x: (y := torch.cat([c, x], 2), F.conv3d(y, weight)), video(2), video())
+    assert three.steps == channels.steps == ["cat", "conv"]
+    assert "frames" not in read.steps
 
 
 # ---- norms and kept frames
@@ -145,9 +144,9 @@ def test_other_cats_stay(weight):
 
 @pytest.mark.parametrize("norm", [group_norm, channel_norm])
 def test_a_norm_goes_into_the_frames(weight, norm):
-    graph = check(lambda x: F.conv3d(F.pad(norm(x), CAUSAL), weight), video())
-    assert names(graph) == ["frames", "conv"]
-    (found,) = frames_of(graph)
+    plan = checked(lambda x: F.conv3d(F.pad(norm(x), CAUSAL), weight), video())
+    assert plan.steps == ["frames", "conv"]
+    (found,) = frames_of(plan)
     assert found["norm"].activation == "silu"
     assert found["keep"] == 0
 
@@ -158,10 +157,10 @@ def test_kept_frames_are_the_second_result(weight, norm):
         x = norm(x)
         return F.conv3d(F.pad(x, CAUSAL), weight), x[:, :, -2:].clone(), x[:, :, -1:] + 1
 
-    graph = check(call, video())
-    assert names(graph).count("frames") == 1
-    assert not {"copy", "group_norm", "channel_norm"} & set(names(graph))
-    assert frames_of(graph)[0]["keep"] == 2
+    plan = checked(call, video())
+    assert plan.steps.count("frames") == 1
+    assert not {"copy", "group_norm", "channel_norm"} & set(plan.steps)
+    assert frames_of(plan)[0]["keep"] == 2
 
 
 @pytest.mark.parametrize("norm", [group_norm, channel_norm])
@@ -185,7 +184,7 @@ def test_chunks_with_caches(weight, norm, size, steps_of_chunks):
             cache = kept
         return torch.cat(results, 2)
 
-    found = names(check(call, video(6)))
+    found = steps_of(call, video(6))
     assert found[-2 * steps_of_chunks - 1 :] == ["frames", "conv"] * steps_of_chunks + ["cat"]
     first = [norm.__name__, "conv_last_slice"] if size == 1 else []
     assert found[: -2 * steps_of_chunks - 1] == first
@@ -200,11 +199,11 @@ def test_a_norm_that_is_read_otherwise_stays(weight):
         lambda h: F.conv3d(h, weight),
         lambda h: torch.cat([h, h[:, :, -1:]], 2),
     ):
-        graph = check(
+        plan = checked(
             lambda x, other=other: (h := group_norm(x), other(h), F.conv3d(F.pad(h, CAUSAL), weight)), video()
         )
-        assert "group_norm" in names(graph)
-        assert frames_of(graph)[0]["norm"] is None
+        assert "group_norm" in plan.steps
+        assert frames_of(plan)[0]["norm"] is None
 
 
 def test_kept_frames_of_padded_ends_stay(weight):
@@ -214,7 +213,7 @@ def test_kept_frames_of_padded_ends_stay(weight):
         h = group_norm(x)
         return F.conv3d(F.pad(h, (1, 1, 1, 1, 1, 1), mode="replicate"), weight), h[:, :, -2:]
 
-    assert "group_norm" in names(check(call, video()))
+    assert "group_norm" in steps_of(call, video())
 
 
 def test_a_cache_that_needs_the_kept_frames_stays(weight):
@@ -228,8 +227,8 @@ def test_a_cache_that_needs_the_kept_frames_stays(weight):
         h = group_norm(x)
         return F.conv3d(torch.cat([h, h], 2), weight)
 
-    assert "group_norm" in names(check(call, video()))
-    assert "group_norm" in names(check(whole, video()))
+    assert "group_norm" in steps_of(call, video())
+    assert "group_norm" in steps_of(whole, video())
 
 
 def test_a_cache_with_other_frames_than_the_last_stays(weight):
@@ -238,7 +237,7 @@ def test_a_cache_with_other_frames_than_the_last_stays(weight):
         y = F.conv3d(F.pad(torch.cat([cache, h], 2), (1, 1, 1, 1, 0, 0)), weight)
         return y, torch.cat([cache[:, :, :1], h], 2)
 
-    assert "group_norm" in names(check(call, video(2), video(1)))
+    assert "group_norm" in steps_of(call, video(2), video(1))
 
 
 def test_a_norm_of_each_frame(weight):
@@ -247,9 +246,9 @@ def test_a_norm_of_each_frame(weight):
         h = images.unflatten(0, (2, -1)).transpose(1, 2)
         return F.conv3d(F.pad(h, CAUSAL, mode="replicate"), weight)
 
-    graph = check(call, video())
-    assert names(graph) == ["frames", "conv"]
-    assert frames_of(graph)[0]["norm"].framewise
+    plan = checked(call, video())
+    assert plan.steps == ["frames", "conv"]
+    assert frames_of(plan)[0]["norm"].framewise
 
 
 # ---- kept frames of what the convolution reads
@@ -257,8 +256,8 @@ def test_a_norm_of_each_frame(weight):
 
 def kept_steps(call, *inputs):
     """(names of steps, number of kept frames of each ``steps.frames``)"""
-    graph = check(call, *inputs)
-    return names(graph), [f["keep"] for f in frames_of(graph)]
+    plan = checked(call, *inputs)
+    return plan.steps, [f["keep"] for f in frames_of(plan)]
 
 
 def test_the_last_padded_frames(weight):
@@ -351,26 +350,26 @@ def first_once(x, t=2):
 
 
 def test_upsampling_with_the_first_frame_once(weight):
-    graph = check(lambda x: F.conv3d(F.pad(first_once(x), CAUSAL, mode="replicate"), weight), video(3))
-    assert names(graph) == ["frames", "conv"]
-    assert frames_of(graph)[0]["times"] == (2, 2, 2)
+    plan = checked(lambda x: F.conv3d(F.pad(first_once(x), CAUSAL, mode="replicate"), weight), video(3))
+    assert plan.steps == ["frames", "conv"]
+    assert frames_of(plan)[0]["times"] == (2, 2, 2)
 
 
 def test_upsampling_of_each_frame(weight):
     def call(x):
         return F.conv3d(F.pad(F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest"), CAUSAL), weight)
 
-    graph = check(call, video(3))
-    assert names(graph) == ["frames", "conv"]
-    assert frames_of(graph)[0]["times"] == (1, 2, 2)
+    plan = checked(call, video(3))
+    assert plan.steps == ["frames", "conv"]
+    assert frames_of(plan)[0]["times"] == (1, 2, 2)
 
 
 def test_upsampling_of_all_frames_stays(weight):
     def call(x):
         return F.conv3d(F.pad(F.interpolate(x, scale_factor=2.0, mode="nearest"), CAUSAL), weight)
 
-    graph = check(call, video(3))
-    assert names(graph) == ["upsample", "frames", "conv"]
+    plan = checked(call, video(3))
+    assert plan.steps == ["upsample", "frames", "conv"]
 
 
 def test_norms_before_upsampling(weight):
@@ -380,10 +379,10 @@ def test_norms_before_upsampling(weight):
         return (y, h[:, :, -1:]) if keeps else y
 
     for norm in (group_norm, channel_norm):
-        graph = check(lambda x, norm=norm: call(norm, False, x), video(3))
-        assert names(graph) == ["frames", "conv"]
+        plan = checked(lambda x, norm=norm: call(norm, False, x), video(3))
+        assert plan.steps == ["frames", "conv"]
         # The kept frames of the step are upsampled, upstream's are not.
-        kept = check(lambda x, norm=norm: call(norm, True, x), video(3))
+        kept = checked(lambda x, norm=norm: call(norm, True, x), video(3))
         assert frames_of(kept)[0]["norm"] is None
 
 
@@ -401,35 +400,35 @@ def windows(monkeypatch):
 
 def test_frames_side_by_side(weight, windows):
     b = randn(4)
-    graph = check(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video())
-    assert names(graph) == ["frames", "conv_windows", "add_bias_"]
-    assert frames_of(graph)[0]["window"] == 3
+    plan = checked(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video())
+    assert plan.steps == ["frames", "conv_windows", "add_bias_"]
+    assert frames_of(plan)[0]["window"] == 3
     assert windows == [(torch.device("cpu"), torch.float32, (4, 4, 3, 3, 3), 1, 1, 1)]
 
 
 @pytest.mark.usefixtures("windows")
 def test_windows_of_all_pads(weight):
-    replicate = check(lambda x: F.conv3d(F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"), weight), video())
-    cached = check(
+    replicate = checked(lambda x: F.conv3d(F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"), weight), video())
+    cached = checked(
         lambda c, x: F.conv3d(torch.cat([c, group_norm(x)], 2), weight, stride=(1, 2, 1), padding=(0, 1, 2)),
         video(2),
         video(2),
     )
-    assert names(replicate) == names(cached) == ["frames", "conv_windows"]
+    assert replicate.steps == cached.steps == ["frames", "conv_windows"]
 
 
 @pytest.mark.usefixtures("windows")
 def test_frames_that_the_convolution_pads_are_no_windows(weight):
-    graph = check(lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 0)), video())
-    assert names(graph) == ["frames", "conv"]
+    plan = checked(lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 0)), video())
+    assert plan.steps == ["frames", "conv"]
 
 
 def test_one_frame_after_zeros_is_an_image(weight):
     b = randn(4)
-    graph = check(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video(1))
-    dilated = check(lambda x: F.conv3d(F.pad(x, (1, 1, 0, 0, 4, 0)), weight, dilation=(2, 1, 1)), video(1))
-    assert names(graph) == ["group_norm", "conv_last_slice", "add_bias_"]
-    assert names(dilated) == ["conv_last_slice"]
+    plan = checked(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video(1))
+    dilated = checked(lambda x: F.conv3d(F.pad(x, (1, 1, 0, 0, 4, 0)), weight, dilation=(2, 1, 1)), video(1))
+    assert plan.steps == ["group_norm", "conv_last_slice", "add_bias_"]
+    assert dilated.steps == ["conv_last_slice"]
 
 
 def test_other_single_frames_are_not(weight):
@@ -441,7 +440,7 @@ def test_other_single_frames_are_not(weight):
         (lambda x: F.conv3d(F.pad(x, CAUSAL), weight, padding=(1, 0, 0)), 1),
         (lambda x: F.conv3d(F.pad(x, CAUSAL), weight), 2),
     ):
-        assert "conv_last_slice" not in names(check(call, video(T)))
+        assert "conv_last_slice" not in steps_of(call, video(T))
 
 
 # ---- parts of a video, and images
@@ -459,9 +458,9 @@ def test_parts_of_a_video_are_convolved_together(weight):
         ((0, 2, 4), 3, {"stride": (2, 1, 1)}),
         ((0, 1), 5, {"dilation": (2, 1, 1)}),
     ):
-        graph = check(lambda x, a=(starts, length), o=options: in_parts(x, *a, weight, **o), video(7))
-        assert names(graph)[0] == "conv"
-        assert names(graph)[1:] == ["add_bias_"] * ("bias" in options)
+        plan = checked(lambda x, a=(starts, length), o=options: in_parts(x, *a, weight, **o), video(7))
+        assert plan.steps[0] == "conv"
+        assert plan.steps[1:] == ["add_bias_"] * ("bias" in options)
 
 
 def test_parts_of_what_is_padded_and_kept(weight):
@@ -487,7 +486,7 @@ def test_other_parts_are_convolved_apart(weight):
         lambda x: torch.cat([F.conv3d(x[:, :, :3], weight), F.conv3d(x[:, :, 1:4], weight)], 1),
         lambda x: torch.cat([F.conv3d(x[:, :, :, :4], weight), F.conv3d(x[:, :, :, 1:], weight)], 2),
     ):
-        assert names(check(call, video(7))).count("conv") == 2
+        assert steps_of(call, video(7)).count("conv") == 2
 
 
 def test_a_part_that_is_read_elsewhere(weight):
@@ -495,7 +494,7 @@ def test_a_part_that_is_read_elsewhere(weight):
         first = F.conv3d(x[:, :, :3], weight)
         return torch.cat([first, F.conv3d(x[:, :, 1:4], weight)], 2), first
 
-    assert names(check(call, video())) == ["conv", "conv", "cat"]
+    assert steps_of(call, video()) == ["conv", "conv", "cat"]
 
 
 @pytest.mark.parametrize("mode", ["replicate", "reflect"])
@@ -506,9 +505,9 @@ def test_a_padded_image_is_one_frame(mode, norm):
     def call(x):
         return F.conv2d(F.pad(norm(F.conv2d(x, v, b)), (1, 1, 2, 2), mode=mode), w)
 
-    graph = check(call, randn(2, 4, 5, 6))
-    assert names(graph) == ["conv", "frames", "conv"]
-    (found,) = frames_of(graph)
+    plan = checked(call, randn(2, 4, 5, 6))
+    assert plan.steps == ["conv", "frames", "conv"]
+    (found,) = frames_of(plan)
     assert (found["border"], found["mode"]) == ((2, 1), mode)
     assert found["shift"] is not None
 
@@ -525,4 +524,4 @@ def test_other_padded_images():
             ["group_norm", "frames", "conv"],
         ),
     ):
-        assert names(check(call, randn(2, 4, 5, 6))) == expected
+        assert steps_of(call, randn(2, 4, 5, 6)) == expected

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.run import steps
-from tests.plans.rewrite.rewriting import calls, check, names
+from tests.plans.rewrite.rewriting import checked, steps_of
 
 
 def randn(*shape):
@@ -39,11 +38,6 @@ def layers():
     return made
 
 
-def modulated(graph):
-    (n,) = (n for n in calls(graph) if has(n, steps.modulated_norm))
-    return n
-
-
 # ---- videos and images
 
 VIDEOS = [
@@ -63,9 +57,9 @@ def test_videos(layers, upsampled, large, small):
         z = upsampled(z, large)
         return spatial_norm(x, factor(z), offset(z))
 
-    graph = check(call, randn(2, 4, *large), randn(2, 3, *small))
-    n = modulated(graph)
-    assert not {"upsample", "group_norm", "aten.mul", "aten.silu"} & set(names(graph))
+    plan = checked(call, randn(2, 4, *large), randn(2, 3, *small))
+    n = plan.only(steps.modulated_norm)
+    assert not {"upsample", "group_norm", "aten.mul", "aten.silu"} & set(plan.steps)
     assert (n.args[5], n.args[6].meta["shape"]) == ("silu", (2, 8, *small))
 
 
@@ -76,9 +70,9 @@ def test_images(layers):
         z = nearest(z, x.shape[2:])
         return spatial_norm(x, factor(z), offset(z))
 
-    graph = check(call, randn(2, 4, 4, 6), randn(2, 3, 2, 3))
-    assert modulated(graph).args[5] == "silu"
-    assert modulated(graph).args[6].meta["shape"] == (2, 8, 1, 2, 3)
+    plan = checked(call, randn(2, 4, 4, 6), randn(2, 3, 2, 3))
+    assert plan.only(steps.modulated_norm).args[5] == "silu"
+    assert plan.only(steps.modulated_norm).args[6].meta["shape"] == (2, 8, 1, 2, 3)
 
 
 def test_activations_of_norms_that_are_read_elsewhere_stay():
@@ -86,17 +80,17 @@ def test_activations_of_norms_that_are_read_elsewhere_stay():
         y = F.group_norm(x, 2) * nearest(a, x.shape[2:]) + nearest(b, x.shape[2:])
         return F.silu(F.silu(y)), y
 
-    graph = check(call, randn(1, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 1, 2, 3))
-    assert names(graph)[-2:] == ["aten.silu", "aten.silu"]
+    plan = checked(call, randn(1, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 1, 2, 3))
+    assert plan.steps[-2:] == ["aten.silu", "aten.silu"]
 
 
 def test_small_tensors_without_convolutions():
     def call(x, a, b):
         return nearest(b, x.shape[2:]) + nearest(a, x.shape[2:]) * F.group_norm(x, 2)
 
-    graph = check(call, randn(1, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 1, 2, 3))
-    assert names(graph) == ["cat", "modulated_norm"]
-    assert modulated(graph).args[5] == "identity"
+    plan = checked(call, randn(1, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 1, 2, 3))
+    assert plan.steps == ["cat", "modulated_norm"]
+    assert plan.only(steps.modulated_norm).args[5] == "identity"
 
 
 def test_parts_of_different_videos(layers):
@@ -107,8 +101,8 @@ def test_parts_of_different_videos(layers):
         z = torch.cat([nearest(a, (1, 4, 6)), nearest(b, (4, 4, 6))], 2)
         return spatial_norm(x, factor(z), offset(z))
 
-    graph = check(call, randn(2, 4, 5, 4, 6), randn(2, 3, 1, 2, 3), randn(2, 3, 2, 2, 3))
-    assert modulated(graph).args[6].meta["shape"] == (2, 8, 3, 2, 3)
+    plan = checked(call, randn(2, 4, 5, 4, 6), randn(2, 3, 1, 2, 3), randn(2, 3, 2, 2, 3))
+    assert plan.only(steps.modulated_norm).args[6].meta["shape"] == (2, 8, 3, 2, 3)
 
 
 def test_a_chunk_of_a_longer_video(layers):
@@ -118,8 +112,8 @@ def test_a_chunk_of_a_longer_video(layers):
         z = first_apart(z[:, :, 1:4], (5, 4, 6))
         return spatial_norm(x, factor(z), offset(z))
 
-    graph = check(call, randn(2, 4, 5, 4, 6), randn(2, 3, 6, 2, 3))
-    assert "modulated_norm" in names(graph)
+    plan = checked(call, randn(2, 4, 5, 4, 6), randn(2, 3, 6, 2, 3))
+    assert "modulated_norm" in plan.steps
 
 
 def test_a_spatial_norm_goes_into_the_frames(layers):
@@ -131,9 +125,9 @@ def test_a_spatial_norm_goes_into_the_frames(layers):
         h = spatial_norm(F.conv3d(x, v, b), factor(z), offset(z))
         return F.conv3d(F.pad(h, (1, 1, 1, 1, 2, 0), mode="replicate"), w), h[:, :, -2:].clone()
 
-    graph = check(call, randn(2, 4, 4, 5, 6), randn(2, 3, 2, 5, 3))
-    assert names(graph)[-2:] == ["frames", "conv"]
-    assert "modulated_norm" not in names(graph)
+    plan = checked(call, randn(2, 4, 4, 5, 6), randn(2, 3, 2, 5, 3))
+    assert plan.steps[-2:] == ["frames", "conv"]
+    assert "modulated_norm" not in plan.steps
 
 
 def test_a_spatial_norm_of_a_padded_image(layers):
@@ -144,9 +138,9 @@ def test_a_spatial_norm_of_a_padded_image(layers):
         z = nearest(z, x.shape[2:])
         return F.conv2d(F.pad(spatial_norm(x, factor(z), offset(z)), (1, 1, 1, 1), mode="replicate"), w)
 
-    graph = check(call, randn(2, 4, 4, 6), randn(2, 3, 2, 3))
-    assert names(graph)[-2:] == ["frames", "conv"]
-    assert "modulated_norm" not in names(graph)
+    plan = checked(call, randn(2, 4, 4, 6), randn(2, 3, 2, 3))
+    assert plan.steps[-2:] == ["frames", "conv"]
+    assert "modulated_norm" not in plan.steps
 
 
 # ---- near misses
@@ -165,7 +159,7 @@ def test_other_convolutions_of_the_upsampled(upsampled, large, small):
             factor = layer(upsampled(z, size))
             return spatial_norm(x, factor, factor)
 
-        assert "modulated_norm" not in names(check(call, randn(2, 4, *large), randn(2, 3, *small)))
+        assert "modulated_norm" not in steps_of(call, randn(2, 4, *large), randn(2, 3, *small))
 
 
 def test_an_odd_number_of_frames_upsampled_evenly(layers):
@@ -177,23 +171,23 @@ def test_an_odd_number_of_frames_upsampled_evenly(layers):
         first = torch.cat([nearest(z[:, :, :2], (2, 4, 6)), z[:, :, 1:]], 2)
         return spatial_norm(x, factor(first), offset(first))
 
-    assert "modulated_norm" not in names(check(call, randn(2, 4, 5, 4, 6), randn(2, 3, 1, 2, 3)))
+    assert "modulated_norm" not in steps_of(call, randn(2, 4, 5, 4, 6), randn(2, 3, 1, 2, 3))
 
 
 def test_factor_and_offset_of_different_sizes():
     def call(x, a, b):
         return F.group_norm(x, 2) * nearest(a, x.shape[2:]) + nearest(b, x.shape[2:])
 
-    graph = check(call, randn(1, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 2, 2, 3))
-    assert "modulated_norm" not in names(graph)
+    plan = checked(call, randn(1, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 2, 2, 3))
+    assert "modulated_norm" not in plan.steps
 
 
 def test_one_sample_for_all():
     def call(x, a, b):
         return F.group_norm(x, 2) * nearest(a, x.shape[2:]) + nearest(b, x.shape[2:])
 
-    graph = check(call, randn(2, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 1, 2, 3))
-    assert "modulated_norm" not in names(graph)
+    plan = checked(call, randn(2, 4, 2, 4, 6), randn(1, 4, 1, 2, 3), randn(1, 4, 1, 2, 3))
+    assert "modulated_norm" not in plan.steps
 
 
 def test_norms_and_products_that_are_read_elsewhere(layers):
@@ -208,5 +202,5 @@ def test_norms_and_products_that_are_read_elsewhere(layers):
         lambda x, z: F.group_norm(x, 2) * 2.0 * a(z) + b(z),
         lambda x, z: F.normalize(x, dim=1) * a(z) + b(z),
     ):
-        graph = check(call, randn(2, 4, 4, 5, 6), randn(2, 3, 2, 5, 3))
-        assert "modulated_norm" not in names(graph)
+        plan = checked(call, randn(2, 4, 4, 5, 6), randn(2, 3, 2, 5, 3))
+        assert "modulated_norm" not in plan.steps

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.run import steps
 from tests.kernels.samples import kernels
-from tests.plans.rewrite.rewriting import calls, check, names
+from tests.plans.rewrite.rewriting import checked
 
 NORM = functools.partial(F.group_norm, num_groups=2)
 
@@ -36,10 +36,10 @@ def image():
     return randn(2, 4, 5, 6)
 
 
-def writers(graph):
+def writers(plan):
     """The steps whose statistics a norm reads."""
     found = []
-    for n in calls(graph):
+    for n in plan.calls:
         known = None
         if has(n, steps.group_norm):
             known = n.args[7]
@@ -70,15 +70,15 @@ def test_writers(conv, image, monkeypatch):
         (lambda x: NORM(conv(twice(x))), "upsample_conv"),
     ):
         with kernels(direct=True):  # the kernels compute the statistics, and the norm reads them
-            graph = check(call, image.contiguous(memory_format=torch.channels_last))
-        assert writers(graph) == [writer]
+            plan = checked(call, image.contiguous(memory_format=torch.channels_last))
+        assert writers(plan) == [writer]
 
 
 @pytest.mark.usefixtures("always")
 def test_norms_of_one_tensor_read_the_same_statistics(conv, image):
-    graph = check(lambda x: (y := x + conv(x), NORM(y), F.group_norm(y, 4)), image)
-    assert writers(graph) == ["add", "add"]
-    assert sum(has(n, operator.getitem) and n.args[1] == 1 for n in graph.nodes) == 1
+    plan = checked(lambda x: (y := x + conv(x), NORM(y), F.group_norm(y, 4)), image)
+    assert writers(plan) == ["add", "add"]
+    assert sum(has(n, operator.getitem) and n.args[1] == 1 for n in plan.graph.nodes) == 1
 
 
 @pytest.mark.usefixtures("always")
@@ -87,7 +87,7 @@ def test_statistics_are_those_without_the_shift(conv, image):
         return NORM((x + conv(x)) / 2.0 + e[:, :, None, None])
 
     with kernels(direct=True):
-        assert writers(check(call, image, randn(2, 4))) == ["add"]
+        assert writers(checked(call, image, randn(2, 4))) == ["add"]
 
 
 @pytest.mark.usefixtures("always")
@@ -99,9 +99,9 @@ def test_a_norm_inside_of_frames():
         return y, F.conv3d(F.pad(F.silu(NORM(y)), (1, 1, 1, 1, 2, 0), mode="replicate"), w)
 
     with kernels(direct=True):
-        graph = check(call, randn(2, 4, 3, 5, 6))
-    assert names(graph) == ["conv", "add", "frames", "conv"]
-    assert writers(graph) == ["add"]
+        plan = checked(call, randn(2, 4, 3, 5, 6))
+    assert plan.steps == ["conv", "add", "frames", "conv"]
+    assert writers(plan) == ["add"]
 
 
 @pytest.mark.usefixtures("always")
@@ -114,17 +114,17 @@ def test_a_norm_of_an_image_as_a_video(conv, image):
         return y, F.conv2d(F.pad(NORM(y), (1, 1, 1, 1), mode="replicate"), w)
 
     with kernels(direct=True):
-        graph = check(call, image)
-    assert names(graph) == ["conv", "add", "frames", "conv"]
-    (norm,) = (n.args[8] for n in calls(graph) if has(n, steps.frames))
+        plan = checked(call, image)
+    assert plan.steps == ["conv", "add", "frames", "conv"]
+    (norm,) = (n.args[8] for n in plan.calls if has(n, steps.frames))
     assert norm.statistics.args[0].target is steps.add
 
 
 @pytest.mark.usefixtures("always")
 def test_a_norm_of_other_views_computes_its_own(conv, image):
     for view in (lambda y: y.reshape(2, 2, 2, 5, 6), lambda y: y.reshape(1, 8, 5, 6)):
-        graph = check(lambda x, view=view: F.group_norm(view(x + conv(x)), 1), image)
-        assert writers(graph) == []
+        plan = checked(lambda x, view=view: F.group_norm(view(x + conv(x)), 1), image)
+        assert writers(plan) == []
 
 
 @pytest.mark.usefixtures("always")
@@ -137,9 +137,9 @@ def test_other_norms_compute_their_own(conv, image):
         lambda x: NORM(F.relu(x + conv(x))),
         lambda x: F.normalize(x + conv(x), dim=1),
     ):
-        graph = check(call, image)
-        assert writers(graph) == []
-        assert not any(has(n, steps.cat_two) for n in calls(graph))
+        plan = checked(call, image)
+        assert writers(plan) == []
+        assert not any(has(n, steps.cat_two) for n in plan.calls)
 
 
 @pytest.mark.usefixtures("always")
@@ -151,15 +151,15 @@ def test_a_norm_of_each_frame_computes_its_own():
         images = NORM(y.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, -1)).transpose(1, 2)
         return F.conv3d(F.pad(images, (1, 1, 1, 1, 2, 0)), w)
 
-    assert writers(check(call, randn(2, 4, 3, 5, 6))) == []
+    assert writers(checked(call, randn(2, 4, 3, 5, 6))) == []
 
 
 def test_small_norms_compute_their_own(conv, image):
-    graph = check(lambda x: NORM(torch.cat([x, x + conv(x)], 1)), image)
-    assert names(graph) == ["conv", "add", "cat", "group_norm"]
-    assert writers(graph) == []
+    plan = checked(lambda x: NORM(torch.cat([x, x + conv(x)], 1)), image)
+    assert plan.steps == ["conv", "add", "cat", "group_norm"]
+    assert writers(plan) == []
 
 
 def test_large_norms_do_not():
-    graph = check(lambda x: NORM(x + F.relu(x)), randn(1, 4, 128, 128))
-    assert writers(graph) == ["add"]
+    plan = checked(lambda x: NORM(x + F.relu(x)), randn(1, 4, 128, 128))
+    assert writers(plan) == ["add"]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.run import steps
-from tests.plans.rewrite.rewriting import calls, check, names
+from tests.plans.rewrite.rewriting import Rewritten, checked, steps_of
 
 
 def randn(*shape):
@@ -25,40 +25,35 @@ def image():
     return randn(2, 4, 5, 6)
 
 
-def only(graph, step):
-    (n,) = (n for n in calls(graph) if has(n, step))
-    return n
-
-
 # ---- residuals
 
 
 @pytest.mark.parametrize("add", [lambda x, y: x + y, lambda x, y: y + x])
 def test_a_residual_is_added_with_the_bias(conv, image, add):
-    graph = check(lambda x: add(x, conv(x)), image)
-    assert names(graph) == ["conv", "add"]
-    h, residual, bias, divisor, emits = only(graph, steps.add).args
+    plan = checked(lambda x: add(x, conv(x)), image)
+    assert plan.steps == ["conv", "add"]
+    h, residual, bias, divisor, emits = plan.only(steps.add).args
     assert has(h, steps.conv) or has(residual, steps.conv)
     assert bias.op == "placeholder"
     assert (divisor, emits) == (1.0, False)
 
 
 def test_a_divisor_goes_into_the_sum(conv, image):
-    with_bias = check(lambda x: (x + conv(x)) / 2.5, image)
-    without = check(lambda x: (x + F.relu(x)) / 2, image)
-    assert names(with_bias) == ["conv", "add"]
-    assert names(without) == ["aten.relu", "add"]
-    assert [only(g, steps.add).args[3] for g in (with_bias, without)] == [2.5, 2.0]
+    with_bias = checked(lambda x: (x + conv(x)) / 2.5, image)
+    without = checked(lambda x: (x + F.relu(x)) / 2, image)
+    assert with_bias.steps == ["conv", "add"]
+    assert without.steps == ["aten.relu", "add"]
+    assert [g.only(steps.add).args[3] for g in (with_bias, without)] == [2.5, 2.0]
 
 
 def test_two_biases_are_added_first(conv, image):
     w, b = randn(4, 4, 1, 1), randn(4)
-    graph = check(lambda x: F.conv2d(x, w, b) + conv(x), image)
-    assert sorted(names(graph)) == ["add", "aten.add", "conv", "conv"]
+    plan = checked(lambda x: F.conv2d(x, w, b) + conv(x), image)
+    assert sorted(plan.steps) == ["add", "aten.add", "conv", "conv"]
 
 
 def test_sums_without_bias_and_divisor_stay(image):
-    assert names(check(lambda x: x + F.relu(x), image)) == ["aten.relu", "aten.add"]
+    assert steps_of(lambda x: x + F.relu(x), image) == ["aten.relu", "aten.add"]
 
 
 def test_other_sums_stay(conv, image):
@@ -71,7 +66,7 @@ def test_other_sums_stay(conv, image):
         lambda x: (y := conv(x)) + y,
         lambda x: x - conv(x),
     ):
-        found = names(check(call, image))
+        found = steps_of(call, image)
         assert "add" not in found
         assert "add_bias_" in found
 
@@ -83,35 +78,33 @@ def test_other_divisors_stay(conv, image):
         lambda x: 2.0 / (x + conv(x)),
         lambda x: (x.to(torch.int32) + 1) / 2.0,
     ):
-        assert all(n.args[3] == 1.0 for n in calls(check(call, image)) if has(n, steps.add))
-    shared = check(lambda x: (y := x + conv(x), y / 2.0), image)
-    assert only(shared, steps.add).args[3] == 1.0
+        assert all(n.args[3] == 1.0 for n in checked(call, image).all(steps.add))
+    shared = checked(lambda x: (y := x + conv(x), y / 2.0), image)
+    assert shared.only(steps.add).args[3] == 1.0
 
 
 def test_a_division_by_zero_stays(conv):
-    from tests.plans.rewrite.rewriting import rewritten
-
     x = randn(1, 4, 3, 3)
-    graph, run = rewritten(lambda x: (x + conv(x)) / 0.0, x)
-    assert only(graph, steps.add).args[3] == 1.0
-    assert torch.equal(run(x)[0], (x + conv(x)) / 0.0)
+    plan = Rewritten(lambda x: (x + conv(x)) / 0.0, x)
+    assert plan.only(steps.add).args[3] == 1.0
+    assert torch.equal(plan(x), (x + conv(x)) / 0.0)
 
 
 def test_a_bias_that_is_read_twice_stays(conv, image):
-    graph = check(lambda x: (y := conv(x), x + y), image)
-    assert names(graph) == ["conv", "add_bias_", "aten.add"]
-    divided = check(lambda x: (y := conv(x), (x + y) / 2.0), image)
-    assert names(divided) == ["conv", "add_bias_", "add"]
-    assert only(divided, steps.add).args[2] is None
+    plan = checked(lambda x: (y := conv(x), x + y), image)
+    assert plan.steps == ["conv", "add_bias_", "aten.add"]
+    divided = checked(lambda x: (y := conv(x), (x + y) / 2.0), image)
+    assert divided.steps == ["conv", "add_bias_", "add"]
+    assert divided.only(steps.add).args[2] is None
 
 
 def test_empty_images(conv):
-    assert "add" not in names(check(lambda x: x[:0] + conv(x[:0]), randn(1, 4, 3, 3)))
+    assert "add" not in steps_of(lambda x: x[:0] + conv(x[:0]), randn(1, 4, 3, 3))
 
 
 def test_sums_in_fp64_stay(image):
     w, b = randn(4, 4, 3, 3).double(), randn(4).double()
-    assert "add" not in names(check(lambda x: (x + F.conv2d(x, w, b, padding=1)) / 2.0, image.double()))
+    assert "add" not in steps_of(lambda x: (x + F.conv2d(x, w, b, padding=1)) / 2.0, image.double())
 
 
 # ---- biases behind views
@@ -125,8 +118,8 @@ def test_a_bias_moves_behind_views():
         y = F.conv2d(x.transpose(1, 2).flatten(0, 1), w, b, padding=1)
         return x + y.unflatten(0, (2, -1)).transpose(1, 2)
 
-    graph = check(call, randn(2, 4, 3, 5, 6))
-    assert names(graph) == ["conv", "add"]
+    plan = checked(call, randn(2, 4, 3, 5, 6))
+    assert plan.steps == ["conv", "add"]
 
 
 def test_a_bias_moves_to_the_norm_of_a_video():
@@ -136,9 +129,9 @@ def test_a_bias_moves_to_the_norm_of_a_video():
         y = F.conv2d(x.transpose(1, 2).flatten(0, 1), w, b, padding=1)
         return F.group_norm(y.unflatten(0, (2, -1)).transpose(1, 2), 2)
 
-    graph = check(call, randn(2, 4, 3, 5, 6))
-    assert names(graph) == ["conv", "group_norm"]
-    assert only(graph, steps.group_norm).args[6].op == "placeholder"
+    plan = checked(call, randn(2, 4, 3, 5, 6))
+    assert plan.steps == ["conv", "group_norm"]
+    assert plan.only(steps.group_norm).args[6].op == "placeholder"
 
 
 def test_a_bias_stays_before_other_views(conv):
@@ -151,15 +144,15 @@ def test_a_bias_stays_before_other_views(conv):
         lambda y: y.flatten(2),
         lambda y: y.transpose(1, 3),
     ):
-        graph = check(lambda x, view=view: F.relu(view(conv(x))), randn(2, 4, 5, 4))
-        added = only(graph, steps.add_bias_)
+        plan = checked(lambda x, view=view: F.relu(view(conv(x))), randn(2, 4, 5, 4))
+        added = plan.only(steps.add_bias_)
         assert has(added.args[0], steps.conv)
 
 
 def test_a_bias_of_one_channel():
     w, b = randn(1, 4, 3, 3), randn(1)
-    graph = check(lambda x: F.relu(F.conv2d(x, w, b, padding=1).transpose(1, 2)), randn(2, 4, 1, 4))
-    assert "add_bias_" in names(graph)
+    plan = checked(lambda x: F.relu(F.conv2d(x, w, b, padding=1).transpose(1, 2)), randn(2, 4, 1, 4))
+    assert "add_bias_" in plan.steps
 
 
 def test_a_view_that_is_read_twice_has_its_bias_once(conv):
@@ -167,45 +160,45 @@ def test_a_view_that_is_read_twice_has_its_bias_once(conv):
         y = conv(x)
         return y.flatten(2), x + y.unflatten(0, (2, 1)).squeeze(1)
 
-    assert names(check(call, randn(2, 4, 5, 6))).count("add_bias_") == 1
+    assert steps_of(call, randn(2, 4, 5, 6)).count("add_bias_") == 1
 
 
 # ---- shifts
 
 
 def test_a_bias_before_a_norm_is_its_shift(conv, image):
-    group = check(lambda x: F.group_norm(conv(x), 2), image)
-    channel = check(lambda x: F.normalize(conv(x), dim=1), image)
-    assert (names(group), names(channel)) == (["conv", "group_norm"], ["conv", "channel_norm"])
-    assert only(group, steps.group_norm).args[6].op == "placeholder"
-    assert only(channel, steps.channel_norm).args[7].op == "placeholder"
+    group = checked(lambda x: F.group_norm(conv(x), 2), image)
+    channel = checked(lambda x: F.normalize(conv(x), dim=1), image)
+    assert (group.steps, channel.steps) == (["conv", "group_norm"], ["conv", "channel_norm"])
+    assert group.only(steps.group_norm).args[6].op == "placeholder"
+    assert channel.only(steps.channel_norm).args[7].op == "placeholder"
 
 
 def test_a_bias_before_frames_is_their_shift():
     w, b, v = randn(4, 4, 1, 1, 1), randn(4), randn(4, 4, 3, 3, 3)
     for norm in (lambda x: x, lambda x: F.group_norm(x, 2), lambda x: F.normalize(x, dim=1)):
-        graph = check(
+        plan = checked(
             lambda x, norm=norm: F.conv3d(
                 F.pad(norm(F.conv3d(x, w, b)), (1, 1, 1, 1, 2, 0), mode="replicate"), v
             ),
             randn(2, 4, 3, 5, 6),
         )
-        assert names(graph) == ["conv", "frames", "conv"]
-        assert only(graph, steps.frames).args[7].op == "placeholder"
+        assert plan.steps == ["conv", "frames", "conv"]
+        assert plan.only(steps.frames).args[7].op == "placeholder"
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_an_embedding_and_a_bias_are_one_shift(conv, image, samples):
-    graph = check(
+    plan = checked(
         lambda x, e: F.silu(F.group_norm(conv(x) + e[:, :, None, None], 2)), image, randn(samples, 4)
     )
-    assert names(graph) == ["conv", "aten.add", "group_norm"]
-    assert only(graph, steps.group_norm).args[6].meta["shape"] == (samples, 4)
+    assert plan.steps == ["conv", "aten.add", "group_norm"]
+    assert plan.only(steps.group_norm).args[6].meta["shape"] == (samples, 4)
 
 
 def test_an_embedding_alone_is_a_shift(image):
-    graph = check(lambda x, e: F.group_norm(e[:, :, None, None] + F.relu(x), 2), image, randn(2, 4))
-    assert names(graph) == ["aten.relu", "group_norm"]
+    plan = checked(lambda x, e: F.group_norm(e[:, :, None, None] + F.relu(x), 2), image, randn(2, 4))
+    assert plan.steps == ["aten.relu", "group_norm"]
 
 
 def test_other_sums_before_norms_stay(conv, image):
@@ -217,7 +210,7 @@ def test_other_sums_before_norms_stay(conv, image):
         (lambda x, e: F.group_norm(conv(x) * e[:, :, None, None], 2), randn(2, 4)),
         (lambda x, e: F.normalize(conv(x) + e[:, :, None, None], dim=1), randn(2, 4)),
     ):
-        found = names(check(call, image, e))
+        found = steps_of(call, image, e)
         assert "add_bias_" in found
 
 
@@ -229,13 +222,13 @@ def test_what_is_read_twice_is_no_shift(conv, image):
         lambda x, e: (y := conv(x), F.normalize(y, dim=1)),
         lambda x, e: (y := conv(x) + e[:, :, None, None], F.group_norm(y, 2)),
     ):
-        found = check(call, image, randn(2, 4))
-        assert "add_bias_" in names(found)
-        norms = [n for n in calls(found) if has(n, steps.group_norm)]
+        found = checked(call, image, randn(2, 4))
+        assert "add_bias_" in found.steps
+        norms = [n for n in found.calls if has(n, steps.group_norm)]
         assert all(n.args[6] is None for n in norms)
 
 
 def test_an_embedding_of_a_shared_convolution(conv, image):
     """The bias stays with the convolution, and the embedding alone is the shift."""
-    graph = check(lambda x, e: (y := conv(x), F.group_norm(y + e[:, :, None, None], 2)), image, randn(2, 4))
-    assert names(graph) == ["conv", "add_bias_", "group_norm"]
+    plan = checked(lambda x, e: (y := conv(x), F.group_norm(y + e[:, :, None, None], 2)), image, randn(2, 4))
+    assert plan.steps == ["conv", "add_bias_", "group_norm"]

@@ -147,7 +147,6 @@ CASES = {
     "cut": ((IMAGE,), lambda x: steps.cut(x, 2, 1, 3), lambda x: x[:, :, 1:4]),
     "copy": ((IMAGE,), steps.copy, torch.clone),
     "cast": ((IMAGE,), lambda x: steps.cast(x, torch.float64), torch.Tensor.double),
-    "in-channels-last": ((IMAGE,), steps.in_channels_last, lambda x: x),
     "write-slice": (
         ((5, 4), (2, 4)),
         lambda x, y: steps.write_slice_(x, y, 0, 1, 5, 2),
@@ -389,20 +388,11 @@ CASES = {
         lambda x: F.layer_norm(x, (12,)),
     ),
     "add-layer-norm": (
-        (ROWS, ROWS, (12,), (12,), (12,), (12,)),
-        lambda a, b, w, c, d, e: steps.add_layer_norm(a, b, w, c, 1e-5, d, e),
-        lambda a, b, w, c, d, e: (F.layer_norm(a + b + d, (12,), w, c), a + b + d + e),
+        (ROWS, ROWS, (12,), (12,), (12,)),
+        lambda a, b, w, c, d: steps.add_layer_norm(a, b, w, c, 1e-5, d),
+        lambda a, b, w, c, d: (F.layer_norm(a + b, (12,), w, c), a + b + d),
     ),
-    "geglu": (
-        (ROWS, (12,)),
-        steps.geglu,
-        lambda x, b: (x + b)[..., :6] * F.gelu((x + b)[..., 6:]),
-    ),
-    "geglu-no-bias": (
-        (ROWS,),
-        lambda x: steps.geglu(x, None),
-        lambda x: x[..., :6] * F.gelu(x[..., 6:]),
-    ),
+    "geglu": ((ROWS,), steps.geglu, lambda x: x[..., :6] * F.gelu(x[..., 6:])),
 }
 WRITERS = ("write-slice", "write-select", "add-linear", "add-bias")
 PLACES = {

@@ -3,13 +3,10 @@
 import diffusers
 import pytest
 import torch
-from torch import nn
 
 from sdfastgn.kernels.product import packed
-from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
-from sdfastgn.plans.run.plan import Plan
-from sdfastgn.plans.trace.tracer import trace
+from tests.plans.engine import in_channels_last, plan_of
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -70,13 +67,6 @@ def inputs(shapes, seed):
     return [torch.randn(shape, generator=g) if shape else torch.tensor(100 + seed) for shape in shapes]
 
 
-def in_channels_last(model):
-    formats = {nn.Conv2d: torch.channels_last, nn.Conv3d: torch.channels_last_3d}
-    for layer in model.modules():
-        if type(layer) in formats:
-            layer.weight.data = layer.weight.data.contiguous(memory_format=formats[type(layer)])
-
-
 @pytest.mark.parametrize("make", [image_decoder, unet, wan, qwen_image])
 @torch.no_grad()
 def test_models(make, monkeypatch):
@@ -85,8 +75,7 @@ def test_models(make, monkeypatch):
     in_channels_last(model.eval().requires_grad_(False))
     call = call(model)
     call(*inputs(shapes, 0))  # some models count their layers in the first call
-    traced = trace(model, call, *inputs(shapes, 0))
-    plan = Plan(traced, rewrite(traced.graph.graph))
+    plan = plan_of(model, call, *inputs(shapes, 0))
     plan.pack()
     baked = Baked(plan)
     calls = [inputs(shapes, seed) for seed in range(1, 5)]

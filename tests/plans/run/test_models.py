@@ -8,14 +8,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from sdfastgn.plans.rewrite.passes import rewrite
-from sdfastgn.plans.run.plan import Plan
-from sdfastgn.plans.trace.tracer import trace
-
-
-def plan_of(model, call, *args, **kwargs):
-    traced = trace(model, call, *args, **kwargs)
-    return Plan(traced, rewrite(traced.graph.graph))
+from tests.plans.engine import plan_of
 
 
 def autoencoder():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sdfastgn.plans.run import steps
-from sdfastgn.plans.run.traffic import base, is_view, memory, steps_of, table, writes_over
+from sdfastgn.plans.run.aliases import base, is_view, writes_over
+from sdfastgn.plans.run.traffic import memory, steps_of, table
 from tests.plans.run.graphs import Drawn
 
 aten = torch.ops.aten

@@ -142,7 +142,7 @@ def test_attention_of_one_query_for_all_samples_stays_pytorchs(on_kernels, launc
         *("conv", "conv-3d-groups", "conv-transposed", "conv-windows", "conv-last-slice", "pointwise-conv"),
         *("pointwise-conv-3d", "upsample-conv", "upsample-2x", "upsample-image", "upsample-video"),
         *("group-norm", "group-norm-framewise", "channel-norm", "frames-zeros", "add", "add-bias", "cat-two"),
-        *("cat-channels", "cat-width", "reshape-joins-channels", "in-channels-last"),
+        *("cat-channels", "cat-width", "reshape-joins-channels"),
     ],
 )
 def test_channels_last_stays(name):
@@ -196,7 +196,7 @@ def test_writers_write_over_their_first_argument(name, place, kernels):
 
 
 # Names of cases whose steps may give their argument, or a view of it.
-VIEWS = ("reshape", "permute", "expand", "cut", "in-channels-last", "add-no-bias")
+VIEWS = ("reshape", "permute", "expand", "cut", "add-no-bias")
 
 
 @pytest.mark.parametrize(

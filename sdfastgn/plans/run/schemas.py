@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from sdfastgn.kernels.common.private import schema_of
@@ -16,6 +17,8 @@ __all__ = ["arguments", "is_random", "is_view", "writes"]
 def arguments(n: Node) -> list[Any]:
     """All arguments of the op that ``n`` calls, in the order of its schema. Missing ones are the defaults."""
     found = list(n.args)
+    if not isinstance(n.target, torch._ops.OpOverload):
+        return found
     for name, default in _declared(n.target)[len(found) :]:
         found.append(n.kwargs.get(name, default))
     return found
@@ -29,18 +32,18 @@ def _declared(op: Any) -> tuple[tuple[str, Any], ...]:
 @functools.cache
 def writes(op: Any) -> bool:
     """True if ``op`` is an op of PyTorch that writes into an argument."""
-    return isinstance(op, torch._ops.OpOverload) and schema_of(op).is_mutable
+    return isinstance(op, OpOverload) and schema_of(op).is_mutable
 
 
 @functools.cache
 def is_view(op: Any) -> bool:
-    """True if the results of ``op``, an op of PyTorch, may lie in the memory of its first argument."""
-    return isinstance(op, torch._ops.OpOverload) and any(
-        result.alias_info is not None for result in schema_of(op).returns
-    )
+    """True if ``op`` is an op of PyTorch that writes nothing, and whose results may lie in its argument."""
+    if not isinstance(op, OpOverload) or writes(op):
+        return False
+    return any(result.alias_info is not None for result in schema_of(op).returns)
 
 
 @functools.cache
 def is_random(op: Any) -> bool:
     """True if ``op`` is an op of PyTorch whose results depend on random numbers."""
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
