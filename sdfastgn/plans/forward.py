@@ -12,6 +12,7 @@ A call takes these steps:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import types
@@ -47,6 +48,9 @@ __all__ = ["MAX_PLANS", "PlannedForward", "make_plan", "trace_call"]
 MAX_PLANS = 16
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 _MAX_REASONS = 64
+# Number of kinds of calls in a row that are traced although no earlier plan was used again. A call with a
+# number that is always another one, such as a timestep, would otherwise be traced each time.
+_NEW_KINDS = 16
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
@@ -63,20 +67,34 @@ class _Made(NamedTuple):
 class _Plans:
     """The plans of one module in one state of its code, by kind of call.
 
-    ``refused``: kind of call -> why it has no plan, for each of the traces that failed.
+    ``refused``: kind of call -> why it has no plan, for each of the traces that failed. ``new_kinds``: how
+    often a trace was wanted since a plan was last used again.
     """
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
         self.made: OrderedDict[Any, _Made] = OrderedDict()  # least recently used first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
-        self.calls = 0
+        self.calls = self.new_kinds = 0
 
     def find(self, key: Any) -> _Made | None:
         made = self.made.get(key)
         if made is not None:
-            self.made.move_to_end(key)
+            with contextlib.suppress(KeyError):  # another thread may have dropped it meanwhile
+                self.made.move_to_end(key)
+            self.new_kinds = 0
         return made
+
+    def check_repetition(self) -> None:
+        """Raise Unsupported if kinds of calls hardly repeat: then the 32nd, 64th, 128th, ... is traced."""
+        self.new_kinds += 1
+        if self.new_kinds > _NEW_KINDS and self.new_kinds.bit_count() > 1:
+            raise Unsupported("its calls hardly repeat")
+
+    def refuse(self, key: Any, reason: str) -> None:
+        if len(self.refused) > _MAX_REASONS:
+            self.refused.clear()
+        self.refused[key].append(reason)
 
     def add(self, key: Any, made: _Made) -> None:
         while len(self.made) >= MAX_PLANS:
@@ -270,14 +288,15 @@ class PlannedForward(InstanceEntry):
                 return made
             if _is_capturing(call.device):
                 raise Unsupported("other code captures it before it has a plan")
-            if len(plans.refused[key]) >= _TRACES:
+            if len(plans.refused.get(key, ())) >= _TRACES:
                 if not plans.guard.same():
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
+            plans.check_repetition()
             try:
                 made = self._traced(module, call, plans.guard)
             except Untraceable as error:
-                plans.refused[key].append(str(error))
+                plans.refuse(key, str(error))
                 raise
             if not plans.guard.same():
                 self._drop(plans)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches import patcher
@@ -74,6 +75,8 @@ def gets_plans(root: nn.Module) -> bool:
         return True
     if has_graphable(root):
         return False
+    if any(is_lazy(parameter) for parameter in root.parameters()):
+        return False  # the first call makes its weights
     weights = sum(parameter.numel() for parameter in root.parameters())
     modules = list(root.modules())
     convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, _CONVOLUTIONS)}

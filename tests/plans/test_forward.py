@@ -50,6 +50,11 @@ class KeepsCount(Net):
         return super().forward(x)
 
 
+class Draws(Net):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(1)
+
+
 def image(*, seed=0, size=6):
     return noise(2, 3, size, size + 1, seed=seed)
 
@@ -111,6 +116,28 @@ def test_few_plans_are_kept(pair, monkeypatch):
     for size in (5, 7, 9, 6):
         agree(model(image(size=size)), stock(image(size=size)))
     assert (len(planned(model).plans), planned(model).traces) == (2, 5)
+
+
+def test_numbers_that_never_repeat_are_not_traced_each_time(pair):
+    model, stock = pair
+    for i in range(70):
+        agree(model(image(), float(i)), stock(image(), float(i)))
+    assert planned(model).traces == 1 + 16 + 2  # those of the first 16 calls, of the 32nd and of the 64th
+    assert planned(model).own == {"its calls hardly repeat": 52}
+    model(image(), 31.0)
+    follows_stock(model, stock, 0.5)
+    assert planned(model).own == {"its calls hardly repeat": 52}  # again as at the beginning
+
+
+def test_few_refused_kinds_are_kept(pair, monkeypatch):
+    monkeypatch.setattr(planned_forward, "_MAX_REASONS", 3)
+    monkeypatch.setattr(planned_forward, "_NEW_KINDS", 100)
+    model = sdfastgn.optimize(net(Draws))
+    for _ in range(3):
+        for size in range(5, 15):
+            model(image(size=size))
+    (plans,) = planned(model)._by_state.values()
+    assert len(plans.refused) <= 4
 
 
 def test_threads(pair):

@@ -85,8 +85,8 @@ class CodeState:
         self._known = {*known, *_STATELESS}
         # (what messages call a container, the container, its items)
         self._contents: list[tuple[str, Any, list[Any]]] = []
-        # (the dict of a module, the name of a global in it, its value)
-        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        # (id of the dict of a module, the name of a global in it) -> (the dict, the global's value)
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._seen: set[int] = set()
         reach = Reach()
         reach.see_model(root)
@@ -96,14 +96,16 @@ class CodeState:
         """The name of the first container or global that is another one now; empty if there is none."""
         items = (name for name, container, items in self._contents if not _has(container, items))
         others = (
-            f"{g.get('__name__')}.{name}" for g, name, value in self._globals if g.get(name) is not value
+            f"{names.get('__name__')}.{name}"
+            for (_, name), (names, value) in self._globals.items()
+            if names.get(name) is not value
         )
         return next(items, "") or next(others, "")
 
     def same(self) -> bool:
         """True if containers have the items, and globals the values, that they had at first."""
         return all(_has(container, items) for _, container, items in self._contents) and all(
-            names.get(name) is value for names, name, value in self._globals
+            names.get(name) is value for (_, name), (names, value) in self._globals.items()
         )
 
     @contextmanager
@@ -153,7 +155,7 @@ class CodeState:
         for first, *rest in names_in(code).chains:
             value = function.__globals__.get(first, MISSING)
             if value is not MISSING:
-                self._globals.append((function.__globals__, first, value))
+                self._globals[id(function.__globals__), first] = function.__globals__, value
             called = first if value is MISSING and first in _WRITERS else _changing(value, rest)
             if called:
                 yield f"{named} calls {called}"

@@ -11,6 +11,8 @@ from torch import nn
 from sdfastgn.patches.code.stateless import CodeState
 from sdfastgn.patches.graphs.watch import TRUSTED
 
+pytestmark = pytest.mark.fused_on_cpu
+
 _HEAD = """
 import collections, dataclasses, enum, functools, itertools, logging, math, os, random, time, typing
 import numpy as np
