@@ -148,7 +148,30 @@ class Report:
         alive, replays = (sum(getattr(g, name) for g in self.graphs) for name in ("alive", "replays"))
         none = "none yet" if self._graphable() else "none"
         graphs = f"{alive} alive, {replays} calls replayed" if alive or replays else none
-        return f"{', '.join(parts) or 'nothing to fuse'}, {len(self.skipped)} skipped, graphs: {graphs}"
+        states = f"{len(self.skipped)} skipped, graphs: {graphs}{self._plans_summary()}"
+        return f"{', '.join(parts) or 'nothing to fuse'}, {states}"
+
+    def _plans_summary(self) -> str:
+        """The end of the summary; empty if no module gets plans."""
+        if not self.plans:
+            return ""
+        plans, calls = sum(p.plans for p in self.plans), sum(p.calls for p in self.plans)
+        if plans or calls:
+            return f", plans: {_plans_state(plans, calls)}"
+        return ", plans: none" if self._has_optimized() and not self._waiting() else ", plans: none yet"
+
+    def _has_optimized(self) -> bool:
+        """True if ``optimize`` has been called, and found anything to do."""
+        return bool(self.fused) or any(p.is_on for p in self.plans)
+
+    def _waiting(self) -> list[str]:
+        """The models with plans turned on, without those inside of others. Empty if any was called yet."""
+        on = [p for p in self.plans if p.is_on]
+        if any(p.calls or p.own for p in on):
+            return []
+        outer = {p.path for p in on}
+        inner = [p for p in on if any(p.path != o and (not o or p.path.startswith(f"{o}.")) for o in outer)]
+        return [p.path or p.kind for p in on if p not in inner]
 
     def _fused_where(self) -> str:
         return "fused" if self.runs_kernels else "fused where kernels run"
@@ -200,7 +223,7 @@ class Report:
         """The report's paragraphs after the summary: (first line, lines to print indented below it)."""
         found: list[tuple[str, list[str]]] = []
         if self.backend:
-            found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
+            found.append((f"{'runs in' if self._has_optimized() else 'would run in'}: {self.backend}", []))
         for op, reason in self.without_kernels.items():
             found.append((f"runs in plain PyTorch: {op}", [reason]))
         for status, entries in ((self._fused_where(), self.fused), ("would be fused", self.fusable)):
@@ -229,7 +252,13 @@ class Report:
                     notes.append(f"last recapture: {g.last_change}")
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", notes))
-        found += [_plans_paragraph(each) for each in self.plans]
+        found += [_plans_paragraph(each) for each in self.plans if each.calls or each.own]
+        if waiting := self._waiting():
+            found.append((f"runs as plans where kernels run: {', '.join(waiting)}", []))
+        for p in self.plans:
+            if not p.is_on and not p.own:
+                how = "with optimize(..., plans=True)" if self.fused else "where kernels run"
+                found.append((f"would run as plans {how}: {p.path or p.kind}", []))
         if without := self._without_graphs():
             found.append(
                 (f"without CUDA graphs a UNet is hardly faster than stock's: {', '.join(without)}", [])
@@ -266,14 +295,18 @@ def _plans_paragraph(p: Planned) -> tuple[str, list[str]]:
     name = p.path or p.kind
     notes = [_calls_text(count, reason) for reason, count in p.own.items()]
     if not p.is_on:
-        return f"would run as plans: {name}", notes
+        return f"no plans of {name}", notes
     if p.plans:
-        steps = ", ".join(f"{count} {step}" for step, count in list(p.steps.items())[:_SHOWN_STEPS])
-        notes.append(f"{sum(p.steps.values())} steps: {steps}")
-        notes.append(f"bytes that our kernels move: {p.kernel_bytes / max(p.bytes, 1):.0%} of all")
+        kinds = some([f"{count} {step}" for step, count in p.steps.items()], _SHOWN_STEPS)
+        notes.append(f"{sum(p.steps.values())} steps: {kinds}")
+        notes.append(f"kernels of sdfastgn move {p.kernel_bytes / max(p.bytes, 1):.0%} of the bytes")
     if p.last_change:
-        notes.append(f"last change: {p.last_change}")
-    return f"plans of {name}: {p.plans} alive, {p.calls} calls planned", notes
+        notes.append(f"last new trace: {p.last_change}")
+    return f"plans of {name}: {_plans_state(p.plans, p.calls)}", notes
+
+
+def _plans_state(plans: int, calls: int) -> str:
+    return f"{plans} alive, {calls} calls run by them"
 
 
 def _calls_text(count: int, reason: str) -> str:

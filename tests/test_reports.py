@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,9 +13,12 @@ import torch
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
+from sdfastgn.models import architectures, configurations
 from sdfastgn.models.architectures import build_unet
 from sdfastgn.patches.graphs.install import Graphs
+from sdfastgn.plans.install import Planned
 from sdfastgn.reports import Entry, Report
+from tests import small_video
 
 LONG = (
     "other code replaced this instance's forward, " + "which is told in a sentence longer than a line of 80"
@@ -142,3 +146,91 @@ def test_what_runs_is_said_of_each_component(monkeypatch: pytest.MonkeyPatch) ->
     assert report.backend.endswith("on H200")
     assert report.layout_copies_removed == sdfastgn.report(unet).layout_copies_removed > 0
     assert str(report).startswith(f"{len(report.fused)} parts fused, 0 skipped")
+
+
+# ---- plans
+
+STEPS = {"conv": 9, "aten.add.Tensor": 5, "group_norm": 4, "cast": 3, "cat": 2, "linear": 2, "copy": 1}
+DECODER = Planned("vae.decoder", "Decoder", True, 2, 30, 3, STEPS, 250, 1000, {"a <reason>": 1}, "a <weight>")
+ENCODER = Planned("vae.encoder", "Encoder", True)
+PLANNED = replace(ALONE, entries=(), plans=(Planned("vae", "Vae", True), ENCODER, DECODER))
+
+
+def words_of(report: Report) -> str:
+    return " ".join(str(report).split())
+
+
+def test_plans_say_what_ran_and_what_did_not() -> None:
+    assert "skipped, graphs: none, plans: 2 alive, 30 calls run by them; print it for more>" in repr(PLANNED)
+    assert (
+        "plans of vae.decoder: 2 alive, 30 calls run by them 1 call without: a <reason> 26 steps: 9 conv, "
+        "5 aten.add.Tensor, 4 group_norm, 3 cast, 2 cat, 2 linear and 1 more "
+        "kernels of sdfastgn move 25% of the bytes last new trace: a <weight>"
+    ) in words_of(PLANNED)
+    assert "encoder" not in str(PLANNED)  # which was not called
+    assert "\nruns in: Triton 3.6" in str(PLANNED)
+    assert "would" not in PLANNED.details()
+    assert max(map(len, PLANNED.details().splitlines())) <= 80
+    cells = Cells(PLANNED._repr_html_())
+    assert cells.tags == {"p", "b", "table", "tr", "th", "td"}
+    text = " ".join(cells.text)
+    assert "plans of vae.decoder: 2 alive" in text
+    assert "1 call without: a <reason>; 26 steps" in text
+    assert "last new trace: a <weight>" in text
+    found = json.loads(json.dumps(PLANNED.to_dict()))["plans"]
+    assert [(p["path"], p["is_on"], p["calls"]) for p in found] == [
+        ("vae", True, 0),
+        ("vae.encoder", True, 0),
+        ("vae.decoder", True, 30),
+    ]
+    assert (found[2]["steps"], found[2]["own"]) == (STEPS, {"a <reason>": 1})
+
+
+def test_plans_before_the_first_call_and_calls_without_plans() -> None:
+    children = ENCODER, replace(DECODER, plans=0, calls=0, own={}, last_change="")
+    waits = replace(PLANNED, plans=(Planned("vae", "Vae", True), *children, Planned("vae_2", "Vae", True)))
+    assert "graphs: none, plans: none yet;" in repr(waits)
+    assert str(waits).endswith("\nruns as plans where kernels run: vae, vae_2")
+    alone = replace(PLANNED, plans=(Planned("", "Vae", True), Planned("decoder", "Decoder", True)))
+    assert str(alone).endswith("\nruns as plans where kernels run: Vae")
+    refused = replace(PLANNED, plans=(*waits.plans, Planned("x", "X", True, own={"a reason": 2})))
+    assert "graphs: none, plans: none;" in repr(refused)
+    assert str(refused).endswith("\nplans of x: 0 alive, 0 calls run by them\n  2 calls without: a reason")
+
+
+def test_models_whose_plans_are_off() -> None:
+    off = Planned("vae", "Vae", False)
+    stock = replace(PLANNED, plans=(off,))
+    assert "graphs: none, plans: none yet;" in repr(stock)
+    assert "\nwould run in: " in str(stock)
+    assert str(stock).endswith("\nwould run as plans where kernels run: vae")
+    ours = replace(REPORT, plans=(off,))
+    assert "plans: none;" in repr(ours)
+    assert "would run as plans with optimize(..., plans=True): vae" in words_of(ours)
+    left = replace(PLANNED, plans=(replace(off, own={"it is compiled by torch.compile": 0}),))
+    assert str(left).endswith("\nno plans of vae\n  it is compiled by torch.compile")
+
+
+@pytest.mark.fused_on_cpu
+@pytest.mark.usefixtures("without_gradients")
+@pytest.mark.parametrize("name", ["dc_ae", "qwen_image_21"])
+def test_a_pipeline_whose_vae_has_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_video.shrink(monkeypatch)
+    network = configurations.VIDEO_NETWORKS[name]["vae"]
+    vae = architectures.build_video_network(network, torch.float32, "cpu")
+    pipe = SimpleNamespace(components={"vae": vae, "scheduler": object()}, vae=vae)
+    latents = torch.randn(1, 32, 1, 1) if name == "dc_ae" else torch.randn(1, 64, 1, 2, 2)
+    for words in ("would run as plans where kernels run: vae", "runs as plans where kernels run: vae"):
+        report = sdfastgn.report(pipe)
+        assert str(report).startswith("nothing to fuse, 0 skipped, graphs: none, plans: none yet\n")
+        assert str(report).endswith(f"\n{words}")
+        sdfastgn.optimize(pipe)
+    vae.decode(latents)
+    report = sdfastgn.report(pipe)
+    assert str(report).startswith("nothing to fuse, 0 skipped, graphs: none, plans: 1 alive, 1 calls run by")
+    assert "plans of vae.decoder: 1 alive, 1 calls run by them" in report.details()
+    (decoder,) = [p for p in report.plans if p.calls]
+    assert f"{sum(decoder.steps.values())} steps: " in report._repr_html_()
+    assert json.loads(json.dumps(report.to_dict()))["plans"][-1]["path"] == "vae.decoder"
+    assert "would" not in str(report)
+    sdfastgn.restore(pipe)

@@ -48,6 +48,7 @@ class Variant:
             is now out of range.
         is_ready: called with a target. While it returns False, the target is called again before its output
             is compared and timed.
+        is_in_all: False if the variant is timed only if the user names it.
         slack: factor by which the output's error may exceed the bound of the correctness gate.
     """
 
@@ -60,6 +61,7 @@ class Variant:
     graphs_stand_alone: bool = False
     is_ready: Callable[[Any], bool] = lambda target: True
     slack: float = 1.0
+    is_in_all: bool = True
 
 
 @contextlib.contextmanager
@@ -104,11 +106,12 @@ def _sdfastgn(
     *,
     has_graphs: bool = True,
     precision: Literal["fp8"] | None = None,
+    has_plans: bool = True,
 ) -> None:
     import sdfastgn
 
     graphs: Literal["auto", "training"] = "training" if part == "train" else "auto"
-    sdfastgn.optimize(target, cuda_graphs=has_graphs and graphs, precision=precision)
+    sdfastgn.optimize(target, cuda_graphs=has_graphs and graphs, precision=precision, plans=has_plans)
     # An ExitStack calls its functions in reverse order. So the model is restored before
     # ``_check_kernels_ran`` is called, which may raise an error.
     undo.callback(_check_kernels_ran, target)
@@ -124,6 +127,7 @@ def _check_kernels_ran(target: Any) -> None:
 
 _sdfastgn_eager = functools.partial(_sdfastgn, has_graphs=False)
 _sdfastgn_fp8 = functools.partial(_sdfastgn, precision="fp8")
+_sdfastgn_no_plans = functools.partial(_sdfastgn, has_plans=False)
 
 
 def _fp8_reason(device: torch.device) -> str | None:
@@ -148,12 +152,22 @@ def _describe_sdfastgn(target: Any) -> str:
     import sdfastgn
 
     report = sdfastgn.report(target)
-    fused = f"{len(report.fused)} fused, {len(report.skipped)} skipped"
+    fused = f"{len(report.fused)} fused, {len(report.skipped)} skipped{_describe_plans(report)}"
     graphs = sum(graphs.alive for graphs in report.graphs)
     if graphs:
         return f"{fused}, {counted(graphs, 'CUDA graph')} in {report.graph_memory_bytes / 2**20:.0f} MiB"
     reasons = dict.fromkeys(reason for graphs in report.graphs for reason in graphs.eager)
     return f"{fused}, no CUDA graph: {'; '.join(reasons)}" if reasons else fused
+
+
+def _describe_plans(report: Any) -> str:
+    """What ran as plans, as the end of a list; empty for a model without plans."""
+    planned = [each for each in report.plans if each.is_on]
+    plans = sum(each.plans for each in planned)
+    if plans:
+        return f", {counted(plans, 'plan')}"
+    reasons = dict.fromkeys(reason for each in planned for reason in each.own)
+    return f", no plan: {'; '.join(reasons)}" if reasons else ""
 
 
 def compile_reason(device: torch.device) -> str | None:
@@ -222,6 +236,16 @@ _EVERY = (
         graphs_stand_alone=True,
         is_ready=_knows_scales,
         slack=8.0,  # a step of SDXL with random weights has an error of 0.096 on an H100
+    ),
+    Variant(
+        "sdfastgn_no_plans",
+        "sdfastgn without plans",
+        _always,
+        _sdfastgn_no_plans,
+        _describe_sdfastgn,
+        replays_graph=True,
+        graphs_stand_alone=True,
+        is_in_all=False,
     ),
     Variant("sdfastgn_eager", "sdfastgn without graphs", _always, _sdfastgn_eager, _describe_sdfastgn),
     Variant("compile", "torch.compile", compile_reason, _compiled),

@@ -76,7 +76,11 @@ PromptOption = Annotated[
     str | None, typer.Option("--prompt", help="Prompt of a pipeline.", show_default=PROMPT)
 ]
 VariantsOption = Annotated[
-    str, typer.Option("--variants", help="Ways to run the model: all, or a list of {variants}.")
+    str,
+    typer.Option(
+        "--variants",
+        help="Ways to run the model: all (without sdfastgn_no_plans), or a list of {variants}.",
+    ),
 ]
 RepeatsOption = Annotated[
     int | None,

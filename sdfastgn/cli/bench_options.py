@@ -265,9 +265,10 @@ def _configs(name: str | None, given: Mapping[str, Any]) -> list[BenchConfig]:
 def variant_list(option: str, text: str) -> list[Variant]:
     """The variants (ways to run the model) in the list ``text``, in the order of ``VARIANTS``.
 
-    ``all`` means every variant.
+    ``all`` means every variant that need not be named.
     """
-    names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
+    every = [name for name, variant in VARIANTS.items() if variant.is_in_all]
+    names = every if text == "all" else some_of(option, text, VARIANTS)
     return [variant for name, variant in VARIANTS.items() if name in names]
 
 

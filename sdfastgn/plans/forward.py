@@ -29,7 +29,7 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
-from sdfastgn.patches.graphs.models import reason_now
+from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.outcome import Outcome
@@ -93,6 +93,8 @@ class PlannedForward(InstanceEntry):
         trusted: packages of whose code the user has said that it keeps no state between calls.
         replaces_entry: True if the module's ``__dict__`` already had an entry "forward" with the method of
             the module's own class.
+        method: the name of the method that runs.
+        states: the states of the module's code, if other code has them already.
 
     Attributes:
         calls: number of calls whose result came from a plan.
@@ -102,15 +104,21 @@ class PlannedForward(InstanceEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_lock", "_policy", "_states", "calls", "own", "replaces_entry", "traces", "trusted",
+        "_by_state", "_lock", "_policy", "_states", "calls", "method", "own", "replaces_entry", "traces",
+        "trusted",
     )  # fmt: skip
 
     def __init__(
-        self, module: nn.Module, trusted: frozenset[str] = frozenset(), replaces_entry: bool = False
+        self,
+        module: nn.Module,
+        trusted: frozenset[str] = frozenset(),
+        replaces_entry: bool = False,
+        method: str = "forward",
+        states: States | None = None,
     ) -> None:
         super().__init__(module)
-        self.trusted, self.replaces_entry = trusted, replaces_entry
-        self._states = States(module)
+        self.trusted, self.replaces_entry, self.method = trusted, replaces_entry, method
+        self._states = States(module) if states is None else states
         self._by_state: dict[int, _Plans] = {}
         self._policy = Policy()
         self._lock = threading.RLock()
@@ -127,7 +135,7 @@ class PlannedForward(InstanceEntry):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        return class_forward(self.module)
+        return class_forward(self.module, self.method)
 
     @property
     def __self__(self) -> nn.Module:
@@ -135,7 +143,7 @@ class PlannedForward(InstanceEntry):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        return type(self.module).forward
+        return getattr(type(self.module), self.method)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -155,7 +163,7 @@ class PlannedForward(InstanceEntry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if torch.compiler.is_compiling() or is_tracing():
-            return type(module).forward(module, *args, **kwargs)
+            return getattr(type(module), self.method)(module, *args, **kwargs)
         try:
             call, key = self._kind_of(module, args, kwargs)
             for _ in range(MAX_STATES):
@@ -176,7 +184,7 @@ class PlannedForward(InstanceEntry):
         is_counted = reason in self.own or len(self.own) < _MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
         with running(bool(self._states.replaced(self._states.look()))):
-            return class_forward(module)(*args, **kwargs)
+            return class_forward(module, self.method)(*args, **kwargs)
 
     def clear(self) -> None:
         """Drop all plans, and what was recorded of the module's state."""
@@ -185,15 +193,20 @@ class PlannedForward(InstanceEntry):
 
     def _kind_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, Any]:
         """(the arguments, their key). Raises Unsupported if no such call can run as a plan now."""
-        reason = reason_now(module)
+        reason = reason_without_graphs(module)
         if reason is not None:
             raise Unsupported(reason)
-        call = Call(args, kwargs, {})
+        # Numbers such as timesteps become tensors, so that one plan serves all their values.
+        numbers = {
+            name: number for name, number in (numbers_of(module) or {}).items() if not number.is_factor
+        }
+        call = Call(args, kwargs, numbers)
+        call.tensors = list(call.as_tensors())
         first = next((t for t in call.tensors if isinstance(t, Tensor) and t.is_floating_point()), None)
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
             raise Unsupported(f"no kernels run {where}")
-        return call, (call.key, global_state(call.device))  # type: ignore[arg-type]
+        return call, (call.key, global_state(call.device), switched(module))  # type: ignore[arg-type]
 
     def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
         """The plans in the state of the code that was seen last. Raises Unsupported if there can be none."""
@@ -265,7 +278,7 @@ class PlannedForward(InstanceEntry):
     def _traced(self, module: nn.Module, call: Call) -> _Made:
         self.traces += 1
         with without_collections():
-            traced, outcome = trace_call(module, call)
+            traced, outcome = trace_call(module, call, self.method)
             plan = make_plan(traced)
         return _Made(plan, Baked(plan), outcome)
 
@@ -278,8 +291,8 @@ class PlannedForward(InstanceEntry):
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
 
 
-def trace_call(module: nn.Module, call: Call) -> tuple[Traced, Outcome]:
-    """Trace the model's own code for ``call``. Returns also what the call leaves besides tensors.
+def trace_call(module: nn.Module, call: Call, method: str = "forward") -> tuple[Traced, Outcome]:
+    """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
 
     Raises Untraceable.
     """
@@ -288,7 +301,7 @@ def trace_call(module: nn.Module, call: Call) -> tuple[Traced, Outcome]:
     def run(*tensors: Tensor) -> list[Tensor]:
         args, kwargs = call.rebuild(list(tensors))
         outcome = Outcome(args, kwargs, tensors)
-        computed = outcome.finish(class_forward(module)(*args, **kwargs))
+        computed = outcome.finish(class_forward(module, method)(*args, **kwargs))
         outcomes.append(outcome)
         return computed
 

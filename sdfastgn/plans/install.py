@@ -16,10 +16,12 @@ from torch import nn
 from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches import patcher
 from sdfastgn.patches.code.checked import entrances, stop_checking
+from sdfastgn.patches.code.states import States
 from sdfastgn.patches.core.class_forward import class_forward, replace_kept
 from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
-from sdfastgn.patches.graphs.install import has_graphable, place_in
+from sdfastgn.patches.graphs.forward import GraphedForward, Planner
+from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.plans.forward import PlannedForward
 
 __all__ = ["Planned", "gets_plans", "inspect", "install", "remove", "trusted_in"]
@@ -64,7 +66,10 @@ class Planned:
 
 
 def gets_plans(root: nn.Module) -> bool:
-    """True if ``optimize`` gives ``root`` plans: it has convolutions, and no fused blocks or CUDA graphs."""
+    """True if ``optimize`` gives ``root`` plans: it is made of convolutions and norms, and nothing else fits.
+
+    Fused blocks and CUDA graphs would fit.
+    """
     if _planned(root) is not None or any(_planned(child) is not None for child in entrances(root)):
         return True
     if has_graphable(root):
@@ -72,12 +77,25 @@ def gets_plans(root: nn.Module) -> bool:
     weights = sum(parameter.numel() for parameter in root.parameters())
     modules = list(root.modules())
     convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, _CONVOLUTIONS)}
-    if sum(convolved.values()) <= _SHARE * weights:
+    if sum(convolved.values()) <= _SHARE * weights or not any(map(_is_norm, modules)):
         return False
-    return not any(
-        finding.fusion.name not in _OF_LAYERS and finding.status != "skipped"
-        for finding in patcher.inspect(root)
-    )
+    return not any(map(_runs_fused, _blocks_in(root)))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """True if ``module`` may be a norm of whatever class: all its weights are of channels."""
+    sizes = [(parameter.numel(), max(parameter.shape, default=0)) for parameter in module.parameters()]
+    return bool(sizes) and all(count == largest > 1 for count, largest in sizes)
+
+
+def _blocks_in(root: nn.Module) -> list[patcher.Finding]:
+    """The findings about fused blocks: all but those about layers that occur in models of all kinds."""
+    return [finding for finding in patcher.inspect(root) if finding.fusion.name not in _OF_LAYERS]
+
+
+def _runs_fused(finding: patcher.Finding) -> bool:
+    """True if the block is fused, or would be. Its source may be unknown, and then it is neither."""
+    return finding.status == "fusable" or finding.fusion.is_applied(finding.module)
 
 
 def trusted_in(root: nn.Module) -> frozenset[str] | None:
@@ -90,7 +108,11 @@ def install(root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset())
     """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
 
     A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
+    Modules with CUDA graphs get a ``Planner``.
     """
+    for _, module in outermost(root):
+        for graphed in GraphedForward.of(module):
+            _set_planner(module, graphed, trusted if is_on else None)
     if not is_on or not gets_plans(root) or reason_to_leave(root) is not None:
         remove(root)
         return
@@ -107,6 +129,28 @@ def install(root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset())
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 
+def _set_planner(module: nn.Module, graphed: GraphedForward, trusted: frozenset[str] | None) -> None:
+    """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``trusted``: None for no plans."""
+    planner = None
+    if trusted is not None and any(isinstance(m, _CONVOLUTIONS) for m in module.modules()):
+        blocks = _blocks_in(module)
+        is_always = bool(blocks) and not any(map(_runs_fused, blocks))
+        planner = Planner(_Maker(trusted), is_always)
+    if planner != graphed.planner:
+        graphed.clear()
+        graphed.set_planner(planner)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes a ``PlannedForward`` that a ``GraphedForward`` runs."""
+
+    trusted: frozenset[str]
+
+    def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:
+        return PlannedForward(module, self.trusted, method=method, states=states)
+
+
 def remove(root: nn.Module) -> None:
     """Undo ``install``: remove each ``PlannedForward`` in ``root``, and drop its plans."""
     for module in root.modules():
@@ -120,15 +164,18 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
         (path, module) for path, module in root.named_modules(prefix=prefix) if _planned(module) is not None
     ]
     for path, module in found:
-        yield _described(path, module)
+        yield _described(path, module, _planned(module))
+    for path, module in outermost(root, prefix):
+        for graphed in GraphedForward.of(module):
+            for planned in graphed.planned:
+                yield _described(path, module, planned)
     if not found and gets_plans(root):
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}
         reason = reason_to_leave(root)
         yield Planned(prefix, type(root).__name__, False, own=reasons | ({reason: 0} if reason else {}))
 
 
-def _described(path: str, module: nn.Module) -> Planned:
-    planned = _planned(module)
+def _described(path: str, module: nn.Module, planned: PlannedForward | None) -> Planned:
     plans = [] if planned is None else planned.plans
     steps = [step for plan in plans for step in plan.steps]
     sizes: Counter[str] = Counter()

@@ -150,6 +150,27 @@ def test_who_replays_graphs(name, mode):
     assert {graphs.mode for graphs in sdfastgn.report(vae).graphs} == {"False"}
 
 
+@pytest.mark.usefixtures("without_gradients")
+def test_who_runs_plans(module):
+    for name in ("sdfastgn", "sdfastgn_eager", "sdfastgn_no_plans"):
+        variant = VARIANTS[name]
+        with prepared(variant, module, "vae"):
+            module(torch.randn(2, 4, 8, 8))
+            on = {planned.is_on for planned in sdfastgn.report(module).plans}
+            assert on == {name != "sdfastgn_no_plans"}
+            said = variant.describe(module)
+        assert ("no plan: no kernels run for torch.float32 on cpu" in said) == (name != "sdfastgn_no_plans")
+    assert [variant.name for variant in VARIANTS.values() if not variant.is_in_all] == ["sdfastgn_no_plans"]
+
+
+@pytest.mark.fused_on_cpu
+@pytest.mark.usefixtures("without_gradients")
+def test_plans_are_counted(module):
+    with prepared(VARIANTS["sdfastgn"], module, "vae"):
+        module(torch.randn(2, 4, 8, 8))
+        assert VARIANTS["sdfastgn"].describe(module) == "2 fused, 0 skipped, 1 plan"
+
+
 def _breaking(where: str) -> Variant:
     def apply(target: Any, part: str, undo: contextlib.ExitStack) -> None:
         target.decoder.forward = lambda x: x

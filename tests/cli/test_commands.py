@@ -167,6 +167,13 @@ def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "thrown_away" in invoke("bench", "-h").stdout
 
 
+def test_all_variants_but_those_to_be_named() -> None:
+    chosen = [variant.name for variant in bench_options.variant_list("--variants", "all")]
+    assert chosen == [name for name in VARIANTS if name != "sdfastgn_no_plans"]
+    named = bench_options.variant_list("--variants", "sdfastgn_no_plans,eager")
+    assert [variant.name for variant in named] == ["eager", "sdfastgn_no_plans"]
+
+
 VIDEO = [(model, part) for model, parts in configurations.VIDEO_NETWORKS.items() for part in parts]
 
 

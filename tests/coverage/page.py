@@ -36,6 +36,12 @@ The columns "fused" and "CUDA graphs" name components of the pipeline, or if the
 the model or its parts. Text encoders and vocoders have no GroupNorm, so the last column leaves them
 out. [Fusions](fusions.md) explains what
 each fusion does, and lists what is left alone on purpose.
+
+The tables do not show [plans](plans.md): on a GPU, models without fused blocks and CUDA graphs run
+their calls as plans if most of their weights are in 2-D or 3-D convolutions. Such models are
+`AutoencoderDC`, `AutoencoderKLQwenImage21`, `AutoencoderKLKVAE`, `AutoencoderKLKVAEVideo`,
+`AutoencoderKLLTX2Audio`, `Kandinsky6SRVAE` and `T2IAdapter`. `AutoencoderVidTok` keeps state
+between calls, so it runs its own code.
 """
 _TAIL = """## Real sizes
 

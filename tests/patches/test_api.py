@@ -416,7 +416,7 @@ def test_what_optimized_returns_has_nothing_of_the_pipeline():
         ("optimize", "precison", "did you mean 'precision'?"),
         ("optimized", "merge_adapter", "did you mean 'merge_adapters'?"),
         ("optimized", "zzz", "it takes obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm, "
-         "merge_adapters, exact_tiling, precision"),
+         "merge_adapters, exact_tiling, precision, plans, trust"),
         ("restore", "strict", "it takes obj"),
         ("report", "details", "it takes obj"),
     ],
@@ -483,10 +483,10 @@ def test_a_failure_in_one_component_restores_the_others(monkeypatch):
     pipe = SimpleNamespace(components={"unet": Net(), "vae": Net()})
     apply = patcher.apply
 
-    def fail_on_the_vae(root, *rest):
+    def fail_on_the_vae(root, *rest, **options):
         if root is pipe.components["vae"]:
             raise RuntimeError("no")
-        apply(root, *rest)
+        apply(root, *rest, **options)
 
     monkeypatch.setattr(patcher, "apply", fail_on_the_vae)
     with pytest.raises(RuntimeError, match="no"):

@@ -13,7 +13,7 @@ from sdfastgn.cli import session
 from tests.command_line import exit_code, refusal
 
 # What each times where its user says nothing: model, parts, size, batch, dtype and variants.
-EVERY = list(VARIANTS)
+EVERY = [name for name, variant in VARIANTS.items() if variant.is_in_all]
 TIMED = {
     "time_sd15.py": ("sd15", "pipeline", 512, 1, "fp32", EVERY),
     "time_sdxl.py": ("sdxl", "pipeline", 1024, 1, "fp32", EVERY),

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sdfastgn.patches.core.instance_entries import InstanceEntry
+
 __all__ = [
     "accelerate_hooks",
     "change_class",
@@ -44,10 +46,13 @@ def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:
     """True if other code has replaced the method ``name`` of the instance ``module``.
 
     That is, the ``__dict__`` of ``module`` has an entry ``name`` other than the bound method of its class.
+    Entries of sdfastgn, which run this method in the end, do not count.
     """
     if name not in module.__dict__:
         return False
     forward = module.__dict__[name]
+    if isinstance(forward, InstanceEntry):
+        return False
     # ``forward == class_forward(module)`` would be simpler. But torch.compile traces this function, and it
     # cannot trace ``class_forward``, which creates a method. So the parts of the method are compared.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is getattr(type(module), name)

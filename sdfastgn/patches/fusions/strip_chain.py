@@ -25,7 +25,6 @@ from sdfastgn.patches.core.channels_last import enter, leave
 from sdfastgn.patches.core.class_forward import has_foreign_forward
 from sdfastgn.patches.core.convolution import keeps_size
 from sdfastgn.patches.core.fusion import activation_of, stock_class
-from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.core.merged_adapters import adopt, is_allowed, plain_layer, waits, why_not
 from sdfastgn.patches.fusions.strips import (
     Held,
@@ -261,6 +260,6 @@ def reason_now(decoder: nn.Module, *own_hooks: Any) -> str | None:
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(hook not in (enter, leave, *own_hooks) for hook in hooks):
             return f"{path} has a hook, and would run in strips"
-        if has_foreign_forward(module) and not isinstance(vars(module)["forward"], InstanceEntry):
+        if has_foreign_forward(module):
             return f"other code replaced the forward of {path}"
     return None

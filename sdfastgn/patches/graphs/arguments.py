@@ -144,6 +144,15 @@ class Call:
         if targets:
             copy_each(targets, sources)
 
+    def as_tensors(self) -> list[Tensor]:
+        """``tensors``, with a 0-d tensor on ``device`` for each number."""
+        return [
+            value
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=spec.dtype, device=self.device)
+            for value, spec in zip(self.tensors, self._specs, strict=True)
+        ]
+
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Returns (args, kwargs) of the call, in new lists and dicts, with ``buffers`` for its tensors."""
         return [_fill_in(p, buffers) for p in self._args], {

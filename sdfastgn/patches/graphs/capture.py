@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import threading
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -56,6 +55,8 @@ class AnyGraph(Protocol):
     has_factors: ClassVar[bool]
     # Length of each list in the arguments after the forward. Empty if the forward removes no items.
     left: list[int]
+    # What must live as long as the graph, because the graph reads its memory.
+    kept: Any
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
@@ -129,6 +130,7 @@ class Graph:
     gradients: ClassVar[Any] = torch.no_grad
     has_factors: ClassVar[bool] = True
     left: list[int]
+    kept: Any
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
@@ -150,7 +152,7 @@ class Graph:
 
 def capture_call(
     kind: type[AnyGraph],
-    forward: types.MethodType,
+    forward: Any,
     call: Call,
     backend: Backend,
     watch_of_now: Callable[[], Watch],
@@ -162,7 +164,7 @@ def capture_call(
 
     Args:
         kind: the class of the graph.
-        forward: the method that is captured, bound to its module.
+        forward: the method that is captured, bound to its module, or what runs it by plans.
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
         watch_of_now: returns a ``Watch`` that records the present state of the module. It is called just

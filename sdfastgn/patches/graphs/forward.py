@@ -8,7 +8,8 @@ A call takes these steps, each in its own file:
    and the graph is started. While the GPU runs it, ``watch.py`` compares the model with its state at the
    capture. If the model has changed, the result is discarded and the graphs are dropped. ``code/states.py``
    compares the code on which the call depends. If parts of it were replaced, the result is discarded, and
-   another ``GraphedForward`` serves the call: there is one for each state of the code.
+   another ``GraphedForward`` serves the call: there is one for each state of the code. Where fused blocks
+   would ignore what was replaced, a ``Planner`` runs the model's own code by plans, also in captures.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
    draws random numbers is not captured (``random_numbers.py``).
 4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
@@ -54,7 +55,7 @@ from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.training import Flags, TrainingGraph
 from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["GraphedForward", "all_living"]
+__all__ = ["GraphedForward", "Planner", "all_living"]
 
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 _MAX_REASONS = 64
@@ -85,12 +86,26 @@ class _CodeChanged(Exception):  # noqa: N818  # not an error: the call starts ag
     """Raised if code on which the call depends was replaced, before a result leaves."""
 
 
+class Planner(NamedTuple):
+    """Runs calls of a module by plans of its own code, where no fused blocks run.
+
+    Attributes:
+        make: makes what runs the calls, of (the module, the name of the method, the states of its code).
+        is_always: True if the module has no fused blocks. False if plans run only while code is replaced that
+            fused blocks would ignore.
+    """
+
+    make: Callable[[nn.Module, str, States], Any]
+    is_always: bool
+
+
 class _Current(NamedTuple):
     """One call of a module, and everything that running it as a graph needs.
 
     Attributes:
         module: the module.
-        forward: the method that is called, of the class of ``module`` and bound to it.
+        forward: the method that is called, of the class of ``module`` and bound to it; or what runs it by
+            plans.
         call: the arguments.
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
@@ -101,7 +116,7 @@ class _Current(NamedTuple):
     """
 
     module: nn.Module
-    forward: types.MethodType
+    forward: Any
     call: Call
     backend: Backend
     key: Any
@@ -154,6 +169,7 @@ class GraphedForward(InstanceEntry):
         scratch: attributes of the module that each call sets before it reads them. They are not watched.
         states, state: the states of the code, and the one in which this object serves calls. By default the
             first one.
+        planner: runs calls by plans; None if none does.
 
     Attributes:
         eager: reason -> number of calls that ran eagerly for this reason.
@@ -163,8 +179,8 @@ class GraphedForward(InstanceEntry):
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
-        "_backend", "_others", "_policy", "_state", "_states", "_store", "eager", "method", "mode",
-        "replaces_entry", "scratch", "training",
+        "_backend", "_others", "_planned", "_policy", "_state", "_states", "_store", "eager", "method",
+        "mode", "planner", "replaces_entry", "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
@@ -179,6 +195,7 @@ class GraphedForward(InstanceEntry):
         scratch: frozenset[str] = frozenset(),
         states: States | None = None,
         state: int = 0,
+        planner: Planner | None = None,
     ) -> None:
         super().__init__(module)
         self.mode = mode
@@ -190,6 +207,8 @@ class GraphedForward(InstanceEntry):
         self._policy = Policy()
         self._states = States(module) if states is None else states
         self._state = state
+        self.planner = planner
+        self._planned: Any = None  # what ``planner`` has made
         # Index of a state of the code -> the object that serves its calls. This one serves the first state.
         self._others: dict[int, GraphedForward] = {}
         self.eager: Counter[str] = Counter()
@@ -198,11 +217,11 @@ class GraphedForward(InstanceEntry):
         _living[id(self)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GraphedForward, (self.module, self.mode, None, *self._options)
+        return GraphedForward, (self.module, self.mode, None, *self._options, None, 0, self.planner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
         module = memo.get(id(self.module), self.module)
-        return GraphedForward(module, self.mode, self._backend, *self._options)
+        return GraphedForward(module, self.mode, self._backend, *self._options, planner=self.planner)
 
     @property
     def _options(self) -> tuple[bool, str, frozenset[str]]:
@@ -226,6 +245,11 @@ class GraphedForward(InstanceEntry):
     @property
     def __code__(self) -> types.CodeType:
         return self.__func__.__code__
+
+    @property
+    def planned(self) -> list[Any]:
+        """What runs the calls by plans, for each state of the code that has any."""
+        return [each._planned for each in self._all() if each._planned is not None]
 
     @property
     def alive(self) -> int:
@@ -267,13 +291,13 @@ class GraphedForward(InstanceEntry):
             state = self._states.last()
             server, as_stock = self._of_state(state), bool(self._states.replaced(state))
             try:
-                with running(as_stock):
+                with running(as_stock and not server._is_planned(as_stock)):
                     return server._serve(module, args, kwargs, as_stock)
             except _CodeChanged:
                 if self._states.are_too_many:
                     self.clear()
         with dispatch.stock_code():
-            return self._run_eagerly(module, args, kwargs)
+            return self._run_eagerly(module, args, kwargs, as_stock=False)
 
     def _serve(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool) -> Any:
         """Run the call and return its result. ``as_stock``: by stock's code, because parts were replaced.
@@ -296,7 +320,7 @@ class GraphedForward(InstanceEntry):
         is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
         self._check_code(as_stock)
-        return self._run_eagerly(module, args, kwargs)
+        return self._run_eagerly(module, args, kwargs, as_stock)
 
     def clear(self) -> int:
         """Drop this object's graphs and its record of the module's state. Returns the number of graphs.
@@ -353,11 +377,29 @@ class GraphedForward(InstanceEntry):
         other = self._others.get(index)
         if other is None:
             options = *self._options, self._states, index
-            other = self._others[index] = type(self)(self.module, self.mode, self._backend, *options)
+            other = type(self)(self.module, self.mode, self._backend, *options, self.planner)
+            self._others[index] = other
             other.eager = self.eager
             _living.pop(id(other), None)  # this object drops its graphs
         other.mode = self.mode
         return other
+
+    def set_planner(self, planner: Planner | None) -> None:
+        """Let ``planner`` run calls from now on. Graphs of its plans must have been dropped."""
+        for each in self._all():
+            each.planner, each._planned = planner, None
+
+    def _is_planned(self, as_stock: bool) -> bool:
+        """True if plans run the calls. ``as_stock``: True if fused blocks would ignore replaced code."""
+        return self.planner is not None and (as_stock or self.planner.is_always)
+
+    def _runner(self, module: nn.Module, as_stock: bool) -> Any:
+        """The method of the module's class, or what runs it by plans."""
+        if self.planner is None or not self._is_planned(as_stock):
+            return class_forward(module, self.method)
+        if self._planned is None:
+            self._planned = self.planner.make(module, self.method, self._states)
+        return self._planned
 
     def _all(self) -> list[GraphedForward]:
         return [self, *self._others.values()]
@@ -381,12 +423,14 @@ class GraphedForward(InstanceEntry):
         """Attributes of the module that a ``Watch`` does not compare."""
         return self.scratch | {self.method}
 
-    def _run_eagerly(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool
+    ) -> Any:
         """Run the call without a graph and return its result."""
         containers = contents_of(args, kwargs)
         while True:
             try:
-                return class_forward(module, self.method)(*args, **kwargs)
+                return self._runner(module, as_stock)(*args, **kwargs)
             except torch.OutOfMemoryError:
                 # A call that succeeds in the stock model must not fail because graphs or merged weights take
                 # memory. So the graphs are dropped and the call is repeated. If it fails again, the merged
@@ -435,7 +479,7 @@ class GraphedForward(InstanceEntry):
         with backend.lock:
             if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
-            forward = class_forward(module, self.method)
+            forward = self._runner(module, as_stock)
             current = _Current(module, forward, call, backend, key, survey, scale, as_stock)
             output = self._replay_at_once(current)
             if output is None:
@@ -544,6 +588,7 @@ class GraphedForward(InstanceEntry):
                     is_warm=is_warm,
                     scratch=self.scratch,
                 )
+                graph.kept = getattr(current.forward, "plans", None)
                 self._check_code(current.as_stock)
                 if self._key_of(module, call) != key:  # another thread has switched a part of the module
                     raise _Outdated
@@ -642,6 +687,9 @@ class _TrainingForward(GraphedForward):
 
     def _survey_of(self, module: nn.Module) -> Survey:
         return Flags(module)
+
+    def _is_planned(self, as_stock: bool) -> bool:
+        return False  # plans have no backward
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         wanted = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors)

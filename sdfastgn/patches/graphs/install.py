@@ -25,7 +25,7 @@ from sdfastgn.patches.core.class_forward import (
     is_offloaded_whole,
     replace_kept,
 )
-from sdfastgn.patches.core.instance_entries import guard, unguard
+from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
 from sdfastgn.patches.core.moves import follow, unfollow
 from sdfastgn.patches.graphs.capture import Backend, backend_of
@@ -192,6 +192,8 @@ def place_in(module: nn.Module) -> str | None:
     ``_old_forward`` after it has moved the weights.
     """
     name = method_of(module)
+    if isinstance(vars(module).get(name), InstanceEntry):
+        return None
     if not has_foreign_forward(module, name):
         return name
     kept = vars(module).get("_old_forward")

@@ -21,6 +21,7 @@ __all__ = [
     "reason_for",
     "reason_in_training",
     "reason_now",
+    "reason_without_graphs",
     "scratch_of",
     "switched",
     "switches_of",
@@ -247,9 +248,14 @@ def lora_scale_of(module: nn.Module) -> str | None:
 
 def reason_now(module: nn.Module) -> str | None:
     """Why this thread can now run no call of ``module`` as a graph; None if it can run some."""
+    return reason_without_graphs(module) or fp8.reason_now(module)
+
+
+def reason_without_graphs(module: nn.Module) -> str | None:
+    """Why this thread must run the code of ``module`` itself now, graph or not; None if it need not."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
-    return _reason_with_or_without_gradients(module) or fp8.reason_now(module)
+    return _reason_with_or_without_gradients(module)
 
 
 def reason_in_training(module: nn.Module) -> str | None:

@@ -94,6 +94,7 @@ class TrainingGraph:
     # backward of the last replay has not run yet. That backward would read the new values instead of its own.
     has_factors: ClassVar[bool] = False
     left: list[int]
+    kept: Any
 
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from sdfastgn.patches.code.checked import CALL
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import has_foreign_forward, is_offloaded_whole
-from sdfastgn.patches.core.instance_entries import GUARDS, InstanceEntry
+from sdfastgn.patches.core.instance_entries import GUARDS
 from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
 from sdfastgn.patches.graphs.comparisons import (
@@ -403,8 +403,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
         return f"{path} is compiled by torch.compile"
     if "_hf_hook" in attributes and not (is_root and is_offloaded_whole(module)):
         return f"accelerate's hooks are on {path}"
-    is_ours = isinstance(attributes.get(_OUR_ENTRY), InstanceEntry)
-    if not is_root and not is_ours and has_foreign_forward(module):
+    if not is_root and has_foreign_forward(module):
         return f"other code replaced the forward of {path}"
     if module.training and _learns_in_forward(module):
         return f"{path} is in training mode"

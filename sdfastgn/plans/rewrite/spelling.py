@@ -9,6 +9,7 @@ one applies.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -338,6 +339,15 @@ def _group_norm(
 ) -> Node | None:
     args = (x, groups, w, b, eps, "identity", None, None, False)
     return r.like(steps.group_norm, args, n) if rank(x) > 2 else None
+
+
+@spells(operator.getitem)
+def _first_of_native_group_norm(r: Rewriter, n: Node, norm: Node, i: int) -> Node | None:
+    """GroupNorm with its mean and deviation, of which only the norm is read -> GroupNorm."""
+    if i or not has(norm, aten.native_group_norm.default):
+        return None
+    x, w, b, _, _, _, groups, eps = arguments(norm)
+    return _group_norm(r, n, x, groups, w, b, eps)
 
 
 @spells(aten.layer_norm.default)

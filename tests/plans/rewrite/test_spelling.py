@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+import sdfastgn
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.run import steps
 from tests.plans.rewrite.rewriting import checked, name_of, steps_of
@@ -372,3 +373,16 @@ def test_norms_are_whole():
     assert steps_of(lambda x: F.group_norm(x, 2, w[:4], b[:4], 1e-3), x4) == ["group_norm"]
     assert steps_of(lambda x: F.group_norm(x.flatten(1), 2, eps=1e-3), x4) == ["aten.group_norm"]
     assert steps_of(lambda x: F.rms_norm(x, (8,), w), x3) == ["aten.rms_norm"]
+
+
+def test_the_first_result_of_native_group_norm():
+    w, b = torch.randn(4), torch.randn(4)
+
+    def found(x):
+        return torch.native_group_norm(x, w, b, 2, 4, 48, 2, 1e-3)
+
+    assert steps_of(lambda x: F.silu(found(x)[0]), x4) == ["group_norm"]
+    assert steps_of(lambda x: found(x)[1] * 2, x4) == ["aten.native_group_norm", "aten.mul"]
+    assert steps_of(lambda x: found(x)[:2], x4) == ["aten.native_group_norm", "group_norm"]
+    module = sdfastgn.GroupNorm(2, 4, activation="silu")
+    assert steps_of(module, x4) == ["group_norm"]

@@ -1,0 +1,153 @@
+"""Models with CUDA graphs run plans where their fused blocks would ignore replaced code, or are unknown."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from diffusers.models.resnet import ResnetBlock2D
+
+import sdfastgn
+from sdfastgn.patches.core import fusion
+from sdfastgn.patches.core.tested_sources import Untested
+from sdfastgn.patches.fusions import conv_norm_out, tiled_decode
+from sdfastgn.plans import install
+from sdfastgn.plans.forward import PlannedForward
+from tests.patches.cases import noise
+from tests.patches.code.foreign import OF_UNETS, halved, replaced
+from tests.patches.graphs.cases import DEVICES, agree, lora, make, run, state
+from tests.patches.samples import randomize
+
+pytestmark = pytest.mark.fused_on_cpu
+
+# Fused blocks ignore all of it but the attention, which they call by its name.
+IGNORED = OF_UNETS[1:]
+# On a CPU a tape stands for a CUDA graph. It records in a dispatch mode, in which no plan runs.
+IN_CAPTURES = {} if torch.cuda.is_available() else {"a dispatch or function mode is active"}
+
+
+_BLOCK = halved(ResnetBlock2D.forward)
+
+
+def block():
+    """A context in which another forward of ResNet blocks is on, always the same function."""
+    return replaced(ResnetBlock2D, "forward", lambda stock: _BLOCK)
+
+
+@pytest.fixture(params=DEVICES)
+def made(request):
+    """(optimized UNet, its stock copy, inputs)"""
+    unet, stock, inputs = make(request.param, "auto")
+    install.install(unet, True)
+    return unet, stock, inputs
+
+
+def planned(unet):
+    """The plans of the UNet's calls while code is replaced."""
+    (graphed,) = install.GraphedForward.of(unet)
+    (found,) = graphed.planned
+    return found
+
+
+def follows(unet, stock, inputs, calls=4):
+    expected = run(stock, inputs)
+    for _ in range(calls):
+        agree(run(unet, inputs), expected)
+    return expected
+
+
+@pytest.mark.parametrize("case", IGNORED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
+def test_replaced_code_runs_as_a_plan(made, case):
+    unet, stock, inputs = made
+    usual = follows(unet, stock, inputs)
+    with replaced(*case):
+        assert (follows(unet, stock, inputs) - usual).abs().max() > 1e-2  # so that this test can fail
+    follows(unet, stock, inputs)
+    found = planned(unet)
+    assert found.traces == 1
+    assert found.calls > 0
+    assert set(found.own) <= IN_CAPTURES
+    assert state(unet).alive == 2
+
+
+def test_without_replaced_code_there_is_no_plan(made):
+    unet, stock, inputs = made
+    follows(unet, stock, inputs)
+    (graphed,) = install.GraphedForward.of(unet)
+    assert graphed.planned == []
+
+
+def test_one_plan_for_all_timesteps(made):
+    unet, stock, inputs = made
+    follows(unet, stock, inputs)
+    with block():
+        for t in (3, 500, 7.0, 11.0, torch.tensor(20), torch.tensor(30)):
+            follows(unet, stock, {**inputs, "timestep": t}, calls=2)
+    assert planned(unet).traces <= 3  # of an int, a float and a tensor
+
+
+def test_adapters_change_while_code_is_replaced(made):
+    unet, stock, inputs = made
+    for each in (unet, stock):
+        lora(each)
+    follows(unet, stock, inputs)
+    with block():
+        follows(unet, stock, inputs)
+        for each in (unet, stock):
+            each.set_adapters(each.active_adapters(), 0.3)
+        follows(unet, stock, inputs)
+        for each in (unet, stock):
+            each.disable_adapters()
+        follows(unet, stock, inputs)
+    follows(unet, stock, inputs)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(made, copied):
+    unet, stock, inputs = made
+    other = copied(unet)
+    with block():
+        follows(other, stock, inputs)
+        follows(unet, stock, inputs)
+    assert planned(other) is not planned(unet)
+
+
+def test_plans_off(made):
+    unet, stock, inputs = made
+    with block():
+        follows(unet, stock, inputs)
+        install.install(unet, False)
+        (graphed,) = install.GraphedForward.of(unet)
+        assert (graphed.planner, graphed.alive) == (None, 0)
+        follows(unet, stock, inputs)
+        assert graphed.planned == []
+
+
+def test_gradients_while_code_is_replaced(made):
+    unet, stock, inputs = made
+    with block():
+        follows(unet, stock, inputs)
+        for each in (unet, stock):
+            each(**inputs).sample.square().mean().backward()
+        for a, b in zip(unet.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3)
+
+
+def test_a_release_that_was_never_tested(monkeypatch):
+    sizes = {"block_out_channels": (8, 16), "norm_num_groups": 4, "latent_channels": 4}
+    kinds = {"down": "DownEncoderBlock2D", "up": "UpDecoderBlock2D"}
+    blocks = {f"{end}_block_types": (kind, kind) for end, kind in kinds.items()}
+    stock = randomize(AutoencoderKL(**sizes, **blocks)).eval()
+    model = copy.deepcopy(stock)
+    for where in (fusion, conv_norm_out, tiled_decode):
+        monkeypatch.setattr(where, "unknown_source", lambda *sources: Untested("it is not known"))
+    with pytest.warns(UserWarning, match="was not tested with"):
+        sdfastgn.optimize(model)
+    z = noise(1, 4, 6, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            agree(model.decode(z).sample, stock.decode(z).sample)
+    assert planned(model.decoder).calls == 3
+    sdfastgn.restore(model)
+    assert not any(isinstance(vars(m).get("forward"), PlannedForward) for m in model.modules())
