@@ -26,7 +26,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-8, torch.bfloat16: 4e-2}
 ROUNDED = 1e-4
 # The largest relative difference for programs in fp64 that round some values to fp32.
 SINGLE = 1e-6
-# The same for a result whose difference from fp64's result is compared with that of eager's result.
+# A result may also be FACTOR times as far from the result in fp64 as eager's result, plus SLACK.
 FACTOR, SLACK = 4, {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 # Dtypes of programs, as often as they occur.
 DTYPES = (torch.float32,) * 6 + (torch.float64, torch.bfloat16)
