@@ -182,6 +182,15 @@ def test_constants_have_no_repeated_elements():
     assert torch.equal(plan((x,)), x + 1)
 
 
+def test_repeated_elements_that_a_constant_reads_are_a_constant():
+    drawn = Drawn((3, 4))
+    wide = drawn.add(steps.expand, drawn.add(aten.ones.default, [4], shape=(4,)), (3, 4), shape=(3, 4))
+    total = drawn.add(aten.add.Tensor, drawn.inputs[0], wide)
+    plan = drawn.plan(drawn.add(aten.add.Tensor, total, drawn.add(aten.neg.default, wide)))
+    x = torch.randn(3, 4)
+    assert torch.equal(plan((x,)), x + 1 - 1)
+
+
 def test_random_numbers_are_no_constants():
     drawn = Drawn((4,))
     noise = drawn.add(aten.rand.default, [4], shape=(4,))
