@@ -109,7 +109,9 @@ def optimize(
             UserWarning and ``report`` name these parts; with ``strict`` a ValueError names them, and
             ``optimize`` undoes its changes. The warning also names parts that could not be verified.
             Verification takes memory for a copy of one part in fp32 (or fp64), and the time to compile the
-            kernels for small images.
+            kernels for small images. A plan is compared with the model's own code in the first call of its
+            kind. If it differs by more than rounding explains, the model's own code runs, and ``report``
+            says so.
         fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
             ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode, in calls
             without gradients and autocast. Parameters stay as they are. Each call folds their present values.
@@ -461,7 +463,7 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
         patcher.leave_out(root, options.left_out)
         fp8_option.set_precision(root, options.precision)
         graphs.install(root, options.cuda_graphs)
-        planning.install(root, options.plans, frozenset(options.trust))
+        planning.install(root, options.plans, frozenset(options.trust), verifies=options.verify)
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:

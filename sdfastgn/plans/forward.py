@@ -12,6 +12,7 @@ A call takes these steps:
 
 from __future__ import annotations
 
+import math
 import threading
 import types
 from collections import Counter, OrderedDict, defaultdict
@@ -32,7 +33,7 @@ from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
-from sdfastgn.plans.outcome import Outcome
+from sdfastgn.plans.outcome import Outcome, has_shared_containers
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -95,6 +96,7 @@ class PlannedForward(InstanceEntry):
             the module's own class.
         method: the name of the method that runs.
         states: the states of the module's code, if other code has them already.
+        verifies: True compares each new plan with the module's own code once.
 
     Attributes:
         calls: number of calls whose result came from a plan.
@@ -105,7 +107,7 @@ class PlannedForward(InstanceEntry):
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
         "_by_state", "_lock", "_policy", "_states", "calls", "method", "own", "replaces_entry", "traces",
-        "trusted",
+        "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
@@ -115,8 +117,10 @@ class PlannedForward(InstanceEntry):
         replaces_entry: bool = False,
         method: str = "forward",
         states: States | None = None,
+        verifies: bool = False,
     ) -> None:
         super().__init__(module)
+        self.verifies = verifies
         self.trusted, self.replaces_entry, self.method = trusted, replaces_entry, method
         self._states = States(module) if states is None else states
         self._by_state: dict[int, _Plans] = {}
@@ -126,10 +130,14 @@ class PlannedForward(InstanceEntry):
         self.own: Counter[str] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlannedForward, (self.module, self.trusted, self.replaces_entry)
+        return PlannedForward, (self.module, *self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        return PlannedForward(memo.get(id(self.module), self.module), self.trusted, self.replaces_entry)
+        return PlannedForward(memo.get(id(self.module), self.module), *self._options)
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        return self.trusted, self.replaces_entry, self.method, None, self.verifies
 
     # ``inspect.signature`` reads the first of these, and torch.export the others.
 
@@ -206,6 +214,8 @@ class PlannedForward(InstanceEntry):
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
             raise Unsupported(f"no kernels run {where}")
+        if has_shared_containers(args, kwargs):
+            raise Unsupported("a list or dict occurs twice in its arguments")
         return call, (call.key, global_state(call.device), switched(module))  # type: ignore[arg-type]
 
     def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
@@ -258,29 +268,50 @@ class PlannedForward(InstanceEntry):
             made = plans.find(key)
             if made is not None:  # another thread was faster
                 return made
-            if len(plans.refused[key]) == _TRACES:
+            if _is_capturing(call.device):
+                raise Unsupported("other code captures it before it has a plan")
+            if len(plans.refused[key]) >= _TRACES:
                 if not plans.guard.same():
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
             try:
-                made = self._traced(module, call)
+                made = self._traced(module, call, plans.guard)
             except Untraceable as error:
                 plans.refused[key].append(str(error))
                 raise
             if not plans.guard.same():
                 self._drop(plans)
                 raise Unsupported(f"the model has changed: {self.last_change}")
+            if self.verifies:
+                try:
+                    self._verify(module, call, made)
+                except Untraceable as error:
+                    plans.refused[key] += [str(error)] * _TRACES
+                    raise
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
                 plans.guard = Guard(module, self._states, self._states.last(), call.device, self.trusted)
             plans.add(key, made)
             return made
 
-    def _traced(self, module: nn.Module, call: Call) -> _Made:
+    def _traced(self, module: nn.Module, call: Call, guard: Guard) -> _Made:
         self.traces += 1
-        with without_collections():
+        with without_collections(), guard.undoing():
             traced, outcome = trace_call(module, call, self.method)
             plan = make_plan(traced)
         return _Made(plan, Baked(plan), outcome)
+
+    def _verify(self, module: nn.Module, call: Call, made: _Made) -> None:
+        """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
+        own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
+        args, kwargs = call.rebuild(own)
+        outcome = Outcome(args, kwargs, own)
+        with running(bool(self._states.replaced(self._states.last()))):
+            expected = outcome.finish(class_forward(module, self.method)(*args, **kwargs))
+        found = made.baked.run(planned)
+        for a, b in zip((*found, *planned), (*expected, *own), strict=True):
+            difference = _difference(a, b)
+            if difference > _most_difference(b.dtype):
+                raise Untraceable(f"its plan differs from its own code by {difference:.1e}")
 
     def _drop(self, plans: _Plans) -> None:
         """Drop ``plans``, because the model is not what was traced any more."""
@@ -318,6 +349,25 @@ def make_plan(traced: Traced) -> Plan:
         raise
     except Exception as error:  # a rule that fails must not take the call down
         raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The relative difference of a from b; infinite if their shapes or dtypes differ."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return math.inf
+    if torch.equal(a, b):
+        return 0.0
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).norm() / b.to(wide).norm().clamp(min=1e-30))
+
+
+def _most_difference(dtype: torch.dtype) -> float:
+    """The largest difference that rounding may explain: 16 units of it, and 1e-4 for wider dtypes."""
+    return max(1e-4, 16 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+def _is_capturing(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _on(device: torch.device | None) -> Any:

@@ -7,14 +7,17 @@ on addresses, because a plan looks up parameters by name.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from sdfastgn.patches.code.stateless import packages_of, state_in
+from sdfastgn.patches.code.stateless import CodeState, packages_of
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.graphs.models import is_harmless
 from sdfastgn.patches.graphs.watch import TRUSTED, Watch
+from sdfastgn.plans.trace.traced import Untraceable
 
 __all__ = ["Guard"]
 
@@ -42,10 +45,10 @@ class Guard:
     ) -> None:
         self._module = weakref.ref(module)
         self._states, self._state = states, state
-        state_of_code = state_in(module, TRUSTED | trusted)
-        trusted |= frozenset() if state_of_code else packages_of(module)
+        self._code = CodeState(module, TRUSTED | trusted)
+        trusted |= frozenset() if self._code.reason else packages_of(module)
         self._watch = Watch(module, is_harmless, device, has_factors=False, may_move=True, trusted=trusted)
-        self.reason = state_of_code or self._watch.reason
+        self.reason = self._code.reason or self._watch.reason
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"
 
@@ -56,9 +59,24 @@ class Guard:
     def same(self) -> bool:
         """True if nothing has changed since the guard was made, neither in the code nor in the module."""
         module = self._module()
-        return module is not None and self.is_in_state() and self._watch.unchanged(module)
+        if module is None or not self.is_in_state():
+            return False
+        return self._code.same() and self._watch.unchanged(module)
 
     def change(self) -> str:
         """What has changed in the module, in words."""
         module = self._module()
-        return "" if module is None else self._watch.what_changed(module)
+        if module is None:
+            return ""
+        return self._code.change() or self._watch.what_changed(module)
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """A context for a trace. What it changes in lists and dicts of code is put back.
+
+        Raises Untraceable if there is such a change.
+        """
+        with self._code.undoing() as changed:
+            yield
+        if changed:
+            raise Untraceable(f"the call changes {changed[0]}")

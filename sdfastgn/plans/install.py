@@ -104,7 +104,9 @@ def trusted_in(root: nn.Module) -> frozenset[str] | None:
     return frozenset().union(*found) if found else None
 
 
-def install(root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset()) -> None:
+def install(
+    root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset(), *, verifies: bool = False
+) -> None:
     """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
 
     A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
@@ -112,30 +114,30 @@ def install(root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset())
     """
     for _, module in outermost(root):
         for graphed in GraphedForward.of(module):
-            _set_planner(module, graphed, trusted if is_on else None)
+            _set_planner(module, graphed, _Maker(trusted, verifies) if is_on else None)
     if not is_on or not gets_plans(root) or reason_to_leave(root) is not None:
         remove(root)
         return
     for module in entrances(root):
         planned = _planned(module)
-        if planned is not None and planned.trusted != trusted:
+        if planned is not None and (planned.trusted, planned.verifies) != (trusted, verifies):
             _take_off(module)
             planned = None
         place = place_in(module)
         if planned is None and place is not None and any(True for _ in module.children()):
-            vars(module)[place] = PlannedForward(module, trusted, place in vars(module))
+            vars(module)[place] = PlannedForward(module, trusted, place in vars(module), verifies=verifies)
             guard(module)
         if _planned(module) is not None:
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 
-def _set_planner(module: nn.Module, graphed: GraphedForward, trusted: frozenset[str] | None) -> None:
-    """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``trusted``: None for no plans."""
+def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | None) -> None:
+    """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans."""
     planner = None
-    if trusted is not None and any(isinstance(m, _CONVOLUTIONS) for m in module.modules()):
+    if maker is not None and any(isinstance(m, _CONVOLUTIONS) for m in module.modules()):
         blocks = _blocks_in(module)
         is_always = bool(blocks) and not any(map(_runs_fused, blocks))
-        planner = Planner(_Maker(trusted), is_always)
+        planner = Planner(maker, is_always)
     if planner != graphed.planner:
         graphed.clear()
         graphed.set_planner(planner)
@@ -146,9 +148,11 @@ class _Maker:
     """Makes a ``PlannedForward`` that a ``GraphedForward`` runs."""
 
     trusted: frozenset[str]
+    verifies: bool
 
     def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:
-        return PlannedForward(module, self.trusted, method=method, states=states)
+        options = {"method": method, "states": states, "verifies": self.verifies}
+        return PlannedForward(module, self.trusted, **options)  # type: ignore[arg-type]
 
 
 def remove(root: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["Outcome"]
+__all__ = ["Outcome", "has_shared_containers"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -84,10 +84,9 @@ class Outcome:
         self._given = {id(t): i for i, t in enumerate(tensors)}
         self._containers = _containers_in(args, kwargs)
         self._places = {id(each): i for i, each in enumerate(self._containers)}
-        if len(self._places) < len(self._containers):
-            raise Untraceable("a list or dict occurs twice in its arguments")
         self._before = [_items(each) for each in self._containers]
         self._result: Any = None
+        self._returns_containers = False
         # (index of a list or dict of the arguments, what it contains after the call)
         self._changes: list[tuple[int, Any]] = []
 
@@ -122,7 +121,8 @@ class Outcome:
         """
         # Stock models return contiguous tensors, and pipelines may rely on that. Steps compute channels-last.
         made = [t.contiguous() if i < self._returned else t for i, t in enumerate(made)]
-        known = _Known(made, tensors, _containers_in(args, kwargs) if self._changes else [])
+        has_marks = self._returns_containers or self._changes
+        known = _Known(made, tensors, _containers_in(args, kwargs) if has_marks else [])
         result = known.put_together(self._result)
         for place, content in [(place, known.put_together(content)) for place, content in self._changes]:
             container = known.containers[place]
@@ -143,6 +143,7 @@ class Outcome:
         if kind in _PLAIN:
             return value
         if id(value) in self._places:
+            self._returns_containers = True
             return _Container(self._places[id(value)])
         if kind in (list, tuple):
             return kind(map(self._taken, value))
@@ -152,6 +153,12 @@ class Outcome:
             names = [field.name for field in dataclasses.fields(kind)]
             return _Output(kind, {name: self._taken(getattr(value, name)) for name in names})
         raise Untraceable(f"it returns a {kind.__name__}")
+
+
+def has_shared_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if a list or dict occurs twice in the arguments. Its changes would be seen in both places."""
+    found = _containers_in(args, kwargs)
+    return len(set(map(id, found))) < len(found)
 
 
 def _items(container: Any) -> list[Any]:

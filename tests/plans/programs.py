@@ -26,8 +26,10 @@ TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-8, torch.bfloat16: 4e-2}
 ROUNDED = 1e-4
 # The largest relative difference for programs in fp64 that round some values to fp32.
 SINGLE = 1e-6
-# A result may also be FACTOR times as far from the result in fp64 as eager's result, plus SLACK.
-FACTOR, SLACK = 4, {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+# A result with a larger difference may differ from fp64's result by FACTOR times as much as eager's result,
+# and by SLACK. The factor for rounding in another order is up to 6: an instance norm of values that differ by
+# a thousandth sums them in the order of their layout.
+FACTOR, SLACK = 8, {torch.float32: 1e-6, torch.float64: SINGLE, torch.bfloat16: 1e-2}
 # Dtypes of programs, as often as they occur.
 DTYPES = (torch.float32,) * 6 + (torch.float64, torch.bfloat16)
 # Tensors with more elements than this are not read by further steps.
@@ -253,8 +255,9 @@ def _difference(program: Program, values: list[Tensor], expected: list[Tensor], 
     names = [*program.outputs, *[leaf.name for leaf in program.leaves]]
     tolerance = TOLERANCES[program.dtype]
     rounds = program.dtype != torch.bfloat16 and "bfloat16" in str(program)
+    is_judged = program.dtype != torch.float64
     if program.dtype == torch.float64 and ".float()" in str(program):
-        tolerance = SINGLE
+        tolerance, is_judged = SINGLE, True
     exact: list[Tensor] = []
     for i, (name, x, y) in enumerate(zip(names, expected, found, strict=True)):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
@@ -262,10 +265,9 @@ def _difference(program: Program, values: list[Tensor], expected: list[Tensor], 
         error = relative(y, x)
         if error <= tolerance or (rounds and error < 0.02 and middle(y, x) <= ROUNDED):
             continue
-        slack = SLACK.get(program.dtype)
-        if slack is not None and i < len(program.outputs):
+        if is_judged and i < len(program.outputs):
             exact = exact or program.exact(values)
-            if relative(y, exact[i]) <= FACTOR * relative(x, exact[i]) + slack:
+            if relative(y, exact[i]) <= FACTOR * relative(x, exact[i]) + SLACK[program.dtype]:
                 continue  # the program magnifies rounding
         return f"{name} {tuple(x.shape)} is off by {error:.1e}"
     return ""

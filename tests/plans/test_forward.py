@@ -179,9 +179,13 @@ def another_shape(m):
     m.conv_in.padding = (0, 0)
 
 
+def a_parametrization(m):
+    nn.utils.parametrizations.weight_norm(m.conv_in)
+
+
 CHANGES = [
     in_place, by_data, by_assignment, another_layer, another_number, a_hook, a_pre_hook, a_forward_of_one,
-    another_class, another_shape,
+    another_class, another_shape, a_parametrization,
 ]  # fmt: skip
 
 
@@ -192,6 +196,14 @@ def test_a_change_of_the_model(pair, change):
         torch.manual_seed(0)
         change(each)
     follows_stock(model, stock, seeds=(3, 4, 5))
+
+
+def test_a_norm_of_weights_that_lie_channels_last(pair):
+    for each in pair:
+        each.conv_in.to(memory_format=torch.channels_last)
+        nn.utils.parametrizations.weight_norm(each.conv_in)
+    follows_stock(*pair, seeds=(3, 4, 5))
+    assert len(planned(pair[0]).plans) == 1
 
 
 @pytest.mark.parametrize("where", ["function", "class", "method_of_tensor"])
@@ -272,6 +284,21 @@ def test_trust_lifts_unknown_packages_only_where_named():
     sdfastgn.optimize(model)
     follows_stock(model, stock)
     assert len(planned(model).plans) == 0
+
+
+def test_verified_plans(monkeypatch):
+    stock = net()
+    with pytest.warns(UserWarning, match="2 of 2 parts not verified"):  # there are no inputs for the norms
+        model = sdfastgn.optimize(copy.deepcopy(stock), verify=True)
+    follows_stock(model, stock)
+    assert (len(planned(model).plans), planned(model).own) == (1, {})
+    run = planned_forward.Baked.run
+    monkeypatch.setattr(planned_forward.Baked, "run", lambda self, xs: [1.01 * y for y in run(self, xs)])
+    with torch.no_grad():
+        for _ in range(3):
+            agree(model(image(size=9)), stock(image(size=9)))
+    assert (len(planned(model).plans), planned(model).traces) == (1, 2)
+    assert list(planned(model).own) == ["its plan differs from its own code by 1.0e-02"]
 
 
 # ---- options, undo, copies
@@ -408,3 +435,43 @@ def test_tiles_of_an_autoencoder():
         each.enable_tiling(16, 16, 12, 12)
     agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
     assert planned(model.decoder).own == {}
+
+
+def with_list(run):
+    """(optimized model, stock model). A call is ``run(x, y, items)``, where ``y`` is what ``Net`` gives."""
+
+    class Given(Net):
+        def forward(self, x, items):
+            return run(x, super().forward(x), items)
+
+    stock = net(Given)
+    return sdfastgn.optimize(copy.deepcopy(stock)), stock
+
+
+def test_a_call_that_returns_a_list_that_it_was_given():
+    model, stock = with_list(lambda x, y, items: (y, items["a"]))
+    for seed in range(2):
+        items = {"a": [seed]}
+        ours, kept = model(image(seed=seed), items)
+        agree(ours, stock(image(seed=seed), items)[0])
+        assert kept is items["a"]
+    assert planned(model).own == {}
+
+
+def test_a_list_that_is_given_twice():
+    model, stock = with_list(lambda x, y, items: (items[0].append(y), y * (1 + len(items[1])))[1])
+    agree(model(image(), [[], []]), stock(image(), [[], []]))
+    for _ in range(2):
+        ours, theirs = [], []
+        agree(model(image(), [ours, ours]), stock(image(), [theirs, theirs]))
+        assert len(ours) == len(theirs) == 1
+    assert planned(model).own == {"a list or dict occurs twice in its arguments": 2}
+
+
+def test_zeros_of_both_signs_and_nan():
+    model, stock = with_list(lambda x, y, number: y * 0 + 1 / torch.full_like(x[:1, :1, :1, :1], number))
+    for number in (0.0, -0.0, 0.0):
+        assert torch.equal(model(image(), number), stock(image(), number))
+    for _ in range(3):
+        assert model(image(), float("nan")).isnan().all()
+    assert planned(model).traces == 3

@@ -11,8 +11,10 @@ pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradien
 
 # Programs of one test. Workers of pytest-xdist share the tests.
 CHUNK = 100
-# Largest share of programs without a plan, because they read values.
+# Largest share of programs without a plan, because they read values, or because of strides.
 MOST_UNTRACEABLE = 0.05
+# Any program may write into a tensor of which strides decide whether it is a copy.
+BY_STRIDES = "strides decide whether the call writes"
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,7 @@ def refusal(seed):
     try:
         found = fault(program)
     except Untraceable as why:
-        if not program.may_be_refused:
+        if not program.may_be_refused and not str(why).startswith(BY_STRIDES):
             pytest.fail(f"{why}\n{program.described()}")
         return str(why)
     if found:

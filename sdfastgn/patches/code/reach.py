@@ -42,7 +42,9 @@ _OPERATORS = frozenset(
 )
 # A dict with more entries is no table of functions.
 _MAX_TABLE = 64
-# Types of most attributes of modules. They have no ``__call__``.
+# Objects in attributes of objects are followed so deep.
+_DEPTH = 3
+# Types of most attributes of modules. Their code cannot be replaced.
 _BUILTIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, type, OrderedDict)
 )
@@ -92,8 +94,7 @@ class Reach:
             self._classes[type(module)] = None
             self._packages |= {package_of(type(module).__module__)} - _NOT_READ
             for value in list(vars(module).values()):  # other threads may add attributes meanwhile
-                if type(value) not in _BUILTIN and not isinstance(value, (nn.Module, torch.Tensor)):
-                    self._see_callable(value)
+                self._see_object(value, _DEPTH)
         self._settle()
 
     def _is_read(self, module: Any) -> bool:
@@ -108,13 +109,19 @@ class Reach:
         """Compare ``entries`` no more."""
         self._stored |= {(id(entry.holder), entry.name) for entry in entries}
 
-    def _see_callable(self, value: Any) -> None:
-        """Read the function, or note the class of the object with ``__call__``, in an attribute."""
+    def _see_object(self, value: Any, depth: int) -> None:
+        """Read the function, or note the class of the object, in an attribute or in an object in one."""
+        kind = type(value)
+        if kind in _BUILTIN or isinstance(value, (nn.Module, torch.Tensor)):
+            return
         function = function_in(value)
         if function is not None:  # a ``Watch`` compares the function itself
             self._read_function(function)
-        elif function_in(getattr(type(value), _CALL, None)) is not None:
-            self._classes[type(value)] = None
+        elif package_of(kind.__module__) not in _NOT_READ:
+            self._classes[kind] = None
+            self._packages.add(package_of(kind.__module__))
+            for inner in list(getattr(value, "__dict__", {}).values()) if depth else ():
+                self._see_object(inner, depth - 1)
 
     def _settle(self) -> None:
         """Add the methods that the code found so far names, until nothing new is found."""
@@ -237,8 +244,11 @@ def content_of(cell: types.CellType) -> Any:
         return MISSING
 
 
+_Cached = type(functools.cache(lambda: None))
+
+
 def function_in(value: Any) -> types.FunctionType | None:
-    """The Python function behind a method, property, partial or function; None if there is none."""
+    """The Python function behind a method, property, partial, cache or function; None if there is none."""
     while value is not None and not isinstance(value, types.FunctionType):
         if isinstance(value, (classmethod, staticmethod, types.MethodType)):
             value = value.__func__
@@ -246,6 +256,8 @@ def function_in(value: Any) -> types.FunctionType | None:
             value = value.func
         elif isinstance(value, property):
             value = value.fget
+        elif isinstance(value, _Cached):
+            value = value.__wrapped__
         else:
             return None
     return value

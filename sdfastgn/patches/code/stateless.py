@@ -1,17 +1,27 @@
 """Finds out whether code of an unknown package could compute something else in the next call.
 
-It could if it sets globals, attributes or variables of its closure, if it refers to a dict or list that lives
-longer than a call, or if it asks for random numbers or the time. Lists and dicts in attributes of modules do
-not count, because a ``Watch`` compares them. Nothing is run.
+It could if it sets globals, attributes or variables of its closure, if it refers to an object that may change
+and lives longer than a call, or if it asks for random numbers or the time. Nothing is run.
+
+Lists, dicts and sets that live longer than a call may be tables of constants, or caches. So their items are
+compared: a ``CodeState`` notices when they change, and undoes what a trace changes. It also notices when a
+global that such code reads gets another value. Those in attributes of
+modules do not count, because a ``Watch`` compares them.
 """
 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
+import logging
+import operator
+import re
 import sys
 import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +29,9 @@ from torch import nn
 
 from sdfastgn.patches.code.reach import MISSING, Reach, content_of, function_in, package_of
 from sdfastgn.patches.code.reading import names_in
+from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
 
-__all__ = ["packages_of", "state_in"]
+__all__ = ["CodeState", "packages_of"]
 
 # Instructions that set an attribute or a global, and words for it.
 _WRITES = {
@@ -29,12 +40,26 @@ _WRITES = {
     "STORE_GLOBAL": "sets the global",
     "DELETE_GLOBAL": "deletes the global",
 }
+# Builtin functions that set attributes and globals without such an instruction.
+_WRITERS = frozenset(("setattr", "delattr", "globals", "exec", "eval"))
 # Modules whose functions may return something else at each call.
-_CHANGING = frozenset(("random", "time", "datetime", "os", "secrets", "uuid", "threading"))
+_CHANGING = frozenset(
+    ("random", "time", "datetime", "os", "posix", "nt", "secrets", "uuid", "threading", "_thread")
+)
+# Packages of functions on arrays and of texts, besides those of the caller. Their code keeps nothing that
+# changes a result.
+_STATELESS = frozenset(("einops", "numpy", "packaging", "torchvision", "typing_extensions"))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+# A container with more items is no table of constants, and takes long to compare.
+_MAX_ITEMS = 10_000
+_BOUND = (types.MethodType, types.BuiltinFunctionType)
+_Cached = type(functools.cache(lambda: None))
 _FIXED = (
     bool, int, float, complex, str, bytes, type(None), range, type, types.ModuleType, types.FunctionType,
-    types.BuiltinFunctionType, types.MethodType, property, staticmethod, classmethod, functools.partial,
-    torch.dtype, torch.device, torch.Tensor, nn.Module, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+    property, staticmethod, classmethod, functools.cached_property, functools.partialmethod,
+    types.MemberDescriptorType, types.GetSetDescriptorType, enum.Enum, re.Pattern, logging.Logger,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Tensor, nn.Module,
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
 
 
@@ -49,49 +74,188 @@ def packages_of(root: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def state_in(root: nn.Module, known: Collection[str]) -> str | None:
-    """What code of packages other than ``known`` could change between calls of ``root``; None if nothing."""
-    reach = Reach()
-    reach.see_model(root)
-    for function in list(reach.functions.values()):
-        if package_of(function.__globals__.get("__name__")) not in known:
-            found = next(_kept(function), None)
-            if found is not None:
-                return f"{function.__module__}.{function.__qualname__} {found}"
-    return None
+class CodeState:
+    """What code of packages other than ``known`` reads in calls of ``root``, and what could change.
+
+    Attributes:
+        reason: what such code could change between calls; None if nothing that is not compared.
+    """
+
+    def __init__(self, root: nn.Module, known: Collection[str]) -> None:
+        self._known = {*known, *_STATELESS}
+        # (what messages call a container, the container, its items)
+        self._contents: list[tuple[str, Any, list[Any]]] = []
+        # (the dict of a module, the name of a global in it, its value)
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._seen: set[int] = set()
+        reach = Reach()
+        reach.see_model(root)
+        self.reason = next(self._reasons(root, reach), None)
+
+    def change(self) -> str:
+        """The name of the first container or global that is another one now; empty if there is none."""
+        items = (name for name, container, items in self._contents if not _has(container, items))
+        others = (
+            f"{g.get('__name__')}.{name}" for g, name, value in self._globals if g.get(name) is not value
+        )
+        return next(items, "") or next(others, "")
+
+    def same(self) -> bool:
+        """True if containers have the items, and globals the values, that they had at first."""
+        return all(_has(container, items) for _, container, items in self._contents) and all(
+            names.get(name) is value for names, name, value in self._globals
+        )
+
+    @contextmanager
+    def undoing(self) -> Iterator[list[str]]:
+        """A context for a trace: what it changes in the containers is put back.
+
+        The list that it yields then names these containers.
+        """
+        before = [(name, container, _items(container)) for name, container, _ in self._contents]
+        changed: list[str] = []
+        try:
+            yield changed
+        finally:
+            for name, container, items in before:
+                if not _has(container, items):
+                    changed.append(name)
+                    _refill(container, items)
+
+    def _is_known(self, module: Any) -> bool:
+        return package_of(module) in self._known
+
+    def _reasons(self, root: nn.Module, reach: Reach) -> Iterator[str]:
+        todo = list(reach.functions.values())
+        while todo:
+            function = todo.pop()
+            if id(function) not in self._seen and not self._is_known(function.__globals__.get("__name__")):
+                self._seen.add(id(function))
+                yield from self._in_function(function)
+                todo += _named_by(function)
+        packages = packages_of(root)
+        for entry in list(reach.entries.values()):
+            owner = _written_in(entry.holder)
+            if package_of(owner) in packages and not self._is_known(owner):
+                yield from self._judged(entry.value, entry.words)
+        for module in root.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, functools.partial):
+                    yield from self._judged(value, f"{type(module).__name__}.{name}")
+
+    def _in_function(self, function: types.FunctionType) -> Iterator[str]:
+        code, named = function.__code__, f"{function.__module__}.{function.__qualname__}"
+        yield from (f"{named} {found}" for found in _written(code, frozenset(code.co_freevars)))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            yield from self._judged(content_of(cell), f"the variable {name} in the closure of {named}")
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            yield from self._judged(value, f"a default of an argument of {named}")
+        for first, *rest in names_in(code).chains:
+            value = function.__globals__.get(first, MISSING)
+            if value is not MISSING:
+                self._globals.append((function.__globals__, first, value))
+            called = first if value is MISSING and first in _WRITERS else _changing(value, rest)
+            if called:
+                yield f"{named} calls {called}"
+            else:
+                yield from self._judged(value, f"the global {first} of {function.__module__}")
+
+    def _judged(self, value: Any, name: str) -> Iterator[str]:
+        """Yields why ``value`` could change, if nobody would notice it. ``name``: what messages call it."""
+        if not self._is_noticed(value, name):
+            yield f"code of the model reads {name}, which may change"
+
+    def _is_noticed(self, value: Any, name: str) -> bool:
+        """True if ``value`` cannot change, or if its changes are noticed. Notes the items of containers."""
+        if isinstance(value, functools.partial):
+            parts = [value.func, *value.args, *value.keywords.values()]
+            return all(self._is_noticed(part, name) for part in parts)
+        if isinstance(value, _BOUND):
+            return self._is_noticed(value.__self__, name) and type(value.__self__) not in _CONTAINERS
+        if isinstance(value, (tuple, frozenset)):
+            return all(self._is_noticed(part, name) for part in value)
+        if type(value) in _CONTAINERS:
+            if id(value) in self._seen:
+                return True
+            self._seen.add(id(value))
+            items = _items(value)
+            self._contents.append((name, value, items))
+            return len(items) <= _MAX_ITEMS and all(self._is_noticed(item, name) for item in items)
+        return (
+            value is MISSING
+            or isinstance(value, _FIXED)
+            or (isinstance(value, _Cached) and function_in(value) is not None)
+            or type(value).__module__ in ("typing", "types", "_collections")
+            or package_of(type(value).__module__) == "packaging"
+            or type(value).__name__ == "ufunc"
+            or is_numpy_constant(type(value))
+        )
 
 
-def _kept(function: types.FunctionType) -> Iterator[str]:
-    yield from _written(function.__code__)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if not _is_fixed(content_of(cell)):
-            yield f"has the variable {name} in its closure, which may change"
+def _named_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The functions that the code of ``function`` names: globals, and functions of modules among them."""
     for first, *rest in names_in(function.__code__).chains:
-        value = function.__globals__.get(first, MISSING)
-        if isinstance(value, types.ModuleType) and _is_changing(value.__name__, rest):
-            yield f"calls {value.__name__}.{rest[0] if rest else '?'}"
-        elif value is not MISSING and not _is_fixed(value):
-            yield f"reads the global {first}, which may change"
+        value = function.__globals__.get(first)
+        for name in rest if isinstance(value, types.ModuleType) else ():
+            value = vars(value).get(name) if isinstance(value, types.ModuleType) else None
+        inner = function_in(value)
+        if inner is not None:
+            yield inner
 
 
-def _written(code: types.CodeType) -> Iterator[str]:
+def _written(code: types.CodeType, outside: frozenset[str]) -> Iterator[str]:
+    """What ``code`` sets. ``outside``: the variables of its closure that live longer than a call."""
     for instruction in dis.get_instructions(code):
+        name = instruction.argval
         if instruction.opname in _WRITES:
-            yield f"{_WRITES[instruction.opname]} {instruction.argval}"
-        elif instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars:
-            yield f"sets the variable {instruction.argval} of its closure"
+            yield f"{_WRITES[instruction.opname]} {name}"
+        elif instruction.opname == "STORE_DEREF" and name in outside:
+            yield f"sets the variable {name} of its closure"
+        elif instruction.opname == "IMPORT_NAME" and _is_changing(name, ""):
+            yield f"imports {name}"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _written(constant)
+            yield from _written(constant, outside - {*code.co_cellvars})
 
 
-def _is_changing(module: str, rest: list[Any]) -> bool:
-    is_random = module.partition(".")[0] == "numpy" and rest[:1] == ["random"]
+def _is_changing(module: str, name: Any) -> bool:
+    """True if ``name`` of the Python module ``module`` may return something else at each call."""
+    if (module, name) in (("os", "path"), ("threading", "current_thread")):
+        return False
+    is_random = module.startswith("numpy.random") or (module == "numpy" and name == "random")
     return is_random or (module in sys.stdlib_module_names and module in _CHANGING)
 
 
-def _is_fixed(value: Any) -> bool:
-    """True if ``value`` cannot change, or if its changes are noticed elsewhere."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_fixed, value))
-    return value is MISSING or isinstance(value, _FIXED)
+def _changing(value: Any, rest: list[Any]) -> str:
+    """The name of the function that ``value`` is, or whose module it is, if its result may change."""
+    if isinstance(value, types.ModuleType):
+        return f"{value.__name__}.{rest[0]}" if rest and _is_changing(value.__name__, rest[0]) else ""
+    module = "" if isinstance(value, (type, dict)) else _written_in(value)
+    return f"{module}.{getattr(value, '__name__', '?')}" if _is_changing(module, "") else ""
+
+
+def _written_in(value: Any) -> str:
+    """The name of the Python module in which a class, a function or the dict of a module was written."""
+    if isinstance(value, dict):
+        name = value.get("__name__")
+    else:
+        name = value.__module__ if isinstance(value, (type, types.FunctionType, *_BOUND)) else ""
+    return name if isinstance(name, str) else ""
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _has(container: Any, items: list[Any]) -> bool:
+    now = _items(container)
+    return len(now) == len(items) and all(map(operator.is_, now, items))
+
+
+def _refill(container: Any, items: list[Any]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        half = len(items) // 2
+        container.update(zip(items[:half], items[half:], strict=True))
+    else:
+        (container.update if isinstance(container, set) else container.extend)(items)

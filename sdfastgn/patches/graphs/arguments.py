@@ -200,7 +200,9 @@ class Call:
             is_lazy = value.is_conj() or value.is_neg()
             return self._slot(value, _Spec(tuple(value.shape), value.stride(), value.dtype, is_lazy), tokens)
         if _is_plain(kind):
-            tokens.append((kind, value))
+            # -0.0 equals 0.0, and NaN does not equal itself.
+            is_special = kind is float and (value == 0 or value != value)
+            tokens.append((kind, str(value) if is_special else value))
             return value
         if kind not in _CONTAINERS:
             raise Unsupported(f"{path} has a {kind.__name__}")

@@ -99,18 +99,28 @@ def cleaned(graph: fx.Graph) -> fx.Graph:
 
 
 def ordered(graph: fx.Graph) -> fx.Graph:
-    """Moves nodes so that each one stands after those that it reads. Other nodes keep their order."""
+    """Moves nodes so that each one stands after those that it reads. Other nodes keep their order.
+
+    Raises RuntimeError if a node reads itself, directly or through others.
+    """
     done: set[Node] = set()
     last: Node | None = None
     for n in list(graph.nodes):
         stack = [n]
+        waiting: list[Node] = []  # each one reads the next
         while stack:
             top = stack[-1]
             waits = [a for a in top.all_input_nodes if a not in done]
             if top not in done and waits:
+                if top in waiting:
+                    cycle = waiting[waiting.index(top) :]
+                    raise RuntimeError(f"these nodes read each other: {', '.join(map(str, cycle))}")
+                waiting.append(top)
                 stack += waits
                 continue
             stack.pop()
+            if waiting and waiting[-1] is top:
+                waiting.pop()
             if top not in done:
                 done.add(top)
                 if last is not None and last.next is not top:

@@ -165,6 +165,15 @@ def _refusing(name: str, function: Any) -> Any:
     return read
 
 
+def _set_data(self: Tensor, value: Tensor) -> None:
+    if type(value) is TracedTensor:  # it has no memory that ``self`` could take over
+        refuse("the call assigns to Tensor.data, as Module.to does")
+    Tensor.__base__.data.__set__(self, value)  # type: ignore[union-attr]
+
+
+_DATA = property(lambda self: Tensor.__base__.data.__get__(self), _set_data)  # type: ignore[union-attr]
+
+
 @contextlib.contextmanager
 def without_reading() -> Iterator[None]:
     """In threads that trace, tensors refuse methods that read values. The other threads notice nothing."""
@@ -172,9 +181,10 @@ def without_reading() -> Iterator[None]:
     with _lock:
         _traces += 1
         if _traces == 1:
-            for name in _READERS:
+            refusing = {name: _refusing(name, getattr(Tensor, name)) for name in _READERS}
+            for name, instead in (*refusing.items(), ("data", _DATA)):
                 _replaced[name] = Tensor.__dict__.get(name)
-                setattr(Tensor, name, _refusing(name, getattr(Tensor, name)))
+                setattr(Tensor, name, instead)
     try:
         yield
     finally:

@@ -6,7 +6,8 @@ such combination is asked of PyTorch once in a process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import private
 from sdfastgn.plans.trace.refusals import refuse
-from sdfastgn.plans.trace.tensors import Metadata, forget_metadata, metadata, metadata_of
+from sdfastgn.plans.trace.tensors import Metadata, TracedTensor, forget_metadata, metadata, metadata_of
 
-__all__ = ["Inference", "surroundings"]
+__all__ = ["Inference", "is_guess", "surroundings"]
 
 aten = torch.ops.aten
 # Entries of the table. A model needs about 100 to 400, a new image size as many again.
@@ -39,9 +40,50 @@ _SAME_ON_META = {
     aten.addmm.default,
     aten.bmm.default,
     aten._unsafe_view.default,
+    aten.group_norm.default,
 }
-# On a GPU the result is contiguous, as on "meta". Fake tensors would keep strides.
-_AS_ON_A_GPU = {aten.group_norm.default}
+# The strides of the results are guesses for ops of other packages, and for ops whose names begin so: they
+# depend on the backend, or fake tensors do not find those of every device. For the others they are certain.
+_GUESSED = (
+    "_fft_", "_linalg_", "adaptive_", "avg_pool", "batch_norm", "cudnn_batch_norm", "fft_", "grid_sampler",
+    "index", "instance_norm", "linalg_", "max_pool", "miopen_batch_norm", "native_batch_norm",
+    "reflection_pad", "replication_pad", "roll", "scaled_dot_product_attention", "upsample_bi", "upsample_li",
+    "upsample_tri",
+)  # fmt: skip
+# The result is contiguous, whatever the strides of the tensors are.
+_CONTIGUOUS = {
+    aten.linear.default,
+    aten.layer_norm.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+}
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def is_guess(op: Any, args: Any, kwargs: Any) -> bool:
+    """True if the strides of the results of ``op`` may be others than those that this file finds."""
+    if op in _CONTIGUOUS or kwargs.get("memory_format") in _FORMATS:
+        return False
+    tensors = _tensors((*args, *kwargs.values()))
+    return _is_guessed(op) or any(
+        type(t) is TracedTensor and t.memory is not None and t.memory.is_guess for t in tensors
+    )
+
+
+@functools.cache
+def _is_guessed(op: Any) -> bool:
+    schema = private.schema_of(op)
+    namespace, _, name = schema.name.partition("::")
+    return namespace != "aten" or name.startswith(_GUESSED)
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for a in args:
+        if isinstance(a, Tensor):
+            yield a
+        elif isinstance(a, list | tuple):
+            yield from _tensors(a)
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -69,6 +111,10 @@ class Inference:
                 out = op(
                     *self._on_meta(args), **dict(zip(kwargs, self._on_meta(kwargs.values()), strict=True))
                 )
+                if op is aten.group_norm.default and device.type == "cpu":
+                    # On other devices the result is contiguous, as on "meta".
+                    x = args[0]
+                    out = torch.empty_like(out, memory_format=private.suggest_memory_format(x))
                 found = _described(op, out, device)
             else:
                 found = _described(op, self._faked(op, args, kwargs), None)
@@ -109,7 +155,7 @@ class Inference:
 
 
 def _is_as_on_meta(op: Any, device: torch.device) -> bool:
-    return device.type == "meta" or op in _SAME_ON_META or (device.type == "cuda" and op in _AS_ON_A_GPU)
+    return device.type == "meta" or op in _SAME_ON_META
 
 
 def _described(op: Any, out: Any, device: torch.device | None) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from sdfastgn.kernels.common import private
 from sdfastgn.plans.trace.refusals import refuse
 
-__all__ = ["Metadata", "Step", "TracedTensor", "forget_metadata", "make", "metadata", "metadata_of"]
+__all__ = ["Memory", "Metadata", "Step", "TracedTensor", "forget_metadata", "make", "metadata", "metadata_of"]
 
 
 class Metadata:
@@ -52,6 +52,36 @@ class Step(NamedTuple):
     result: Metadata
 
 
+class Memory:
+    """What a trace does not know of a tensor's memory, because strides of results may differ by device.
+
+    A tensor and its views have the same memory. If strides decide whether a result is a view or a copy, it
+    has a memory of its own.
+
+    Attributes:
+        is_guess: True if the strides may differ from those of the trace.
+        others: those of tensors that may lie in the same memory.
+        is_written: True if a tensor with one of the others has been written.
+    """
+
+    __slots__ = ("is_guess", "is_written", "others")
+
+    def __init__(self, is_guess: bool = True) -> None:
+        self.is_guess, self.is_written = is_guess, False
+        self.others: set[Memory] = set()
+
+    def of_view_or_copy(self, is_guess: bool) -> Memory:
+        made = Memory(is_guess)
+        made.others = {self, *self.others}
+        for other in made.others:
+            other.others.add(made)
+        return made
+
+    def write(self) -> None:
+        for other in self.others:
+            other.is_written = True
+
+
 def _refused(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(f"the call uses Tensor.{name}")
@@ -68,6 +98,7 @@ class TracedTensor(Tensor):
         base: the tensor whose memory it is a view of. None: it has memory of its own.
         path: the steps that lead from ``base`` to it.
         version: of a base, the number of writes into it. Of a view, the base's version that ``node`` has.
+        memory: None if all is known of its memory.
     """
 
     metadata: Metadata
@@ -75,6 +106,7 @@ class TracedTensor(Tensor):
     base: TracedTensor | None
     path: tuple[Step, ...]
     version: int
+    memory: Memory | None
 
     __torch_function__ = private.disabled_torch_function
 
@@ -95,6 +127,10 @@ class TracedTensor(Tensor):
     # PyTorch would exchange what its C++ tensor refers to, and the node would stay.
     data = property(lambda self: self.detach(), _refused("data"))
 
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """PyTorch's method would return the tensor itself without a word to the trace."""
+        return torch.ops.aten.contiguous.default(self, memory_format=memory_format)
+
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
 
@@ -107,5 +143,5 @@ def make(
 ) -> TracedTensor:
     t: Any = private.make_wrapper(TracedTensor, m.shape, strides=m.stride, dtype=m.dtype, device=m.device)
     t.metadata, t.node, t.base, t.path = m, node, base, path
-    t.version = 0 if base is None else base.version
+    t.version, t.memory = 0 if base is None else base.version, None
     return t

@@ -22,9 +22,9 @@ from sdfastgn.plans.trace.python_state import (
     without_reading,
 )
 from sdfastgn.plans.trace.refusals import is_tracing, noted, reason_of, refuse
-from sdfastgn.plans.trace.shapes import Inference, surroundings
+from sdfastgn.plans.trace.shapes import Inference, is_guess, surroundings
 from sdfastgn.plans.trace.survivors import kept
-from sdfastgn.plans.trace.tensors import Metadata, Step, TracedTensor, make, metadata_of
+from sdfastgn.plans.trace.tensors import Memory, Metadata, Step, TracedTensor, make, metadata_of
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 
 __all__ = ["trace"]
@@ -198,6 +198,8 @@ class Tracer(TorchDispatchMode):
 
     def node_of(self, t: TracedTensor) -> fx.Node:
         """The node of the present value of ``t``."""
+        if t.memory is not None and t.memory.is_written:
+            refuse("strides decide whether the call writes into a tensor that it reads later")
         base = t.base
         if base is not None and t.version != base.version:
             node = base.node
@@ -250,17 +252,32 @@ class Tracer(TorchDispatchMode):
         with self:
             return private.run_composite(op, args, kwargs)
 
+    def view_or_copy(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """``reshape``, ``contiguous`` and the like: strides decide whether the result is a copy."""
+        x, out = self.of(args[0]), self.composite(op, args, kwargs)
+        if x.memory is None or not x.memory.is_guess or _is_certain(op, x, out, args, kwargs):
+            return out
+        out = self.alias(op, (out,), {}) if out is x else out
+        out.memory = x.memory.of_view_or_copy(is_guess=op is not aten.contiguous.default)
+        return out
+
     def plain(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An op that writes nothing, and whose results have memory of their own."""
         key, a, k = self.read_all(op, args, kwargs)
         found = self.infer(op, key, args, kwargs)
+        is_guessed = is_guess(op, args, kwargs)
         if type(found) is Metadata:
-            return self.new(found, self.emit(op, a, k, found))
+            return self.computed(op, a, k, found, is_guessed)
         node = self.graph.create_node("call_function", op, a, k)
         return [
-            None if m is None else self.new(m, self.emit(operator.getitem, (node, i), {}, m))
+            None if m is None else self.computed(operator.getitem, (node, i), {}, m, is_guessed)
             for i, m in enumerate(found)
         ]
+
+    def computed(self, op: Any, args: Any, kwargs: Any, m: Metadata, is_guessed: bool) -> TracedTensor:
+        t = self.new(m, self.emit(op, args, kwargs, m))
+        t.memory = Memory() if is_guessed else None
+        return t
 
     def view(self, op: Any, args: Any, kwargs: Any) -> Any:
         key, a, k = self.read_all(op, args, kwargs)
@@ -274,11 +291,15 @@ class Tracer(TorchDispatchMode):
 
     def viewed(self, x: TracedTensor, step: Step) -> TracedTensor:
         node = self.emit(step.op, (self.node_of(x), *step.args), step.kwargs, step.result)
-        return self.new(step.result, node, x if x.base is None else x.base, (*x.path, step))
+        t = self.new(step.result, node, x if x.base is None else x.base, (*x.path, step))
+        t.memory = x.memory
+        return t
 
     def alias(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
         x = self.of(args[0])
-        return self.new(x.metadata, self.node_of(x), x if x.base is None else x.base, x.path)
+        t = self.new(x.metadata, self.node_of(x), x if x.base is None else x.base, x.path)
+        t.memory = x.memory
+        return t
 
     def parts(self, op: Any, args: Any, kwargs: Any) -> list[TracedTensor]:
         """``split``, ``split_with_sizes`` and ``unbind``: a slice or an element for each result."""
@@ -315,6 +336,17 @@ class Tracer(TorchDispatchMode):
         if args[3] is not None and args[5]:
             refuse("the call runs a batch norm in training")
         return self.plain(op, args, kwargs)
+
+    def weight_norm(self, op: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        """In ops of its definition, because this op reads memory as if its arguments were contiguous."""
+        v, g, *rest = args
+        dim = rest[0] if rest else kwargs.get("dim", 0)
+        kind = torch.float64 if v.dtype is torch.float64 else torch.float32
+        with self:
+            values = v.to(kind)
+            others = [i for i in range(v.dim()) if i != dim % v.dim()]
+            norm = values.square().sum(others, keepdim=True).sqrt()
+            return (values * (g.to(kind) / norm)).to(v.dtype), norm
 
     # ---- values of literals
 
@@ -404,6 +436,8 @@ class Tracer(TorchDispatchMode):
         if v.metadata.dtype is not t.metadata.dtype:
             v = self.plain(aten._to_copy.default, (v,), {"dtype": t.metadata.dtype})
         node = self.node_of(v)
+        if t.memory is not None:
+            t.memory.write()
         base = t.base
         if base is None:
             t.node = node
@@ -456,6 +490,11 @@ def _ignored(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> None:
     return None
 
 
+def _run(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
+    """A mark for a profiler, which computes nothing: the trace makes it, and the graph does not."""
+    return op(*args, **kwargs)
+
+
 def _same(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
@@ -469,11 +508,39 @@ def _random(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
     _refuse_random(op)
 
 
+def _is_certain(op: Any, x: TracedTensor, out: TracedTensor, args: Any, kwargs: Any) -> bool:
+    """True if the strides of ``x`` do not matter to whether ``out`` is a copy."""
+    if op in _CONVERSIONS:
+        formats = {a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)}
+        return not formats - {torch.preserve_format} or (out.dtype, out.device) != (x.dtype, x.device)
+    return op is not aten.contiguous.default and _splits(x.metadata.shape, out.metadata.shape)
+
+
+def _splits(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """True if a reshape from ``shape`` to ``to`` merges no axes. Then it is a view for all strides."""
+    if 0 in to:
+        return True
+    rest = [size for size in to if size > 1]
+    for size in shape:
+        while size > 1:
+            if size % rest[0]:
+                return False
+            size //= rest.pop(0)
+    return True
+
+
 def _by_strides(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
     refuse("the call uses as_strided, whose result depends on where values lie in memory")
 
 
+_CONVERSIONS = {aten.to.device, aten.to.dtype, aten.to.other, aten.to.dtype_layout}
 _handlers: dict[Any, Any] = {
+    **dict.fromkeys(_CONVERSIONS, Tracer.view_or_copy),
+    aten.contiguous.default: Tracer.view_or_copy,
+    aten.flatten.using_ints: Tracer.view_or_copy,
+    aten.ravel.default: Tracer.view_or_copy,
+    aten.reshape.default: Tracer.view_or_copy,
+    aten.reshape_as.default: Tracer.view_or_copy,
     aten.linear.default: Tracer.plain,
     aten.layer_norm.default: Tracer.plain,
     aten.group_norm.default: Tracer.plain,
@@ -493,6 +560,9 @@ _handlers: dict[Any, Any] = {
     aten.native_batch_norm.default: Tracer.batch_norm,
     aten.cudnn_batch_norm.default: Tracer.batch_norm,
     aten.miopen_batch_norm.default: Tracer.batch_norm,
+    aten._weight_norm_interface.default: Tracer.weight_norm,
+    torch.ops.profiler._record_function_enter_new.default: _run,
+    torch.ops.profiler._record_function_exit._RecordFunction: _run,
     aten._assert_async.default: _ignored,
     aten._assert_async.msg: _ignored,
     aten._assert_tensor_metadata.default: _ignored,

@@ -68,6 +68,15 @@ def images(net, x):
     )
 
 
+def weight_normed(net, x):
+    return x @ torch._weight_norm(net.weight.t(), net.table[None], 1), torch._weight_norm(x, x[:, :1], 0)
+
+
+def profiled(net, x):
+    with torch.profiler.record_function("part"):
+        return x @ net.weight
+
+
 def several(net, x):
     return {"a": x * 1, "b": [None, 3, "text", net.weight, x]}
 
@@ -77,7 +86,7 @@ def scripted(x):
     return x * 2 + x.relu()
 
 
-OTHER = [literals, masks, parts, shapes, rotated, images, several]
+OTHER = [literals, masks, parts, shapes, rotated, images, weight_normed, profiled, several]
 OTHER += [lambda net, x: scripted(x), lambda net, x: torch.vmap(lambda row: row * 2 + net.table)(x)]
 OTHER += [lambda net, x: torch.einsum("ij,kj->ik", x, net.weight), lambda net, x: x.unfold(0, 2, 1) + 1]
 OTHER += [lambda net, x: F.dropout(x, 0.5, training=False) * 2, lambda net, x: x + torch.Tensor([2.0])]

@@ -293,3 +293,24 @@ def test_threads_trace_at_once_while_others_run_the_model():
     runner.join()
     assert not errors
     assert "numpy" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["data", "to"])
+def test_parameters_take_no_memory_from_a_trace(name):
+    """A parameter with the memory of a traced tensor would end the process."""
+
+    def call(net, x):
+        if name == "to":
+            net.to(torch.float64)
+        else:
+            net.weight.data = net.weight.data * 2
+        return x @ net.weight
+
+    net = Net(call)
+    before = net.weight.detach().clone()
+    with pytest.raises(Untraceable, match=r"assigns to Tensor\.data"):
+        trace(net, net, torch.randn(4, 4))
+    assert torch.equal(net.weight, before)
+    net.weight.data = before * 2
+    assert torch.equal(net.weight, before * 2)
+    assert "data" not in vars(torch.Tensor)
