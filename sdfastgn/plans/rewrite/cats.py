@@ -87,7 +87,7 @@ def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: 
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """The tensor of which ``parts`` are all parts along ``dim``, in order. None if there is none."""
+    """The tensor that ``parts``, side by side along ``dim``, are. None if they are no whole tensor."""
     end = 0
     for p in parts:
         if not has(p, steps.cut) or p.args[0] is not parts[0].args[0] or p.args[1:3] != (dim, end):

@@ -301,7 +301,7 @@ def _product(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None = None) -
 
 
 def _rows_of(x: Node) -> Node:
-    """The value before x was reshaped, if its rows, along the last axis, are those of x."""
+    """The value before x was reshaped, if its rows along the last axis are the rows of x. Else x."""
     source: Any = x.args[0] if has(x, steps.reshape) else x
     return source if rank(source) > 1 and shape(source)[-1] == shape(x)[-1] else x
 

@@ -16,7 +16,7 @@ from sdfastgn.plans.run import steps
 
 __all__ = ["statistics", "wants_statistics"]
 
-# Step that can compute statistics of what it writes -> index of its argument ``emits``.
+# Step that can compute statistics of its result -> index of its argument ``emits``.
 _EMITS = {steps.add: 4, steps.add_bias_: 2, steps.cat_two: 2, steps.upsample_conv: 3}
 
 

@@ -76,21 +76,21 @@ def _channel_views(v: Node) -> tuple[Node, list[Node]]:
 
 
 def axis_after(view: Any, axis: int) -> int | None:
-    """The axis of ``view``, a reshape or permutation, that is ``axis`` of what it reads. None if none is."""
+    """The axis of ``view``, a reshape or permutation, with the elements of ``axis`` of its input, or None."""
     if has(view, steps.permute):
         return view.args[1].index(axis)
     return _same_axis(shape(view.args[0]), axis, shape(view))
 
 
 def _axis_before(view: Any, axis: int) -> int | None:
-    """The axis of what ``view`` reads that is ``axis`` of ``view``. None if none is."""
+    """The axis of the input of ``view`` with the elements of ``axis`` of ``view``, or None."""
     if has(view, steps.permute):
         return view.args[1][axis]
     return _same_axis(shape(view), axis, shape(view.args[0]))
 
 
 def _same_axis(sizes: Sequence[int], axis: int, others: Sequence[int]) -> int | None:
-    """The axis that is ``axis`` of a tensor with these sizes, after a reshape to ``others``."""
+    """The axis with the elements of ``axis`` after a reshape from ``sizes`` to ``others``, or None."""
     same = (sizes[axis], math.prod(sizes[:axis]))
     return next((i for i, size in enumerate(others) if (size, math.prod(others[:i])) == same), None)
 

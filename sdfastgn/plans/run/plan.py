@@ -203,6 +203,9 @@ def _constants(graph: fx.Graph) -> list[Node]:
         )
         if n.op == "get_attr" or is_folded:
             found[n] = None
+    for n in reversed(found.copy()):  # a constant has no repeated elements: the plan repeats them, as a view
+        if n.target is steps.expand and not any(u in found for u in n.users):
+            del found[n]
     return [n for n in found if not _is_overwritten(n, found)]
 
 

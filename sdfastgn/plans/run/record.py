@@ -90,7 +90,7 @@ class Action:
         results: what the call returns, with a place for the first tensor of each new memory, and None for
             everything else.
         made: the places in ``results``.
-        reads, writes: the memories of its arguments, and those of them that it writes into.
+        reads, writes: the memories of its arguments, and the memories among these that it writes into.
         is_kept: True if it must run even if nobody reads what it makes.
     """
 

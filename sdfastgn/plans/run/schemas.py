@@ -15,9 +15,12 @@ __all__ = ["arguments", "is_random", "is_view", "writes"]
 
 
 def arguments(n: Node) -> list[Any]:
-    """All arguments of the op that ``n`` calls, in the order of its schema. Missing ones are the defaults."""
+    """All arguments of the op that ``n`` calls, in the order of its schema. Missing ones are the defaults.
+
+    Those of a step, or of another function, are as they are.
+    """
     found = list(n.args)
-    if not isinstance(n.target, torch._ops.OpOverload):
+    if not isinstance(n.target, OpOverload):
         return found
     for name, default in _declared(n.target)[len(found) :]:
         found.append(n.kwargs.get(name, default))

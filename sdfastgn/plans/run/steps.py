@@ -378,7 +378,7 @@ def add_bias_(h: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]
 
 
 def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
-    """(the channels of a, then those of b; their statistics if ``emits`` and a kernel runs, else None)."""
+    """(the channels of a and b side by side, their statistics if ``emits`` and a kernel runs, else None)."""
     if (
         a.numel()
         and b.numel()

@@ -67,7 +67,7 @@ class Step(NamedTuple):
         name: the name of its node.
         target: the name of the step, or of the op of aten.
         kind: a key of ``_KINDS``.
-        shape, dtype: those of the result; of its first tensor if it is a tuple. None if no tensor is read.
+        shape, dtype: of the result, or of its first tensor if it is a tuple. None if no tensor of it is read.
         read, written: bytes. Memory that a step reads through several views counts once.
     """
 

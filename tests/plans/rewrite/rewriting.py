@@ -70,8 +70,11 @@ def steps_of(call: Callable[..., Any], *inputs: Any, tolerance: float | None = N
 def checked(call: Callable[..., Any], *inputs: Any, tolerance: float | None = None) -> Rewritten:
     """The rewritten ``call``. Two calls with other inputs compute what eager does.
 
-    Results, arguments that the call writes and those that it does not write are compared. ``tolerance``: the
-    largest relative error. If it is None, it is that of ``TOLERANCES``.
+    Results are compared, and all arguments after the call.
+
+    Args:
+        call, inputs: the function, and its arguments.
+        tolerance: the largest relative error. None: ``TOLERANCES`` has it.
     """
     plan = Rewritten(call, *inputs)
     earlier: list[tuple[list[Any], list[Any]]] = []

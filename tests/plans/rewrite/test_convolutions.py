@@ -16,10 +16,6 @@ aten = torch.ops.aten
 HALF = 2e-2
 
 
-def randn(*shape, dtype=torch.float32):
-    return torch.randn(shape, dtype=dtype)
-
-
 def paddings(plan):
     return [list(n.args[4]) for n in plan.all(steps.conv)]
 
@@ -29,50 +25,50 @@ def paddings(plan):
 
 @pytest.mark.parametrize(("pads", "own"), [((1, 1, 2, 2), [2, 1]), ((1, 1), [0, 1]), ((0, 0, 1, 1), [1, 0])])
 def test_symmetric_zeros_are_the_convolutions_own(pads, own):
-    w = randn(5, 4, 3, 3)
-    plan = checked(lambda x: F.conv2d(F.pad(x, pads), w), randn(2, 4, 6, 7))
+    w = torch.randn(5, 4, 3, 3)
+    plan = checked(lambda x: F.conv2d(F.pad(x, pads), w), torch.randn(2, 4, 6, 7))
     assert (plan.steps, paddings(plan)) == (["conv"], [own])
 
 
 def test_zeros_are_added_to_the_padding_of_the_convolution():
-    w = randn(5, 4, 3, 3)
-    plan = checked(lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)), w, padding=(0, 2)), randn(2, 4, 6, 7))
+    w = torch.randn(5, 4, 3, 3)
+    plan = checked(lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)), w, padding=(0, 2)), torch.randn(2, 4, 6, 7))
     assert (plan.steps, paddings(plan)) == (["conv"], [[1, 3]])
 
 
 def test_a_video_is_padded_by_its_convolution():
-    w = randn(5, 4, 3, 3, 3)
-    plan = checked(lambda x: F.conv3d(F.pad(x, (1, 1, 0, 0, 2, 2)), w), randn(1, 4, 3, 6, 5))
+    w = torch.randn(5, 4, 3, 3, 3)
+    plan = checked(lambda x: F.conv3d(F.pad(x, (1, 1, 0, 0, 2, 2)), w), torch.randn(1, 4, 3, 6, 5))
     assert (plan.steps, paddings(plan)) == (["conv"], [[2, 0, 1]])
 
 
 def test_other_pads_stay():
-    w = randn(5, 4, 3, 3)
+    w = torch.randn(5, 4, 3, 3)
     for pad in (
         lambda x: F.pad(x, (0, 1, 0, 1)),
         lambda x: F.pad(x, (1, 1, 1, 1), value=1.0),
         lambda x: F.pad(x, (0, 1, 0, 1), mode="replicate"),
     ):
-        plan = checked(lambda x, pad=pad: F.conv2d(pad(x), w), randn(2, 4, 6, 7))
+        plan = checked(lambda x, pad=pad: F.conv2d(pad(x), w), torch.randn(2, 4, 6, 7))
         assert (plan.steps, paddings(plan)) == (["pad", "conv"], [[0, 0]])
 
 
 def test_an_axis_with_unequal_zeros_stays_a_pad():
-    w = randn(5, 4, 3, 3)
-    plan = checked(lambda x: F.conv2d(F.pad(x, (1, 1, 0, 1)), w, stride=2), randn(2, 4, 6, 7))
+    w = torch.randn(5, 4, 3, 3)
+    plan = checked(lambda x: F.conv2d(F.pad(x, (1, 1, 0, 1)), w, stride=2), torch.randn(2, 4, 6, 7))
     assert (plan.steps, paddings(plan)) == (["pad", "conv"], [[0, 1]])
     assert plan.calls[0].meta["shape"] == (2, 4, 7, 7)
 
 
 def test_convolutions_that_share_a_pad():
-    w, v = randn(5, 4, 3, 3), randn(5, 4, 3, 3)
+    w, v = torch.randn(5, 4, 3, 3), torch.randn(5, 4, 3, 3)
 
     def both(pads, x):
         x = F.pad(x, pads)
         return F.conv2d(x, w), F.conv2d(x, v)
 
     for pads, expected in (((1, 1, 1, 1), ["conv", "conv"]), ((1, 1, 0, 1), ["pad", "conv", "conv"])):
-        plan = checked(functools.partial(both, pads), randn(2, 4, 6, 7))
+        plan = checked(functools.partial(both, pads), torch.randn(2, 4, 6, 7))
         assert plan.steps == expected
 
 
@@ -81,15 +77,19 @@ def test_convolutions_that_share_a_pad():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_single_pixels_in_16_bits_are_a_product(dtype):
-    w, v, b = randn(6, 4, 1, 1, dtype=dtype), randn(5, 6, 1, 1, 1, dtype=dtype), randn(6, dtype=dtype)
-    image = checked(lambda x: F.conv2d(x, w, b), randn(2, 4, 3, 5, dtype=dtype), tolerance=HALF)
-    video = checked(lambda x: F.conv3d(x, v), randn(2, 6, 2, 3, 5, dtype=dtype), tolerance=HALF)
+    w, v, b = (
+        torch.randn(6, 4, 1, 1, dtype=dtype),
+        torch.randn(5, 6, 1, 1, 1, dtype=dtype),
+        torch.randn(6, dtype=dtype),
+    )
+    image = checked(lambda x: F.conv2d(x, w, b), torch.randn(2, 4, 3, 5, dtype=dtype), tolerance=HALF)
+    video = checked(lambda x: F.conv3d(x, v), torch.randn(2, 6, 2, 3, 5, dtype=dtype), tolerance=HALF)
     assert image.steps == video.steps == ["pointwise_conv"]
 
 
 def test_other_convolutions_are_no_products():
-    w, dtype = randn(6, 4, 1, 1), torch.bfloat16
-    x, half = randn(2, 4, 4, 6), w.to(dtype)
+    w, dtype = torch.randn(6, 4, 1, 1), torch.bfloat16
+    x, half = torch.randn(2, 4, 4, 6), w.to(dtype)
     for call, image in (
         (lambda x: F.conv2d(x, w), x),
         (lambda x: F.conv2d(x, half, stride=2), x.to(dtype)),
@@ -114,15 +114,15 @@ def twice(x, times=2.0):
 
 @pytest.mark.usefixtures("phases")
 def test_an_upsampled_image_is_convolved_in_phases():
-    w, b = randn(5, 4, 3, 3), randn(5)
-    plan = checked(lambda x: F.conv2d(twice(x), w, b, padding=1), randn(2, 4, 3, 5))
-    padded = checked(lambda x: F.conv2d(F.pad(twice(x), (1, 1, 1, 1)), w), randn(2, 4, 3, 5))
+    w, b = torch.randn(5, 4, 3, 3), torch.randn(5)
+    plan = checked(lambda x: F.conv2d(twice(x), w, b, padding=1), torch.randn(2, 4, 3, 5))
+    padded = checked(lambda x: F.conv2d(F.pad(twice(x), (1, 1, 1, 1)), w), torch.randn(2, 4, 3, 5))
     assert plan.steps == padded.steps == ["upsample_conv"]
 
 
 @pytest.mark.usefixtures("phases")
 def test_other_upsampled_images_are_not():
-    w, wide, grouped = randn(4, 4, 3, 3), randn(4, 4, 5, 5), randn(4, 2, 3, 3)
+    w, wide, grouped = torch.randn(4, 4, 3, 3), torch.randn(4, 4, 5, 5), torch.randn(4, 2, 3, 3)
     for call in (
         lambda x: F.conv2d(twice(x), w),
         lambda x: F.conv2d(twice(x), wide, padding=1),
@@ -132,9 +132,9 @@ def test_other_upsampled_images_are_not():
         lambda x: F.conv2d(twice(x, 4.0), w, padding=1),
         lambda x: F.conv2d(twice(x, (2.0, 1.0)), w, padding=1),
     ):
-        assert steps_of(call, randn(2, 4, 3, 5)) == ["upsample", "conv"]
+        assert steps_of(call, torch.randn(2, 4, 3, 5)) == ["upsample", "conv"]
     assert (
-        steps_of(lambda x: (large := twice(x), F.conv2d(large, w, padding=1)), randn(2, 4, 3, 5))[-1]
+        steps_of(lambda x: (large := twice(x), F.conv2d(large, w, padding=1)), torch.randn(2, 4, 3, 5))[-1]
         == "conv"
     )
 
@@ -144,8 +144,8 @@ def test_phases_are_asked_for_the_size(monkeypatch):
     monkeypatch.setattr(
         "sdfastgn.plans.rewrite.convolutions.phases_pay", lambda *sizes: bool(asked.append(sizes))
     )
-    w = randn(7, 4, 3, 3)
-    plan = checked(lambda x: F.conv2d(twice(x), w, padding=1), randn(2, 4, 3, 5))
+    w = torch.randn(7, 4, 3, 3)
+    plan = checked(lambda x: F.conv2d(twice(x), w, padding=1), torch.randn(2, 4, 3, 5))
     assert (plan.steps, asked) == (["upsample", "conv"], [(2, 4, 7, 3, 5, 4)])
 
 
@@ -153,34 +153,36 @@ def test_phases_are_asked_for_the_size(monkeypatch):
 
 
 def test_a_bias_is_a_step_of_its_own():
-    w, b = randn(5, 4, 3, 3), randn(5)
-    plan = checked(lambda x: F.relu(F.conv2d(x, w, b)), randn(2, 4, 6, 7))
+    w, b = torch.randn(5, 4, 3, 3), torch.randn(5)
+    plan = checked(lambda x: F.relu(F.conv2d(x, w, b)), torch.randn(2, 4, 6, 7))
     assert plan.steps == ["conv", "add_bias_", "aten.relu"]
 
 
 def test_a_result_that_is_read_twice_has_its_bias_once():
-    w, b = randn(4, 4, 3, 3), randn(4)
+    w, b = torch.randn(4, 4, 3, 3), torch.randn(4)
 
     def call(x):
         h = F.conv2d(x, w, b, padding=1)
         return h, h + F.relu(h), F.group_norm(h, 2)
 
-    assert steps_of(call, randn(2, 4, 6, 7)).count("add_bias_") == 1
+    assert steps_of(call, torch.randn(2, 4, 6, 7)).count("add_bias_") == 1
 
 
 def test_groups_and_strides_have_their_bias_apart():
-    w, b = randn(4, 2, 3, 3), randn(4)
-    plan = checked(lambda x: F.conv2d(x, w, b, stride=2, dilation=(1, 2), groups=2), randn(2, 4, 7, 7))
+    w, b = torch.randn(4, 2, 3, 3), torch.randn(4)
+    plan = checked(lambda x: F.conv2d(x, w, b, stride=2, dilation=(1, 2), groups=2), torch.randn(2, 4, 7, 7))
     assert plan.steps == ["conv", "add_bias_"]
 
 
 def test_other_convolutions_keep_their_bias():
-    b = randn(5)
-    w, transposed, line = randn(5, 4, 3, 3), randn(4, 5, 2, 2), randn(5, 4, 3)
-    double = checked(lambda x: F.conv2d(x, w.double(), b.double()), randn(2, 4, 6, 7).double())
+    b = torch.randn(5)
+    w, transposed, line = torch.randn(5, 4, 3, 3), torch.randn(4, 5, 2, 2), torch.randn(5, 4, 3)
+    double = checked(lambda x: F.conv2d(x, w.double(), b.double()), torch.randn(2, 4, 6, 7).double())
     assert "add_bias_" not in double.steps
-    assert steps_of(lambda x: F.conv_transpose2d(x, transposed, b, stride=2), randn(2, 4, 3, 3)) == ["conv"]
-    assert steps_of(lambda x: F.conv1d(x, line, b), randn(2, 4, 6)) == ["aten.convolution"]
+    assert steps_of(lambda x: F.conv_transpose2d(x, transposed, b, stride=2), torch.randn(2, 4, 3, 3)) == [
+        "conv"
+    ]
+    assert steps_of(lambda x: F.conv1d(x, line, b), torch.randn(2, 4, 6)) == ["aten.convolution"]
 
 
 def test_no_bias_is_written_over_what_another_step_reads():
@@ -203,7 +205,7 @@ def test_no_bias_is_written_over_what_another_step_reads():
     graph = biases(graph)
     assert [has(n, aten.add.Tensor) for n in graph.nodes].count(True) == 4
     assert not any(has(n, steps.add_bias_) for n in graph.nodes)
-    x, w, b, c = randn(2, 4, 5, 5), randn(4, 4, 3, 3), randn(4), randn(4)
+    x, w, b, c = torch.randn(2, 4, 5, 5), torch.randn(4, 4, 3, 3), torch.randn(4), torch.randn(4)
     y = F.conv2d(x, w, padding=1)
     wanted = y + b.view(4, 1, 1), y + c.view(4, 1, 1), y + b.view(4, 1, 1), y.flatten(2), x + b.view(4, 1, 1)
     for got, exact in zip(fx.GraphModule({}, graph)(x.clone(), w, b, c), wanted, strict=True):

@@ -10,17 +10,13 @@ from tests.plans.rewrite.rewriting import checked, steps_of
 CAUSAL = (1, 1, 1, 1, 2, 0)
 
 
-def randn(*shape):
-    return torch.randn(shape)
-
-
 def video(T=4, C=4):
-    return randn(2, C, T, 5, 6)
+    return torch.randn(2, C, T, 5, 6)
 
 
 @pytest.fixture
 def weight():
-    return randn(4, 4, 3, 3, 3)
+    return torch.randn(4, 4, 3, 3, 3)
 
 
 def frames_of(plan):
@@ -131,7 +127,7 @@ def test_a_cache_whose_first_frame_is_repeated(weight):
 
 def test_other_cats_stay(weight):
     double = lambda x: torch.cat([x, x], 1)  # noqa: E731
-    wide = randn(4, 8, 3, 3, 3)
+    wide = torch.randn(4, 8, 3, 3, 3)
     three = checked(lambda a, b, x: F.conv3d(torch.cat([a, b, x], 2), weight), video(1), video(1), video())
     channels = checked(lambda x: F.conv3d(double(x), wide), video())
     read = checked(lambda c, x: (y := torch.cat([c, x], 2), F.conv3d(y, weight)), video(2), video())
@@ -399,7 +395,7 @@ def windows(monkeypatch):
 
 
 def test_frames_side_by_side(weight, windows):
-    b = randn(4)
+    b = torch.randn(4)
     plan = checked(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video())
     assert plan.steps == ["frames", "conv_windows", "add_bias_"]
     assert frames_of(plan)[0]["window"] == 3
@@ -424,7 +420,7 @@ def test_frames_that_the_convolution_pads_are_no_windows(weight):
 
 
 def test_one_frame_after_zeros_is_an_image(weight):
-    b = randn(4)
+    b = torch.randn(4)
     plan = checked(lambda x: F.conv3d(F.pad(group_norm(x), CAUSAL), weight, b), video(1))
     dilated = checked(lambda x: F.conv3d(F.pad(x, (1, 1, 0, 0, 4, 0)), weight, dilation=(2, 1, 1)), video(1))
     assert plan.steps == ["group_norm", "conv_last_slice", "add_bias_"]
@@ -451,7 +447,7 @@ def in_parts(x, starts, length, weight, **options):
 
 
 def test_parts_of_a_video_are_convolved_together(weight):
-    b = randn(4)
+    b = torch.randn(4)
     for starts, length, options in (
         ((0, 1, 2, 3), 3, {"bias": b, "padding": (0, 1, 1)}),
         ((1, 3), 4, {"bias": b}),
@@ -474,7 +470,7 @@ def test_parts_of_what_is_padded_and_kept(weight):
 
 
 def test_other_parts_are_convolved_apart(weight):
-    other = randn(4, 4, 3, 3, 3)
+    other = torch.randn(4, 4, 3, 3, 3)
     for call in (
         lambda x: in_parts(x, (0, 2), 3, weight),
         lambda x: in_parts(x, (1, 0), 3, weight),
@@ -500,12 +496,12 @@ def test_a_part_that_is_read_elsewhere(weight):
 @pytest.mark.parametrize("mode", ["replicate", "reflect"])
 @pytest.mark.parametrize("norm", [group_norm, channel_norm, lambda x: x])
 def test_a_padded_image_is_one_frame(mode, norm):
-    w, v, b = randn(4, 4, 3, 3), randn(4, 4, 1, 1), randn(4)
+    w, v, b = torch.randn(4, 4, 3, 3), torch.randn(4, 4, 1, 1), torch.randn(4)
 
     def call(x):
         return F.conv2d(F.pad(norm(F.conv2d(x, v, b)), (1, 1, 2, 2), mode=mode), w)
 
-    plan = checked(call, randn(2, 4, 5, 6))
+    plan = checked(call, torch.randn(2, 4, 5, 6))
     assert plan.steps == ["conv", "frames", "conv"]
     (found,) = frames_of(plan)
     assert (found["border"], found["mode"]) == ((2, 1), mode)
@@ -513,7 +509,7 @@ def test_a_padded_image_is_one_frame(mode, norm):
 
 
 def test_other_padded_images():
-    w = randn(4, 4, 3, 3)
+    w = torch.randn(4, 4, 3, 3)
     pads = {"mode": "replicate"}
     for call, expected in (
         (lambda x: F.conv2d(F.pad(x, (1, 0, 1, 1), **pads), w), ["pad", "conv"]),
@@ -524,4 +520,4 @@ def test_other_padded_images():
             ["group_norm", "frames", "conv"],
         ),
     ):
-        assert steps_of(call, randn(2, 4, 5, 6)) == expected
+        assert steps_of(call, torch.randn(2, 4, 5, 6)) == expected

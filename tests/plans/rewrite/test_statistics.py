@@ -15,25 +15,10 @@ from tests.plans.rewrite.rewriting import checked
 NORM = functools.partial(F.group_norm, num_groups=2)
 
 
-def randn(*shape):
-    return torch.randn(shape)
-
-
 @pytest.fixture
 def always(monkeypatch):
     """Statistics are computed for tensors of any size."""
     monkeypatch.setattr("sdfastgn.plans.rewrite.statistics.statistics_pay", lambda C, HW: True)
-
-
-@pytest.fixture
-def conv():
-    w, b = randn(4, 4, 3, 3), randn(4)
-    return lambda x: F.conv2d(x, w, b, padding=1)
-
-
-@pytest.fixture
-def image():
-    return randn(2, 4, 5, 6)
 
 
 def writers(plan):
@@ -87,19 +72,19 @@ def test_statistics_are_those_without_the_shift(conv, image):
         return NORM((x + conv(x)) / 2.0 + e[:, :, None, None])
 
     with kernels(direct=True):
-        assert writers(checked(call, image, randn(2, 4))) == ["add"]
+        assert writers(checked(call, image, torch.randn(2, 4))) == ["add"]
 
 
 @pytest.mark.usefixtures("always")
 def test_a_norm_inside_of_frames():
-    w, v, b = randn(4, 4, 3, 3, 3), randn(4, 4, 1, 1, 1), randn(4)
+    w, v, b = torch.randn(4, 4, 3, 3, 3), torch.randn(4, 4, 1, 1, 1), torch.randn(4)
 
     def call(x):
         y = x + F.conv3d(x, v, b)
         return y, F.conv3d(F.pad(F.silu(NORM(y)), (1, 1, 1, 1, 2, 0), mode="replicate"), w)
 
     with kernels(direct=True):
-        plan = checked(call, randn(2, 4, 3, 5, 6))
+        plan = checked(call, torch.randn(2, 4, 3, 5, 6))
     assert plan.steps == ["conv", "add", "frames", "conv"]
     assert writers(plan) == ["add"]
 
@@ -107,7 +92,7 @@ def test_a_norm_inside_of_frames():
 @pytest.mark.usefixtures("always")
 def test_a_norm_of_an_image_as_a_video(conv, image):
     """The view between the sum and the norm has the same channels and positions."""
-    w = randn(4, 4, 3, 3)
+    w = torch.randn(4, 4, 3, 3)
 
     def call(x):
         y = x + conv(x)
@@ -144,14 +129,14 @@ def test_other_norms_compute_their_own(conv, image):
 
 @pytest.mark.usefixtures("always")
 def test_a_norm_of_each_frame_computes_its_own():
-    w = randn(4, 4, 3, 3, 3)
+    w = torch.randn(4, 4, 3, 3, 3)
 
     def call(x):
         y = (x + F.relu(x)) / 2.0
         images = NORM(y.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, -1)).transpose(1, 2)
         return F.conv3d(F.pad(images, (1, 1, 1, 1, 2, 0)), w)
 
-    assert writers(checked(call, randn(2, 4, 3, 5, 6))) == []
+    assert writers(checked(call, torch.randn(2, 4, 3, 5, 6))) == []
 
 
 def test_small_norms_compute_their_own(conv, image):
@@ -161,5 +146,5 @@ def test_small_norms_compute_their_own(conv, image):
 
 
 def test_large_norms_do_not():
-    plan = checked(lambda x: NORM(x + F.relu(x)), randn(1, 4, 128, 128))
+    plan = checked(lambda x: NORM(x + F.relu(x)), torch.randn(1, 4, 128, 128))
     assert writers(plan) == ["add"]

@@ -8,23 +8,6 @@ from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.run import steps
 from tests.plans.rewrite.rewriting import Rewritten, checked, steps_of
 
-
-def randn(*shape):
-    return torch.randn(shape)
-
-
-@pytest.fixture
-def conv():
-    """A convolution with a bias that keeps the shape of images of 4 channels."""
-    w, b = randn(4, 4, 3, 3), randn(4)
-    return lambda x: F.conv2d(x, w, b, padding=1)
-
-
-@pytest.fixture
-def image():
-    return randn(2, 4, 5, 6)
-
-
 # ---- residuals
 
 
@@ -47,7 +30,7 @@ def test_a_divisor_goes_into_the_sum(conv, image):
 
 
 def test_two_biases_are_added_first(conv, image):
-    w, b = randn(4, 4, 1, 1), randn(4)
+    w, b = torch.randn(4, 4, 1, 1), torch.randn(4)
     plan = checked(lambda x: F.conv2d(x, w, b) + conv(x), image)
     assert sorted(plan.steps) == ["add", "aten.add", "conv", "conv"]
 
@@ -84,7 +67,7 @@ def test_other_divisors_stay(conv, image):
 
 
 def test_a_division_by_zero_stays(conv):
-    x = randn(1, 4, 3, 3)
+    x = torch.randn(1, 4, 3, 3)
     plan = Rewritten(lambda x: (x + conv(x)) / 0.0, x)
     assert plan.only(steps.add).args[3] == 1.0
     assert torch.equal(plan(x), (x + conv(x)) / 0.0)
@@ -99,11 +82,11 @@ def test_a_bias_that_is_read_twice_stays(conv, image):
 
 
 def test_empty_images(conv):
-    assert "add" not in steps_of(lambda x: x[:0] + conv(x[:0]), randn(1, 4, 3, 3))
+    assert "add" not in steps_of(lambda x: x[:0] + conv(x[:0]), torch.randn(1, 4, 3, 3))
 
 
 def test_sums_in_fp64_stay(image):
-    w, b = randn(4, 4, 3, 3).double(), randn(4).double()
+    w, b = torch.randn(4, 4, 3, 3).double(), torch.randn(4).double()
     assert "add" not in steps_of(lambda x: (x + F.conv2d(x, w, b, padding=1)) / 2.0, image.double())
 
 
@@ -112,24 +95,24 @@ def test_sums_in_fp64_stay(image):
 
 def test_a_bias_moves_behind_views():
     """Frames that are convolved as images, and added to a video."""
-    w, b = randn(4, 4, 3, 3), randn(4)
+    w, b = torch.randn(4, 4, 3, 3), torch.randn(4)
 
     def call(x):
         y = F.conv2d(x.transpose(1, 2).flatten(0, 1), w, b, padding=1)
         return x + y.unflatten(0, (2, -1)).transpose(1, 2)
 
-    plan = checked(call, randn(2, 4, 3, 5, 6))
+    plan = checked(call, torch.randn(2, 4, 3, 5, 6))
     assert plan.steps == ["conv", "add"]
 
 
 def test_a_bias_moves_to_the_norm_of_a_video():
-    w, b = randn(4, 4, 3, 3), randn(4)
+    w, b = torch.randn(4, 4, 3, 3), torch.randn(4)
 
     def call(x):
         y = F.conv2d(x.transpose(1, 2).flatten(0, 1), w, b, padding=1)
         return F.group_norm(y.unflatten(0, (2, -1)).transpose(1, 2), 2)
 
-    plan = checked(call, randn(2, 4, 3, 5, 6))
+    plan = checked(call, torch.randn(2, 4, 3, 5, 6))
     assert plan.steps == ["conv", "group_norm"]
     assert plan.only(steps.group_norm).args[6].op == "placeholder"
 
@@ -144,14 +127,14 @@ def test_a_bias_stays_before_other_views(conv):
         lambda y: y.flatten(2),
         lambda y: y.transpose(1, 3),
     ):
-        plan = checked(lambda x, view=view: F.relu(view(conv(x))), randn(2, 4, 5, 4))
+        plan = checked(lambda x, view=view: F.relu(view(conv(x))), torch.randn(2, 4, 5, 4))
         added = plan.only(steps.add_bias_)
         assert has(added.args[0], steps.conv)
 
 
 def test_a_bias_of_one_channel():
-    w, b = randn(1, 4, 3, 3), randn(1)
-    plan = checked(lambda x: F.relu(F.conv2d(x, w, b, padding=1).transpose(1, 2)), randn(2, 4, 1, 4))
+    w, b = torch.randn(1, 4, 3, 3), torch.randn(1)
+    plan = checked(lambda x: F.relu(F.conv2d(x, w, b, padding=1).transpose(1, 2)), torch.randn(2, 4, 1, 4))
     assert "add_bias_" in plan.steps
 
 
@@ -160,7 +143,7 @@ def test_a_view_that_is_read_twice_has_its_bias_once(conv):
         y = conv(x)
         return y.flatten(2), x + y.unflatten(0, (2, 1)).squeeze(1)
 
-    assert steps_of(call, randn(2, 4, 5, 6)).count("add_bias_") == 1
+    assert steps_of(call, torch.randn(2, 4, 5, 6)).count("add_bias_") == 1
 
 
 # ---- shifts
@@ -175,13 +158,13 @@ def test_a_bias_before_a_norm_is_its_shift(conv, image):
 
 
 def test_a_bias_before_frames_is_their_shift():
-    w, b, v = randn(4, 4, 1, 1, 1), randn(4), randn(4, 4, 3, 3, 3)
+    w, b, v = torch.randn(4, 4, 1, 1, 1), torch.randn(4), torch.randn(4, 4, 3, 3, 3)
     for norm in (lambda x: x, lambda x: F.group_norm(x, 2), lambda x: F.normalize(x, dim=1)):
         plan = checked(
             lambda x, norm=norm: F.conv3d(
                 F.pad(norm(F.conv3d(x, w, b)), (1, 1, 1, 1, 2, 0), mode="replicate"), v
             ),
-            randn(2, 4, 3, 5, 6),
+            torch.randn(2, 4, 3, 5, 6),
         )
         assert plan.steps == ["conv", "frames", "conv"]
         assert plan.only(steps.frames).args[7].op == "placeholder"
@@ -190,25 +173,25 @@ def test_a_bias_before_frames_is_their_shift():
 @pytest.mark.parametrize("samples", [1, 2])
 def test_an_embedding_and_a_bias_are_one_shift(conv, image, samples):
     plan = checked(
-        lambda x, e: F.silu(F.group_norm(conv(x) + e[:, :, None, None], 2)), image, randn(samples, 4)
+        lambda x, e: F.silu(F.group_norm(conv(x) + e[:, :, None, None], 2)), image, torch.randn(samples, 4)
     )
     assert plan.steps == ["conv", "aten.add", "group_norm"]
     assert plan.only(steps.group_norm).args[6].meta["shape"] == (samples, 4)
 
 
 def test_an_embedding_alone_is_a_shift(image):
-    plan = checked(lambda x, e: F.group_norm(e[:, :, None, None] + F.relu(x), 2), image, randn(2, 4))
+    plan = checked(lambda x, e: F.group_norm(e[:, :, None, None] + F.relu(x), 2), image, torch.randn(2, 4))
     assert plan.steps == ["aten.relu", "group_norm"]
 
 
 def test_other_sums_before_norms_stay(conv, image):
     for call, e in (
-        (lambda x, e: F.group_norm(conv(x) + e[:, :, :, None], 2), randn(2, 4, 5)),
-        (lambda x, e: F.group_norm(conv(x) + e[:, None, None], 2), randn(2, 6)),
-        (lambda x, e: F.group_norm(torch.add(conv(x), e[:, :, None, None], alpha=2), 2), randn(2, 4)),
-        (lambda x, e: F.group_norm(conv(x) - e[:, :, None, None], 2), randn(2, 4)),
-        (lambda x, e: F.group_norm(conv(x) * e[:, :, None, None], 2), randn(2, 4)),
-        (lambda x, e: F.normalize(conv(x) + e[:, :, None, None], dim=1), randn(2, 4)),
+        (lambda x, e: F.group_norm(conv(x) + e[:, :, :, None], 2), torch.randn(2, 4, 5)),
+        (lambda x, e: F.group_norm(conv(x) + e[:, None, None], 2), torch.randn(2, 6)),
+        (lambda x, e: F.group_norm(torch.add(conv(x), e[:, :, None, None], alpha=2), 2), torch.randn(2, 4)),
+        (lambda x, e: F.group_norm(conv(x) - e[:, :, None, None], 2), torch.randn(2, 4)),
+        (lambda x, e: F.group_norm(conv(x) * e[:, :, None, None], 2), torch.randn(2, 4)),
+        (lambda x, e: F.normalize(conv(x) + e[:, :, None, None], dim=1), torch.randn(2, 4)),
     ):
         found = steps_of(call, image, e)
         assert "add_bias_" in found
@@ -222,7 +205,7 @@ def test_what_is_read_twice_is_no_shift(conv, image):
         lambda x, e: (y := conv(x), F.normalize(y, dim=1)),
         lambda x, e: (y := conv(x) + e[:, :, None, None], F.group_norm(y, 2)),
     ):
-        found = checked(call, image, randn(2, 4))
+        found = checked(call, image, torch.randn(2, 4))
         assert "add_bias_" in found.steps
         norms = [n for n in found.calls if has(n, steps.group_norm)]
         assert all(n.args[6] is None for n in norms)
@@ -230,5 +213,7 @@ def test_what_is_read_twice_is_no_shift(conv, image):
 
 def test_an_embedding_of_a_shared_convolution(conv, image):
     """The bias stays with the convolution, and the embedding alone is the shift."""
-    plan = checked(lambda x, e: (y := conv(x), F.group_norm(y + e[:, :, None, None], 2)), image, randn(2, 4))
+    plan = checked(
+        lambda x, e: (y := conv(x), F.group_norm(y + e[:, :, None, None], 2)), image, torch.randn(2, 4)
+    )
     assert plan.steps == ["conv", "add_bias_", "group_norm"]

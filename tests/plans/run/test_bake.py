@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from sdfastgn.kernels.common import archive, dispatch, private
+from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.product import op as product_op
@@ -27,11 +27,6 @@ aten = torch.ops.aten
 each_path = pytest.mark.parametrize(
     "path", [contextlib.nullcontext, partial(kernels, direct=True)], ids=["pytorch", "kernels"]
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_noted(monkeypatch):
-    monkeypatch.setattr(archive, "_launched", {})
 
 
 class Block(nn.Module):

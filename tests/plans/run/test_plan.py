@@ -172,6 +172,25 @@ def test_large_values_are_no_constants(counted, monkeypatch):
     assert counted.calls == 2
 
 
+def test_constants_have_no_repeated_elements():
+    drawn = Drawn((3, 4))
+    wide = drawn.add(steps.expand, drawn.add(aten.ones.default, [4], shape=(4,)), (3, 4), shape=(3, 4))
+    plan = drawn.plan(drawn.add(aten.add.Tensor, drawn.inputs[0], wide))
+    assert [step.read for step in plan.steps] == [4 * (12 + 4)]
+    assert [t.shape for t in plan.operands(())] == [(4,)]
+    x = torch.randn(3, 4)
+    assert torch.equal(plan((x,)), x + 1)
+
+
+def test_repeated_elements_that_a_constant_reads_are_a_constant():
+    drawn = Drawn((3, 4))
+    wide = drawn.add(steps.expand, drawn.add(aten.ones.default, [4], shape=(4,)), (3, 4), shape=(3, 4))
+    total = drawn.add(aten.add.Tensor, drawn.inputs[0], wide)
+    plan = drawn.plan(drawn.add(aten.add.Tensor, total, drawn.add(aten.neg.default, wide)))
+    x = torch.randn(3, 4)
+    assert torch.equal(plan((x,)), x + 1 - 1)
+
+
 def test_random_numbers_are_no_constants():
     drawn = Drawn((4,))
     noise = drawn.add(aten.rand.default, [4], shape=(4,))

@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdfastgn.kernels.common import archive, dispatch
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.record import Unrecordable, places_in, record
 from tests.plans.run.graphs import Drawn
@@ -15,11 +15,6 @@ from tests.plans.run.kernels import Compiled, scaled
 
 aten = torch.ops.aten
 OUTSIDE = torch.ones(4)
-
-
-@pytest.fixture(autouse=True)
-def nothing_noted(monkeypatch):
-    monkeypatch.setattr(archive, "_launched", {})
 
 
 def recorded(drawn, *results, inputs=None):
