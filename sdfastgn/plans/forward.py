@@ -193,7 +193,7 @@ class PlannedForward(InstanceEntry):
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
             raise Unsupported(f"no kernels run {where}")
-        return call, (call.key, global_state(call.device))  # type: ignore[arg-type]
+        return call, (call.key, _places(call), global_state(call.device))  # type: ignore[arg-type]
 
     def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
         """The plans in the state of the code that was seen last. Raises Unsupported if there can be none."""
@@ -286,7 +286,7 @@ def trace_call(module: nn.Module, call: Call) -> tuple[Traced, Outcome]:
     outcomes: list[Outcome] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        args, kwargs = call.rebuild(list(tensors))
+        args, kwargs = call.rebuild([tensors[place] for place in _places(call)])
         outcome = Outcome(args, kwargs, tensors)
         computed = outcome.finish(class_forward(module)(*args, **kwargs))
         outcomes.append(outcome)
@@ -295,6 +295,12 @@ def trace_call(module: nn.Module, call: Call) -> tuple[Traced, Outcome]:
     with dispatch.stock_code(), running(as_stock=False):
         traced = trace(module, run, *call.tensors)
     return traced, outcomes[-1]
+
+
+def _places(call: Call) -> tuple[int, ...]:
+    """For each tensor of the call, the first place at which the same tensor is: code may ask ``a is b``."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
 
 
 def make_plan(traced: Traced) -> Plan:
