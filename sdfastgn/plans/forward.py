@@ -234,7 +234,8 @@ class PlannedForward(InstanceEntry):
             raise Unsupported(f"no kernels run {where}")
         if has_shared_containers(args, kwargs):
             raise Unsupported("a list or dict occurs twice in its arguments")
-        return call, (call.key, global_state(call.device), switched(module))  # type: ignore[arg-type]
+        settings = global_state(call.device), switched(module)  # type: ignore[arg-type]
+        return call, (call.key, _places(call), settings)
 
     def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
         """The plans in the state of the code that was seen last. Raises Unsupported if there can be none."""
@@ -349,7 +350,7 @@ def trace_call(module: nn.Module, call: Call, method: str = "forward") -> tuple[
     outcomes: list[Outcome] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        args, kwargs = call.rebuild(list(tensors))
+        args, kwargs = call.rebuild([tensors[place] for place in _places(call)])
         outcome = Outcome(args, kwargs, tensors)
         computed = outcome.finish(class_forward(module, method)(*args, **kwargs))
         outcomes.append(outcome)
@@ -358,6 +359,12 @@ def trace_call(module: nn.Module, call: Call, method: str = "forward") -> tuple[
     with dispatch.stock_code(), running(as_stock=False):
         traced = trace(module, run, *call.tensors)
     return traced, outcomes[-1]
+
+
+def _places(call: Call) -> tuple[int, ...]:
+    """For each tensor of the call, the first place at which the same tensor is: code may ask ``a is b``."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
 
 
 def make_plan(traced: Traced) -> Plan:

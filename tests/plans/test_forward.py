@@ -502,3 +502,36 @@ def test_zeros_of_both_signs_and_nan():
     for _ in range(3):
         assert model(image(), float("nan")).isnan().all()
     assert planned(model).traces == 3
+
+
+class Compares(Net):
+    def forward(self, x, y):
+        return super().forward(x) * (2 if x is y else 1)
+
+
+def test_the_same_tensor_twice_is_another_kind_of_call():
+    stock = net(Compares)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    x = image()
+    for args in ((x, x.clone()), (x, x), (x, x.clone()), (x, x)):
+        agree(model(*args), stock(*args))
+    assert (planned(model).traces, planned(model).own) == (2, {})
+
+
+class CountsInABuffer(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x, factor):
+        self.count.add_(1)
+        return super().forward(x) * factor
+
+
+def test_an_argument_that_is_a_written_buffer():
+    stock = net(CountsInABuffer)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for seed in range(3):
+        agree(model(image(seed=seed), torch.ones(1)), stock(image(seed=seed), torch.ones(1)))
+        agree(model(image(seed=seed), model.count), stock(image(seed=seed), stock.count))
+    assert planned(model).calls == 3

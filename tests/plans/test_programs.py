@@ -11,8 +11,9 @@ pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradien
 
 # Programs of one test. Workers of pytest-xdist share the tests.
 CHUNK = 100
-# Largest share of programs without a plan, because they read values, or because of strides.
-MOST_UNTRACEABLE = 0.05
+# Largest share of programs without a plan, because they read values, or because of strides. It is 2.3 % of
+# 10,000 programs, and more in some hundred.
+MOST_UNTRACEABLE = 0.1
 # Any program may write into a tensor of which strides decide whether it is a copy.
 BY_STRIDES = "strides decide whether the call writes"
 

@@ -60,12 +60,14 @@ class Plan:
         where = zip(placeholders[: count[0]], traced.parameters, strict=True)
         read = {n: (getattr(module, kind), name) for n, (module, kind, name) in where if _is_read(n)}
         self.parameters = list(read.values())
-        others = zip(placeholders[count[0] : count[1]], traced.others, strict=True)
-        self.others = [t for n, t in others if _is_read(n)]
+        pairs = zip(placeholders[count[0] : count[1]], traced.others, strict=True)
+        others = {n: t for n, t in pairs if _is_read(n)}
+        self.others = list(others.values())
         inputs = placeholders[count[1] :]
         self._inputs = [(n.meta["shape"], n.meta["dtype"], n.meta["device"]) for n in inputs]
         written = {n.args[0] for n in graph.nodes if n.target is aten.copy_.default}
         self._written = [i for i, n in enumerate(inputs) if n in written]
+        self._held_written = [i for i, n in enumerate([*read, *others]) if n in written]
         first_input = inputs[0] if inputs else None
         self._fold: Callable[[], list[Tensor]] | None = _split_constants(traced.graph, graph, first_input)
         self._constants: list[Tensor] = []
@@ -87,7 +89,7 @@ class Plan:
             raise ValueError(f"Plan: the arguments must have the structure {self._spec}, got {spec}")
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._check(inputs)
-        if self._written:
+        if self.writes:
             self.check_written(inputs)
         return pytree.tree_unflatten(self.run(inputs), self._out_spec)
 
@@ -128,11 +130,14 @@ class Plan:
                 )
 
     def check_written(self, inputs: Sequence[Tensor]) -> None:
-        """Raises ValueError if a tensor that the call writes into shares memory with another one."""
-        memories = [x.untyped_storage().data_ptr() for x in inputs]
-        for i in self._written:
-            if inputs[i].numel() and memories.count(memories[i]) > 1:
-                raise ValueError(f"Plan: tensor {i} of the call is written, and must share no memory")
+        """Raises ValueError if the call writes into memory that a tensor of it shares with another one."""
+        given = [_memory(x) for x in inputs]
+        held = [_memory(x) for x in (*(held[name] for held, name in self.parameters), *self.others)]
+        written = {held[i] for i in self._held_written}
+        for i, x in enumerate(inputs):
+            is_shared = i in self._written and (given.count(given[i]) > 1 or given[i] in held)
+            if x.numel() and (is_shared or given[i] in written):
+                raise ValueError(f"Plan: tensor {i} of the call shares memory that the call writes into")
 
     def _compute_constants(self) -> None:
         with self._lock:
@@ -145,6 +150,10 @@ class Plan:
             for device in {t.device for t in self._constants if t.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()  # threads with other streams read them
             self._fold = None
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _is_read(n: Node) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -50,7 +51,7 @@ class ModuleState:
         self.objects: set[int] = set()
         for module in model.modules():
             self._note_attributes(module, 0)
-        self.random = random.getstate()
+        self.random = _random_states()
 
     def _note_attributes(self, holder: Any, depth: int) -> None:
         now = vars(holder)
@@ -84,9 +85,10 @@ class ModuleState:
                 now.update(before)
         for key in changed:
             _refill(*self.contents[key])
-        if random.getstate() != self.random:
-            random.setstate(self.random)
-            reasons.append("the call draws random numbers from Python's module random")
+        for (name, state, put_back), (_, now, _) in zip(self.random, _random_states(), strict=False):
+            if state != now:
+                put_back(state)
+                reasons.append(f"the call draws random numbers from {name}")
         return reasons
 
     def _changes(self, name: str, now: Any, before: Any, changed: set[int]) -> Iterator[str]:
@@ -116,6 +118,18 @@ class ModuleState:
         if isinstance(value, dict):
             return all(k in value and self._is_equal(value[k], v) for k, v in items.items())
         return value == items if isinstance(value, set) else all(map(self._is_equal, value, items))
+
+
+def _random_states() -> list[tuple[str, Any, Callable[[Any], object]]]:
+    """For each source of random numbers outside of PyTorch: its name, its state, and what sets the state."""
+    found: list[tuple[str, Any, Callable[[Any], object]]] = [
+        ("Python's module random", random.getstate(), random.setstate)
+    ]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found.append(("NumPy", (kind, tuple(keys.tolist()), *rest), numpy.random.set_state))
+    return found
 
 
 def _copy(value: Any) -> Any:

@@ -103,12 +103,34 @@ def test_a_written_argument_may_not_share_its_memory():
     drawn.add(aten.copy_.default, x, drawn.add(aten.add.Tensor, x, y))
     plan = drawn.plan(drawn.add(aten.neg.default, y))
     both = torch.ones(8)
-    with pytest.raises(ValueError, match="Plan: tensor 0 of the call is written, and must share no memory"):
+    with pytest.raises(ValueError, match="Plan: tensor 0 of the call shares memory that"):
         plan((both[:4], both[4:]))
     assert both.tolist() == [1] * 8
     x, y = torch.ones(4), torch.ones(4)
     assert plan((x, y)).tolist() == [-1] * 4
     assert x.tolist() == [2] * 4
+
+
+def test_an_argument_may_not_be_a_written_buffer():
+    layer = nn.BatchNorm1d(4)
+    drawn = Drawn((4,), parameters=[(layer, "_buffers", "running_mean"), (layer, "_buffers", "running_var")])
+    x, (mean, var) = drawn.inputs[0], drawn.parameters
+    drawn.add(aten.copy_.default, mean, drawn.add(aten.add.Tensor, mean, var))
+    plan = drawn.plan(drawn.add(aten.neg.default, x))
+    with pytest.raises(ValueError, match="shares memory that the call writes into"):
+        plan((layer.running_mean,))
+    assert plan((layer.running_var,)).tolist() == [-1] * 4
+    assert layer.running_mean.tolist() == [1] * 4
+
+
+def test_a_written_argument_may_be_no_buffer():
+    layer = nn.BatchNorm1d(4)
+    drawn = Drawn((4,), parameters=[(layer, "_buffers", "running_mean")])
+    x, mean = drawn.inputs[0], drawn.parameters[0]
+    drawn.add(aten.copy_.default, x, drawn.add(aten.add.Tensor, x, mean))
+    plan = drawn.plan(drawn.add(aten.neg.default, mean))
+    with pytest.raises(ValueError, match="shares memory that the call writes into"):
+        plan((layer.running_mean,))
 
 
 # ---- constants

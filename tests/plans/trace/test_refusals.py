@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,7 @@ RANDOM = {
     "generator": lambda net, x: x + torch.randn(4, generator=torch.Generator().manual_seed(0)),
     "dropout": lambda net, x: F.dropout(x, 0.5, training=True),
     "python": lambda net, x: x * random.random(),
+    "numpy": lambda net, x: x * np.random.rand(),
     "attention": lambda net, x: F.scaled_dot_product_attention(*[x[None]] * 3, dropout_p=0.1),
 }
 
