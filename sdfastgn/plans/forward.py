@@ -267,7 +267,10 @@ class PlannedForward(InstanceEntry):
         if not made.plan.writes or guard.same():
             try:
                 with torch.no_grad(), _on(call.device):
-                    results = made.baked.run(call.tensors)  # type: ignore[arg-type]
+                    try:
+                        results = made.baked.run(call.tensors)  # type: ignore[arg-type]
+                    except dispatch.KernelError:  # the step's kernel is off now, and PyTorch runs instead
+                        results = made.plan.run(call.tensors)  # type: ignore[arg-type]
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # for instance because a weight has another shape now

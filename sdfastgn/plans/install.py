@@ -28,7 +28,7 @@ from sdfastgn.plans.forward import PlannedForward
 __all__ = ["Planned", "gets_plans", "inspect", "install", "remove", "trusted_in"]
 
 # Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
-_OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "batch_norm")
+_OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 # Smallest share of a model's weights that must be in convolutions of images and videos. Kernels exist for
 # what surrounds these. A model of other layers gains too little to pay for a trace.

@@ -258,11 +258,11 @@ def test_a_new_call_waits_for_the_change(monkeypatch):
     model, seen = unet(), []
     expected = draw(model)
 
-    def apply_while_a_thread_calls(root, *rest, apply=patcher.apply):
+    def apply_while_a_thread_calls(root, *rest, apply=patcher.apply, **options):
         thread = Thread(lambda: (draw(model), seen.append("drawn"))[0])
         while thread.ident not in exclusive._change.waiting:
             assert thread.is_alive()
-        apply(root, *rest)
+        apply(root, *rest, **options)
         seen.append("changed")
         seen.append(thread)
 

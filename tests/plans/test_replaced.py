@@ -24,7 +24,7 @@ pytestmark = pytest.mark.fused_on_cpu
 # Fused blocks ignore all of it but the attention, which they call by its name.
 IGNORED = OF_UNETS[1:]
 # On a CPU a tape stands for a CUDA graph. It records in a dispatch mode, in which no plan runs.
-IN_CAPTURES = {} if torch.cuda.is_available() else {"a dispatch or function mode is active"}
+IN_CAPTURES = set() if torch.cuda.is_available() else {"a dispatch or function mode is active"}
 
 
 _BLOCK = halved(ResnetBlock2D.forward)
