@@ -32,7 +32,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-slow test-compile test-gpu test-comfyui comfyui-node test-serve matrix check docs dist hub-kernels bench \
+.PHONY: help demo test test-slow test-programs test-compile test-gpu test-comfyui comfyui-node test-serve matrix check docs dist hub-kernels bench \
   lint types format format-check install clean
 
 help:  ## list the targets
@@ -67,7 +67,10 @@ test: $(STAMP)  ## the quick tests that need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu and not slow" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## the tests that start processes, build packages or try all cases; need no GPU
-	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu" -n 2 --dist worksteal $(PYTEST_ARGS)
+	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu and not many_programs" -n 2 --dist worksteal $(PYTEST_ARGS)
+
+test-programs: $(STAMP)  ## thousands of random programs, as plans and in eager PyTorch; needs no GPU
+	$(QUIET_PYTEST) tests/plans/test_programs.py -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs no GPU
 	$(QUIET_PYTEST) tests/kernels/test_compile_only.py -m every_gpu -n 2 $(PYTEST_ARGS)

@@ -29,8 +29,15 @@ def test_programs(first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(10_000, 20_000, 10 * CHUNK))
+@pytest.mark.parametrize("first", range(10_000, 12_000, 10 * CHUNK))
 def test_more_programs(first):
+    check(range(first, first + 10 * CHUNK))
+
+
+@pytest.mark.slow
+@pytest.mark.many_programs
+@pytest.mark.parametrize("first", range(12_000, 20_000, 10 * CHUNK))
+def test_many_programs(first):
     check(range(first, first + 10 * CHUNK))
 
 
