@@ -102,6 +102,25 @@ def test_results_are_contiguous_as_stocks(pair):
     assert not planned(model).plans[0].run([image()])[0].is_contiguous()
 
 
+class WritesFlat(Net):
+    """The write reaches ``out``, because a stock convolution returns contiguous tensors."""
+
+    def forward(self, x):
+        out = self.conv_in(x)
+        out.flatten(1).add_(1)
+        return self.blocks(out)
+
+
+def test_views_are_those_of_the_stock_layout():
+    """Also in traces after the first plan, which has made the weights channels-last."""
+    stock = net(WritesFlat)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for size in (6, 7):
+        agree(model(image(size=size)), stock(image(size=size)))
+    assert (len(planned(model).plans), planned(model).own) == (2, {})
+    assert not model.conv_in.weight.is_contiguous()
+
+
 def test_no_python_of_the_model_runs(pair, monkeypatch):
     model, stock = pair
     expected = stock(image(seed=4))

@@ -44,6 +44,7 @@ __all__ = [
     "laid_out",
     "lay_out_weights",
     "restore",
+    "stock_strides",
     "unconverted_weights",
 ]
 
@@ -252,6 +253,12 @@ def unconverted_weights(module: nn.Module) -> int:
 def converted_weights(module: nn.Module) -> int:
     """Number of convolutions in ``module`` whose weights ``apply`` has made channels-last."""
     return sum(_STOCK_LAYOUT in vars(m) for m in module.modules())
+
+
+def stock_strides(module: nn.Module, weight: Tensor) -> tuple[int, ...]:
+    """The strides that ``weight`` of ``module`` has in the stock model."""
+    shape, strides = vars(module).get(_STOCK_LAYOUT, (None, None))
+    return strides if weight.shape == shape else weight.stride()
 
 
 def restore(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.garbage import without_collections
+from sdfastgn.patches.core import channels_last
 from sdfastgn.plans.trace import writes
 from sdfastgn.plans.trace.python_state import (
     ModuleState,
@@ -24,7 +25,7 @@ from sdfastgn.plans.trace.python_state import (
 from sdfastgn.plans.trace.refusals import is_tracing, noted, reason_of, refuse
 from sdfastgn.plans.trace.shapes import Inference, is_guess, surroundings
 from sdfastgn.plans.trace.survivors import kept
-from sdfastgn.plans.trace.tensors import Memory, Metadata, Step, TracedTensor, make, metadata_of
+from sdfastgn.plans.trace.tensors import Memory, Metadata, Step, TracedTensor, make, metadata, metadata_of
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 
 __all__ = ["trace"]
@@ -145,11 +146,11 @@ class Tracer(TorchDispatchMode):
     def add_input(self, t: Tensor) -> TracedTensor:
         if not _is_plain(t):
             raise Untraceable(f"an argument is a {type(t).__name__} of layout {t.layout}")
-        return self.add_placeholder(t, "input")
+        return self.add_placeholder(t, "input", t.stride())
 
-    def add_placeholder(self, t: Tensor, kind: str) -> TracedTensor:
+    def add_placeholder(self, t: Tensor, kind: str, stride: tuple[int, ...]) -> TracedTensor:
         node = self.graph.create_node("placeholder", f"{kind}_{len(self.sources)}")
-        traced = self.new(metadata_of(t), node)
+        traced = self.new(metadata(t.shape, stride, t.dtype, t.device), node)
         node.meta = dict(traced.metadata.for_node)
         self.sources.append(_Source(t, traced, node))
         return traced
@@ -171,12 +172,13 @@ class Tracer(TorchDispatchMode):
             traced = self.outside(owner)
         elif place is not None:
             with self.after(self.last_parameter):
-                traced = self.add_placeholder(t, "parameter")
+                # The strides of weights decide those of results, and so which results are views.
+                traced = self.add_placeholder(t, "parameter", channels_last.stock_strides(place[0], t))
             self.last_parameter = traced.node
             self.parameters.append(place)
         else:
             with self.after(self.last_other or self.last_parameter):
-                traced = self.add_placeholder(t, "other")
+                traced = self.add_placeholder(t, "other", t.stride())
             self.last_other = traced.node
             self.others.append(t)
         self.known[id(t)] = t, traced
