@@ -12,13 +12,13 @@ A call takes these steps:
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import math
 import threading
 import types
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,45 +51,60 @@ _MAX_REASONS = 64
 # Number of kinds of calls in a row that are traced although no earlier plan was used again. A call with a
 # number that is always another one, such as a timestep, would otherwise be traced each time.
 _NEW_KINDS = 16
+# A plan that was used again within so many calls makes no room for another. With 17 sizes in rotation, each
+# call would otherwise be a trace.
+_IN_USE = 128
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
 
 
-class _Made(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Made:
     """A plan, the function that runs it, and what its call leaves besides tensors."""
 
     plan: Plan
     baked: Baked
     outcome: Outcome
+    last_use: int = 0  # number of the call; 0 if it was not used again
 
 
 class _Plans:
     """The plans of one module in one state of its code, by kind of call.
 
-    ``refused``: kind of call -> why it has no plan, for each of the traces that failed. ``new_kinds``: how
-    often a trace was wanted since a plan was last used again.
+    Attributes:
+        refused: kind of call -> why it has no plan, for each of the traces that failed.
+        seen: number of calls, with or without a plan.
+        calls: number of calls that plans have run.
+        new_kinds: how often a trace was wanted since a plan was last used again.
     """
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
-        self.made: OrderedDict[Any, _Made] = OrderedDict()  # least recently used first
+        self.made: dict[Any, _Made] = {}  # oldest first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
-        self.calls = self.new_kinds = 0
+        self.seen = self.calls = self.new_kinds = 0
 
     def find(self, key: Any) -> _Made | None:
         made = self.made.get(key)
         if made is not None:
-            with contextlib.suppress(KeyError):  # another thread may have dropped it meanwhile
-                self.made.move_to_end(key)
+            made.last_use = self.seen
             self.new_kinds = 0
         return made
 
-    def check_repetition(self) -> None:
-        """Raise Unsupported if kinds of calls hardly repeat: then the 32nd, 64th, 128th, ... is traced."""
+    def check_is_worth_it(self) -> None:
+        """Raise Unsupported if another trace would save no time.
+
+        If kinds of calls hardly repeat, the 32nd, 64th, 128th, ... is traced.
+        """
         self.new_kinds += 1
         if self.new_kinds > _NEW_KINDS and self.new_kinds.bit_count() > 1:
             raise Unsupported("its calls hardly repeat")
+        if len(self.made) >= MAX_PLANS and all(map(self._is_in_use, self.made.values())):
+            raise Unsupported(f"it has {MAX_PLANS} plans for other kinds of calls, and all are in use")
+
+    def _is_in_use(self, made: _Made) -> bool:
+        return made.last_use > 0 and self.seen - made.last_use < _IN_USE
 
     def refuse(self, key: Any, reason: str) -> None:
         if len(self.refused) > _MAX_REASONS:
@@ -97,8 +112,8 @@ class _Plans:
         self.refused[key].append(reason)
 
     def add(self, key: Any, made: _Made) -> None:
-        while len(self.made) >= MAX_PLANS:
-            self.made.popitem(last=False)
+        if len(self.made) >= MAX_PLANS:
+            del self.made[min(self.made, key=lambda kind: self.made[kind].last_use)]
         self.made[key] = made
 
 
@@ -194,6 +209,7 @@ class PlannedForward(InstanceEntry):
             call, key = self._kind_of(module, args, kwargs)
             for _ in range(MAX_STATES):
                 plans = self._plans_of(module, call)
+                plans.seen += 1
                 made = plans.find(key) or self._trace(module, call, key, plans)
                 results = self._run(plans, made, call)
                 if results is not None:
@@ -296,7 +312,7 @@ class PlannedForward(InstanceEntry):
                 if not plans.guard.same():
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
-            plans.check_repetition()
+            plans.check_is_worth_it()
             try:
                 made = self._traced(module, call, plans.guard)
             except Untraceable as error:

@@ -134,7 +134,23 @@ def test_few_plans_are_kept(pair, monkeypatch):
     model, stock = pair
     for size in (5, 7, 9, 6):
         agree(model(image(size=size)), stock(image(size=size)))
-    assert (len(planned(model).plans), planned(model).traces) == (2, 5)
+    assert (len(planned(model).plans), planned(model).traces) == (2, 4)  # 6 was used again, so it stayed
+
+
+def test_more_sizes_than_plans_in_rotation(monkeypatch):
+    monkeypatch.setattr(planned_forward, "MAX_PLANS", 2)
+    monkeypatch.setattr(planned_forward, "_IN_USE", 10)
+    stock = net()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for size in (5, 5, 7, 7, *[5, 7, 9] * 3):
+        agree(model(image(size=size)), stock(image(size=size)))
+    reason = "it has 2 plans for other kinds of calls, and all are in use"
+    assert (planned(model).traces, planned(model).own) == (2, {reason: 3})
+    for _ in range(8):  # after 10 calls without the size 5, its plan goes
+        agree(model(image(size=9)), stock(image(size=9)))
+    assert (planned(model).traces, planned(model).own) == (3, {reason: 10})
+    model(image(size=5))
+    assert planned(model).traces == 4
 
 
 def test_numbers_that_never_repeat_are_not_traced_each_time(pair):
