@@ -8,25 +8,40 @@ from typing import Any
 from torch import Tensor, nn
 
 
+class _Pickler(pickle.Pickler):
+    """Keeps tensors in a list, and writes their numbers."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, part: Any) -> int | None:
+        if not isinstance(part, Tensor):
+            return None
+        self.tensors.append(part)
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts copies of ``tensors`` in the place of their numbers."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]):
+        super().__init__(file)
+        self._tensors = tensors
+        self._memo: dict[int, Any] = {}  # a tensor that two modules share is copied once
+
+    def persistent_load(self, number: int) -> Tensor:
+        return copy.deepcopy(self._tensors[number], self._memo)
+
+
 class Original:
     """A model that is pickled once, but for its tensors, and unpickled for each copy."""
 
     def __init__(self, model: nn.Module):
-        self._tensors: list[Tensor] = []
         file = io.BytesIO()
-        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = self._number_of
+        pickler = _Pickler(file)
         pickler.dump(model)
-        self._pickled = file.getvalue()
-
-    def _number_of(self, part: Any) -> int | None:
-        if not isinstance(part, Tensor):
-            return None
-        self._tensors.append(part)
-        return len(self._tensors) - 1
+        self._pickled, self._tensors = file.getvalue(), pickler.tensors
 
     def copy(self) -> Any:
-        unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
-        memo: dict[int, Any] = {}  # a tensor that two modules share is copied once
-        unpickler.persistent_load = lambda number: copy.deepcopy(self._tensors[number], memo)
-        return unpickler.load()
+        return _Unpickler(io.BytesIO(self._pickled), self._tensors).load()

@@ -5,12 +5,31 @@ In the inputs of a call, a tuple of ints is a random tensor of this shape. Anyth
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import diffusers
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+
+def of_diffusers(name: str, **settings: Any) -> nn.Module:
+    """A new model of the class ``name``. Skips the test if the installed diffusers has no such class."""
+    cls = getattr(diffusers, name, None)
+    if cls is None:
+        pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
+    missing = settings.keys() - inspect.signature(cls).parameters.keys()
+    if missing:
+        pytest.skip(f"{name} of diffusers {diffusers.__version__} has no {', '.join(sorted(missing))}")
+    return cls(**settings)
+
+
+def asked(name: str, **inputs: Any) -> dict[str, Any]:
+    """Those of ``inputs`` that ``forward`` of the class ``name`` has in the installed diffusers."""
+    known = inspect.signature(getattr(diffusers, name, nn.Identity).forward).parameters
+    return {key: value for key, value in inputs.items() if key in known}
 
 
 class Size(NamedTuple):
@@ -41,7 +60,7 @@ class Call(NamedTuple):
     is_slow: bool = False
 
     def model(self) -> nn.Module:
-        model = randomized(getattr(diffusers, self.cls)(**self.settings)).eval().requires_grad_(False)
+        model = randomized(of_diffusers(self.cls, **self.settings)).eval().requires_grad_(False)
         if self.cls == "AutoencoderKLAllegro":  # which works in tiles only
             model.enable_tiling()
             model.kernel, model.stride = (8, 16, 16), (8, 16, 16)
@@ -705,6 +724,7 @@ calls(
         "encoder_hidden_states_mask": None,
         "timestep": torch.tensor([1.0]),
         "img_shapes": [[[1, 4, 4]]],
+        **asked("QwenImageTransformer2DModel", txt_seq_lens=[7]),
     },
 )
 calls(

@@ -12,11 +12,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import diffusers
 import torch
 
 from sdfastgn.models.configurations import UNETS, VAES
 from tests.plans.engine import plan_of
+from tests.plans.models import of_diffusers
 
 FILE = pathlib.Path(__file__).with_name("bytes_at_real_size.json")
 
@@ -70,7 +70,7 @@ NETWORKS = {
 def measured(network: Network) -> dict[str, Any]:
     """The bytes that each kind of step reads and writes, and how many steps there are of it."""
     with torch.device("meta"), torch.no_grad():
-        model = getattr(diffusers, network.cls)(**network.settings).to("meta", network.dtype).eval()
+        model = of_diffusers(network.cls, **network.settings).to("meta", network.dtype).eval()
 
         def draw(value: Any) -> Any:
             if isinstance(value, dict):

@@ -10,7 +10,6 @@ import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderDC, AutoencoderKLKVAEVideo, AutoencoderKLQwenImage21
 from torch import nn
 
 import sdfastgn
@@ -19,6 +18,7 @@ from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans.forward import PlannedForward
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
+from tests.plans.models import of_diffusers
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -455,7 +455,7 @@ def test_results_are_freed_at_once(pair):
 
 def qwen_image_21():
     sizes = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": 4, "num_res_blocks": 1}
-    return randomize(AutoencoderKLQwenImage21(**sizes)).eval()
+    return randomize(of_diffusers("AutoencoderKLQwenImage21", **sizes)).eval()
 
 
 def test_a_decoder_with_a_list_of_caches():
@@ -470,7 +470,7 @@ def test_a_decoder_with_a_list_of_caches():
 
 def test_a_decoder_with_a_dict_of_caches():
     sizes = {"ch": 32, "ch_mult": (1, 2), "num_res_blocks": 1, "z_channels": 4, "temporal_compress_times": 2}
-    stock = randomize(AutoencoderKLKVAEVideo(**sizes)).eval()
+    stock = randomize(of_diffusers("AutoencoderKLKVAEVideo", **sizes)).eval()
     model = sdfastgn.optimize(copy.deepcopy(stock))
     for _ in range(2):
         z = noise(1, 4, 5, 3, 4)
@@ -489,7 +489,7 @@ def test_tiles_of_an_autoencoder():
     layers = {"encoder_layers_per_block": (1, 1), "decoder_layers_per_block": (1, 1)}
     qkv = {"encoder_qkv_multiscales": ((), ()), "decoder_qkv_multiscales": ((), ())}
     norms = {"decoder_norm_types": "rms_norm", "decoder_act_fns": "silu"}
-    stock = randomize(AutoencoderDC(**sizes, **blocks, **layers, **qkv, **norms)).eval()
+    stock = randomize(of_diffusers("AutoencoderDC", **sizes, **blocks, **layers, **qkv, **norms)).eval()
     model = sdfastgn.optimize(copy.deepcopy(stock))
     z = noise(1, 4, 12, 12)
     agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)

@@ -47,8 +47,7 @@ _SAME_ON_META = {
 _GUESSED = (
     "_fft_", "_linalg_", "adaptive_", "avg_pool", "batch_norm", "cudnn_batch_norm", "fft_", "grid_sampler",
     "index", "instance_norm", "linalg_", "max_pool", "miopen_batch_norm", "native_batch_norm",
-    "reflection_pad", "replication_pad", "roll", "scaled_dot_product_attention", "upsample_bi", "upsample_li",
-    "upsample_tri",
+    "reflection_pad", "replication_pad", "roll", "scaled_dot_product_attention", "upsample_",
 )  # fmt: skip
 # The result is contiguous, whatever the strides of the tensors are.
 _CONTIGUOUS = {

@@ -7,6 +7,7 @@ import torch
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run.bake import Baked
 from tests.plans.engine import in_channels_last, plan_of
+from tests.plans.models import of_diffusers
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -38,28 +39,15 @@ def unet():
     return model, denoise, [(2, 4, 8, 8), (), (2, 7, 16)]
 
 
-def wan():
-    sizes = {
-        "base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [True],
-    }
+def wan(name="AutoencoderKLWan", in_time=True):
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1}
     means = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
-    return diffusers.AutoencoderKLWan(**sizes, **means), decode, [(1, 4, 2, 4, 4)]
+    model = of_diffusers(name, **sizes, **means, temperal_downsample=[in_time])
+    return model, decode, [(1, 4, 2 if in_time else 1, 4, 4)]
 
 
 def qwen_image():
-    sizes = {
-        "base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False],
-    }
-    means = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
-    return diffusers.AutoencoderKLQwenImage(**sizes, **means), decode, [(1, 4, 1, 4, 4)]
+    return wan("AutoencoderKLQwenImage", in_time=False)
 
 
 def inputs(shapes, seed):

@@ -47,7 +47,6 @@ CERTAIN = {
     "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "RMS norm": lambda x: F.rms_norm(x, x.shape[-1:]),
     "normalize": lambda x: F.normalize(x, dim=1),
-    "nearest": lambda x: F.interpolate(x, scale_factor=2.0),
     "zeros around": lambda x: F.pad(x, (1, 1, 1, 0)),
     "linear": lambda x: F.linear(x, torch.ones(5, x.shape[-1], device=x.device)),
     "product": lambda x: x @ x.transpose(-1, -2),

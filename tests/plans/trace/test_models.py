@@ -7,8 +7,9 @@ from sdfastgn.plans.trace.traced import Untraceable
 from sdfastgn.plans.trace.tracer import trace
 from tests.plans.trace.runs import check, targets
 
-diffusers = pytest.importorskip("diffusers")
-from tests.patches import samples  # noqa: E402  # it imports diffusers
+pytest.importorskip("diffusers")
+from tests.patches import samples  # it imports diffusers
+from tests.plans.models import asked, of_diffusers
 
 aten = torch.ops.aten
 
@@ -38,11 +39,9 @@ def test_unet():
 
 
 def test_a_decoder_whose_calls_leave_attributes():
-    cls = getattr(diffusers, "AutoencoderKLQwenImage21", None)
-    if cls is None:
-        pytest.skip("this version of diffusers has no AutoencoderKLQwenImage21")
     sizes = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1}
-    model = cls(**sizes, temperal_downsample=[False, True]).eval()
+    sizes["temperal_downsample"] = [False, True]
+    model = of_diffusers("AutoencoderKLQwenImage21", **sizes).eval()
     call = lambda z: model.decode(z, return_dict=False)[0]  # noqa: E731
     with pytest.raises(Untraceable, match=r"changes AutoencoderKLQwenImage21\."):
         trace(model, call, torch.randn(1, 4, 1, 4, 4))
@@ -54,20 +53,20 @@ def test_autoencoder_dc():
     kinds = {"block_types": ("ResBlock", "EfficientViTBlock"), "block_out_channels": (8, 8)}
     kinds |= {"qkv_multiscales": ((), (5,)), "layers_per_block": (1, 1)}
     blocks = {f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in kinds.items()}
-    model = diffusers.AutoencoderDC(
-        latent_channels=4, attention_head_dim=2, upsample_block_type="interpolate", **blocks
+    model = of_diffusers(
+        "AutoencoderDC", latent_channels=4, attention_head_dim=2, upsample_block_type="interpolate", **blocks
     ).eval()
     check(lambda z: model.decode(z, return_dict=False)[0], (1, 4, 4, 4), module=model)
 
 
 def test_a_transformer_whose_table_of_positions_is_cached():
-    model = diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, axes_dims_rope=(8, 4, 4),
-    ).eval()  # fmt: skip
+    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (8, 4, 4)}
+    sizes = {"in_channels": 16, "out_channels": 4, "num_layers": 1, "joint_attention_dim": 32}
+    model = of_diffusers("QwenImageTransformer2DModel", **heads, **sizes).eval()
 
     def call(x, tokens):
         time = torch.tensor([0.5])
-        return model(x, tokens, None, time, img_shapes=[[(1, 4, 4)]], return_dict=False)[0]
+        lengths = asked("QwenImageTransformer2DModel", txt_seq_lens=[3])
+        return model(x, tokens, None, time, img_shapes=[[(1, 4, 4)]], return_dict=False, **lengths)[0]
 
     check(call, (1, 16, 16), (1, 3, 32), module=model)
