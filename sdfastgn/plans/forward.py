@@ -15,9 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-import types
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +26,7 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.core.class_forward import class_forward
-from sdfastgn.patches.core.instance_entries import InstanceEntry
+from sdfastgn.patches.core.class_forward import MethodEntry, class_forward
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
@@ -117,7 +114,7 @@ class _Plans:
         self.made[key] = made
 
 
-class PlannedForward(InstanceEntry):
+class PlannedForward(MethodEntry):
     """Replaces the ``forward`` of one module, and runs its calls as plans where it can.
 
     A copy or pickle of the module gets a new ``PlannedForward`` without plans.
@@ -139,7 +136,7 @@ class PlannedForward(InstanceEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_lock", "_policy", "_states", "calls", "method", "own", "replaces_entry", "traces",
+        "_by_state", "_lock", "_policy", "_states", "calls", "own", "replaces_entry", "traces",
         "trusted", "verifies",
     )  # fmt: skip
 
@@ -152,9 +149,9 @@ class PlannedForward(InstanceEntry):
         states: States | None = None,
         verifies: bool = False,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, method)
         self.verifies = verifies
-        self.trusted, self.replaces_entry, self.method = trusted, replaces_entry, method
+        self.trusted, self.replaces_entry = trusted, replaces_entry
         self._states = States(module) if states is None else states
         self._by_state: dict[int, _Plans] = {}
         self._policy = Policy()
@@ -171,24 +168,6 @@ class PlannedForward(InstanceEntry):
     @property
     def _options(self) -> tuple[Any, ...]:
         return self.trusted, self.replaces_entry, self.method, None, self.verifies
-
-    # ``inspect.signature`` reads the first of these, and torch.export the others.
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return class_forward(self.module, self.method)
-
-    @property
-    def __self__(self) -> nn.Module:
-        return self.module
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        return getattr(type(self.module), self.method)
-
-    @property
-    def __code__(self) -> types.CodeType:
-        return self.__func__.__code__
 
     @property
     def plans(self) -> list[Plan]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 
 __all__ = [
+    "MethodEntry",
     "accelerate_hooks",
     "change_class",
     "class_forward",
@@ -40,6 +41,39 @@ _MAX_OBJECTS = 1000
 def class_forward(module: nn.Module, name: str = "forward") -> types.MethodType:
     """The method ``name`` of the class of ``module``, bound to ``module``."""
     return types.MethodType(getattr(type(module), name), module)
+
+
+class MethodEntry(InstanceEntry):
+    """An entry that runs instead of a method of its module, and looks like the method to other code.
+
+    Args:
+        module: the module.
+        method: the name of the method.
+    """
+
+    __slots__ = ("method",)
+
+    def __init__(self, module: nn.Module, method: str = "forward") -> None:
+        super().__init__(module)
+        self.method = method
+
+    # ``inspect.signature`` reads the first of these, and torch.export the others.
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return class_forward(self.module, self.method)
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return getattr(type(self.module), self.method)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        return self.__func__.__code__
 
 
 def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:

@@ -18,7 +18,6 @@ A call takes these steps, each in its own file:
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -34,8 +33,7 @@ from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import States, running
 from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.adapter_survey import Survey
-from sdfastgn.patches.core.class_forward import class_forward
-from sdfastgn.patches.core.instance_entries import InstanceEntry
+from sdfastgn.patches.core.class_forward import MethodEntry, class_forward
 from sdfastgn.patches.core.merged_adapters import give_back, scaled
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
 from sdfastgn.patches.graphs.capture import Backend, Graph, backend_of, capture_call, run_on_copies
@@ -150,7 +148,7 @@ class _Current(NamedTuple):
             fp8.note_replay(self.module)
 
 
-class GraphedForward(InstanceEntry):
+class GraphedForward(MethodEntry):
     """Replaces the ``forward`` of one module, or another method, and runs its calls as graphs where it can.
 
     A copy or pickle of the module gets a new ``GraphedForward`` without graphs.
@@ -179,7 +177,7 @@ class GraphedForward(InstanceEntry):
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
-        "_backend", "_others", "_planned", "_policy", "_state", "_states", "_store", "eager", "method",
+        "_backend", "_others", "_planned", "_policy", "_state", "_states", "_store", "eager",
         "mode", "planner", "replaces_entry", "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
@@ -197,10 +195,9 @@ class GraphedForward(InstanceEntry):
         state: int = 0,
         planner: Planner | None = None,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, method)
         self.mode = mode
         self.replaces_entry = replaces_entry
-        self.method = method
         self.scratch = scratch
         self._backend = backend
         self._store = Store()
@@ -226,25 +223,6 @@ class GraphedForward(InstanceEntry):
     @property
     def _options(self) -> tuple[bool, str, frozenset[str]]:
         return self.replaces_entry, self.method, self.scratch
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The method of the module's class. ``inspect.signature`` reads the parameters from it."""
-        return class_forward(self.module, self.method)
-
-    # torch.export reads the next three attributes of a ``forward``. A bound method has them.
-
-    @property
-    def __self__(self) -> nn.Module:
-        return self.module
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        return getattr(type(self.module), self.method)
-
-    @property
-    def __code__(self) -> types.CodeType:
-        return self.__func__.__code__
 
     @property
     def planned(self) -> list[Any]:
