@@ -355,7 +355,7 @@ def trace_call(module: nn.Module, call: Call, method: str = "forward") -> tuple[
         return computed
 
     with dispatch.stock_code(), running(as_stock=False):
-        traced = trace(module, run, *call.tensors)
+        traced = trace(module, run, *call.tensors, strides_of=channels_last.stock_strides)
     return traced, outcomes[-1]
 
 

@@ -1,6 +1,7 @@
 """Models of which ``optimize`` runs the calls as plans: right, never stale, and undone exactly."""
 
 import copy
+import enum
 import gc
 import pickle
 import threading
@@ -42,6 +43,21 @@ class Net(nn.Module):
 
     def forward(self, x, factor=1.0):
         return self.blocks(self.conv_in(x)) * factor
+
+
+class Part(enum.Enum):
+    FIRST = "first"
+    LATER = "later"
+
+
+class InParts(Net):
+    """Its caller keeps the last rows of a convolution's input in a dict, with the convolution as the key."""
+
+    def forward(self, x, part, kept):
+        if part is Part.LATER:
+            x = torch.cat([kept[self.conv_in], x], 2)
+        kept[self.conv_in] = x[:, :, -1:].clone()
+        return self.blocks(self.conv_in(x))
 
 
 class KeepsCount(Net):
@@ -94,6 +110,18 @@ def test_one_plan_a_kind_of_call(pair):
     agree(model(image(size=9)), stock(image(size=9)))
     follows_stock(model, stock, 3.0)
     assert planned(model).traces == 3
+
+
+def test_enumerations_and_modules_as_keys():
+    stock = net(InParts)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for _ in range(2):
+        ours, theirs = {}, {}
+        for seed, part in enumerate((Part.FIRST, Part.LATER, Part.LATER)):
+            agree(model(image(seed=seed), part, ours), stock(image(seed=seed), part, theirs))
+        assert list(ours) == [model.conv_in]
+        assert torch.equal(ours[model.conv_in], theirs[stock.conv_in])
+    assert (planned(model).traces, planned(model).own) == (2, {})
 
 
 def test_results_are_contiguous_as_stocks(pair):

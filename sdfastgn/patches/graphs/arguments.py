@@ -6,6 +6,7 @@ Calls with equal keys can share a CUDA graph.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -224,7 +225,7 @@ class Call:
 
 def _is_plain(kind: type) -> bool:
     """True for a class of values that a graph repeats as they were at its capture."""
-    return kind in _PLAIN or is_numpy_constant(kind)
+    return kind in _PLAIN or issubclass(kind, enum.Enum) or is_numpy_constant(kind)
 
 
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.garbage import without_collections
-from sdfastgn.patches.core import channels_last
 from sdfastgn.plans.trace import writes
 from sdfastgn.plans.trace.python_state import (
     ModuleState,
@@ -36,17 +35,26 @@ _Place = tuple[nn.Module, str, str]
 _CONSTANTS = (type(None), int, float, bool, str, torch.dtype, torch.device)
 
 
-def trace(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
+def trace(
+    model: nn.Module,
+    call: Callable[..., Any],
+    *args: Any,
+    strides_of: Callable[[nn.Module, Tensor], tuple[int, ...]] | None = None,
+    **kwargs: Any,
+) -> Traced:
     """The graph of ``call(*args, **kwargs)``, which runs ``model``. Raises Untraceable.
 
     Tensors in ``args`` and ``kwargs`` are the graph's inputs. Other arguments are constants. The graph holds
     for tensors with the same shapes, strides, dtypes and devices that share no memory with each other.
+
+    ``strides_of``: gives the strides with which a parameter of a module counts; None for those that it has.
+    They decide the strides of results, and so which results are views.
     """
     if is_tracing():
         raise Untraceable("the call runs inside of a trace of another call")
     traced = None
     with without_collections(), noted() as reasons:
-        tracer = Tracer(model)
+        tracer = Tracer(model, strides_of)
         state = ModuleState(model)
         try:
             traced = tracer.traced(call, args, kwargs)
@@ -91,8 +99,9 @@ class _Source(NamedTuple):
 class Tracer(TorchDispatchMode):
     """Writes the ops of a call as nodes of ``self.module.graph``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, strides_of: Callable[[nn.Module, Tensor], Any] | None) -> None:
         super().__init__()
+        self.strides_of = strides_of
         self.module = fx.GraphModule({}, fx.Graph())
         self.graph = self.module.graph
         self.places = _places(model)
@@ -172,8 +181,8 @@ class Tracer(TorchDispatchMode):
             traced = self.outside(owner)
         elif place is not None:
             with self.after(self.last_parameter):
-                # The strides of weights decide those of results, and so which results are views.
-                traced = self.add_placeholder(t, "parameter", channels_last.stock_strides(place[0], t))
+                stride = self.strides_of(place[0], t) if self.strides_of else t.stride()
+                traced = self.add_placeholder(t, "parameter", stride)
             self.last_parameter = traced.node
             self.parameters.append(place)
         else:
@@ -338,6 +347,12 @@ class Tracer(TorchDispatchMode):
         if args[3] is not None and args[5]:
             refuse("the call runs a batch norm in training")
         return self.plain(op, args, kwargs)
+
+    def cudnn_convolution(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """As the convolution that it computes: ComfyUI calls cuDNN itself."""
+        x, weight, padding, stride, dilation, groups, *_ = args
+        sizes = stride, padding, dilation, False, [0] * len(stride), groups
+        return self.plain(aten.convolution.default, (x, weight, None, *sizes), {})
 
     def weight_norm(self, op: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         """In ops of its definition, because this op reads memory as if its arguments were contiguous."""
@@ -559,6 +574,7 @@ _handlers: dict[Any, Any] = {
     aten.resolve_conj.default: Tracer.resolved,
     aten.resolve_neg.default: Tracer.resolved,
     aten.index.Tensor: Tracer.indexed,
+    aten.cudnn_convolution.default: Tracer.cudnn_convolution,
     aten.native_batch_norm.default: Tracer.batch_norm,
     aten.cudnn_batch_norm.default: Tracer.batch_norm,
     aten.miopen_batch_norm.default: Tracer.batch_norm,

@@ -31,6 +31,18 @@ def test_linear_norms_and_attention_stay_whole(op):
     assert targets(check(WHOLE[op])).count(op) == 1
 
 
+@torch.no_grad()
+def test_cudnns_convolution_is_a_convolution():
+    x, w = torch.randn(1, 4, 3, 5, 6), torch.randn(6, 2, 2, 3, 3)
+
+    def of_cudnn(x, w):
+        return torch.ops.aten.cudnn_convolution(x, w, [0, 1, 1], [1, 2, 1], [1, 1, 1], 2, False, False, True)
+
+    traced = trace(nn.Identity(), of_cudnn, x, w)
+    expected = F.conv3d(x, w, stride=(1, 2, 1), padding=(0, 1, 1), groups=2)
+    torch.testing.assert_close(run(traced, x, w), expected)
+
+
 def literals(net, x):
     number = int(torch.tensor([1.0, 2.0, 3.0])[1]) + torch.arange(4)[2].item()
     return x * torch.tensor([1.0, 2.0, 3.0, 4.0]) * number + torch.linspace(0, 1, 4) + x.new_tensor([2.0])
