@@ -49,8 +49,8 @@ _MODEL = Input("model", "MODEL", "An SD 1.5, SD 2 or SDXL model, with or without
 _VAE = Input(
     "vae",
     "VAE",
-    "The VAE of SD 1.5, SD 2, SDXL, SD3, Flux, Wan, Qwen-Image, HunyuanVideo, HunyuanVideo 1.5 or "
-    "HunyuanImage's refiner.",
+    "The VAE of SD 1.5, SD 2, SDXL, SD3, Flux, Wan, Qwen-Image, HunyuanVideo, HunyuanVideo 1.5, "
+    "HunyuanImage's refiner or SeedVR2. Others may run as plans.",
 )
 _GRAPHS_INPUT = Input(
     "cuda_graphs",
@@ -58,6 +58,13 @@ _GRAPHS_INPUT = Input(
     "When steps run as CUDA graphs. auto: from the second step of an image size on. at once: from the first "
     "step. never: not at all, to save memory.",
     tuple(_GRAPHS),
+)
+_PLANS_INPUT = Input(
+    "plans",
+    "COMBO",
+    "Whether a VAE that sdfastgn knows no blocks of, such as SeedVR2's, runs as plans: its first call of a "
+    "size is traced, and later calls run fused kernels.",
+    ("yes", "no"),
 )
 _TEXT = Output(
     "text",
@@ -71,8 +78,8 @@ _TEXT = Output(
 
 
 def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, ...]:
-    from sdfastgn.patches.comfyui.model_patcher import check_vae, optimize_model, optimize_vae
-    from sdfastgn.patches.comfyui.report import text_of
+    from sdfastgn.patches.comfyui.model_patcher import check_vae, optimize_model
+    from sdfastgn.plans.comfyui import optimize_vae, text_of
 
     texts: dict[str, str] = {}  # "model" or "vae" -> the latest report on it
 
@@ -90,17 +97,15 @@ def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = No
     return model, vae, "\n".join(texts.values())
 
 
-def _optimize_vae(node_id: Any, vae: Any) -> tuple[Any, ...]:
-    from sdfastgn.patches.comfyui.model_patcher import optimize_vae
-    from sdfastgn.patches.comfyui.report import text_of
+def _optimize_vae(node_id: Any, vae: Any, plans: str = "yes") -> tuple[Any, ...]:
+    from sdfastgn.plans.comfyui import optimize_vae, text_of
 
-    vae = optimize_vae(vae, lambda text: _show(node_id, text))
+    vae = optimize_vae(vae, lambda text: _show(node_id, text), plans=plans == "yes")
     return vae, text_of(vae.patcher)
 
 
 def _report(node_id: Any, model: Any, latent: Any, vae: Any = None) -> tuple[Any, ...]:
-    from sdfastgn.patches.comfyui.model_patcher import call_after_load
-    from sdfastgn.patches.comfyui.report import text_of
+    from sdfastgn.plans.comfyui import call_after_load, text_of
 
     text = text_of(model)
     if vae is None:
@@ -137,7 +142,7 @@ NODES = (
         "sdfastgn Optimize VAE",
         "Makes a VAE faster: decoding and encoding on fused channels-last kernels. Once the VAE has run, the "
         "text on the node says what became faster.",
-        (_VAE,),
+        (_VAE, _PLANS_INPUT._replace(is_optional=True)),
         (Output("vae", "VAE", "A faster copy. The VAE that came in stays as it was."), _TEXT),
         _optimize_vae,
     ),

@@ -13,9 +13,8 @@ _TYPES = {"MODEL": io.Model, "VAE": io.Vae, "LATENT": io.Latent, "STRING": io.St
 
 def _input(each: Input) -> Any:
     if each.choices:
-        return io.Combo.Input(
-            each.id, options=list(each.choices), default=each.choices[0], tooltip=each.tooltip
-        )
+        options = {"options": list(each.choices), "default": each.choices[0]}
+        return io.Combo.Input(each.id, **options, tooltip=each.tooltip, optional=each.is_optional)
     return _TYPES[each.type].Input(each.id, tooltip=each.tooltip, optional=each.is_optional)
 
 

@@ -7,7 +7,7 @@ module. In models that accelerate offloads as a whole, the key is "_old_forward"
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.plans.forward import PlannedForward
 
-__all__ = ["Planned", "gets_plans", "inspect", "install", "remove", "trusted_in"]
+__all__ = ["Planned", "gets_plans", "inspect", "install", "remove", "take_off", "trusted_in"]
 
 # Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
@@ -108,12 +108,17 @@ def trusted_in(root: nn.Module) -> frozenset[str] | None:
 
 
 def install(
-    root: nn.Module, is_on: bool, trusted: frozenset[str] = frozenset(), *, verifies: bool = False
+    root: nn.Module,
+    is_on: bool,
+    trusted: frozenset[str] = frozenset(),
+    *,
+    verifies: bool = False,
+    former: Sequence[PlannedForward] = (),
 ) -> None:
     """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
 
     A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
-    Modules with CUDA graphs get a ``Planner``.
+    Modules with CUDA graphs get a ``Planner``. ``former``: what ``take_off`` has returned, with its plans.
     """
     for _, module in outermost(root):
         for graphed in GraphedForward.of(module):
@@ -124,11 +129,14 @@ def install(
     for module in entrances(root):
         planned = _planned(module)
         if planned is not None and (planned.trusted, planned.verifies) != (trusted, verifies):
-            _take_off(module)
+            _take_off(module).clear()
             planned = None
         place = place_in(module)
         if planned is None and place is not None and any(True for _ in module.children()):
-            vars(module)[place] = PlannedForward(module, trusted, place in vars(module), verifies=verifies)
+            kept = next((each for each in former if each.module is module), None)
+            vars(module)[place] = kept or PlannedForward(
+                module, trusted, place in vars(module), verifies=verifies
+            )
             guard(module)
         if _planned(module) is not None:
             stop_checking([module])  # the ``PlannedForward`` compares the code
@@ -160,9 +168,13 @@ class _Maker:
 
 def remove(root: nn.Module) -> None:
     """Undo ``install``: remove each ``PlannedForward`` in ``root``, and drop its plans."""
-    for module in root.modules():
-        if _planned(module) is not None:
-            _take_off(module)
+    for planned in take_off(root):
+        planned.clear()
+
+
+def take_off(root: nn.Module) -> list[PlannedForward]:
+    """Remove each ``PlannedForward`` in ``root``, and return it with its plans."""
+    return [_take_off(module) for module in root.modules() if _planned(module) is not None]
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
@@ -211,14 +223,12 @@ def _planned(module: nn.Module) -> PlannedForward | None:
     return None
 
 
-def _take_off(module: Any) -> None:
-    planned = _planned(module)
-    if planned is None:
-        return
-    planned.clear()
+def _take_off(module: Any) -> PlannedForward:
+    planned: Any = _planned(module)
     own = class_forward(module)
     if vars(module).get("forward") is planned and not planned.replaces_entry:
         del vars(module)["forward"]
     # A hook of another library may have kept ``planned`` in order to restore it later.
     replace_kept(module, planned, own)
     unguard(module)
+    return planned

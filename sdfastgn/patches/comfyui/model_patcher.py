@@ -110,15 +110,18 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
     return optimized
 
 
-def call_after_load(vae: Any, key: str, after_load: Callable[[str], None]) -> None:
+def call_after_load(
+    vae: Any, key: str, after_load: Callable[[str], None], describe: Callable[[Any], str] = text_of
+) -> None:
     """Register ``after_load``, which is then called before each decode and encode (``optimize_vae``).
 
-    It replaces a function that was registered before with the same ``key``. Raises what ``check_vae`` raises.
+    It replaces a function that was registered before with the same ``key``. ``describe`` makes the text of
+    the report. Raises what ``check_vae`` raises.
     """
     check_vae(vae)
     vae.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, key)
     vae.patcher.add_callback_with_key(
-        CallbacksMP.ON_INJECT_MODEL, key, lambda patcher: after_load(text_of(patcher))
+        CallbacksMP.ON_INJECT_MODEL, key, lambda patcher: after_load(describe(patcher))
     )
 
 

@@ -100,6 +100,11 @@ _PATCHED = _WORDS["comfyui_transformer_block"]
 def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
     if not has_blocks(root):
         return "sdfastgn knows none of its blocks"
+    return why_stock(patcher, root)
+
+
+def why_stock(patcher: Any, root: nn.Module) -> str | None:
+    """Why the whole model runs stock's code whatever it is made of; None if it need not."""
     if KEY not in patcher.injections:
         return "It does not come from a node of sdfastgn that optimizes"
     if not _has_gpu():

@@ -1,0 +1,103 @@
+"""Plans for VAEs of ComfyUI without blocks that can be fused.
+
+They are an injection beside that of ``patches/comfyui``, which leaves such a VAE stock. ComfyUI turns it on
+when it has loaded the VAE, and off before it moves or patches the weights.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from comfy.patcher_extension import PatcherInjection
+from torch import nn
+
+from sdfastgn.patches.comfyui import dynamic_vram, model_patcher, report
+from sdfastgn.patches.comfyui.inject import has_blocks, reason_to_stay, root_of
+from sdfastgn.patches.core import channels_last
+from sdfastgn.plans import install as planning
+from sdfastgn.plans.forward import PlannedForward
+
+__all__ = ["call_after_load", "optimize_vae", "text_of"]
+
+# The name of the injection in a ``ModelPatcher``.
+_KEY = "sdfastgn plans"
+# Packages with which ComfyUI's layers load their weights. What they keep changes no result.
+_TRUSTED = frozenset(("comfy_aimdo", "comfy_kitchen", "psutil"))
+# VAE -> what was taken off from it. ComfyUI takes out and puts in around each decode and encode.
+_taken_out: weakref.WeakKeyDictionary[nn.Module, list[PlannedForward]] = weakref.WeakKeyDictionary()
+
+
+def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, plans: bool = True) -> Any:
+    """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, it is fused or runs as plans.
+
+    ``vae`` itself stays stock.
+
+    Args:
+        vae: ComfyUI's VAE.
+        after_load: called with the text of the report before each decode and encode, when ComfyUI has loaded
+            the model.
+        plans: False leaves a VAE without blocks that can be fused as it is.
+
+    Raises what ``model_patcher.check_vae`` raises.
+    """
+    optimized = model_patcher.optimize_vae(vae)
+    if plans:
+        optimized.patcher.set_injections(_KEY, [PatcherInjection(_put_in, _take_out)])
+    if after_load is not None:
+        call_after_load(optimized, _KEY, after_load)
+    return optimized
+
+
+def call_after_load(vae: Any, key: str, after_load: Callable[[str], None]) -> None:
+    """As ``model_patcher.call_after_load``, with the text of this file's report."""
+    model_patcher.call_after_load(vae, key, after_load, text_of)
+
+
+def text_of(patcher: Any, has_run: bool = True) -> str:
+    """The report on the model of a ``ModelPatcher``, in a few lines. The first line says if it is faster.
+
+    With ``has_run`` False the numbers of calls are left out.
+    """
+    root = root_of(patcher)
+    if not _gets_plans(patcher):
+        return report.text_of(patcher, has_run)
+    name = type(root).__name__
+    reason = report.why_stock(patcher, root)
+    if reason is not None:
+        return f"{name}: not faster. {reason}"
+    lines = [f"{name}: faster, once its calls repeat. They run as plans"]
+    for each in planning.inspect(root):
+        if has_run and each.calls:
+            share = each.kernel_bytes / max(each.bytes, 1)
+            lines.append(
+                f"{each.path or each.kind}: {each.calls} calls as plans, {share:.0%} in fused kernels"
+            )
+        lines += [f"As stock: {count} calls of {each.path or each.kind}. Reason: {why}"
+                  for why, count in each.own.items() if count]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _gets_plans(patcher: Any) -> bool:
+    root = root_of(patcher)
+    return _KEY in patcher.injections and not has_blocks(root) and planning.gets_plans(root)
+
+
+def _put_in(patcher: Any) -> None:
+    root = root_of(patcher)
+    if _gets_plans(patcher) and not dynamic_vram.is_dynamic(patcher) and reason_to_stay(root) is None:
+        former = _taken_out.pop(root, ())
+        planning.install(root, True, _TRUSTED, former=former)
+        if any(planned.plans for planned in former):
+            channels_last.lay_out_weights(root)  # as when these plans were made
+
+
+def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    if is_finalizing():  # when Python exits, parts of it are gone
+        return
+    root = root_of(patcher)
+    former = planning.take_off(root)
+    if former:
+        _taken_out[root] = former

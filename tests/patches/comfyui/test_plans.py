@@ -1,0 +1,88 @@
+"""VAEs of ComfyUI without blocks that can be fused run as plans. ComfyUI's own code runs that of SeedVR2."""
+
+import pytest
+import torch
+
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_for_cpu()
+
+import comfy.sd  # noqa: E402
+from comfy import model_management  # noqa: E402
+
+from scripts.publish.comfyui_models import random_weights  # noqa: E402
+from sdfastgn.patches.comfyui import report  # noqa: E402
+from sdfastgn.plans.comfyui import optimize_vae, text_of  # noqa: E402
+from sdfastgn.plans.forward import PlannedForward  # noqa: E402
+from tests.patches.comfyui.comfy_models import close  # noqa: E402
+
+seedvr = pytest.importorskip("comfy.ldm.seedvr.vae", reason="a ComfyUI before SeedVR2")
+
+pytestmark = pytest.mark.fused_on_cpu
+
+
+@pytest.fixture
+def stock(monkeypatch):
+    """ComfyUI's VAE from the weights of a small model. Its kind of blocks is fixed, not its channels."""
+    monkeypatch.setattr(seedvr, "BYTEDANCE_BLOCK_OUT_CHANNELS", (32,) * 4)
+    monkeypatch.setattr(report, "_has_gpu", lambda: True)
+    with torch.device("meta"):
+        model = seedvr.VideoAutoencoderKLWrapper()
+    yield comfy.sd.VAE(sd=random_weights(model, torch.float32, "cpu"))
+    model_management.unload_all_models()
+
+
+def latent(frames=2, seed=0):
+    return torch.randn(1, 16, frames, 4, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def planned(vae):
+    found = {name: vars(child).get("forward") for name, child in vae.first_stage_model.named_children()}
+    return {name: each for name, each in found.items() if isinstance(each, PlannedForward)}
+
+
+@torch.inference_mode()
+def test_decode_and_encode(stock):
+    vae = optimize_vae(stock)
+    for frames in (1, 2, 4):  # more than two are decoded in parts, which keep frames for the next one
+        expected = [stock.decode(latent(frames, seed)) for seed in range(2)]
+        images = torch.rand(4 * frames - 3, 32, 32, 3, generator=torch.Generator().manual_seed(1))
+        latents = stock.encode(images)
+        for seed, frames_of_stock in enumerate(expected):
+            close(vae.decode(latent(frames, seed)), frames_of_stock)
+        close(vae.encode(images), latents)
+    decoder = planned(vae)["decoder"]
+    assert (decoder.calls, decoder.traces, decoder.own) == (2 * (1 + 1 + 3), 1 + 1 + 3, {})
+    assert planned(vae)["encoder"].own == {}
+    assert vae.first_stage_model.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    text = text_of(vae.patcher)
+    assert text.startswith("VideoAutoencoderKLWrapper: faster, once its calls repeat. They run as plans\n")
+    assert "decoder: 10 calls as plans" in text
+
+
+@torch.inference_mode()
+def test_stock_stays_and_comes_back(stock):
+    vae = optimize_vae(stock)
+    expected = stock.decode(latent())
+    strides = [p.stride() for p in stock.first_stage_model.parameters()]
+    close(vae.decode(latent()), expected)
+    assert planned(vae)
+    assert torch.equal(stock.decode(latent()), expected)
+    assert not planned(vae)
+    assert [p.stride() for p in stock.first_stage_model.parameters()] == strides
+
+
+@torch.inference_mode()
+def test_without_plans(stock):
+    vae = optimize_vae(stock, plans=False)
+    assert torch.equal(vae.decode(latent()), stock.decode(latent()))
+    assert not planned(vae)
+    assert text_of(vae.patcher) == "VideoAutoencoderKLWrapper: not faster. sdfastgn knows none of its blocks"
+
+
+@torch.inference_mode()
+def test_the_report_after_a_load(stock):
+    texts = []
+    vae = optimize_vae(stock, texts.append)
+    vae.decode(latent())
+    assert [text.splitlines()[0] for text in texts] == [text_of(vae.patcher).splitlines()[0]]
