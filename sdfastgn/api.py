@@ -624,7 +624,8 @@ def _warn_of_untested(call: str, found: list[patcher.Finding]) -> None:
     _warn(
         f"sdfastgn.{call}: {len(skipped)} of {parts_text(found)} run stock's code, at stock's speed, because "
         f"sdfastgn was not tested with the installed code of {named}. Either diffusers {release} is newer "
-        "than sdfastgn, or other code has replaced these methods. sdfastgn.report lists the parts. "
+        "than sdfastgn, or other code has replaced these methods. sdfastgn.report lists the parts, and the "
+        "models that run as plans instead. "
         f"What helps: a newer sdfastgn; diffusers {newest_release('diffusers')} or older; or the command "
         "`sdfastgn sources`, which lists the methods and accepts their code once you have read the changes."
     )

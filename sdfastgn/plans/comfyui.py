@@ -1,6 +1,6 @@
-"""Plans for VAEs of ComfyUI without blocks that can be fused.
+"""Plans for VAEs of ComfyUI whose blocks cannot be fused: there are none, or their code was never tested.
 
-They are an injection beside that of ``patches/comfyui``, which leaves such a VAE stock. ComfyUI turns it on
+They are an injection beside that of ``patches/comfyui``, which leaves such blocks stock. ComfyUI turns it on
 when it has loaded the VAE, and off before it moves or patches the weights.
 """
 
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from comfy.patcher_extension import PatcherInjection
 from torch import nn
 
 from sdfastgn.patches.comfyui import dynamic_vram, model_patcher, report
-from sdfastgn.patches.comfyui.inject import has_blocks, reason_to_stay, root_of
+from sdfastgn.patches.comfyui.inject import CLAIMING, reason_to_stay, root_of
+from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.patcher import Finding
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
 
@@ -39,7 +41,7 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, p
         vae: ComfyUI's VAE.
         after_load: called with the text of the report before each decode and encode, when ComfyUI has loaded
             the model.
-        plans: False leaves a VAE without blocks that can be fused as it is.
+        plans: False leaves a VAE whose blocks cannot be fused as it is.
 
     Raises what ``model_patcher.check_vae`` raises.
     """
@@ -82,7 +84,17 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
 
 def _gets_plans(patcher: Any) -> bool:
     root = root_of(patcher)
-    return _KEY in patcher.injections and not has_blocks(root) and planning.gets_plans(root)
+    if _KEY not in patcher.injections or not planning.gets_plans(root):
+        return False
+    return not planning.fused_blocks_pay(root, list(_blocks_in(root)))
+
+
+def _blocks_in(root: nn.Module) -> Iterator[Finding]:
+    for module in root.modules():
+        for fusion in CLAIMING:
+            if fusion not in LAYERS and fusion.claims(module):
+                reason = None if fusion.is_applied(module) else fusion.reason_to_skip(module)
+                yield Finding("", module, fusion, "skipped" if reason else "fusable", reason or "")
 
 
 def _put_in(patcher: Any) -> None:

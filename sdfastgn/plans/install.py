@@ -21,11 +21,21 @@ from sdfastgn.patches.code.states import States
 from sdfastgn.patches.core.class_forward import class_forward, replace_kept
 from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.tested_sources import Untested
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.plans.forward import PlannedForward
 
-__all__ = ["Planned", "gets_plans", "inspect", "install", "remove", "take_off", "trusted_in"]
+__all__ = [
+    "Planned",
+    "fused_blocks_pay",
+    "gets_plans",
+    "inspect",
+    "install",
+    "remove",
+    "take_off",
+    "trusted_in",
+]
 
 # Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
@@ -33,6 +43,9 @@ _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 # Smallest share of a model's weights that must be in convolutions of images and videos. Kernels exist for
 # what surrounds these. A model of other layers gains too little to pay for a trace.
 _SHARE = 0.5
+# Largest share of the weights of convolutions that may be in blocks whose code was never tested. With more,
+# the whole model runs as plans, which are about as fast as fused blocks.
+_UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ def gets_plans(root: nn.Module) -> bool:
     convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, _CONVOLUTIONS)}
     if sum(convolved.values()) <= _SHARE * weights or not any(map(_is_norm, modules)):
         return False
-    return not any(map(_runs_fused, _blocks_in(root)))
+    return not fused_blocks_pay(root, _blocks_in(root))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -96,9 +109,21 @@ def _blocks_in(root: nn.Module) -> list[patcher.Finding]:
     return [finding for finding in patcher.inspect(root) if finding.fusion.name not in _OF_LAYERS]
 
 
-def _runs_fused(finding: patcher.Finding) -> bool:
-    """True if the block is fused, or would be. Its source may be unknown, and then it is neither."""
-    return finding.status == "fusable" or finding.fusion.is_applied(finding.module)
+def fused_blocks_pay(root: nn.Module, blocks: Sequence[patcher.Finding]) -> bool:
+    """True if ``root`` is faster by the fused ones of ``blocks`` than by plans.
+
+    Plans need no known code. So they pay if more than a little of the convolutions is in unknown blocks.
+    """
+    if not any(
+        finding.status == "fusable" or finding.fusion.is_applied(finding.module) for finding in blocks
+    ):
+        return False
+    inside: dict[nn.Module, bool] = {}  # convolution -> whether its innermost block is unknown
+    for finding in sorted(blocks, key=lambda finding: -sum(1 for _ in finding.module.modules())):
+        is_unknown = isinstance(finding.reason, Untested)
+        inside.update((m, is_unknown) for m in finding.module.modules() if isinstance(m, _CONVOLUTIONS))
+    unknown = sum(m.weight.numel() for m, is_unknown in inside.items() if is_unknown)
+    return unknown <= _UNKNOWN * sum(m.weight.numel() for m in root.modules() if isinstance(m, _CONVOLUTIONS))
 
 
 def trusted_in(root: nn.Module) -> frozenset[str] | None:
@@ -147,7 +172,7 @@ def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | Non
     planner = None
     if maker is not None and any(isinstance(m, _CONVOLUTIONS) for m in module.modules()):
         blocks = _blocks_in(module)
-        is_always = bool(blocks) and not any(map(_runs_fused, blocks))
+        is_always = bool(blocks) and not fused_blocks_pay(module, blocks)
         planner = Planner(maker, is_always)
     if planner != graphed.planner:
         graphed.clear()

@@ -134,14 +134,37 @@ def test_gradients_while_code_is_replaced(made):
             torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3)
 
 
-def test_a_release_that_was_never_tested(monkeypatch):
+def unknown_everywhere(monkeypatch):
+    for where in (fusion, conv_norm_out, tiled_decode):
+        monkeypatch.setattr(where, "unknown_source", lambda *sources: Untested("it is not known"))
+
+
+def unknown_resnets(monkeypatch):
+    own = ResnetBlock2D.forward
+
+    def forward(self, *args, **kwargs):
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(ResnetBlock2D, "forward", forward)
+
+
+def unknown_tiles(monkeypatch):
+    monkeypatch.setattr(tiled_decode, "unknown_source", lambda *sources: Untested("it is not known"))
+
+
+def autoencoder():
     sizes = {"block_out_channels": (8, 16), "norm_num_groups": 4, "latent_channels": 4}
     kinds = {"down": "DownEncoderBlock2D", "up": "UpDecoderBlock2D"}
     blocks = {f"{end}_block_types": (kind, kind) for end, kind in kinds.items()}
-    stock = randomize(AutoencoderKL(**sizes, **blocks)).eval()
+    return randomize(AutoencoderKL(**sizes, **blocks)).eval()
+
+
+@pytest.mark.parametrize("change", [unknown_everywhere, unknown_resnets])
+def test_a_release_that_was_never_tested(monkeypatch, change):
+    stock = autoencoder()
     model = copy.deepcopy(stock)
-    for where in (fusion, conv_norm_out, tiled_decode):
-        monkeypatch.setattr(where, "unknown_source", lambda *sources: Untested("it is not known"))
+    change(monkeypatch)
+    monkeypatch.setattr("sdfastgn.api.noted", set())  # it warns once in a process
     with pytest.warns(UserWarning, match="was not tested with"):
         sdfastgn.optimize(model)
     z = noise(1, 4, 6, 6)
@@ -151,3 +174,10 @@ def test_a_release_that_was_never_tested(monkeypatch):
     assert planned(model.decoder).calls == 3
     sdfastgn.restore(model)
     assert not any(isinstance(vars(m).get("forward"), PlannedForward) for m in model.modules())
+
+
+def test_unknown_code_without_convolutions_of_its_own_leaves_the_fused_blocks(monkeypatch):
+    model = autoencoder()
+    unknown_tiles(monkeypatch)
+    assert sdfastgn.report(model).skipped  # the whole autoencoder, for its tiled decode
+    assert not install.gets_plans(model)

@@ -9,11 +9,13 @@ comfy_checkout.import_for_cpu()
 
 import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
+from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
 from sdfastgn.patches.comfyui import report  # noqa: E402
 from sdfastgn.plans.comfyui import optimize_vae, text_of  # noqa: E402
 from sdfastgn.plans.forward import PlannedForward  # noqa: E402
+from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close  # noqa: E402
 
 seedvr = pytest.importorskip("comfy.ldm.seedvr.vae", reason="a ComfyUI before SeedVR2")
@@ -70,6 +72,27 @@ def test_stock_stays_and_comes_back(stock):
     assert torch.equal(stock.decode(latent()), expected)
     assert not planned(vae)
     assert [p.stride() for p in stock.first_stage_model.parameters()] == strides
+
+
+@torch.inference_mode()
+def test_a_vae_of_another_release(monkeypatch):
+    """It has blocks that sdfastgn knows, but their code is another one."""
+    own = comfy_model.ResnetBlock.forward
+
+    def forward(self, x, temb=None, *args):
+        return own(self, x, temb, *args)
+
+    stock = comfy_models.load_vae()
+    z = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(1))
+    close(optimize_vae(stock).decode(z), stock.decode(z))
+    vae = optimize_vae(stock)
+    vae.decode(z)
+    assert not planned(vae)
+    monkeypatch.setattr(comfy_model.ResnetBlock, "forward", forward)
+    close(vae.decode(z), stock.decode(z))
+    vae.decode(z)
+    assert planned(vae)["decoder"].calls == 2
+    model_management.unload_all_models()
 
 
 @torch.inference_mode()
