@@ -56,7 +56,7 @@ def trace(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any)
         tracer.let_go()
         reasons += kept(made)
     if reasons or traced is None:
-        raise Untraceable(reasons[0])
+        raise Untraceable(reasons[0], state.kept())
     return traced
 
 
