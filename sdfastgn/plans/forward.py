@@ -7,7 +7,8 @@ A call takes these steps:
    it was in the trace. If it has changed, the result is dropped, and so are the plans.
 3. If there is none, the call is traced, and the plan is made and runs. ``outcome.py`` keeps what the call
    returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
-4. Every other call runs the model's own code. The reason is counted, and the report shows it.
+4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
+   is in the model, modules inside get plans (``inside.py``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
+from sdfastgn.plans.inside import plan_inside
 from sdfastgn.plans.outcome import Outcome, has_shared_containers
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
@@ -74,6 +76,7 @@ class _Plans:
 
     def __init__(self, guard: Guard, state: State) -> None:
         self.guard, self.state = guard, state
+        self.is_planned_inside = False
         self.made: OrderedDict[Any, _Made] = OrderedDict()  # least recently used first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
         self.calls = self.new_kinds = 0
@@ -125,7 +128,7 @@ class PlannedForward(InstanceEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_lock", "_may_keep", "_policy", "_state", "_states", "calls", "method", "own",
+        "_by_state", "_is_captured", "_lock", "_policy", "_state", "_states", "calls", "method", "own",
         "replaces_entry", "traces", "trusted", "verifies",
     )  # fmt: skip
 
@@ -142,8 +145,8 @@ class PlannedForward(InstanceEntry):
         self.verifies = verifies
         self.trusted, self.replaces_entry, self.method = trusted, replaces_entry, method
         self._states = States(module) if states is None else states
-        # A CUDA graph would not repeat what a call sets in modules.
-        self._may_keep = states is None
+        # A CUDA graph would not repeat what a call sets in modules, nor check the plans of modules inside.
+        self._is_captured = states is not None
         self._state = State()
         self._by_state: dict[tuple[int, State], _Plans] = {}
         self._policy = Policy()
@@ -266,7 +269,9 @@ class PlannedForward(InstanceEntry):
                 plans = _Plans(self._guard(module, code, call, state), state)
                 self._by_state[code, state] = plans
         if plans.guard.reason is not None:
-            if not plans.guard.same():
+            if plans.guard.same():
+                self._plan_inside(module, plans)
+            else:
                 self._drop(plans)
             raise Unsupported(plans.guard.reason)
         return plans
@@ -325,12 +330,14 @@ class PlannedForward(InstanceEntry):
             try:
                 made = self._traced(module, call, plans)
             except Untraceable as error:
-                grown = plans.state.grown(module, error.kept) if self._may_keep else None
+                grown = plans.state.grown(module, error.kept) if not self._is_captured else None
                 if grown is not None:
                     self._state = grown
                     self._by_state.clear()
                     return None
                 plans.refuse(key, str(error))
+                if len(plans.refused[key]) >= _TRACES and plans.guard.same():
+                    self._plan_inside(module, plans)
                 raise
             if not plans.guard.same():
                 self._drop(plans)
@@ -345,6 +352,14 @@ class PlannedForward(InstanceEntry):
                 plans.guard = self._guard(module, self._states.last(), call, plans.state)
             plans.add(key, made)
             return made
+
+    def _plan_inside(self, module: nn.Module, plans: _Plans) -> None:
+        """Give modules in ``module`` plans, because a call of it has none. Once in a state of the model."""
+        with self._lock:
+            if plans.is_planned_inside or self._is_captured:
+                return
+            plans.is_planned_inside = True
+            plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, verifies=self.verifies))
 
     def _traced(self, module: nn.Module, call: Call, plans: _Plans) -> _Made:
         self.traces += 1

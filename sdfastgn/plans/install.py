@@ -24,12 +24,12 @@ from sdfastgn.patches.core.left_alone import reason_to_leave
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.inside import CONVOLUTIONS
 
 __all__ = ["Planned", "gets_plans", "inspect", "install", "remove", "trusted_in"]
 
 # Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
-_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 # Smallest share of a model's weights that must be in convolutions of images and videos. Kernels exist for
 # what surrounds these. A model of other layers gains too little to pay for a trace.
 _SHARE = 0.5
@@ -79,7 +79,7 @@ def gets_plans(root: nn.Module) -> bool:
         return False  # the first call makes its weights
     weights = sum(parameter.numel() for parameter in root.parameters())
     modules = list(root.modules())
-    convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, _CONVOLUTIONS)}
+    convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, CONVOLUTIONS)}
     if sum(convolved.values()) <= _SHARE * weights or not any(map(_is_norm, modules)):
         return False
     return not any(map(_runs_fused, _blocks_in(root)))
@@ -121,11 +121,12 @@ def install(
     if not is_on or not gets_plans(root) or reason_to_leave(root) is not None:
         remove(root)
         return
-    for module in entrances(root):
+    for module in root.modules():  # also those that have plans because of a boundary
         planned = _planned(module)
         if planned is not None and (planned.trusted, planned.verifies) != (trusted, verifies):
             _take_off(module)
-            planned = None
+    for module in entrances(root):
+        planned = _planned(module)
         place = place_in(module)
         if planned is None and place is not None and any(True for _ in module.children()):
             vars(module)[place] = PlannedForward(module, trusted, place in vars(module), verifies=verifies)
@@ -137,7 +138,7 @@ def install(
 def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | None) -> None:
     """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans."""
     planner = None
-    if maker is not None and any(isinstance(m, _CONVOLUTIONS) for m in module.modules()):
+    if maker is not None and any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
         blocks = _blocks_in(module)
         is_always = bool(blocks) and not any(map(_runs_fused, blocks))
         planner = Planner(maker, is_always)
