@@ -6,8 +6,9 @@ A call takes these steps:
 2. If there is a plan for the key, it runs. While the GPU computes, ``guard.py`` compares the model with what
    it was in the trace. If it has changed, the result is dropped, and so are the plans.
 3. If there is none, the call is traced, and the plan is made and runs. ``outcome.py`` keeps what the call
-   returns besides tensors.
-4. Every other call runs the model's own code. The reason is counted, and the report shows it.
+   returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
+4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
+   is in the model, modules inside get plans (``inside.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 import math
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +33,12 @@ from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.plans.guard import Guard
+from sdfastgn.plans.inside import plan_inside
 from sdfastgn.plans.outcome import Outcome, has_shared_containers
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
+from sdfastgn.plans.state import STATE, State
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
@@ -67,7 +71,7 @@ class _Made:
 
 
 class _Plans:
-    """The plans of one module in one state of its code, by kind of call.
+    """The plans of one module in one state of its code, by kind of call. ``state``: what is kept in modules.
 
     Attributes:
         refused: kind of call -> why it has no plan, for each of the traces that failed.
@@ -76,8 +80,9 @@ class _Plans:
         new_kinds: how often a trace was wanted since a plan was last used again.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
+    def __init__(self, guard: Guard, state: State) -> None:
+        self.guard, self.state = guard, state
+        self.is_planned_inside = False
         self.made: dict[Any, _Made] = {}  # oldest first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
         self.seen = self.calls = self.new_kinds = 0
@@ -136,8 +141,8 @@ class PlannedForward(MethodEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_lock", "_policy", "_states", "calls", "own", "replaces_entry", "traces",
-        "trusted", "verifies",
+        "_by_state", "_is_captured", "_lock", "_policy", "_state", "_states", "calls", "own",
+        "replaces_entry", "traces", "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
@@ -153,7 +158,10 @@ class PlannedForward(MethodEntry):
         self.verifies = verifies
         self.trusted, self.replaces_entry = trusted, replaces_entry
         self._states = States(module) if states is None else states
-        self._by_state: dict[int, _Plans] = {}
+        # A CUDA graph would not repeat what a call sets in modules, nor check the plans of modules inside.
+        self._is_captured = states is not None
+        self._state = State()
+        self._by_state: dict[tuple[int, State], _Plans] = {}
         self._policy = Policy()
         self._lock = threading.RLock()
         self.calls = self.traces = 0
@@ -185,16 +193,15 @@ class PlannedForward(MethodEntry):
         if torch.compiler.is_compiling() or is_tracing():
             return getattr(type(module), self.method)(module, *args, **kwargs)
         try:
-            call, key = self._kind_of(module, args, kwargs)
             for _ in range(MAX_STATES):
-                plans = self._plans_of(module, call)
-                plans.seen += 1
-                made = plans.find(key) or self._trace(module, call, key, plans)
+                call, plans, made, given = self._find(module, args, kwargs)
                 results = self._run(plans, made, call)
                 if results is not None:
                     self.calls += 1
                     plans.calls += 1
-                    return made.outcome.deliver(results, args, kwargs, call.tensors)
+                    result = made.outcome.deliver(results, args, given, call.tensors)
+                    plans.state.store(given.get(STATE, {}))
+                    return result
             reason = "other code is replaced while it runs"
         except (Unsupported, Untraceable) as error:
             reason = str(error)
@@ -212,6 +219,21 @@ class PlannedForward(MethodEntry):
         with self._lock:
             self._by_state.clear()
 
+    def _find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, _Plans, _Made, dict[str, Any]]:
+        """The plan of a call, after a trace if there was none; and the named arguments with the state.
+
+        Raises Unsupported or Untraceable, with the reason.
+        """
+        while True:
+            state = self._state
+            given = {**kwargs, STATE: held} if (held := state.held()) else kwargs
+            call, key = self._kind_of(module, args, given)
+            plans = self._plans_of(module, call, state)
+            plans.seen += 1
+            made = plans.find(key) or self._trace(module, call, key, plans)
+            if made is not None:
+                return call, plans, made, given
+
     def _kind_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, Any]:
         """(the arguments, their key). Raises Unsupported if no such call can run as a plan now."""
         reason = reason_without_graphs(module)
@@ -228,21 +250,24 @@ class PlannedForward(MethodEntry):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
             raise Unsupported(f"no kernels run {where}")
         if has_shared_containers(args, kwargs):
-            raise Unsupported("a list or dict occurs twice in its arguments")
+            where = "its arguments" + f" or {STATE}" * (STATE in kwargs)
+            raise Unsupported(f"a list or dict occurs twice in {where}")
         settings = global_state(call.device), switched(module)  # type: ignore[arg-type]
         return call, (call.key, _places(call), settings)
 
-    def _plans_of(self, module: nn.Module, call: Call) -> _Plans:
+    def _plans_of(self, module: nn.Module, call: Call, state: State) -> _Plans:
         """The plans in the state of the code that was seen last. Raises Unsupported if there can be none."""
-        state = self._states.last()
-        plans = self._by_state.get(state)
+        code = self._states.last()
+        plans = self._by_state.get((code, state))
         if plans is None:
             self._policy.check_pause()
             with self._lock:
-                guard = Guard(module, self._states, state, call.device, self.trusted)
-                plans = self._by_state[state] = _Plans(guard)
+                plans = _Plans(self._guard(module, code, call, state), state)
+                self._by_state[code, state] = plans
         if plans.guard.reason is not None:
-            if not plans.guard.same():
+            if plans.guard.same():
+                self._plan_inside(module, plans)
+            else:
                 self._drop(plans)
             raise Unsupported(plans.guard.reason)
         return plans
@@ -279,8 +304,14 @@ class PlannedForward(MethodEntry):
         self._drop(plans)
         raise Unsupported(f"the model has changed: {self.last_change}")
 
-    def _trace(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> _Made:
-        """Trace the call and make its plan. Raises Unsupported or Untraceable, with the reason."""
+    def _guard(self, module: nn.Module, code: int, call: Call, state: State) -> Guard:
+        return Guard(module, self._states, code, call.device, self.trusted, state.names())
+
+    def _trace(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> _Made | None:
+        """Trace the call and make its plan. None if the trace found state that was not known.
+
+        Raises Unsupported or Untraceable, with the reason.
+        """
         with self._lock:
             made = plans.find(key)
             if made is not None:  # another thread was faster
@@ -293,38 +324,51 @@ class PlannedForward(MethodEntry):
                 raise Unsupported(plans.refused[key][-1])
             plans.check_is_worth_it()
             try:
-                made = self._traced(module, call, plans.guard)
+                made = self._traced(module, call, plans)
             except Untraceable as error:
+                grown = plans.state.grown(module, error.kept) if not self._is_captured else None
+                if grown is not None:
+                    self._state = grown
+                    self._by_state.clear()
+                    return None
                 plans.refuse(key, str(error))
+                if len(plans.refused[key]) >= _TRACES and plans.guard.same():
+                    self._plan_inside(module, plans)
                 raise
             if not plans.guard.same():
                 self._drop(plans)
                 raise Unsupported(f"the model has changed: {self.last_change}")
             if self.verifies:
                 try:
-                    self._verify(module, call, made)
+                    self._verify(module, call, made, plans.state)
                 except Untraceable as error:
                     plans.refused[key] += [str(error)] * _TRACES
                     raise
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
-                plans.guard = Guard(module, self._states, self._states.last(), call.device, self.trusted)
+                plans.guard = self._guard(module, self._states.last(), call, plans.state)
             plans.add(key, made)
             return made
 
-    def _traced(self, module: nn.Module, call: Call, guard: Guard) -> _Made:
+    def _plan_inside(self, module: nn.Module, plans: _Plans) -> None:
+        """Give modules in ``module`` plans, because a call of it has none. Once in a state of the model."""
+        with self._lock:
+            if plans.is_planned_inside or self._is_captured:
+                return
+            plans.is_planned_inside = True
+            plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, verifies=self.verifies))
+
+    def _traced(self, module: nn.Module, call: Call, plans: _Plans) -> _Made:
         self.traces += 1
-        with without_collections(), guard.undoing():
-            traced, outcome = trace_call(module, call, self.method)
+        with without_collections(), plans.guard.undoing():
+            traced, outcome = trace_call(module, call, plans.state, self.method)
             plan = make_plan(traced)
         return _Made(plan, Baked(plan), outcome)
 
-    def _verify(self, module: nn.Module, call: Call, made: _Made) -> None:
+    def _verify(self, module: nn.Module, call: Call, made: _Made, state: State) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
-        args, kwargs = call.rebuild(own)
-        outcome = Outcome(args, kwargs, own)
         with running(bool(self._states.replaced(self._states.last()))):
-            expected = outcome.finish(class_forward(module, self.method)(*args, **kwargs))
+            expected, _ = _run_own(module, call, state, self.method, own)
         found = made.baked.run(planned)
         for a, b in zip((*found, *planned), (*expected, *own), strict=True):
             difference = _difference(a, b)
@@ -338,25 +382,39 @@ class PlannedForward(MethodEntry):
                 self._policy.last_change = plans.guard.change()
                 self._policy.model_changed(plans.calls)
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
+                self._state = State()  # it may have modules that are not in the model any more
 
 
-def trace_call(module: nn.Module, call: Call, method: str = "forward") -> tuple[Traced, Outcome]:
+def trace_call(
+    module: nn.Module, call: Call, state: State, method: str = "forward"
+) -> tuple[Traced, Outcome]:
     """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
 
-    Raises Untraceable.
+    ``call``: its arguments, and the values of ``state``. Raises Untraceable.
     """
     outcomes: list[Outcome] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        args, kwargs = call.rebuild([tensors[place] for place in _places(call)])
-        outcome = Outcome(args, kwargs, tensors)
-        computed = outcome.finish(class_forward(module, method)(*args, **kwargs))
+        given = [tensors[place] for place in _places(call)]
+        computed, outcome = _run_own(module, call, state, method, given)
         outcomes.append(outcome)
         return computed
 
     with dispatch.stock_code(), running(as_stock=False):
         traced = trace(module, run, *call.tensors, strides_of=channels_last.stock_strides)
     return traced, outcomes[-1]
+
+
+def _run_own(
+    module: nn.Module, call: Call, state: State, method: str, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Outcome]:
+    """The tensors that the module's own code computes from ``tensors``, and what it leaves besides them."""
+    args, kwargs = call.rebuild(list(tensors))
+    outcome = Outcome(args, kwargs, tensors)
+    held = kwargs.pop(STATE, {})
+    with state.replaced(held):
+        result = class_forward(module, method)(*args, **kwargs)
+    return outcome.finish(result), outcome
 
 
 def _places(call: Call) -> tuple[int, ...]:

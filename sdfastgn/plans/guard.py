@@ -7,8 +7,9 @@ on addresses, because a plan looks up parameters by name.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ class Guard:
         states, state: the states of the code, and the one in which the guard is made.
         device: the device of the call.
         trusted: packages whose code keeps no state but in tensors and attributes, besides the known ones.
+        apart: module -> names of its attributes that the caller compares itself.
 
     Attributes:
         reason: why there can be no plan in this state of the module; None if there can.
@@ -42,12 +44,14 @@ class Guard:
         state: int,
         device: torch.device | None,
         trusted: frozenset[str] = frozenset(),
+        apart: Mapping[nn.Module, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self._module = weakref.ref(module)
         self._states, self._state = states, state
         self._code = CodeState(module, TRUSTED | trusted)
         trusted |= frozenset() if self._code.reason else packages_of(module)
-        self._watch = Watch(module, is_harmless, device, has_factors=False, may_move=True, trusted=trusted)
+        options = {"has_factors": False, "may_move": True, "trusted": trusted, "apart": apart}
+        self._watch = Watch(module, is_harmless, device, **options)  # type: ignore[arg-type]
         self.reason = self._code.reason or self._watch.reason
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"

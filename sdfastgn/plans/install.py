@@ -25,6 +25,7 @@ from sdfastgn.patches.core.tested_sources import Untested
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.inside import CONVOLUTIONS
 
 __all__ = [
     "Planned",
@@ -39,7 +40,6 @@ __all__ = [
 
 # Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
-_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 # Smallest share of a model's weights that must be in convolutions of images and videos. Kernels exist for
 # what surrounds these. A model of other layers gains too little to pay for a trace.
 _SHARE = 0.5
@@ -92,7 +92,7 @@ def gets_plans(root: nn.Module) -> bool:
         return False  # the first call makes its weights
     weights = sum(parameter.numel() for parameter in root.parameters())
     modules = list(root.modules())
-    convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, _CONVOLUTIONS)}
+    convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, CONVOLUTIONS)}
     if sum(convolved.values()) <= _SHARE * weights or not any(map(_is_norm, modules)):
         return False
     return not fused_blocks_pay(root, _blocks_in(root))
@@ -118,12 +118,12 @@ def fused_blocks_pay(root: nn.Module, blocks: Sequence[patcher.Finding]) -> bool
         finding.status == "fusable" or finding.fusion.is_applied(finding.module) for finding in blocks
     ):
         return False
-    inside: dict[nn.Module, bool] = {}  # convolution -> whether its innermost block is unknown
+    inside: dict[Any, bool] = {}  # convolution -> whether its innermost block is unknown
     for finding in sorted(blocks, key=lambda finding: -sum(1 for _ in finding.module.modules())):
         is_unknown = isinstance(finding.reason, Untested)
-        inside.update((m, is_unknown) for m in finding.module.modules() if isinstance(m, _CONVOLUTIONS))
+        inside.update((m, is_unknown) for m in finding.module.modules() if isinstance(m, CONVOLUTIONS))
     unknown = sum(m.weight.numel() for m, is_unknown in inside.items() if is_unknown)
-    return unknown <= _UNKNOWN * sum(m.weight.numel() for m in root.modules() if isinstance(m, _CONVOLUTIONS))
+    return unknown <= _UNKNOWN * sum(m.weight.numel() for m in root.modules() if isinstance(m, CONVOLUTIONS))
 
 
 def trusted_in(root: nn.Module) -> frozenset[str] | None:
@@ -151,11 +151,12 @@ def install(
     if not is_on or not gets_plans(root) or reason_to_leave(root) is not None:
         remove(root)
         return
-    for module in entrances(root):
+    for module in root.modules():  # also those that have plans because of a boundary
         planned = _planned(module)
         if planned is not None and (planned.trusted, planned.verifies) != (trusted, verifies):
             _take_off(module).clear()
-            planned = None
+    for module in entrances(root):
+        planned = _planned(module)
         place = place_in(module)
         if planned is None and place is not None and any(True for _ in module.children()):
             kept = next((each for each in former if each.module is module), None)
@@ -170,7 +171,7 @@ def install(
 def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | None) -> None:
     """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans."""
     planner = None
-    if maker is not None and any(isinstance(m, _CONVOLUTIONS) for m in module.modules()):
+    if maker is not None and any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
         blocks = _blocks_in(module)
         is_always = bool(blocks) and not fused_blocks_pay(module, blocks)
         planner = Planner(maker, is_always)

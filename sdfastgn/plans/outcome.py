@@ -1,5 +1,7 @@
 """What a call leaves besides tensors: the structure of its result, and lists and dicts that it changed.
 
+The state of modules (``state.py``) is such a dict.
+
 A plan computes tensors only. Upstream's code returns them inside of objects. Some of it also changes lists
 and dicts that it was given: decoders of videos, for example, keep the last frames of each convolution in a
 list. An ``Outcome`` is recorded in the trace of a call, and repeats both for later calls of the same kind.
@@ -152,7 +154,7 @@ class Outcome:
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # an output of diffusers
             names = [field.name for field in dataclasses.fields(kind)]
             return _Output(kind, {name: self._taken(getattr(value, name)) for name in names})
-        raise Untraceable(f"it returns a {kind.__name__}")
+        raise Untraceable(f"it returns or keeps a {kind.__name__}")
 
 
 def has_shared_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from sdfastgn.plans.forward import make_plan, trace_call
 from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.run.traffic import Step
+from sdfastgn.plans.state import STATE, State
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
@@ -86,10 +87,10 @@ class _Planned:
         self._outcome: Outcome | None = None
         self._results: list[dict[str, Any]] = []  # the ``meta`` of their nodes
 
-    def make(self, module: nn.Module, call: Call, gpu_kind: str) -> None:
+    def make(self, module: nn.Module, call: Call, state: State, gpu_kind: str) -> None:
         """Make the plan. Raises Untraceable."""
         start = time.perf_counter()
-        traced, outcome = trace_call(module, call)
+        traced, outcome = trace_call(module, call, state)
         self.report.trace_s = time.perf_counter() - start
         self._results = [dict(n.meta) for n in traced.graph.graph.output_node().args[0]]
         same = traced._replace(graph=copy.deepcopy(traced.graph))
@@ -101,13 +102,15 @@ class _Planned:
         self.report.is_guess = [own[_what(step)] != others[_what(step)] for step in plan.steps]
         self.report.plan, self._outcome = plan, outcome
 
-    def run(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None) -> Any:
-        """Return what a call returns."""
+    def run(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None, state: State) -> Any:
+        """Return what a call returns, and store what it keeps."""
         self.report.calls += 1
         if self._outcome is None or call is None:
-            return class_forward(module)(*args, **kwargs)
+            return class_forward(module)(*args, **{k: v for k, v in kwargs.items() if k != STATE})
         results = [torch.empty(m["shape"], dtype=m["dtype"], device=m["device"]) for m in self._results]
-        return self._outcome.deliver(results, args, kwargs, call.tensors)
+        result = self._outcome.deliver(results, args, kwargs, call.tensors)
+        state.store(kwargs.get(STATE, {}))
+        return result
 
 
 def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> list[CallPlan]:
@@ -121,20 +124,27 @@ def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> lis
     """
     found: dict[Any, _Planned] = {}
     paths = {module: path for path, module in model.named_modules()}
+    states: defaultdict[nn.Module, State] = defaultdict(State)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             return class_forward(module)(*args, **kwargs)
         arguments, planned = None, _Planned(paths[module], module)
         key: Any = len(found)
+        state = states[module]
+        given = {**kwargs, STATE: held} if (held := state.held()) else kwargs
         try:
-            arguments = Call(args, kwargs, {})
+            arguments = Call(args, given, {})
             key = module, arguments.key
             if key not in found:
-                planned.make(module, arguments, gpu_kind)
+                planned.make(module, arguments, state, gpu_kind)
         except (Unsupported, Untraceable) as error:
+            grown = state.grown(module, error.kept) if isinstance(error, Untraceable) else None
+            if grown is not None:
+                states[module] = grown
+                return forward(module, *args, **kwargs)
             planned.report.reason = str(error)
-        return found.setdefault(key, planned).run(module, args, kwargs, arguments)
+        return found.setdefault(key, planned).run(module, args, given, arguments, state)
 
     for module in entrances(model):
         if any(True for _ in module.children()):

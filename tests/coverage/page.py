@@ -40,8 +40,7 @@ each fusion does, and lists what is left alone on purpose.
 The tables do not show [plans](plans.md): on a GPU, models without fused blocks and CUDA graphs run
 their calls as plans if most of their weights are in 2-D or 3-D convolutions. Such models are
 `AutoencoderDC`, `AutoencoderKLQwenImage21`, `AutoencoderKLKVAE`, `AutoencoderKLKVAEVideo`,
-`AutoencoderKLLTX2Audio`, `Kandinsky6SRVAE` and `T2IAdapter`. `AutoencoderVidTok` keeps state
-between calls, so it runs its own code.
+`AutoencoderKLLTX2Audio`, `AutoencoderVidTok`, `Kandinsky6SRVAE` and `T2IAdapter`.
 """
 _TAIL = """## Real sizes
 

@@ -26,6 +26,7 @@ __all__ = [
     "clone_of",
     "contents_of",
     "global_state",
+    "is_plain",
     "lists_in",
     "mapped",
     "refill",
@@ -200,7 +201,7 @@ class Call:
                 raise Unsupported(f"{path} has a tensor of layout {value.layout}")
             is_lazy = value.is_conj() or value.is_neg()
             return self._slot(value, _Spec(tuple(value.shape), value.stride(), value.dtype, is_lazy), tokens)
-        if _is_plain(kind):
+        if is_plain(kind):
             # -0.0 equals 0.0, and NaN does not equal itself.
             is_special = kind is float and (value == 0 or value != value)
             tokens.append((kind, str(value) if is_special else value))
@@ -223,7 +224,7 @@ class Call:
         return _Slot(len(self.tensors) - 1)
 
 
-def _is_plain(kind: type) -> bool:
+def is_plain(kind: type) -> bool:
     """True for a class of values that a graph repeats as they were at its capture."""
     return kind in _PLAIN or issubclass(kind, enum.Enum) or is_numpy_constant(kind)
 
@@ -282,7 +283,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return fn(value)
-    if _is_plain(kind):
+    if is_plain(kind):
         return value
     if kind in (list, tuple):
         return kind([mapped(item, fn) for item in value])

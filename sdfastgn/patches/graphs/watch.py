@@ -38,7 +38,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Protocol
 
@@ -142,6 +142,7 @@ class Watch:
         has_factors: True if the numbers in attributes that ``factors.py`` lists may get new values, because
             they are inputs of the graphs. False if a new value of such a number counts as a change.
         unwatched: attributes of ``root`` that a captured call does not read before it sets them.
+        apart: module -> names of its attributes that the caller compares itself.
         may_move: True if weights may move to other memory, because calls look them up by name. Then only
             their shapes, strides, dtypes and devices are compared.
         trusted: packages whose code keeps no state but in tensors and attributes, besides the known ones.
@@ -161,15 +162,15 @@ class Watch:
         survey: Survey | None = None,
         has_factors: bool = True,
         unwatched: frozenset[str] = frozenset(),
+        apart: Mapping[nn.Module, frozenset[str]] = types.MappingProxyType({}),
         may_move: bool = False,
         trusted: frozenset[str] = frozenset(),
     ) -> None:
         self.reason: str | None = None
         self._merged = set() if survey is None else set(survey.layers)
-        self._is_harmless = is_harmless
-        self._has_factors = has_factors
+        self._is_harmless, self._has_factors, self._apart = is_harmless, has_factors, dict(apart)
         self._has_switches = bool(switched(root))
-        self._unwatched_in_root = _NOTES | unwatched
+        self._unwatched_in_root = _NOTES | unwatched | self._apart.get(root, frozenset())
         if is_offloaded_whole(root):
             self._unwatched_in_root |= _OF_OFFLOADING
         self._is_on_gpu = device is not None and device.type != "cpu"
@@ -194,8 +195,8 @@ class Watch:
         self._walk(root)
         for weight in () if survey is None else survey.parameters:
             self._memory.add(weight, "merged weights of adapters")
-        for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales, self._merged):
-            only_for_the_walk.clear()
+        for walked in (self._seen, self._objects, self._keys, self._lora_scales, self._merged, self._apart):
+            walked.clear()  # they were for the walk only
         self._root_values = _own_values(root, self._unwatched_in_root)
         if self.reason is not None:  # a tensor that gave the reason may have no address, so none is read
             for tensors in (self._memory, self._numbers, self._writes):
@@ -328,6 +329,7 @@ class Watch:
             self._types.add(module, path)
             unwatched = self.factors.add(path, module) if self._has_factors else ()
             unwatched += switches_of(module) if self._has_switches else ()
+            unwatched += tuple(self._apart.get(module, ()))
             self._see_attributes(path, attributes, unwatched)
             self._see_hooks(path, module)
         self.reason = self.reason or _reason_of(path or "it", module, is_root=is_root)
@@ -347,7 +349,7 @@ class Watch:
     def _see_attributes(self, path: str, attributes: dict[str, Any], unwatched: tuple[str, ...]) -> None:
         place = self._place(path, "attribute", attributes)
         self._attributes.add(place, unwatched)
-        if any(isinstance(value, Tensor) for value in attributes.values()):
+        if any(isinstance(value, Tensor) for name, value in attributes.items() if name not in unwatched):
             self._held.add(attributes.values(), place)
 
     def _see_hooks(self, path: str, module: nn.Module) -> None:

@@ -46,16 +46,17 @@ class ModuleState:
     """The attributes of a model's modules, of plain objects in them, and the contents of their containers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.namespaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self.namespaces: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
         self.contents: dict[int, tuple[Any, Any]] = {}  # id of a container -> the container and a copy
         self.objects: set[int] = set()
+        self.changed: list[tuple[Any, str, bool]] = []  # (holder, attribute, if a tensor is kept there)
         for module in model.modules():
             self._note_attributes(module, 0)
         self.random = _random_states()
 
     def _note_attributes(self, holder: Any, depth: int) -> None:
         now = vars(holder)
-        self.namespaces.append((type(holder).__name__, now, now.copy()))
+        self.namespaces.append((holder, now, now.copy()))
         for value in now.values():
             if type(value) not in _VALUES:
                 self._note(value, depth + 1)
@@ -78,8 +79,8 @@ class ModuleState:
         """Puts everything back. Returns what the call had changed, as reasons not to use its trace."""
         reasons: list[str] = []
         changed = {key for key, (value, copy) in self.contents.items() if not _has_same_items(value, copy)}
-        for name, now, before in self.namespaces:
-            reasons += self._changes(name, now, before, changed)
+        for holder, now, before in self.namespaces:
+            reasons += self._changes(holder, now, before, changed)
             if len(now) != len(before) or any(now.get(k, now) is not v for k, v in before.items()):
                 now.clear()
                 now.update(before)
@@ -91,18 +92,30 @@ class ModuleState:
                 reasons.append(f"the call draws random numbers from {name}")
         return reasons
 
-    def _changes(self, name: str, now: Any, before: Any, changed: set[int]) -> Iterator[str]:
+    def kept(self) -> dict[nn.Module, set[str]]:
+        """Module -> names of its attributes that the call has changed, and some of which keep a tensor.
+
+        Empty if the call has changed other objects too.
+        """
+        found: dict[nn.Module, set[str]] = {}
+        if any(is_tensor for *_, is_tensor in self.changed):
+            for holder, name, _ in self.changed:
+                found.setdefault(holder, set()).add(name)
+        return found if all(isinstance(holder, nn.Module) for holder in found) else {}
+
+    def _changes(self, holder: Any, now: Any, before: Any, changed: set[int]) -> Iterator[str]:
         for key, value in now.items():
             old = before.get(key, before)
-            if value is old and (not changed or type(value) not in _CONTAINERS or id(value) not in changed):
+            if value is old and not (changed and _contains(value, changed)):
                 continue
-            attribute = f"{name}.{key}"
-            if _holds_traced(value):
-                yield f"the call keeps a tensor in {attribute}"
-            elif old is before or not self._is_equal(value, old):
-                yield f"the call changes {attribute}"
+            keeps_tensor = _holds_traced(value)
+            if keeps_tensor or old is before or not self._is_equal(value, old):
+                self.changed.append((holder, key, keeps_tensor))
+                verb = "keeps a tensor in" if keeps_tensor else "changes"
+                yield f"the call {verb} {type(holder).__name__}.{key}"
         for key in before.keys() - now.keys():
-            yield f"the call deletes {name}.{key}"
+            self.changed.append((holder, key, False))
+            yield f"the call deletes {type(holder).__name__}.{key}"
 
     def _is_equal(self, value: Any, old: Any) -> bool:
         """True if ``value`` equals what ``old`` was before the call."""
@@ -151,6 +164,16 @@ def _has_same_items(value: Any, copy: Any) -> bool:
 def _refill(value: Any, copy: Any) -> None:
     value.clear()
     value.extend(copy) if isinstance(value, list | deque) else value.update(copy)
+
+
+def _contains(value: Any, containers: set[int], depth: int = 0) -> bool:
+    """True if ``value`` is one of the containers with these ids, or one of them lies in it."""
+    if id(value) in containers:
+        return True
+    if depth > _DEPTH or type(value) not in {*_CONTAINERS, tuple}:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(_contains(item, containers, depth + 1) for item in items)
 
 
 def _holds_traced(value: Any, depth: int = 0) -> bool:

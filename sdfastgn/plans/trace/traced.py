@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -10,7 +11,16 @@ __all__ = ["Traced", "Untraceable"]
 
 
 class Untraceable(Exception):  # noqa: N818  # no error for callers: they run upstream's code
-    """The call cannot be traced. The message says why, in words that follow "no plan: "."""
+    """The call cannot be traced. The message says why, in words that follow "no plan: ".
+
+    Attributes:
+        kept: module -> names of its attributes that the call changes, if it keeps tensors in some of them,
+            and changes no other objects.
+    """
+
+    def __init__(self, reason: str, kept: Mapping[nn.Module, set[str]] | None = None) -> None:
+        super().__init__(reason)
+        self.kept = kept or {}
 
 
 class Traced(NamedTuple):

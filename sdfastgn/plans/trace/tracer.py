@@ -65,7 +65,7 @@ def trace(
         tracer.let_go()
         reasons += kept(made)
     if reasons or traced is None:
-        raise Untraceable(reasons[0])
+        raise Untraceable(reasons[0], state.kept())
     return traced
 
 

@@ -1,0 +1,49 @@
+"""Plans inside of a model that cannot have plans as a whole, because a module in it is a boundary.
+
+A boundary is a module with a hook, or one whose code cannot be traced. Then the model runs its own code, and
+the largest modules in it without a boundary inside have plans. Each of them finds out the same about itself:
+if its own code cannot be traced, modules in it get plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from sdfastgn.patches.code.checked import entrances
+from sdfastgn.patches.core.class_forward import has_foreign_forward
+from sdfastgn.patches.core.instance_entries import InstanceEntry, guard
+from sdfastgn.patches.graphs.install import place_in
+from sdfastgn.patches.graphs.models import is_harmless
+
+__all__ = ["CONVOLUTIONS", "plan_inside"]
+
+CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+
+
+def plan_inside(root: nn.Module, make: Callable[[nn.Module, bool], InstanceEntry]) -> None:
+    """Give the largest modules in ``root`` without a boundary inside an entry with plans.
+
+    ``make(module, replaces_entry)`` makes the entry.
+    """
+    for module in [module for module in _largest(root) if place_in(module) == "forward"]:
+        vars(module)["forward"] = make(module, "forward" in vars(module))
+        guard(module)
+
+
+def _largest(root: nn.Module) -> Iterator[nn.Module]:
+    _, *children = entrances(root)
+    for child in children:
+        parts = list(child.modules())
+        if len(parts) == 1 or not any(isinstance(part, CONVOLUTIONS) for part in parts):
+            continue
+        if has_foreign_forward(child) or any(map(_is_hooked, parts[1:])):
+            yield from _largest(child)
+        else:
+            yield child
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return has_foreign_forward(module) or not all(map(is_harmless, hooks))
