@@ -241,6 +241,8 @@ def _group_norms(shape, dtype, memory_format):
         sdfastgn.cat_with_statistics(head, tail)
         add_kernel(x, None, weight, 1.0, out=x)
     add_kernel(x, x, weight, 1.0, emits=False)
+    add_kernel(x, x, weight, 1.0, emits=False, activation="silu")
+    add_kernel(x, None, weight, 1.0, emits=False, out=x, activation="silu")
     add_kernel(x, x, weight, 1.0, factors=torch.empty((2, len(x))))
     add_kernel(x, None, x.new_empty(x.shape[:2]), 1.0, out=x)
     if memory_format is torch.channels_last:

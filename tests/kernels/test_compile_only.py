@@ -52,7 +52,8 @@ NARROW = ("x8x8", "x30x2x17x19")
 WITHOUT_PDL = {"add_low_rank_kernel", "checksum_kernel", "fold_kernel"}
 # What one kernel does beside its plain use.
 USES = {
-    *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "blend", "add alone", "cat alone")),
+    *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "blend")),
+    *(f"_statistics_kernel[{use} alone]" for use in ("add", "cat", "bias")),
     *(f"{name}[add]" for name in ("_rows_kernel", "_chunk_kernel")),
 }
 

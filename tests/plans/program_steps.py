@@ -445,6 +445,20 @@ def channels_joined(p: Program, x: str) -> None:
     p.add(convolved(p, y, out=channels(p, x)) if p.chance(0.6) else y)
 
 
+@step(SPATIAL, 2)
+def activated_conv(p: Program, x: str) -> None:
+    """An activation of a convolution, or of its sum with a residual; then sometimes a norm."""
+    h = p.let(convolved(p, x, out=channels(p, x)))
+    if p.chance(0.4):
+        h = p.let(p.choice(f"{x} + {h}", f"{h} + {x}", f"({h} + {x}) / 2.0", f"{h} + {p.other(h)}"))
+    if p.chance(0.1):
+        p.add(h)
+    if p.chance(0.1):
+        h = p.let(f"{h}.flatten(2).reshape({p.shape(h)})")
+    y = p.let(activated(p, h, 0.95))
+    p.add(p.choice(y, y, convolved(p, y), grouped(p, y), activated(p, y)))
+
+
 READ_TWICE = """
 {h} + F.silu({n})
 F.silu({n}) + {n}

@@ -69,6 +69,8 @@ WRONG = [
         "a bias moves to another axis", "sums", "if axis == 1 and rank(v) in (4, 5):", "if rank(v) in (4, 5):"
     ),
     Wrong("the divisor of a sum is ignored", "sums", "float(divisor))", "1.0)"),
+    Wrong("the second activation of a sum replaces the first", "sums", " or len(total.args) > i:", ":"),
+    Wrong("both GELUs are one", "norms", 'n.kwargs.get("approximate") == "tanh"', "False"),
     Wrong("one of two biases is lost", "sums", "if len(biases) == 2:", "if len(biases) == 3:"),
     Wrong(
         "the bias before an embedding is lost",

@@ -236,16 +236,22 @@ def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | N
 def _plain(call: LayerNormCall) -> Tensor:
     """Computes ``layer_norm`` without kernels, by PyTorch's LayerNorm.
 
-    The reference runs instead if x is empty, or if the call is traced or transformed (``is_untraced``).
+    The reference runs instead if x is empty, or if the call is traced or transformed (``is_untraced``). But a
+    trace of stock's code, without gradients, gets PyTorch's op as a whole: plans put a kernel in its place.
     """
     x = call.x
     if call.quantizer is not None:
         exact = LayerNormCall(x, call.weight, call.bias, call.eps, torch.float32)
         return quantized(_plain(exact), call.quantizer)
-    if x.numel() == 0 or not dispatch.is_untraced(x, (call.weight, call.bias)):
+    is_untraced = dispatch.is_untraced(x, (call.weight, call.bias))
+    is_one_op = dispatch.is_stock_code() and not torch.is_grad_enabled() and not dispatch.is_transformed()
+    if x.numel() == 0 or not (is_untraced or is_one_op):
         return _reference(call)[0]
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if t is None else t.to(wide) for t in (call.weight, call.bias))
+    if not is_untraced:
+        y = torch.ops.aten.layer_norm.default(x.to(wide), x.shape[-1:], weight, bias, call.eps)
+        return y.to(result_dtype(call))
     return plain_layer_norm(x.to(wide), weight, bias, call.eps).to(result_dtype(call))
 
 

@@ -4,8 +4,8 @@ The positions of x (N, C, HW) are divided into P chunks of ``ceil(HW / P)``. The
 the sum of squared deviations (M2) of each sample, chunk and channel: fp32 (2, N, P, C). ``merge_kernel`` in
 ``group_norm/kernels.py`` combines these to the statistics of groups.
 
-The kernel reads a tensor, or adds two tensors, or concatenates two along the channels. It stores the sum or
-concatenation, and computes the statistics of the rounded values that it stores.
+The kernel reads a tensor, or adds two tensors, or concatenates two along the channels. It stores the sum, or
+an activation of it, or the concatenation. It computes the statistics of the rounded values that it stores.
 
 Pointers:
 
@@ -15,7 +15,7 @@ Pointers:
 - ``factors``: (2, N) fp32, two factors for each sample, or None. With factors the sum is
   ``factors[0] * residual + factors[1] * (x + bias)``;
 - ``tail``: the second tensor of a concatenation, (N, HW, C - HEAD) in the dtype of x, or None;
-- ``y``: the sum or concatenation, in the layout and dtype of x, or None;
+- ``y``: what the kernel stores, in the layout and dtype of x, or None;
 - ``statistics``: (2, N, P, C) fp32, or None if they are not wanted.
 
 Numerics: fp32. The kernel squares differences from the mean of the chunk's first tile, never the values
@@ -36,6 +36,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.activation_kernels import activate
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import row_factor, tile_constants, vector_width
 from sdfastgn.kernels.common.tiles import (
@@ -84,9 +85,9 @@ def _factors(factors_ptr, n, N, scale):
 @triton.jit
 def _tile(
     x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr,
-    bias, scale, kept, x_offsets, tail_offsets, y_offsets, c, HEAD, mask,
+    bias, scale, kept, x_offsets, tail_offsets, y_offsets, c, HEAD, mask, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
+    """Computes a tile of x, of activation((x + residual + bias) * scale), or of cat(x, tail), in fp32.
 
     With ``factors`` it computes residual * kept + (x + bias) * scale, where ``kept`` and ``scale`` are the
     two factors of this sample. If ``y_ptr`` is not None, the tile is stored in y, and its rounded values are
@@ -104,6 +105,7 @@ def _tile(
         x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
     if (factors_ptr is None) and ((residual_ptr is not None) or (bias_ptr is not None)):
         x = _masked((x + bias) * scale, mask)  # masked again, because the bias is not 0 where x is masked
+    x = activate(x, ACTIVATION, False)  # 0 stays 0, so masked elements need no further mask
     if y_ptr is not None:
         y = x.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + y_offsets, y, mask=mask)
@@ -205,7 +207,8 @@ def _statistics_kernel(
     x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, statistics_ptr,
     N, C, HEAD, biased, HW, rows, chunks, plane, scale,
     CHANNELS_LAST: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr,
-    C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr, SAMPLE_BIAS: tl.constexpr, PDL: tl.constexpr,
+    C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr, SAMPLE_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes y and its statistics. Each warp of a program processes one chunk.
@@ -229,6 +232,7 @@ def _statistics_kernel(
         C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows, for ``multiple_of``.
         SAMPLE_BIAS: True if ``bias`` is (N, C). It is a constant because another offset for each sample makes
             registers spill on Blackwell.
+        ACTIVATION: the name of the activation of a sum.
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
@@ -263,7 +267,7 @@ def _statistics_kernel(
         mask = (position < count) & (c < C)
     x = _tile(
         x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, bias, scale, kept, x_offsets,
-        tail_offsets, y_offsets, c, HEAD, mask,
+        tail_offsets, y_offsets, c, HEAD, mask, ACTIVATION,
     )  # fmt: skip
     if statistics_ptr is not None:
         total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True)
@@ -276,7 +280,7 @@ def _statistics_kernel(
             x = _tile(
                 x_ptr, residual_ptr, bias_ptr, factors_ptr, tail_ptr, y_ptr, bias, scale, kept,
                 x_offsets + start * x_step, tail_offsets + start * (C - HEAD), y_offsets + start * y_step,
-                c, HEAD, mask,
+                c, HEAD, mask, ACTIVATION,
             )  # fmt: skip
             if statistics_ptr is not None:
                 d1, d2 = _deviations(x, mean, mask)
@@ -302,6 +306,7 @@ class StatisticsLaunch:
         producer: True if the kernel also writes ``y``.
         scale: factor of a sum.
         bias_dim: rank of the bias that calls pass: 1 for (C,), 2 for (N, C), 0 for none.
+        activation: name of the activation of a sum.
         config: how x is divided into chunks. By default ``statistics_config`` chooses it.
 
     Attributes:
@@ -320,6 +325,7 @@ class StatisticsLaunch:
         producer: bool = False,
         scale: float = 1.0,
         bias_dim: int = 0,
+        activation: str = "identity",
         config: StatisticsConfig | None = None,
     ) -> None:
         N, head = x.shape[:2]
@@ -336,7 +342,7 @@ class StatisticsLaunch:
         self._launch = Launch(
             _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,
             N=N, C=C, HEAD=head, HW=HW, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
-            biased=int(bias_dim > 0), SAMPLE_BIAS=bias_dim == 2, scale=scale,
+            biased=int(bias_dim > 0), SAMPLE_BIAS=bias_dim == 2, scale=scale, ACTIVATION=activation,
             CHANNELS_LAST=channels_last, EVEN=even, LOOP=loops, EXACT=x.dtype == torch.float32,
             C_FACTOR=vector_width(x.itemsize, C, head), HW_FACTOR=row_factor(channels_last, HW, config.rows),
             **tile_constants(config),

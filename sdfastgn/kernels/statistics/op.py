@@ -106,6 +106,7 @@ def add_kernel(
     emits: bool = True,
     out: Tensor | None = None,
     factors: Tensor | None = None,
+    activation: str = "identity",
 ) -> tuple[Tensor, Any]:
     """Computes ``add_with_statistics`` by the kernel. The arguments must be valid and not empty.
 
@@ -116,14 +117,16 @@ def add_kernel(
         out: memory for the sum, instead of new memory: a dense tensor with the strides of x, or x itself.
         factors: contiguous fp32 (2, N) or None. With them the sum is
             ``factors[0] * residual + factors[1] * (x + bias)``, and ``scale`` has no effect.
+        activation: its name. It is applied to the sum before this is rounded. Statistics describe the result.
     """
     strides = (
         factors is None,
         None if residual is None else residual.stride(),
         None if bias is None else (bias.dtype, bias.stride()),
     )
-    key = ("add", x.shape, x.stride(), x.dtype, x.device, scale, emits, strides)
+    key = ("add", x.shape, x.stride(), x.dtype, x.device, scale, emits, strides, activation)
     launch = _launches.get(key)
+    more: dict[str, Any]
     if launch is None:
         whole = dense(x)
         like = residual
@@ -132,9 +135,10 @@ def add_kernel(
         has_gaps = bias is not None and not bias.is_contiguous()
         if whole is not x or like is not residual or has_gaps:
             bias = None if bias is None else bias.contiguous()
-            return add_kernel(whole, like, bias, scale, emits=emits, out=out, factors=factors)
-        options: dict[str, Any] = {"scale": scale, "bias_dim": 0 if bias is None else bias.dim()}
-        launch = _new_launch(x, is_channels_last(x), producer=True, **options)
+            more = {"emits": emits, "out": out, "factors": factors, "activation": activation}
+            return add_kernel(whole, like, bias, scale, **more)
+        more = {"scale": scale, "bias_dim": 0 if bias is None else bias.dim(), "activation": activation}
+        launch = _new_launch(x, is_channels_last(x), producer=True, **more)
         _launches[key] = launch
     y = torch.empty_like(x) if out is None else out
     statistics = x.new_empty_strided(launch.shape, launch.strides, dtype=torch.float32) if emits else None

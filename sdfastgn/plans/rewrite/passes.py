@@ -15,7 +15,7 @@ from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.rewrite.statistics import statistics
-from sdfastgn.plans.rewrite.sums import shifts, sums
+from sdfastgn.plans.rewrite.sums import activated_sums, shifts, sums
 from sdfastgn.plans.rewrite.tokens import tokens
 from sdfastgn.plans.rewrite.views import sink_views
 from sdfastgn.plans.run.schemas import arguments, is_random, writes
@@ -35,6 +35,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     sums,  # which take biases
     shifts,  # biases and embeddings, into the norms after them
     biases,  # that no other step took
+    activated_sums,  # sums and biases that an activation follows
     statistics,  # of sums, before the norms that want them
     tokens,
     packs,  # of the products that are still products

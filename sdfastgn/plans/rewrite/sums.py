@@ -1,7 +1,8 @@
-"""Sums of images and videos: residuals, biases and embeddings go into one step, or into the next norm."""
+"""Sums of images and videos: residuals, biases, embeddings and activations go into one step or a norm."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ from sdfastgn.plans.rewrite.nodes import (
     shape,
     user,
 )
+from sdfastgn.plans.rewrite.norms import ACTIVATIONS, activation
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.statistics import wants_statistics
 from sdfastgn.plans.rewrite.views import applied, axis_after
 from sdfastgn.plans.run import steps
 
-__all__ = ["shifts", "sums"]
+__all__ = ["activated_sums", "shifts", "sums"]
 
 aten = torch.ops.aten
 # Norm -> index of its argument ``shift``.
 _SHIFT = {steps.group_norm: 6, steps.channel_norm: 7, steps.frames: 7}
+# Sum -> index of its argument ``activation``.
+_ACTIVATION = {steps.add: 5, steps.add_bias_: 3}
 
 
 def sums(graph: fx.Graph) -> fx.Graph:
@@ -41,6 +45,11 @@ def sums(graph: fx.Graph) -> fx.Graph:
 
 def shifts(graph: fx.Graph) -> fx.Graph:
     return apply(graph, shifted_norm, *_SHIFT)
+
+
+def activated_sums(graph: fx.Graph) -> fx.Graph:
+    """Activations go into the sums before them. It comes after ``biases``, which makes the last sums."""
+    return apply(graph, activated_sum, *ACTIVATIONS)
 
 
 def behind_views(r: Rewriter, n: Any) -> None:
@@ -71,11 +80,12 @@ def divided_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def residual_sum(r: Rewriter, n: Any) -> Node | None:
-    """h + bias + residual: one ``steps.add``. Also h + residual, if its reader wants statistics."""
+    """h + bias + residual: one ``steps.add``. Also h + residual, for statistics or an activation."""
     if not _is_residual(n):
         return None
     has_bias = any(has(t, bias_of) and is_only(t) for t in n.args)
-    return _added(r, n, n, 1.0) if has_bias or wants_statistics(n) else None
+    is_activated = is_only(n) and activation(user(n)) is not None
+    return _added(r, n, n, 1.0) if has_bias or is_activated or wants_statistics(n) else None
 
 
 def _is_residual(n: Any) -> bool:
@@ -94,6 +104,18 @@ def _added(r: Rewriter, total: Any, end: Node, divisor: float) -> Node:
     if len(biases) == 2:
         bias = r.like(aten.add.Tensor, biases, biases[0])
     return r.item(r.new(steps.add, (a, b, bias, divisor, False)), 0, end)
+
+
+def activated_sum(r: Rewriter, n: Any) -> Node | None:
+    """activation(sum) or activation(convolution + bias), if nobody else reads what is activated: one step."""
+    x = n.args[0]
+    if not has(x, operator.getitem) or x.args[1] != 0 or not is_only(x):
+        return None
+    total = x.args[0]
+    i = _ACTIVATION.get(total.target)
+    if i is None or len(total.args) > i:
+        return None
+    return r.item(r.new(total.target, (*total.args[:i], activation(n))), 0, n)
 
 
 def shifted_norm(r: Rewriter, n: Any) -> Node | None:

@@ -18,6 +18,7 @@ from sdfastgn.kernels.act_linear import op as act_linear_op
 from sdfastgn.kernels.attention import few_keys, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.layout import is_channels_last, is_dense, laid_out
 from sdfastgn.kernels.common.private import scaled_dot_product_attention
 from sdfastgn.kernels.convolution import windows
@@ -352,29 +353,40 @@ def frames(
     )
 
 
-def add(h: Tensor, residual: Tensor, bias: Tensor | None, divisor: float, emits: bool) -> tuple[Tensor, Any]:
-    """((h + residual + bias) / divisor, its statistics if ``emits`` and a kernel runs, else None)."""
+def add(
+    h: Tensor,
+    residual: Tensor,
+    bias: Tensor | None,
+    divisor: float,
+    emits: bool,
+    activation: str = "identity",
+) -> tuple[Tensor, Any]:
+    """(activation((h + residual + bias) / divisor), its statistics, or None as in ``add_bias_``)."""
     if is_channels_last(residual) and not is_channels_last(h):
         h, residual = residual, h
     if h.numel() and dispatch.is_plain_inference(h, (residual, bias)) and is_dense(h):
         try:
-            return statistics_op.add_kernel(h, _alike(residual, h), bias, float(1 / divisor), emits=emits)
+            return statistics_op.add_kernel(
+                h, _alike(residual, h), bias, float(1 / divisor), emits=emits, activation=activation
+            )
         except dispatch.KernelError:
             pass
     y = (h if bias is None else h + _per_channel(bias, h)) + residual
-    return (y if divisor == 1 else y / divisor), None
+    return ACTIVATIONS[activation](y if divisor == 1 else y / divisor), None
 
 
-def add_bias_(h: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]:
-    """(h + bias, its statistics if ``emits`` and a kernel runs, else None), written over h."""
+def add_bias_(
+    h: Tensor, bias: Tensor | None, emits: bool, activation: str = "identity"
+) -> tuple[Tensor, Any]:
+    """(activation(h + bias), its statistics if ``emits`` and a kernel runs, else None), written over h."""
     if bias is None:
-        return h, None
+        return ACTIVATIONS[activation](h), None
     if h.numel() and dispatch.is_plain_inference(h, (bias,)) and is_dense(h):
         try:
-            return statistics_op.add_kernel(h, None, bias, 1.0, emits=emits, out=h)
+            return statistics_op.add_kernel(h, None, bias, 1.0, emits=emits, out=h, activation=activation)
         except dispatch.KernelError:
             pass
-    return _writable(h).add_(_per_channel(bias, h)), None
+    return ACTIVATIONS[activation](_writable(h).add_(_per_channel(bias, h))), None
 
 
 def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:

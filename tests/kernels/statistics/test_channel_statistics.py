@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.statistics import kernels as statistics_kernels
 from sdfastgn.kernels.statistics import op as channel_statistics
@@ -167,6 +168,38 @@ def test_a_bias_alone(shape, num_sms, in_place, layout, device, few_sms):
     assert (y is x) == in_place
     assert torch.equal(x, before) != in_place
     assert error(y, expected) < BOUNDS[torch.float16]
+    assert_statistics(statistics, y)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh", "mish"])
+@pytest.mark.parametrize(("shape", "num_sms"), first_alone([CASES[i] for i in (7, 0, 2, 3, 8)]))
+def test_an_activation_of_a_sum(shape, num_sms, activation, layout, device, few_sms):
+    """It is computed before the sum is rounded. A residual in other strides is copied first."""
+    few_sms(num_sms)
+    x, residual, bias = inputs(shape, torch.float16, device, layout, mean=0.0)
+    expected = ACTIVATIONS[activation](sum_of(x, residual, bias, 0.7))
+    other = to_layout(residual, "channels_first" if layout == "channels_last" else "channels_last")
+    for r in (residual, other):
+        for emits in (True, False):
+            y, statistics = channel_statistics.add_kernel(x, r, bias, 0.7, emits=emits, activation=activation)
+            assert y.stride() == x.stride()
+            assert error(y, expected) < BOUNDS[torch.float16]
+            if emits:
+                assert_statistics(statistics, y)
+    expected = ACTIVATIONS[activation](sum_of(x, torch.zeros_like(x), bias))
+    y, _ = channel_statistics.add_kernel(x, None, bias, 1.0, out=x, emits=False, activation=activation)
+    assert y is x
+    assert error(y, expected) < BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_activation_of_other_dtypes_and_strides(dtype, device):
+    x, residual, bias = inputs((2, 10, 7, 18), dtype, device, mean=0.0)
+    x, residual, bias = x[..., ::2], residual[..., ::2], torch.stack((bias, bias), 1)[:, 0]
+    expected = ACTIVATIONS["silu"](sum_of(x, residual, bias))
+    y, statistics = channel_statistics.add_kernel(x, residual, bias, 1.0, activation="silu")
+    assert error(y, expected) < BOUNDS[dtype]
     assert_statistics(statistics, y)
 
 

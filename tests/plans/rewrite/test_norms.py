@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sdfastgn
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.plans.run import steps
 from tests.plans.rewrite.rewriting import checked, steps_of
 
@@ -203,3 +205,22 @@ def test_a_norm_in_fp32_that_is_read_elsewhere_stays():
         return y.to(x.dtype), y * 2
 
     assert sorted(steps_of(call, x4.to(HALF))) == ["aten.mul", "cast", "cast", "group_norm"]
+
+
+# ---- this package's own modules
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norms_of_this_package_are_one_step(affine, dtype):
+    norm = sdfastgn.LayerNorm(6, elementwise_affine=affine).to(dtype)
+    x = torch.randn(2, 5, 6, dtype=dtype)
+    with dispatch.stock_code():  # as in the traces of ``PlannedForward``
+        assert steps_of(norm, x) == ["layer_norm"]
+
+
+def test_sums_of_such_layer_norms_too():
+    norm = sdfastgn.LayerNorm(6)
+    with dispatch.stock_code():
+        found = steps_of(lambda x, y: norm(x, y), torch.randn(2, 5, 6), torch.randn(2, 5, 6))
+    assert found == ["add_layer_norm"]

@@ -50,6 +50,8 @@ def test_writers(conv, image, monkeypatch):
         (lambda x: NORM(x + conv(x)), "add"),
         (lambda x: NORM((x + conv(x)) / 2.0), "add"),
         (lambda x: NORM(x + F.relu(x)), "add"),
+        (lambda x: NORM(F.relu(x + conv(x))), "add"),
+        (lambda x: NORM(F.silu(conv(x))), "add_bias_"),
         (lambda x: NORM(torch.cat([x, F.relu(x)], 1)), "cat_two"),
         (lambda x: (y := conv(x), NORM(y)), "add_bias_"),
         (lambda x: NORM(conv(twice(x))), "upsample_conv"),
@@ -119,7 +121,7 @@ def test_other_norms_compute_their_own(conv, image):
         lambda x: NORM(conv(x)),
         lambda x: NORM(torch.cat([x, F.relu(x)], 2)),
         lambda x: NORM(torch.cat([x, F.relu(x), conv(x)], 1)[:, :8]),
-        lambda x: NORM(F.relu(x + conv(x))),
+        lambda x: (y := F.relu(x + conv(x)), NORM(y + 1)),
         lambda x: F.normalize(x + conv(x), dim=1),
     ):
         plan = checked(call, image)

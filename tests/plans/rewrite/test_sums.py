@@ -146,6 +146,72 @@ def test_a_view_that_is_read_twice_has_its_bias_once(conv):
     assert steps_of(call, torch.randn(2, 4, 5, 6)).count("add_bias_") == 1
 
 
+# ---- activations
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "mish": F.mish,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_sum_computes_the_activation_after_it(name, conv, image):
+    activation = ACTIVATIONS[name]
+    for call, of in (
+        (lambda x: activation(conv(x)), ["conv", "add_bias_"]),
+        (lambda x: activation(x + conv(x)), ["conv", "add"]),
+        (lambda x: activation((x + conv(x)) / 2.5), ["conv", "add"]),
+        (lambda x: activation(x + torch.tanh(x)), ["aten.tanh", "add"]),
+        (lambda x: activation(conv(x).flatten(2)), ["conv", "add_bias_"]),
+    ):
+        plan = checked(call, image)
+        assert plan.steps == of
+        assert plan.calls[-1].args[-1] == name
+
+
+def test_videos_too():
+    w, b = torch.randn(4, 4, 3, 3, 3), torch.randn(4)
+    plan = checked(lambda x: F.silu(F.conv3d(x, w, b, padding=1)), torch.randn(2, 4, 3, 5, 6))
+    assert plan.steps == ["conv", "add_bias_"]
+
+
+def test_only_the_first_activation_goes_into_a_sum(conv, image):
+    plan = checked(lambda x: F.silu(F.relu(conv(x))), image)
+    assert plan.steps == ["conv", "add_bias_", "aten.silu"]
+    assert plan.only(steps.add_bias_).args[3] == "relu"
+
+
+def test_other_activations_stay(conv, image):
+    for call in (
+        lambda x: (y := conv(x), F.silu(y)),  # others read the sum
+        lambda x: (y := x + conv(x), F.silu(y)),
+        lambda x: (y := conv(x), F.silu(y) * y),
+        lambda x: F.silu(conv(x) * 0.5),  # something is between
+        lambda x: F.silu(conv(x)[:, :2]),
+        lambda x: F.silu(conv(x).to(torch.bfloat16)).to(x.dtype),
+        lambda x: torch.sigmoid(conv(x)),
+        lambda x: F.leaky_relu(conv(x)),
+        lambda x: F.silu(x[:1] + x),  # a sum that is no residual
+        lambda x: F.silu(x + x),
+        lambda x: F.silu(torch.add(x, torch.tanh(x), alpha=2)),
+    ):
+        plan = checked(call, image, tolerance=1e-2 if "bfloat16" in call.__code__.co_names else None)
+        assert all(n.args[-1] is False for n in plan.calls if has(n, steps.add, steps.add_bias_))
+
+
+def test_activations_of_convolutions_without_bias_stay(image):
+    w = torch.randn(4, 4, 3, 3)
+    assert steps_of(lambda x: F.silu(F.conv2d(x, w)), image) == ["conv", "aten.silu"]
+
+
+def test_activations_in_other_dtypes_stay():
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    assert steps_of(lambda x: F.silu(x + torch.tanh(x)), x) == ["aten.tanh", "aten.add", "aten.silu"]
+
+
 # ---- shifts
 
 

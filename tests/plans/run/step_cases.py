@@ -354,6 +354,16 @@ CASES = {
         lambda h, r, b: steps.add(h, r, b, 1.0, False)[0],
         lambda h, r, b: h + r + per_channel(b, h),
     ),
+    "add-activated": (
+        (IMAGE, IMAGE, (6,)),
+        lambda h, r, b: steps.add(h, r, b, 1.5, False, "silu")[0],
+        lambda h, r, b: F.silu((h + r + per_channel(b, h)) / 1.5),
+    ),
+    "add-activated-nothing": (
+        ((0, 6, 5, 7),) * 2,
+        lambda h, r: steps.add(h, r, None, 1.0, False, "gelu")[0],
+        lambda h, r: F.gelu(h + r),
+    ),
     "add-videos": ((VIDEO, VIDEO), lambda h, r: steps.add(h, r, None, 1.0, False)[0], torch.add),
     "add-nothing": (((0, 6, 5, 7),) * 2, lambda h, r: steps.add(h, r, None, 1.0, False)[0], torch.add),
     "add-bias": (
@@ -361,10 +371,25 @@ CASES = {
         lambda h, b: steps.add_bias_(h, b, False)[0],
         lambda h, b: h + per_channel(b, h),
     ),
+    "add-bias-activated": (
+        (IMAGE, (6,)),
+        lambda h, b: steps.add_bias_(h, b, False, "mish")[0],
+        lambda h, b: F.mish(h + per_channel(b, h)),
+    ),
+    "add-bias-activated-nothing": (
+        ((0, 6, 5, 7), (6,)),
+        lambda h, b: steps.add_bias_(h, b, False, "gelu_tanh")[0],
+        lambda h, b: F.gelu(h + per_channel(b, h), approximate="tanh"),
+    ),
     "add-bias-nothing": (
         ((0, 6, 5, 7), (6,)),
         lambda h, b: steps.add_bias_(h, b, False)[0],
         lambda h, b: h + per_channel(b, h),
+    ),
+    "add-no-bias-activated": (
+        (IMAGE,),
+        lambda h: steps.add_bias_(h, None, False, "relu")[0],
+        lambda h: h.relu(),
     ),
     "add-no-bias": ((IMAGE,), lambda h: steps.add_bias_(h, None, True)[0], lambda h: h),
     "cat-two": (

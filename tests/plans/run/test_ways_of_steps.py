@@ -27,7 +27,9 @@ KERNELS = {
     "channel-norm-rms-4": ["frames"],
     "frames-zeros": ["frames"],
     "add": ["statistics"],
+    "add-activated": ["statistics"],
     "add-bias": ["statistics"],
+    "add-bias-activated": ["statistics"],
     "cat-two": ["statistics"],
     "layer-norm": ["rows"],
     "add-layer-norm": ["rows"],
@@ -86,6 +88,8 @@ SUMS = {
     "add": lambda x, emits: steps.add(x, last(*IMAGE), torch.randn(6), 1.5, emits),
     "add-channels-first": lambda x, emits: steps.add(x, torch.randn(IMAGE), None, 1.0, emits),
     "add-bias": lambda x, emits: steps.add_bias_(x, torch.randn(6), emits),
+    "add-activated": lambda x, emits: steps.add(x, last(*IMAGE), torch.randn(6), 1.5, emits, "silu"),
+    "add-bias-activated": lambda x, emits: steps.add_bias_(x, torch.randn(6), emits, "gelu"),
     "cat-two": lambda x, emits: steps.cat_two(x, last(2, 4, 5, 7), emits),
 }
 
