@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Set
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.archive import triton_cache
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.gpu import triton
 
@@ -67,9 +66,3 @@ def why_no_kernel(devices: Set[torch.device]) -> str | None:
     if "cuda" in types:
         return None
     return f"the kernels need an NVIDIA GPU; the device is {', '.join(sorted(types)) or 'unknown'}"
-
-
-def triton_cache() -> Path:
-    """The folder in which Triton keeps compiled kernels."""
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
@@ -33,6 +33,7 @@ from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
+from sdfastgn.plans.disk.saved import Saved
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.outcome import Outcome, has_shared_containers
 from sdfastgn.plans.rewrite.passes import rewrite
@@ -54,6 +55,10 @@ _NEW_KINDS = 16
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+
+
+# Keeps a plan on disk.
+_Keep = Callable[[], None]
 
 
 class _Made(NamedTuple):
@@ -119,13 +124,14 @@ class PlannedForward(InstanceEntry):
     Attributes:
         calls: number of calls whose result came from a plan.
         traces: number of traces so far.
+        loads: number of plans that came from disk.
         own: reason -> number of calls that ran the model's own code for this reason.
     """
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_lock", "_policy", "_states", "calls", "method", "own", "replaces_entry", "traces",
-        "trusted", "verifies",
+        "_by_state", "_lock", "_policy", "_states", "calls", "loads", "method", "own", "replaces_entry",
+        "traces", "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
@@ -144,7 +150,7 @@ class PlannedForward(InstanceEntry):
         self._by_state: dict[int, _Plans] = {}
         self._policy = Policy()
         self._lock = threading.RLock()
-        self.calls = self.traces = 0
+        self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -298,7 +304,7 @@ class PlannedForward(InstanceEntry):
                 raise Unsupported(plans.refused[key][-1])
             plans.check_repetition()
             try:
-                made = self._traced(module, call, plans.guard)
+                made, keep = self._new(module, call, key, plans.guard)
             except Untraceable as error:
                 plans.refuse(key, str(error))
                 raise
@@ -311,17 +317,25 @@ class PlannedForward(InstanceEntry):
                 except Untraceable as error:
                     plans.refused[key] += [str(error)] * _TRACES
                     raise
+            keep()
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
                 plans.guard = Guard(module, self._states, self._states.last(), call.device, self.trusted)
             plans.add(key, made)
             return made
 
-    def _traced(self, module: nn.Module, call: Call, guard: Guard) -> _Made:
+    def _new(self, module: nn.Module, call: Call, key: Any, guard: Guard) -> tuple[_Made, _Keep]:
+        """A plan from disk, or of a new trace, and the function that keeps it on disk."""
+        saved = Saved.of(module, (key, self.method, self.trusted), call.device, guard)
+        found = saved.load(module, call.tensors)
+        if found is not None:
+            self.loads += 1
+            plan, outcome = found
+            return _Made(plan, Baked(plan), outcome), saved.save
         self.traces += 1
         with without_collections(), guard.undoing():
             traced, outcome = trace_call(module, call, self.method)
-            plan = make_plan(traced)
-        return _Made(plan, Baked(plan), outcome)
+            plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome))
+        return _Made(plan, Baked(plan), outcome), saved.save
 
     def _verify(self, module: nn.Module, call: Call, made: _Made) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
@@ -370,10 +384,15 @@ def _places(call: Call) -> tuple[int, ...]:
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
 
 
-def make_plan(traced: Traced) -> Plan:
-    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason."""
+def make_plan(traced: Traced, note: Callable[[fx.Graph], object] = lambda graph: None) -> Plan:
+    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
+
+    ``note`` is called with the rewritten graph, which it must not keep.
+    """
     try:
-        return Plan(traced, rewrite(traced.graph.graph))
+        graph = rewrite(traced.graph.graph)
+        note(graph)
+        return Plan(traced, graph)
     except Untraceable:
         raise
     except Exception as error:  # a rule that fails must not take the call down

@@ -57,6 +57,12 @@ class Imported(NamedTuple):
     present: int
 
 
+def triton_cache() -> Path:
+    """The folder in which Triton keeps compiled kernels."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+
+
 def note(compiled: Any) -> None:
     """Record a compiled kernel, so that ``export`` writes it."""
     _launched[compiled.hash] = compiled.metadata_group
