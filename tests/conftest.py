@@ -16,6 +16,8 @@ from filelock import FileLock
 pytest_plugins = ["tests.plugin"]
 
 HAS_GPU = torch.cuda.is_available()
+# Tests count traces, so no test finds the plans of another one.
+os.environ["SDFASTGN_PLAN_CACHE"] = ""
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
     if importlib.util.find_spec("triton") is not None:

@@ -17,11 +17,11 @@ import dataclasses
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
@@ -32,6 +32,7 @@ from sdfastgn.patches.core.class_forward import MethodEntry, class_forward
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
+from sdfastgn.plans.disk.saved import Saved
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.inside import plan_inside
 from sdfastgn.plans.outcome import Outcome, has_shared_containers
@@ -58,6 +59,10 @@ _IN_USE = 128
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+
+
+# Keeps a plan on disk.
+_Keep = Callable[[], None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,12 +141,13 @@ class PlannedForward(MethodEntry):
     Attributes:
         calls: number of calls whose result came from a plan.
         traces: number of traces so far.
+        loads: number of plans that came from disk.
         own: reason -> number of calls that ran the model's own code for this reason.
     """
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_is_captured", "_lock", "_policy", "_state", "_states", "calls", "own",
+        "_by_state", "_is_captured", "_lock", "_policy", "_state", "_states", "calls", "loads", "own",
         "replaces_entry", "traces", "trusted", "verifies",
     )  # fmt: skip
 
@@ -164,7 +170,7 @@ class PlannedForward(MethodEntry):
         self._by_state: dict[tuple[int, State], _Plans] = {}
         self._policy = Policy()
         self._lock = threading.RLock()
-        self.calls = self.traces = 0
+        self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -324,7 +330,7 @@ class PlannedForward(MethodEntry):
                 raise Unsupported(plans.refused[key][-1])
             plans.check_is_worth_it()
             try:
-                made = self._traced(module, call, plans)
+                made, keep = self._new(module, call, key, plans)
             except Untraceable as error:
                 grown = plans.state.grown(module, error.kept) if not self._is_captured else None
                 if grown is not None:
@@ -344,6 +350,7 @@ class PlannedForward(MethodEntry):
                 except Untraceable as error:
                     plans.refused[key] += [str(error)] * _TRACES
                     raise
+            keep()
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
                 plans.guard = self._guard(module, self._states.last(), call, plans.state)
             plans.add(key, made)
@@ -357,12 +364,20 @@ class PlannedForward(MethodEntry):
             plans.is_planned_inside = True
             plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, verifies=self.verifies))
 
-    def _traced(self, module: nn.Module, call: Call, plans: _Plans) -> _Made:
+    def _new(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> tuple[_Made, _Keep]:
+        """A plan from disk, or of a new trace, and the function that keeps it on disk."""
+        about = None if plans.state.names() else (key, self.method, self.trusted)
+        saved = Saved.of(module, about, call.device, plans.guard)
+        found = saved.load(module, call.tensors)
+        if found is not None:
+            self.loads += 1
+            plan, outcome = found
+            return _Made(plan, Baked(plan), outcome), saved.save
         self.traces += 1
         with without_collections(), plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method)
-            plan = make_plan(traced)
-        return _Made(plan, Baked(plan), outcome)
+            plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome))
+        return _Made(plan, Baked(plan), outcome), saved.save
 
     def _verify(self, module: nn.Module, call: Call, made: _Made, state: State) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
@@ -423,10 +438,15 @@ def _places(call: Call) -> tuple[int, ...]:
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
 
 
-def make_plan(traced: Traced) -> Plan:
-    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason."""
+def make_plan(traced: Traced, note: Callable[[fx.Graph], object] = lambda graph: None) -> Plan:
+    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
+
+    ``note`` is called with the rewritten graph, which it must not keep.
+    """
     try:
-        return Plan(traced, rewrite(traced.graph.graph))
+        graph = rewrite(traced.graph.graph)
+        note(graph)
+        return Plan(traced, graph)
     except Untraceable:
         raise
     except Exception as error:  # a rule that fails must not take the call down

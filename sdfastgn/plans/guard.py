@@ -9,7 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,6 +67,15 @@ class Guard:
         if module is None or not self.is_in_state():
             return False
         return self._code.same() and self._watch.unchanged(module)
+
+    def names(self) -> list[tuple[str, Any, Any]]:
+        """(where, name, value) of all that the code reads by name."""
+        entries = self._states.entries(self._state)
+        return [*((e.owner, e.name, e.value) for e in entries), *self._code.globals()]
+
+    def functions(self) -> list[FunctionType]:
+        """The functions of unknown packages that the code runs."""
+        return self._code.functions
 
     def change(self) -> str:
         """What has changed in the module, in words."""

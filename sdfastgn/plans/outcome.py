@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["Outcome", "has_shared_containers"]
+__all__ = ["MARKS", "Outcome", "Output", "has_shared_containers"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -41,11 +41,15 @@ class _Container(NamedTuple):
     place: int
 
 
-class _Output(NamedTuple):
+class Output(NamedTuple):
     """Stands for an output of diffusers: an object of the dataclass ``kind``."""
 
     kind: type
     fields: dict[str, Any]
+
+
+# Classes of the marks that stand for one tensor or container.
+MARKS = (_Given, _Made, _Container)
 
 
 class _Known(NamedTuple):
@@ -63,7 +67,7 @@ class _Known(NamedTuple):
             return self.tensors[part.place]
         if kind is _Container:
             return self.containers[part.place]
-        if kind is _Output:
+        if kind is Output:
             return part.kind(**{name: self.put_together(item) for name, item in part.fields.items()})
         if kind in (list, tuple):
             return kind(map(self.put_together, part))
@@ -111,6 +115,19 @@ class Outcome:
         del self._given, self._containers, self._places, self._before, self._made, self._tensors
         return computed
 
+    @property
+    def recorded(self) -> tuple[Any, Any, int, bool]:
+        """What ``finish`` has recorded: plain values, lists, tuples, dicts, marks and ``Output``."""
+        return self._result, self._changes, self._returned, self._returns_containers
+
+    @classmethod
+    def of(cls, recorded: Sequence[Any]) -> Outcome:
+        """The outcome whose ``recorded`` is given."""
+        made = cls((), {}, ())
+        made.finish(None)
+        made._result, made._changes, made._returned, made._returns_containers = recorded
+        return made
+
     def deliver(
         self, made: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]
     ) -> Any:
@@ -153,7 +170,7 @@ class Outcome:
             return {key: self._taken(item) for key, item in value.items()}
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # an output of diffusers
             names = [field.name for field in dataclasses.fields(kind)]
-            return _Output(kind, {name: self._taken(getattr(value, name)) for name in names})
+            return Output(kind, {name: self._taken(getattr(value, name)) for name in names})
         raise Untraceable(f"it returns or keeps a {kind.__name__}")
 
 

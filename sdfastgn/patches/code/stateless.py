@@ -79,6 +79,7 @@ class CodeState:
 
     Attributes:
         reason: what such code could change between calls; None if nothing that is not compared.
+        functions: the functions of such code.
     """
 
     def __init__(self, root: nn.Module, known: Collection[str]) -> None:
@@ -88,6 +89,7 @@ class CodeState:
         # (id of the dict of a module, the name of a global in it) -> (the dict, the global's value)
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._seen: set[int] = set()
+        self.functions: list[types.FunctionType] = []
         reach = Reach()
         reach.see_model(root)
         self.reason = next(self._reasons(root, reach), None)
@@ -107,6 +109,10 @@ class CodeState:
         return all(_has(container, items) for _, container, items in self._contents) and all(
             names.get(name) is value for (_, name), (names, value) in self._globals.items()
         )
+
+    def globals(self) -> list[tuple[str, str, Any]]:
+        """(module, name, value) of each global that such code reads."""
+        return [(str(names.get("__name__")), name, v) for (_, name), (names, v) in self._globals.items()]
 
     @contextmanager
     def undoing(self) -> Iterator[list[str]]:
@@ -133,6 +139,7 @@ class CodeState:
             function = todo.pop()
             if id(function) not in self._seen and not self._is_known(function.__globals__.get("__name__")):
                 self._seen.add(id(function))
+                self.functions.append(function)
                 yield from self._in_function(function)
                 todo += _named_by(function)
         packages = packages_of(root)

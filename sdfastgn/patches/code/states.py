@@ -12,6 +12,7 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.code.guard import Guard
+from sdfastgn.patches.code.reach import Entry
 from sdfastgn.patches.code.replaced import ignored, is_counter, replaced_in
 
 __all__ = ["MAX_STATES", "States", "is_checked", "reason_of_code", "running"]
@@ -109,6 +110,10 @@ class States:
     def replaced(self, index: int) -> list[str]:
         """Names of the code that is replaced in the state ``index``, and that fused forwards would ignore."""
         return self._states[index].replaced if index < len(self._states) else ["other code"]
+
+    def entries(self, index: int) -> list[Entry]:
+        """All that code reads by name, in the state ``index``; empty for a state that is not kept."""
+        return self._states[index].guard.entries if index < len(self._states) else []
 
     def change(self, index: int) -> str:
         """What was replaced since the state ``index`` was seen, in words."""

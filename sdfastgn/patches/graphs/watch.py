@@ -66,7 +66,7 @@ from sdfastgn.patches.graphs.comparisons import (
 from sdfastgn.patches.graphs.factors import Factors
 from sdfastgn.patches.graphs.models import switched, switches_of
 
-__all__ = ["TRUSTED", "Watch"]
+__all__ = ["TRUSTED", "Watch", "attributes_of", "hooks_of"]
 
 # Packages whose forwards read state only from tensors and attributes. Code of other packages may read global
 # variables, which a Watch does not find.
@@ -392,6 +392,19 @@ class Comparison(Protocol):
     def same(self) -> bool: ...
 
     def difference(self) -> str | None: ...
+
+
+def attributes_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
+    """The attributes of ``module`` that a Watch compares, without parameters, buffers, modules and hooks."""
+    inert = {*_INERT, *_ENTRIES, _OUR_ENTRY}
+    if is_root:
+        inert |= _NOTES | (_OF_OFFLOADING if is_offloaded_whole(module) else frozenset())
+    return {name: value for name, value in vars(module).items() if name not in inert}
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The forward hooks of ``module``, in the order in which they run."""
+    return [hook for name in _FORWARD_HOOKS for hook in getattr(module, name).values()]
 
 
 def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
