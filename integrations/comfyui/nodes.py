@@ -65,6 +65,7 @@ _PLANS_INPUT = Input(
     "Whether a VAE that sdfastgn knows no blocks of, such as SeedVR2's, runs as plans: its first call of a "
     "size is traced, and later calls run fused kernels.",
     ("yes", "no"),
+    is_optional=True,
 )
 _TEXT = Output(
     "text",
@@ -105,13 +106,16 @@ def _optimize_vae(node_id: Any, vae: Any, plans: str = "yes") -> tuple[Any, ...]
 
 
 def _report(node_id: Any, model: Any, latent: Any, vae: Any = None) -> tuple[Any, ...]:
-    from sdfastgn.plans.comfyui import call_after_load, text_of
+    from sdfastgn.patches.comfyui.model_patcher import call_after_load
+    from sdfastgn.plans.comfyui import text_of
 
     text = text_of(model)
     if vae is None:
         return latent, text
     # VAE Decode loads the VAE only after this node has run. Then the node shows the VAE's report anew.
-    call_after_load(vae, f"sdfastgn report {node_id}", lambda of_vae: _show(node_id, f"{text}\n{of_vae}"))
+    call_after_load(
+        vae, f"sdfastgn report {node_id}", lambda of_vae: _show(node_id, f"{text}\n{of_vae}"), text_of
+    )
     return latent, f"{text}\n{text_of(vae.patcher)}"
 
 
@@ -142,7 +146,7 @@ NODES = (
         "sdfastgn Optimize VAE",
         "Makes a VAE faster: decoding and encoding on fused channels-last kernels. Once the VAE has run, the "
         "text on the node says what became faster.",
-        (_VAE, _PLANS_INPUT._replace(is_optional=True)),
+        (_VAE, _PLANS_INPUT),
         (Output("vae", "VAE", "A faster copy. The VAE that came in stays as it was."), _TEXT),
         _optimize_vae,
     ),

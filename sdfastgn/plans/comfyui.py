@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from comfy.patcher_extension import PatcherInjection
 from torch import nn
 
 from sdfastgn.patches.comfyui import dynamic_vram, model_patcher, report
-from sdfastgn.patches.comfyui.inject import CLAIMING, reason_to_stay, root_of
+from sdfastgn.patches.comfyui.inject import reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.patcher import Finding
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
 
-__all__ = ["call_after_load", "optimize_vae", "text_of"]
+__all__ = ["optimize_vae", "text_of"]
 
 # The name of the injection in a ``ModelPatcher``.
 _KEY = "sdfastgn plans"
@@ -49,13 +49,8 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, p
     if plans:
         optimized.patcher.set_injections(_KEY, [PatcherInjection(_put_in, _take_out)])
     if after_load is not None:
-        call_after_load(optimized, _KEY, after_load)
+        model_patcher.call_after_load(optimized, _KEY, after_load, text_of)
     return optimized
-
-
-def call_after_load(vae: Any, key: str, after_load: Callable[[str], None]) -> None:
-    """As ``model_patcher.call_after_load``, with the text of this file's report."""
-    model_patcher.call_after_load(vae, key, after_load, text_of)
 
 
 def text_of(patcher: Any, has_run: bool = True) -> str:
@@ -86,15 +81,12 @@ def _gets_plans(patcher: Any) -> bool:
     root = root_of(patcher)
     if _KEY not in patcher.injections or not planning.gets_plans(root):
         return False
-    return not planning.fused_blocks_pay(root, list(_blocks_in(root)))
-
-
-def _blocks_in(root: nn.Module) -> Iterator[Finding]:
-    for module in root.modules():
-        for fusion in CLAIMING:
-            if fusion not in LAYERS and fusion.claims(module):
-                reason = None if fusion.is_applied(module) else fusion.reason_to_skip(module)
-                yield Finding("", module, fusion, "skipped" if reason else "fusable", reason or "")
+    blocks = [
+        Finding("", module, fusion, "skipped" if reason else "fusable", reason or "")
+        for module, fusion, reason in report.findings_in(root)
+        if fusion not in LAYERS
+    ]
+    return not planning.fused_blocks_pay(root, blocks)
 
 
 def _put_in(patcher: Any) -> None:

@@ -85,13 +85,12 @@ def optimize_model(
     return clone
 
 
-def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> Any:
+def optimize_vae(vae: Any) -> Any:
     """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, its model is fused. ``vae`` stays stock.
 
     Its tiled decode of images has no seams (``tiled_decode.py``).
 
-    ``after_load`` is called with the text of the report before each decode and encode, when ComfyUI has
-    loaded the model. Raises what ``check_vae`` raises.
+    Raises what ``check_vae`` raises.
     """
     check_vae(vae)
     optimized = copy.copy(vae)
@@ -99,8 +98,6 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
         optimized.__class__ = TiledVAE
     optimized.patcher = optimize_model(vae.patcher, False)
     optimized.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, KEY)
-    if after_load is not None:
-        call_after_load(optimized, KEY, after_load)
     optimized.first_stage_model = optimized.patcher.model
     if optimized.first_stage_model is not vae.first_stage_model:
         # ``vae`` is under DynamicVRAM, so ``optimized`` has a second model, whose weights were read from the
@@ -111,12 +108,11 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None) -> A
 
 
 def call_after_load(
-    vae: Any, key: str, after_load: Callable[[str], None], describe: Callable[[Any], str] = text_of
+    vae: Any, key: str, after_load: Callable[[str], None], describe: Callable[[Any], str]
 ) -> None:
-    """Register ``after_load``, which is then called before each decode and encode (``optimize_vae``).
+    """Register ``after_load``, which is then called with ``describe(patcher)`` before each decode and encode.
 
-    It replaces a function that was registered before with the same ``key``. ``describe`` makes the text of
-    the report. Raises what ``check_vae`` raises.
+    It replaces a function that was registered before with the same ``key``. Raises what ``check_vae`` raises.
     """
     check_vae(vae)
     vae.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sdfastgn.patches.comfyui import dynamic_vram, graphs
 from sdfastgn.patches.comfyui.inject import CLAIMING, KEY, has_blocks, is_loaded, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
+from sdfastgn.patches.core.fusion import Fusion
 
 # Name of a fusion -> the report's word for the modules that the fusion changes. Each fusion in ``CLAIMING``
 # has an entry.
@@ -130,16 +132,20 @@ def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
     """
     fused: Counter[str] = Counter()
     stock: dict[str, Counter[str]] = {}
+    for _, fusion, reason in findings_in(root):
+        if reason is not None:
+            stock.setdefault(reason, Counter())[_WORDS[fusion.name]] += 1
+        elif fusion not in LAYERS:
+            fused[_WORDS[fusion.name]] += 1
+    return fused, stock
+
+
+def findings_in(root: nn.Module) -> Iterator[tuple[nn.Module, Fusion, str | None]]:
+    """(module, a fusion that claims it, why the module runs stock's code or None), outer modules first."""
     for module in root.modules():
         for fusion in CLAIMING:
-            if not fusion.claims(module):
-                continue
-            reason = None if fusion.is_applied(module) else fusion.reason_to_skip(module)
-            if reason is not None:
-                stock.setdefault(reason, Counter())[_WORDS[fusion.name]] += 1
-            elif fusion not in LAYERS:
-                fused[_WORDS[fusion.name]] += 1
-    return fused, stock
+            if fusion.claims(module):
+                yield module, fusion, None if fusion.is_applied(module) else fusion.reason_to_skip(module)
 
 
 def _counted(parts: Counter[str]) -> str:
