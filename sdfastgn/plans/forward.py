@@ -61,10 +61,6 @@ _IN_USE = 128
 _TRACES = 2
 
 
-# Keeps a plan on disk.
-_Keep = Callable[[], None]
-
-
 @dataclasses.dataclass(slots=True)
 class _Made:
     """A plan, the function that runs it, and what its call leaves besides tensors."""
@@ -330,7 +326,7 @@ class PlannedForward(MethodEntry):
                 raise Unsupported(plans.refused[key][-1])
             plans.check_is_worth_it()
             try:
-                made, keep = self._new(module, call, key, plans)
+                made, saved = self._new(module, call, key, plans)
             except Untraceable as error:
                 grown = plans.state.grown(module, error.kept) if not self._is_captured else None
                 if grown is not None:
@@ -350,7 +346,7 @@ class PlannedForward(MethodEntry):
                 except Untraceable as error:
                     plans.refused[key] += [str(error)] * _TRACES
                     raise
-            keep()
+            saved.save()
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
                 plans.guard = self._guard(module, self._states.last(), call, plans.state)
             plans.add(key, made)
@@ -364,20 +360,20 @@ class PlannedForward(MethodEntry):
             plans.is_planned_inside = True
             plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, verifies=self.verifies))
 
-    def _new(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> tuple[_Made, _Keep]:
-        """A plan from disk, or of a new trace, and the function that keeps it on disk."""
-        about = None if plans.state.names() else (key, self.method, self.trusted)
-        saved = Saved.of(module, about, call.device, plans.guard)
+    def _new(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> tuple[_Made, Saved]:
+        """A plan from disk, or of a new trace, and its file."""
+        about = key, self.method, self.trusted
+        saved = Saved(None) if plans.state.names() else Saved.of(module, about, call.device, plans.guard)
         found = saved.load(module, call.tensors)
         if found is not None:
             self.loads += 1
             plan, outcome = found
-            return _Made(plan, Baked(plan), outcome), saved.save
+            return _Made(plan, Baked(plan), outcome), saved
         self.traces += 1
         with without_collections(), plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method)
             plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome))
-        return _Made(plan, Baked(plan), outcome), saved.save
+        return _Made(plan, Baked(plan), outcome), saved
 
     def _verify(self, module: nn.Module, call: Call, made: _Made, state: State) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""

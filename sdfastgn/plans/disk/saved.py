@@ -31,9 +31,8 @@ class Saved:
 
     @classmethod
     def of(cls, module: nn.Module, call: Any, device: Any, guard: Guard) -> Saved:
-        """The file for the kind of call ``call`` of ``module`` in its present state; none if that is None."""
-        has_none = call is None or files.folder() is None
-        return cls(None if has_none else key_of(module, call, device, guard))
+        """The file for the kind of call ``call`` of ``module`` in its present state."""
+        return cls(None if files.folder() is None else key_of(module, call, device, guard))
 
     def load(self, module: nn.Module, tensors: Any) -> tuple[Plan, Outcome] | None:
         """The plan of the file and what its call returns; None if there is no such file, or a damaged one."""
