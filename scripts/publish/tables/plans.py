@@ -1,0 +1,54 @@
+"""The Markdown table of ``scripts.publish.plans``: networks with fused blocks, and as plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sdfastgn.bench.documents import FAILED, OK
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call costs.
+
+    Attributes:
+        ms: median milliseconds until the GPU has finished.
+        cpu_ms: median milliseconds until the call has launched all of its work.
+        graph_ms: median milliseconds of a CUDA graph of the call; None if it has none.
+        peak_gb: peak memory of tensors in GB, weights included; None on the CPU.
+    """
+
+    ms: float
+    cpu_ms: float
+    graph_ms: float | None
+    peak_gb: float | None
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One call of one model.
+
+    Attributes:
+        fused, plan: its cost with fused blocks, and as a plan.
+        fused_error, plan_error: relative errors against stock's output in fp32; None if not measured.
+        difference: relative difference of the outputs of the two.
+        first_s: seconds of the first call of the plan, which is traced.
+        own: reasons why some of its modules ran their own code.
+    """
+
+    model: str
+    dtype: str
+    fused: Cost | None
+    plan: Cost | None
+    fused_error: float | None = None
+    plan_error: float | None = None
+    difference: float | None = None
+    first_s: float | None = None
+    own: Sequence[str] = field(default_factory=tuple)
+    status: str = OK
+    reason: str = ""
+
+    @classmethod
+    def failed(cls, model: str, dtype: str, reason: str) -> PlanRow:
+        return cls(model, dtype, None, None, status=FAILED, reason=reason)
