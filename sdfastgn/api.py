@@ -29,6 +29,7 @@ from sdfastgn.patches.core.adapters import unmerged_layers
 from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
+from sdfastgn.patches.core.left_alone import SLOW_BORDERS
 from sdfastgn.patches.core.moves import follow, followed_in, is_followed
 from sdfastgn.patches.core.tested_sources import Untested, newest_release
 from sdfastgn.patches.graphs import install as graphs
@@ -334,6 +335,8 @@ def report(obj: Any) -> Report:
     models = _models("report", obj)
     roots = _roots(models)
     why_stock = {name: why_stock_runs(root) for name, root in roots.items()}
+    plans = {name: list(planning.inspect(root, name)) for name, root in roots.items()}
+    planned = [name for name, found in plans.items() if any(each.is_on for each in found)]
     entries = tuple(
         Entry(
             name or type(component).__name__,
@@ -345,6 +348,7 @@ def report(obj: Any) -> Report:
         )
         for name, component in {**roots, **(patcher.parts_of(obj) if roots else {})}.items()
         for f in patcher.inspect(component, name)
+        if name not in planned or f.reason != SLOW_BORDERS  # plans are not slow there
     )
     states = {name: list(graphs.inspect(root, name)) for name, root in roots.items()}
     for name, root in roots.items():
@@ -375,7 +379,7 @@ def report(obj: Any) -> Report:
             if is_offloaded_whole(model) and is_followed(model)
         ),
         without_kernels=dispatch.ops_without_kernels(),
-        plans=tuple(found for name, root in roots.items() for found in planning.inspect(root, name)),
+        plans=tuple(each for found in plans.values() for each in found),
     )
 
 
@@ -434,7 +438,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
         before = [take(name, component, options) for name, component in components.items()]
         others = WeakSet(models[name] for name in models.keys() - roots if not is_followed(models[name]))
         if options.strict:
-            _refuse_skipped(call, before, options.merge_adapters)
+            _refuse_skipped(call, before, options)
         warn_of_machine(call)
         _warn_of_untested(call, [f for was in before for f in was.findings])
         changing = [w.component for w in before if w.name in roots and may_change(w, options)]
@@ -462,8 +466,10 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
         merged_adapters.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
         fp8_option.set_precision(root, options.precision)
+        former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
         graphs.install(root, options.cuda_graphs)
-        planning.install(root, options.plans, frozenset(options.trust), verifies=options.verify)
+        trusted = frozenset(options.trust)
+        planning.install(root, options.plans, trusted, verifies=options.verify, former=former)
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:
@@ -487,12 +493,18 @@ def _check_options(call: str, options: Options) -> None:
         raise ValueError(f"sdfastgn.{call}: trust={trust!r} must be a tuple of names of packages")
 
 
-def _refuse_skipped(call: str, before: list[Snapshot], merges: bool) -> None:
-    findings = [f for was in before for f in was.findings if f.status == "skipped"]
+def _refuse_skipped(call: str, before: list[Snapshot], options: Options) -> None:
+    findings = [
+        f
+        for was in before
+        for f in was.findings
+        if f.status == "skipped"
+        and not (f.reason == SLOW_BORDERS and options.plans and planning.gets_plans(was.component))
+    ]
     skipped = [(f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in findings]
     for was in before:
         if isinstance(was.component, nn.Module):
-            unmerged = unmerged_layers(was.component, was.name, merges)
+            unmerged = unmerged_layers(was.component, was.name, options.merge_adapters)
             skipped += [(reason, f"{path} (adapter)") for path, _, reason in unmerged]
     if skipped:
         paths = grouped(skipped)

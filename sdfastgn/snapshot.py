@@ -139,13 +139,14 @@ def put_back(before: list[Snapshot], followed: Iterable[nn.Module]) -> list[tupl
                 if not finding.fusion.is_applied(finding.module):
                     finding.fusion.apply(finding.module)
             fp8_option.put_back(was.component, was.in_fp8)
+        former = plans.take_off(was.component) if is_model else ()
         for module in was.component.modules() if is_model else ():
             if is_graphable(module) and module not in was.modes:
                 graphs.remove(module)
         for module, mode in was.modes.items():
             graphs.install(module, mode)
         if is_model:
-            plans.install(was.component, was.trusted is not None, was.trusted or frozenset())
+            plans.install(was.component, was.trusted is not None, was.trusted or frozenset(), former=former)
         for module in was.component.modules() if is_model else ():
             (follow if module in was.followed else unfollow)(module)
     for model in followed:

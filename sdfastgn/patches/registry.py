@@ -47,13 +47,11 @@ _OF_DIFFUSERS = (
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
     ("fusions.wan", "FUSIONS"),
     ("fusions.wan_residual", "FUSIONS"),
-    ("fusions.hunyuan_video", "FUSIONS"),
     ("fusions.hunyuan_video_15", "FUSIONS"),
     ("fusions.hunyuan_image", "FUSIONS"),
     ("fusions.cosmos", "FUSIONS"),
     ("fusions.ltx", "FUSIONS"),
     ("fusions.cogvideox", "FUSIONS"),
-    ("fusions.mochi", "FUSIONS"),
     ("fusions.allegro", "FUSIONS"),
     ("fusions.easyanimate", "FUSIONS"),
 )

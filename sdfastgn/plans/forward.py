@@ -143,8 +143,8 @@ class PlannedForward(MethodEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_is_captured", "_lock", "_policy", "_state", "_states", "calls", "loads", "own",
-        "replaces_entry", "traces", "trusted", "verifies",
+        "_by_state", "_captured", "_is_captured", "_lock", "_policy", "_state", "_states", "calls", "loads",
+        "own", "replaces_entry", "traces", "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
@@ -164,6 +164,7 @@ class PlannedForward(MethodEntry):
         self._is_captured = states is not None
         self._state = State()
         self._by_state: dict[tuple[int, State], _Plans] = {}
+        self._captured: list[_Made] = []  # CUDA graphs read the constants of these plans
         self._policy = Policy()
         self._lock = threading.RLock()
         self.calls = self.traces = self.loads = 0
@@ -199,6 +200,8 @@ class PlannedForward(MethodEntry):
                 call, plans, made, given = self._find(module, args, kwargs)
                 results = self._run(plans, made, call)
                 if results is not None:
+                    if _is_capturing(call.device) and not any(made is each for each in self._captured):
+                        self._captured.append(made)
                     self.calls += 1
                     plans.calls += 1
                     result = made.outcome.deliver(results, args, given, call.tensors)

@@ -20,10 +20,10 @@ from sdfastgn.patches.code.checked import entrances, stop_checking
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.core.class_forward import class_forward, replace_kept
 from sdfastgn.patches.core.instance_entries import guard, unguard
-from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.left_alone import reason_of_cudnn
 from sdfastgn.patches.core.tested_sources import Untested
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
-from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
+from sdfastgn.patches.graphs.install import outermost, place_in
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.inside import CONVOLUTIONS
 
@@ -40,6 +40,8 @@ __all__ = [
 
 # Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
+# Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
+_PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos. Kernels exist for
 # what surrounds these. A model of other layers gains too little to pay for a trace.
 _SHARE = 0.5
@@ -80,22 +82,20 @@ class Planned:
 
 
 def gets_plans(root: nn.Module) -> bool:
-    """True if ``optimize`` gives ``root`` plans: it is made of convolutions and norms, and nothing else fits.
-
-    Fused blocks and CUDA graphs would fit.
-    """
-    if _planned(root) is not None or any(_planned(child) is not None for child in entrances(root)):
+    """True if ``optimize`` gives ``root`` plans: convolutions and norms, and no fused blocks, make it up."""
+    if any(_planned(module) is not None for module in entrances(root)):
         return True
-    if has_graphable(root):
-        return False
+    return _is_convolutional(root) and not fused_blocks_pay(root, _blocks_in(root))
+
+
+def _is_convolutional(root: nn.Module) -> bool:
+    """True if ``root`` has norms, and most of its weights are in convolutions."""
     if any(is_lazy(parameter) for parameter in root.parameters()):
         return False  # the first call makes its weights
     weights = sum(parameter.numel() for parameter in root.parameters())
     modules = list(root.modules())
     convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, CONVOLUTIONS)}
-    if sum(convolved.values()) <= _SHARE * weights or not any(map(_is_norm, modules)):
-        return False
-    return not fused_blocks_pay(root, _blocks_in(root))
+    return sum(convolved.values()) > _SHARE * weights and any(map(_is_norm, modules))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -143,12 +143,15 @@ def install(
     """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
 
     A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
-    Modules with CUDA graphs get a ``Planner``. ``former``: what ``take_off`` has returned, with its plans.
+    A module with CUDA graphs gets a ``Planner`` instead. ``former``: what ``take_off`` has returned, with its
+    plans.
     """
+    graphed_modules = set()
     for _, module in outermost(root):
         for graphed in GraphedForward.of(module):
+            graphed_modules.add(module)
             _set_planner(module, graphed, _Maker(trusted, verifies) if is_on else None)
-    if not is_on or not gets_plans(root) or reason_to_leave(root) is not None:
+    if not is_on or not gets_plans(root) or reason_of_cudnn(root) is not None:
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
@@ -157,9 +160,11 @@ def install(
             _take_off(module).clear()
     for module in entrances(root):
         planned = _planned(module)
-        place = place_in(module)
-        if planned is None and place is not None and any(True for _ in module.children()):
-            kept = next((each for each in former if each.module is module), None)
+        # A plan would not run the graphs of the modules in it.
+        place = place_in(module) if graphed_modules.isdisjoint(module.modules()) else None
+        if planned is None and place in _PLACES and any(True for _ in module.children()):
+            options = module, trusted, verifies
+            kept = next((f for f in former if (f.module, f.trusted, f.verifies) == options), None)
             vars(module)[place] = kept or PlannedForward(
                 module, trusted, place in vars(module), verifies=verifies
             )
@@ -173,8 +178,8 @@ def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | Non
     planner = None
     if maker is not None and any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
         blocks = _blocks_in(module)
-        is_always = bool(blocks) and not fused_blocks_pay(module, blocks)
-        planner = Planner(maker, is_always)
+        is_planned = bool(blocks) or _is_convolutional(module)
+        planner = Planner(maker, is_planned and not fused_blocks_pay(module, blocks))
     if planner != graphed.planner:
         graphed.clear()
         graphed.set_planner(planner)
@@ -216,7 +221,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
                 yield _described(path, module, planned)
     if not found and gets_plans(root):
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}
-        reason = reason_to_leave(root)
+        reason = reason_of_cudnn(root)
         yield Planned(prefix, type(root).__name__, False, own=reasons | ({reason: 0} if reason else {}))
 
 
@@ -242,7 +247,7 @@ def _described(path: str, module: nn.Module, planned: PlannedForward | None) -> 
 
 
 def _planned(module: nn.Module) -> PlannedForward | None:
-    for name in ("forward", "_old_forward"):
+    for name in _PLACES:
         value = vars(module).get(name)
         if isinstance(value, PlannedForward):
             return value

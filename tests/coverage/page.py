@@ -26,21 +26,18 @@ again.
   and LTX-2 this holds for every RMSNorm.
 - **partly**: the last column says which parts run stock's code, or an activation in a separate
   pass, and why.
-- **left alone**: nothing is fused. Stock's code runs.
+- **plans**: nothing is fused, and calls run as [plans](plans.md) of stock's code, in which norms,
+  activations, biases and sums are fused.
+- **left alone**: neither. Stock's code runs.
 
 In a step of Kandinsky 3, separate activations take 2.5 % of the time on an H100. They are the SiLU
 between the two 1x1 convolutions of a feed-forward. cuBLASLt computes these convolutions, and it
 cannot apply SiLU to a product before it writes the result.
 
-The columns "fused" and "CUDA graphs" name components of the pipeline, or if the row is one model,
-the model or its parts. Text encoders and vocoders have no GroupNorm, so the last column leaves them
-out. [Fusions](fusions.md) explains what
-each fusion does, and lists what is left alone on purpose.
-
-The tables do not show [plans](plans.md): on a GPU, models without fused blocks and CUDA graphs run
-their calls as plans if most of their weights are in 2-D or 3-D convolutions. Such models are
-`AutoencoderDC`, `AutoencoderKLQwenImage21`, `AutoencoderKLKVAE`, `AutoencoderKLKVAEVideo`,
-`AutoencoderKLLTX2Audio`, `AutoencoderVidTok`, `Kandinsky6SRVAE` and `T2IAdapter`.
+The columns "fused", "plans" and "CUDA graphs" name components of the pipeline, or if the row is one
+model, the model or its parts. The last column leaves out text encoders and vocoders, which have no
+GroupNorm, and modules in plans. [Fusions](fusions.md) explains what each fusion does, and lists
+what is left alone on purpose.
 """
 _TAIL = """## Real sizes
 
@@ -58,11 +55,10 @@ guidance, or a decode or an encode of an autoencoder. "Optimized" means the defa
 - The UNets and VAEs of SD1.5 and SDXL are in the [benchmarks](benchmarks.md#end-to-end). Single
   layers, and networks in which nothing is fused, are not in the table.
 
-Some networks keep stock's code and layout, because `optimize` would make them slower. The report
-says so. This can happen with the autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's
+Some networks keep stock's code and layout in calls that are no plans, because `optimize` would make
+them slower. This can happen with the autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's
 refiner and Mochi. They repeat the border of a video before each convolution, which PyTorch does
-slowly in channels-last. A kernel of sdfastgn does it fast. But if one of these convolutions cannot
-be fused, its border would be repeated by PyTorch, so the whole autoencoder stays as it is.
+slowly in channels-last. A kernel of sdfastgn does it fast, in plans and in fused convolutions.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->
@@ -83,7 +79,7 @@ networks of the table above were not compiled.
 <!-- table:compiled_videos -->
 <!-- /table:compiled_videos -->
 """
-_COLUMNS = ("", "class", "result", "fused", "CUDA graphs", "what is not fused, and why")
+_COLUMNS = ("", "class", "result", "fused", "plans", "CUDA graphs", "what is not fused, and why")
 
 
 def line(result):
@@ -93,6 +89,7 @@ def line(result):
         f"`{result.kind}`",
         result.verdict,
         ", ".join(f"`{name}`" for name in result.fused) or "-",
+        ", ".join(f"`{name}`" for name in result.plans) or "-",
         ", ".join(f"`{name}`" for name in result.graphs) or "-",
         "; ".join(result.left) or "-",
     )

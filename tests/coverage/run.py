@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 import sdfastgn
 from sdfastgn.bench.images import relative_error
-from sdfastgn.patches.core.left_alone import reason_to_leave
 
 # What may follow a norm, by the name of the function.
 _PASSES = {
@@ -24,7 +23,7 @@ _COPIES = ("contiguous", "cat")
 
 @dataclass(frozen=True)
 class Result:
-    """``fused``, ``graphs``: names of components. ``left``: what is not fused, and why.
+    """``fused``, ``plans``, ``graphs``: names of components. ``left``: what is neither fused nor in plans.
 
     ``error``: of the optimized output, relative to stock's.
     """
@@ -32,6 +31,7 @@ class Result:
     name: str
     kind: str
     fused: tuple[str, ...]
+    plans: tuple[str, ...]
     graphs: tuple[str, ...]
     left: tuple[str, ...]
     error: float
@@ -40,7 +40,7 @@ class Result:
     @property
     def verdict(self):
         if not self.fused:
-            return "left alone"
+            return "plans" if self.plans else "left alone"
         return "partly" if self.left else "fused"
 
 
@@ -103,8 +103,8 @@ def run(row):
         with _Stock() as stock:
             expected = output(call)
         sdfastgn.optimize(obj, missing_ok=isinstance(obj, nn.Module))
-        report = sdfastgn.report(obj)
         found = output(call)
+        report = sdfastgn.report(obj)
         restored = torch.equal(output(call, sdfastgn.restore(obj)), expected)
     assert expected.double().std() > 0
     return Result(
@@ -112,11 +112,16 @@ def run(row):
         type(obj).__name__,
         # The search for the device is every pipeline's.
         tuple(dict.fromkeys(e.component for e in report.fused if e.fusion != "execution_device")),
-        tuple(dict.fromkeys((g.path or g.kind).partition(".")[0] for g in report.graphs)),
+        _components(p for p in report.plans if p.calls),
+        _components(report.graphs),
         tuple(dict.fromkeys(_left(obj, report, stock))),
         relative_error(found, expected),
         restored,
     )
+
+
+def _components(found):
+    return tuple(dict.fromkeys((each.path or each.kind).partition(".")[0] for each in found))
 
 
 def output(call, _=None):
@@ -126,26 +131,40 @@ def output(call, _=None):
 
 
 def _left(obj, report, stock):
-    """One reason for each part that was called and is not fused, or one for a whole model."""
-    if isinstance(obj, nn.Module) and (reason := reason_to_leave(obj)):
-        yield reason
-        return
+    """One reason for each part that was called and is neither fused nor in a plan."""
+    planned = set(_planned(obj, report))
     known = {}
     for entry in report.entries:
         known.setdefault(entry.path, set()).add(entry.fusion)
-        if entry.status == "skipped":
+        if entry.status == "skipped" and _module(obj, entry.path) not in planned:
             yield f"`{entry.kind}`: {entry.reason}"
     for name, root in {"": obj}.items() if isinstance(obj, nn.Module) else obj.components.items():
         # Text encoders and vocoders are not diffusers'.
         if not isinstance(root, nn.Module) or type(root).__module__.startswith("transformers."):
             continue
-        modules = dict(root.named_modules(prefix=name))
+        modules = {p: m for p, m in root.named_modules(prefix=name) if m not in planned}
         if stock.called.isdisjoint(modules.values()):
             continue
-        if stock.passes.keys().isdisjoint(modules.values()) and not _is_inside(root, name, report.fused):
+        has_norms = not stock.passes.keys().isdisjoint(root.modules())
+        if not has_norms and not _is_inside(root, name, report.fused):
             found = ", ".join(sorted(set().union(*(known.get(path, set()) for path in modules))))
             yield f"`{type(root).__name__}` has no GroupNorm" + (f" (fused: {found})" if found else "")
         yield from _left_of_norms(modules, known, stock.passes)
+
+
+def _planned(obj, report):
+    """The modules whose calls were run by plans, and the modules in them."""
+    for found in report.plans:
+        if found.calls:
+            yield from _module(obj, found.path).modules()
+
+
+def _module(obj, path):
+    if isinstance(obj, nn.Module):
+        return obj.get_submodule(path)
+    name, _, rest = path.partition(".")
+    component = obj.components.get(name)
+    return component.get_submodule(rest) if isinstance(component, nn.Module) else component
 
 
 def _is_inside(root, name, fused):

@@ -13,9 +13,7 @@ from diffusers.models.attention_processor import Attention, SpatialNorm
 from diffusers.models.autoencoders import autoencoder_kl_allegro as allegro
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
 from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
-from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan_video
 from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
-from diffusers.models.autoencoders import autoencoder_kl_mochi as mochi
 from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import CogVideoXDownsample3D
@@ -258,29 +256,6 @@ def _of_wan_residual():
     ]
 
 
-def _of_hunyuan_video():
-    """Samples of the blocks of HunyuanVideo's autoencoder."""
-    Conv, Block = hunyuan_video.HunyuanVideoCausalConv3d, hunyuan_video.HunyuanVideoResnetBlockCausal3D
-    Upsample = hunyuan_video.HunyuanVideoUpsampleCausal3D
-    Encoder, Decoder = hunyuan_video.HunyuanVideoEncoder3D, hunyuan_video.HunyuanVideoDecoder3D
-    sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
-    down, up = (("HunyuanVideo" + name,) * 4 for name in ("DownBlock3D", "UpBlock3D"))
-    x = video(2, 12, 3, 3, 2)
-    found = [
-        ("conv", lambda: Conv(12, 20), lambda m: m(x)),
-        ("conv-strided", lambda: Conv(12, 20, stride=2, padding=1), lambda m: m(x.contiguous())),
-        ("conv-1x1", lambda: Conv(12, 20, 1), lambda m: m(x)),
-        ("upsample", lambda: Upsample(12), lambda m: m(x)),
-        ("upsample-image", lambda: Upsample(12, 20), lambda m: m(x[:, :, :1])),
-        ("upsample-2d", lambda: Upsample(12, upsample_factor=(1, 2, 2)), lambda m: m(x)),
-        ("resnet_block", lambda: Block(12, 20, groups=4), lambda m: m(x)),
-        ("resnet_block-same", lambda: Block(12, groups=4), lambda m: m(x)),
-        ("encoder", lambda: Encoder(3, 4, down, **sizes), lambda m: m(video(1, 3, 5, 16, 8))),
-        ("decoder", lambda: Decoder(4, 3, up, **sizes), lambda m: m(video(1, 4, 2, 2, 1))),
-    ]
-    return [(f"hunyuan_video_{name}", build, call) for name, build, call in found]
-
-
 def _of_cogvideox():
     """Samples of the blocks of CogVideoX's autoencoder."""
     Conv, Norm = cogvideox.CogVideoXCausalConv3d, cogvideox.CogVideoXSpatialNorm3D
@@ -306,22 +281,6 @@ def _of_cogvideox():
         ("decoder", lambda: Decoder(4, 3, up, **sizes), lambda m: m(video(1, 4, 3, 2, 1))[0]),
     ]
     return [(f"cogvideox_{name}", build, call) for name, build, call in found]
-
-
-def _of_mochi():
-    """Samples of the blocks of Mochi's autoencoder."""
-    x = video(2, 32, 2, 3, 2).contiguous().requires_grad_()
-    Norm, Block = mochi.MochiChunkedGroupNorm3D, mochi.MochiResnetBlock3D
-    return [
-        ("mochi_norm", lambda: Norm(32), lambda m: m(x)),
-        ("mochi_resnet_block", lambda: Block(32), lambda m: m(x)[0]),
-        ("mochi_up_block", lambda: mochi.MochiUpBlock3D(32, 5), lambda m: m(x)[0]),
-        (
-            "mochi_encoder",
-            lambda: mochi.MochiEncoder3D(15, 4, (32, 32), (1, 1, 1), (2,), (2,), (False,) * 3),
-            lambda m: m(video(1, 3, 3, 4, 6))[0],
-        ),
-    ]
 
 
 def _of_allegro():
@@ -821,9 +780,7 @@ SAMPLES = [
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
     *_of_wan("wan", autoencoder_kl_wan, "Wan"),
-    *_of_hunyuan_video(),
     *_of_cogvideox(),
-    *_of_mochi(),
     *_of_allegro(),
     *_of_easyanimate(),
     *_of_cosmos(),

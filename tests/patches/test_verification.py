@@ -9,7 +9,6 @@ from diffusers import (
     AutoencoderKLAllegro,
     AutoencoderKLCogVideoX,
     AutoencoderKLCosmos,
-    AutoencoderKLHunyuanVideo,
     AutoencoderKLLTXVideo,
     AutoencoderKLMagvit,
     AutoencoderKLWan,
@@ -137,11 +136,6 @@ def video_vae():
     return randomize(model)
 
 
-def hunyuan_video_vae():
-    sizes = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
-    return randomize(AutoencoderKLHunyuanVideo(**sizes, norm_num_groups=4))
-
-
 def cogvideox_vae():
     sizes = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
     return randomize(AutoencoderKLCogVideoX(**sizes, norm_num_groups=4))
@@ -194,13 +188,13 @@ def ltx2_vae():
 
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    video_vae, hunyuan_video_vae, cogvideox_vae, cosmos_vae, ltx_vae,
+    video_vae, cogvideox_vae, cosmos_vae, ltx_vae,
     lambda: ltx_vae(timestep_conditioning=True), allegro_vae, easyanimate_vae,
 ]  # fmt: skip
 
 
-NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "hunyuan-video-vae",
-         "cogvideox-vae", "cosmos-vae", "ltx-vae", "ltx-vae-conditioned", "allegro-vae",
+NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "cogvideox-vae",
+         "cosmos-vae", "ltx-vae", "ltx-vae-conditioned", "allegro-vae",
          "easyanimate-vae"]  # fmt: skip
 # Of later releases of diffusers.
 LATER = {

@@ -1,13 +1,19 @@
 """Which models get plans, and what the report says of those that were not called."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKLHunyuanVideo
 from torch import nn
 
 import sdfastgn
+from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.plans import forward
+from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.install import gets_plans
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
@@ -68,3 +74,67 @@ def test_the_report_leaves_out_children_that_were_not_called():
     assert "plans of rest" not in str(sdfastgn.report(model))
     model.rest(noise(1, 8, 9, 9))
     assert "plans of rest: 1 alive" in str(sdfastgn.report(model))
+
+
+def autoencoder():
+    """Its decoder is a class whose calls become CUDA graphs. Neither half has fused blocks."""
+    down, up = (("HunyuanVideo" + name,) * 2 for name in ("DownBlock3D", "UpBlock3D"))
+    blocks = {"down_block_types": down, "up_block_types": up, "layers_per_block": 1, "norm_num_groups": 4}
+    ratios = {"spatial_compression_ratio": 2, "temporal_compression_ratio": 4}
+    sizes = {"latent_channels": 4, "block_out_channels": (8, 8)}
+    return randomize(AutoencoderKLHunyuanVideo(**sizes, **blocks, **ratios))
+
+
+def test_graphs_run_plans_where_a_class_has_graphs():
+    model = autoencoder()
+    stock = copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    kinds = [type(vars(part).get("forward")) for part in (model, model.encoder, model.decoder)]
+    assert kinds == [type(None), PlannedForward, GraphedForward]
+    for seed in range(2):
+        z, x = noise(1, 4, 2, 3, 2, seed=seed), noise(1, 3, 5, 6, 4, seed=seed)
+        agree(model.decode(z).sample, stock.decode(z).sample)
+        agree(model.encode(x).latent_dist.mean, stock.encode(x).latent_dist.mean)
+    assert {p.path: (p.plans, p.calls) for p in sdfastgn.report(model).plans if p.calls} == {
+        "encoder": (1, 2),
+        "decoder": (1, 2),
+    }
+
+
+@pytest.mark.parametrize("modes", [(False, "auto"), ("auto", False)])
+def test_graphs_are_turned_on_and_off(modes):
+    model = autoencoder()
+    stock = copy.deepcopy(model)
+    z = noise(1, 4, 2, 3, 2)
+    kinds = {False: PlannedForward, "auto": GraphedForward}
+    for mode in modes:
+        sdfastgn.optimize(model, cuda_graphs=mode)
+        assert type(vars(model.decoder)["forward"]) is kinds[mode]
+        agree(model.decode(z).sample, stock.decode(z).sample)
+        encoder = vars(model.encoder)["forward"]
+    assert any(p.calls for p in sdfastgn.report(model).plans)
+    with sdfastgn.optimized(model, cuda_graphs=modes[0]):
+        agree(model.decode(z).sample, stock.decode(z).sample)
+    assert type(vars(model.decoder)["forward"]) is kinds[modes[1]]
+    assert vars(model.encoder)["forward"] is encoder  # with its plans
+    sdfastgn.restore(model)
+    assert not {"forward"} & {*vars(model.encoder), *vars(model.decoder)}
+    assert torch.equal(model.decode(z).sample, stock.decode(z).sample)
+
+
+def test_a_plan_that_other_code_has_captured_lives_on(monkeypatch):
+    """A user's graph of a planned call reads the plan's constants, also after the plan was dropped."""
+    model = randomize(Convolutions())
+    sdfastgn.optimize(model)
+    x = noise(1, 3, 9, 9)
+    model(x)
+    planned = vars(model)["forward"]
+    (plan,) = planned.plans
+    held = weakref.ref(plan)
+    monkeypatch.setattr(forward, "_is_capturing", lambda device: True)
+    model(x)
+    monkeypatch.undo()
+    planned.clear()
+    del plan
+    gc.collect()
+    assert held() is not None

@@ -30,7 +30,7 @@ from sdfastgn.patches.core.class_forward import accelerate_hooks
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import layout_hook, remove_hooks
 from sdfastgn.patches.core.instance_entries import unguard
-from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.left_alone import reason_of_cudnn, reason_to_leave
 from sdfastgn.patches.core.moves import Moves, follow_moves, stop_following
 
 __all__ = [
@@ -116,10 +116,10 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Returns ``root.named_modules()`` without the modules whose weights must keep their layout.
 
     Two kinds of modules are left out: modules that an adapter added, because adapters are saved contiguous,
-    and modules that FSDP shards, because FSDP manages their memory. The result is empty for a model that
-    ``optimize`` leaves as it is (``left_alone.py``).
+    and modules that FSDP shards, because FSDP manages their memory. The result is empty if convolutions in
+    channels-last may be wrong (``left_alone.py``).
     """
-    if reason_to_leave(root) is not None:
+    if reason_of_cudnn(root) is not None:
         return iter(())
     left = modules_in_fsdp(root)
     for _, layer in adapted_layers(root):
@@ -179,6 +179,8 @@ def is_complete(root: nn.Module) -> bool:
 
 def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
     """Yields a function without arguments for each change that ``apply(root)`` has to make."""
+    if reason_to_leave(root) is not None:
+        return
     has_convolution = False
     for path, module in convertible_modules(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
@@ -247,6 +249,8 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
 
 def unconverted_weights(module: nn.Module) -> int:
     """Number of convolutions in ``module`` whose weights ``apply`` would convert, now or once on a GPU."""
+    if reason_to_leave(module) is not None:
+        return 0
     return sum(_new_format(m) is not None for _, m in convertible_modules(module))
 
 

@@ -4,12 +4,12 @@ Some versions of cuDNN compute 3-D convolutions in bf16 wrongly, and need gigaby
 (https://github.com/pytorch/pytorch/issues/163539 and 166643). With these versions nothing is known about
 3-D convolutions in channels-last. So models that have such convolutions in bf16 keep stock's layout and code.
 
-Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo, Mochi) call ``F.pad`` in mode
-"replicate" before each convolution. For channels-last tensors this ``F.pad`` is slow, and its result is
+Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo 1.5, Mochi) call ``F.pad`` in
+mode "replicate" before each convolution. For channels-last tensors this ``F.pad`` is slow, and its result is
 channels-first, so that the convolution has to copy it. Together this costs more than the fused norms save.
 "Real sizes" in docs/coverage.md has the times of all models.
 
-Some fusions repeat the border in a kernel, which is fast. These fusions are registered with
+Plans and some fusions repeat the border in a kernel, which is fast. These fusions are registered with
 ``pads_quickly``. If they can fuse all convolutions of a model that repeat the border, ``optimize`` changes
 the model.
 """
@@ -21,11 +21,14 @@ from torch import nn
 
 from sdfastgn.patches.core.fusion import Fusion
 
-__all__ = ["pads_quickly", "reason_of_cudnn", "reason_to_leave"]
+__all__ = ["SLOW_BORDERS", "pads_quickly", "reason_of_cudnn", "reason_to_leave"]
 
 # The versions of cuDNN whose 3-D convolutions in bf16 are wrong or need more memory: from 9.8, before 9.15.
 # The numbers are as in ``torch.backends.cudnn.version()``.
 _BAD_CUDNN = range(90800, 91500)
+
+# The reason to leave a model that repeats borders without a kernel.
+SLOW_BORDERS = "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
 
 # The fusions that were registered with ``pads_quickly``.
 _quick: list[Fusion] = []
@@ -42,7 +45,7 @@ def reason_to_leave(root: nn.Module) -> str | None:
     if reason is not None:
         return reason
     if any(_repeats_borders(module) and not _has_kernel(module) for module in root.modules()):
-        return "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
+        return SLOW_BORDERS
     return None
 
 

@@ -1,7 +1,7 @@
 """diffusers' autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner: one pass per convolution.
 
 Both models have the same blocks under different names. The norm, SiLU and padding before a convolution are
-one pass, as in ``hunyuan_video.py``. The norm is the RMSNorm of Wan's autoencoder.
+one pass. The norm is the RMSNorm of Wan's autoencoder.
 
 Further differences from stock:
 

@@ -1,4 +1,4 @@
-"""Fused classes of modules that pad a video and call an ``nn.Conv3d``, such as HunyuanVideoCausalConv3d.
+"""Fused classes of modules that pad a video and call an ``nn.Conv3d``, such as HunyuanVideo15CausalConv3d.
 
 These modules pad with frames before the first frame and with a border around each frame. Most repeat the
 nearest element; some pad with zeros. The fused classes pad with the kernel ``pad_frames``.
@@ -23,7 +23,7 @@ from sdfastgn.patches.fusions.video import (
 __all__ = ["WRAPPERS", "FusedWrapper", "convolve", "is_plain_wrapper"]
 
 # Stock and fused classes of modules that pad a video and call an ``nn.Conv3d``. Files such as
-# ``hunyuan_video.py`` add the classes of their model.
+# ``hunyuan_video_15.py`` add the classes of their model.
 WRAPPERS: set[type[nn.Module]] = set()
 # ``pad_mode`` of a convolution -> the mode of ``pad_frames``.
 _MODES = {"replicate": "replicate", "constant": "zeros"}

@@ -26,7 +26,7 @@ from sdfastgn.patches.core.class_forward import (
     replace_kept,
 )
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
-from sdfastgn.patches.core.left_alone import reason_to_leave
+from sdfastgn.patches.core.left_alone import reason_of_cudnn
 from sdfastgn.patches.core.moves import follow, unfollow
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
@@ -92,7 +92,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     include the calls of the inner ones. A module whose forward other code has replaced gets none, and neither
     does a model that ``optimize`` leaves as it is.
     """
-    if mode is not False and reason_to_leave(root) is not None:
+    if mode is not False and reason_of_cudnn(root) is not None:
         mode = False
     for _, module in list(outermost(root)):
         if mode is not False and method_of(module) == "forward":
@@ -144,8 +144,8 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     A graphable module that another one contains is left out. In mode "training" each module has a second pair
     about its calls with gradients: (``Graphs``, None).
     """
-    # ``reason_to_leave`` walks through the whole model, so it is called at most once.
-    why_left = functools.cache(functools.partial(reason_to_leave, root))
+    # ``reason_of_cudnn`` walks through the whole model, so it is called at most once.
+    why_left = functools.cache(functools.partial(reason_of_cudnn, root))
     for path, module in outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
@@ -155,7 +155,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
                 where = f"{path or kind}, calls with gradients"
                 yield _described(where, kind, str(graphed.mode), graphed.training, {}), None
         else:
-            if place_in(module) is None:
+            if place_in(module) is None and not isinstance(vars(module).get("forward"), InstanceEntry):
                 reasons[f"other code replaced its {method_of(module)}"] = 0
             elif (reason := why_left()) is not None:
                 reasons[reason] = 0

@@ -386,10 +386,7 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            f"{family}_resnet_block"
-            for family in ("hunyuan_video", "cogvideox", "easyanimate", "ltx", "cosmos")
-        ),
+        *(f"{family}_resnet_block" for family in ("cogvideox", "easyanimate", "ltx", "cosmos")),
         "cosmos_attention",
         "wan_residual_block",
     ],
@@ -410,9 +407,6 @@ def test_a_layer_in_the_place_of_a_dropout_is_called(name):
     [
         ("cosmos_encoder", "conv_out.conv_s"),
         ("cosmos_decoder", "conv_out.conv_s"),
-        ("hunyuan_video_encoder", "conv_norm_out"),
-        ("hunyuan_video_decoder", "conv_norm_out"),
-        ("mochi_encoder", "proj_out"),
     ],
 )
 def test_a_wrapper_around_a_last_layer(name, layer):

@@ -466,7 +466,7 @@ def test_a_forked_process_waits_for_no_lock_of_its_parent(monkeypatch):
 
 def test_the_reason_to_leave_a_model_is_looked_for_once(monkeypatch):
     walks = []
-    monkeypatch.setattr(install, "reason_to_leave", lambda root: walks.append(root) or "it is left")
+    monkeypatch.setattr(install, "reason_of_cudnn", lambda root: walks.append(root) or "it is left")
     root = nn.ModuleList(copy.deepcopy(built("tiny", "cpu")) for _ in range(3))
     assert [graphs.eager for graphs, _ in install.inspect(root)] == [{"it is left": 0}] * 3
     assert walks == [root]
