@@ -195,10 +195,11 @@ class PlannedForward(MethodEntry):
         module = self.module
         if torch.compiler.is_compiling() or is_tracing():
             return getattr(type(module), self.method)(module, *args, **kwargs)
+        call = None
         try:
             for _ in range(MAX_STATES):
                 call, plans, made, given = self._find(module, args, kwargs)
-                results = self._run(plans, made, call)
+                results = self._run(plans, made, call, args, given)
                 if results is not None:
                     if _is_capturing(call.device) and not any(made is each for each in self._captured):
                         self._captured.append(made)
@@ -213,6 +214,8 @@ class PlannedForward(MethodEntry):
         except torch.OutOfMemoryError:
             self.clear()
             self._policy.pause_without_memory()
+            if call is not None and any(t is None for t in call.tensors):
+                raise  # some arguments are gone, as after an error in the model's own code
             reason = NO_MEMORY
         is_counted = reason in self.own or len(self.own) < _MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
@@ -277,10 +280,14 @@ class PlannedForward(MethodEntry):
             raise Unsupported(plans.guard.reason)
         return plans
 
-    def _run(self, plans: _Plans, made: _Made, call: Call) -> list[Any] | None:
+    def _run(
+        self, plans: _Plans, made: _Made, call: Call, args: Any, kwargs: dict[str, Any]
+    ) -> list[Any] | None:
         """The tensors that the plan computes; None if other code was replaced meanwhile.
 
-        Raises Unsupported if the model is not what was traced. Then no argument was written to.
+        Tensors in lists and dicts that the call will replace are freed after their last use.
+
+        Raises Unsupported if the model is not what was traced. Then no argument was written to or freed.
         """
         guard = plans.guard
         if made.plan.writes:
@@ -288,21 +295,28 @@ class PlannedForward(MethodEntry):
                 made.plan.check_written(call.tensors)  # type: ignore[arg-type]
             except ValueError as error:
                 raise Unsupported("it writes into an argument that shares memory with another") from error
-        # A plan that writes into arguments must not run for a changed model.
-        if not made.plan.writes or guard.same():
+        replaced = made.outcome.replaced(args, kwargs, call.tensors) if made.baked.recorded else []
+        # A plan that writes into arguments or frees them must not run for a changed model.
+        is_compared = made.plan.writes or bool(replaced)
+        if not is_compared or guard.same():
+            tensors: Any = list(call.tensors)
+            for container, key, i in replaced:
+                container[key] = call.tensors[i] = None
             try:
                 with torch.no_grad(), _on(call.device):
                     try:
-                        results = made.baked.run(call.tensors)  # type: ignore[arg-type]
+                        results = made.baked.run(tensors, frees=bool(replaced))
                     except dispatch.KernelError:  # the step's kernel is off now, and PyTorch runs instead
-                        results = made.plan.run(call.tensors)  # type: ignore[arg-type]
+                        if replaced:
+                            raise
+                        results = made.plan.run(tensors)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # for instance because a weight has another shape now
-                if guard.same():
+                if replaced or guard.same():
                     raise
             else:
-                if made.plan.writes or guard.same():
+                if is_compared or guard.same():
                     return results
         if not guard.is_in_state():
             return None

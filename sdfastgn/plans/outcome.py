@@ -10,6 +10,7 @@ list. An ``Outcome`` is recorded in the trace of a call, and repeats both for la
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -149,6 +150,25 @@ class Outcome:
             (container.update if isinstance(container, dict) else container.extend)(content)
         return result
 
+    def replaced(
+        self, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]
+    ) -> list[tuple[Any, Any, int]]:
+        """The tensors among the arguments of a later call that it will drop from lists and dicts.
+
+        Returns (list or dict, index or key there, index in ``tensors``) of each that nothing else refers to.
+        """
+        if not self._changes:
+            return []
+        containers, kept = _containers_in(args, kwargs), _given_in((self._result, self._changes))
+        counts = Counter(map(id, tensors))
+        places = {id(t): i for i, t in enumerate(tensors) if counts[id(t)] == 1 and i not in kept}
+        return [
+            (each, key, places[id(value)])
+            for each in (containers[place] for place, _ in self._changes)
+            for key, value in (each.items() if isinstance(each, dict) else enumerate(each))
+            if isinstance(value, Tensor) and id(value) in places
+        ]
+
     def _taken(self, value: Any) -> Any:
         """``value`` in new containers, with marks for tensors and for containers among the arguments."""
         kind = type(value)
@@ -172,6 +192,20 @@ class Outcome:
             names = [field.name for field in dataclasses.fields(kind)]
             return Output(kind, {name: self._taken(getattr(value, name)) for name in names})
         raise Untraceable(f"it returns or keeps a {kind.__name__}")
+
+
+def _given_in(recorded: Any) -> set[int]:
+    """The indices of the arguments' tensors that the marks in ``recorded`` stand for."""
+    kind = type(recorded)
+    if kind is _Given:
+        return {recorded.place}
+    if kind is Output:
+        recorded = recorded.fields
+    if kind in (dict, Output):
+        recorded = list(recorded.values())
+    if type(recorded) in (list, tuple):
+        return set().union(*map(_given_in, recorded))
+    return set()
 
 
 def has_shared_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.run.bake import Baked
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
 from tests.plans.models import of_diffusers
@@ -536,6 +537,62 @@ def with_list(run):
 
     stock = net(Given)
     return sdfastgn.optimize(copy.deepcopy(stock)), stock
+
+
+def in_parts():
+    """(optimized model, stock model). A call keeps its result in a list for the next call."""
+
+    def run(x, y, items):
+        y = y + items[0] if items else y
+        items[:] = [y, items[-1] if items else y]
+        return y * 2
+
+    return with_list(run)
+
+
+def test_what_a_call_replaces_is_let_go():
+    model, stock = in_parts()
+    ours, theirs = [], []
+    for seed in range(5):
+        before, last = list(ours), len(ours) and ours[0].clone()
+        agree(model(image(seed=seed), ours), stock(image(seed=seed), theirs))
+        agree(ours[0], theirs[0])
+        assert ours[1] is (before[1] if before else ours[0])
+        if before:
+            assert torch.equal(before[0], last)  # somebody else may still have it
+    assert (planned(model).traces, planned(model).calls, planned(model).own) == (3, 5, {})
+
+
+def test_an_error_after_arguments_were_let_go(monkeypatch):
+    """The model's own code cannot run without them."""
+    model, _ = in_parts()
+    items = []
+    for seed in range(3):
+        model(image(seed=seed), items)
+    run = Baked.run
+
+    def fails(self, inputs, *, frees=False):
+        assert frees
+        run(self, inputs, frees=frees)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Baked, "run", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(image(), items)
+    assert items[0] is None
+    assert planned(model).own == {}
+
+
+def test_nothing_is_let_go_if_the_model_has_changed():
+    model, stock = in_parts()
+    ours, theirs = [], []
+    for seed in range(4):
+        agree(model(image(seed=seed), ours), stock(image(seed=seed), theirs))
+        if seed == 2:
+            for each in (model, stock):
+                each.blocks[0].norm.eps = 0.5
+    assert sum(planned(model).own.values()) == 1
 
 
 def test_a_call_that_returns_a_list_that_it_was_given():

@@ -87,8 +87,11 @@ class Baked:
         """The text of the function. Empty before the first call."""
         return "" if self._bound is None else self._bound.code.source
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """``plan.run(inputs)``: the same bits, and new tensors in each call."""
+    def run(self, inputs: list[Tensor], *, frees: bool = False) -> list[Any]:
+        """``plan.run(inputs)``: the same bits, and new tensors in each call.
+
+        ``frees``: empties the list, so that each input can be freed after its last use.
+        """
         bound, why = self._bound, self._why_not()
         if why is None and (bound is None or bound.run is None or self._addresses() != bound.addresses):
             with self._lock:
@@ -99,10 +102,11 @@ class Baked:
         if why is not None:
             self.declined[why] += 1
             return self.plan.run(inputs)
+        given = inputs if frees else [*inputs]
         if not torch.is_grad_enabled() and not any_autocast():
-            return bound.run(*inputs)  # type: ignore[union-attr]
+            return bound.run(given)  # type: ignore[union-attr]
         with torch.no_grad(), without_autocast():
-            return bound.run(*inputs)  # type: ignore[union-attr]
+            return bound.run(given)  # type: ignore[union-attr]
 
     def release(self) -> None:
         """Lets go of the weights until the next call.

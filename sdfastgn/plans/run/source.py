@@ -1,8 +1,8 @@
 """Turns a recording into straight-line Python: ``generate``.
 
-The function that comes out has the tensors among the arguments of a call as its parameters. It allocates what
-the recorded run allocated, calls what it called, and launches what it launched. It drops each tensor after
-its last use. Fixed operands and their addresses are global names of the function. After a move,
+The function that comes out takes a list of the tensors among the arguments of a call, and empties it. It
+allocates what the recorded run allocated, calls what it called, and launches what it launched. It drops each
+tensor after its last use. Fixed operands and their addresses are global names of the function. After a move,
 ``Code.bound`` makes a function with other ones.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import types
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +127,11 @@ class _Writer:
 
     def code(self) -> Code:
         fixed = len(self.recording.operands) - self.recording.inputs
-        inputs = [f"t{place.memory}" for place in self.recording.operands[fixed:]]
+        inputs = [place.memory for place in self.recording.operands[fixed:]]
+        self.alive.update({m: [f"t{m}"] for m in inputs})
+        if inputs:
+            self.lines += [f"{', '.join(f't{m}' for m in inputs)}, = inputs", "inputs.clear()"]
+        self.delete(m for m in inputs if m not in self.last)
         if any(a.kind == "launch" for a in self.actions):
             index = None if self.device is None else self.device.index
             stream = "0" if index is None else f"{self.name(current_raw_stream)}({index})"
@@ -136,7 +140,7 @@ class _Writer:
             self.write(action)
             self.drop(action, i)
         self.lines.append(f"return [{', '.join(map(self.result, self.recording.results))}]")
-        source = f"def run({', '.join(inputs)}):\n" + "\n".join(f"    {line}" for line in self.lines)
+        source = "def run(inputs):\n" + "\n".join(f"    {line}" for line in self.lines)
         module = compile(source, "<plan>", "exec")
         body = next(c for c in module.co_consts if isinstance(c, types.CodeType))
         return Code(source, body, self.names, self.tensors, self.addresses, self.device)
@@ -196,8 +200,10 @@ class _Writer:
 
     def drop(self, action: Action, i: int) -> None:
         """Drops the names of memories that nobody reads after action ``i``."""
-        done = [m for m in {*action.reads, *(p.memory for p in action.made)} if self.last[m] == i]
-        names = [name for m in sorted(done) for name in self.alive.pop(m, ())]
+        self.delete(m for m in {*action.reads, *(p.memory for p in action.made)} if self.last[m] == i)
+
+    def delete(self, memories: Iterable[int]) -> None:
+        names = [name for m in sorted(memories) for name in self.alive.pop(m, ())]
         if names:
             self.lines.append(f"del {', '.join(names)}")
 
@@ -205,7 +211,9 @@ class _Writer:
         last: dict[int, int] = {}
         for i, action in enumerate(self.actions):
             last.update(dict.fromkeys((*action.reads, *(p.memory for p in action.made)), i))
-        last.update({place.memory: len(self.actions) for place in places_in(self.recording.results)})
+        results = self.recording.results
+        returned = [self.recording.operands[r] for r in results if isinstance(r, int)]
+        last.update({p.memory: len(self.actions) for p in (*places_in(results), *returned)})
         return last
 
     # ---- expressions
@@ -253,8 +261,7 @@ class _Writer:
         if place not in self.known:
             self.known[place] = name = f"v{len(self.known)}"
             self.lines.append(f"{name} = {self.view(place, view_at)}")
-            if not memory.is_input:
-                self.alive[place.memory].append(name)
+            self.alive[place.memory].append(name)
         return self.known[place]
 
     def view(self, place: Place, function: Any) -> str:

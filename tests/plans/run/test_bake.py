@@ -4,6 +4,7 @@ import contextlib
 import gc
 import operator
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -123,6 +124,35 @@ def test_baked_in_one_mode_and_called_in_the_other(modes):
         with mode():
             check(baked, images(2))
     assert baked.recorded == 1
+
+
+def test_inputs_are_freed_after_their_last_use():
+    baked = Baked(block_plan(Block()))
+    (x,) = images(1)
+    expected = baked.run(x)
+    baked.run(x)
+    given, alive = [x[0].clone()], []
+    held = weakref.ref(given[0])
+    names = baked._bound.run.__globals__
+    calls = {name: value for name, value in names.items() if callable(value)}
+
+    def watched(function):
+        def call(*args, **kwargs):
+            alive.append(held() is not None)
+            return function(*args, **kwargs)
+
+        return call
+
+    names.update({name: watched(value) for name, value in calls.items()})
+    found = baked.run(given, frees=True)
+    names.update(calls)
+    assert given == []
+    assert alive[0]
+    assert not alive[-1]
+    assert alive == sorted(alive, reverse=True)
+    assert_same(found, expected)
+    assert_same(baked.run(x), expected)
+    assert len(x) == 1
 
 
 def test_results_need_no_gradient():
