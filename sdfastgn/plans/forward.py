@@ -299,9 +299,10 @@ class PlannedForward(MethodEntry):
         # A plan that writes into arguments or frees them must not run for a changed model.
         is_compared = made.plan.writes or bool(replaced)
         if not is_compared or guard.same():
-            tensors: Any = list(call.tensors)
+            given: Any = call.tensors
+            tensors = list(given)
             for container, key, i in replaced:
-                container[key] = call.tensors[i] = None
+                container[key] = given[i] = None
             try:
                 with torch.no_grad(), _on(call.device):
                     try:
