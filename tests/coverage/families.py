@@ -179,13 +179,13 @@ def hunyuan_video(**options):
     return parts | without_text("", "_2"), inputs
 
 
-@family("HunyuanVideo, text to video", "hunyuan_video_")
+@family("HunyuanVideo, text to video")
 def _():
     parts, inputs = hunyuan_video(in_channels=4)
     return pipeline("HunyuanVideoPipeline", parts, **inputs, **FRAMES)
 
 
-@family("HunyuanVideo, image to video", "hunyuan_video_")
+@family("HunyuanVideo, image to video")
 def _():
     parts, inputs = hunyuan_video(in_channels=2 * 4 + 1, image_condition_type="latent_concat")
     parts["image_processor"] = None
@@ -484,7 +484,7 @@ def _():
     return pipeline("CogVideoXVideoToVideoPipeline", cogvideox(4), **inputs)
 
 
-@family("Mochi", "mochi_", "cogvideox_conv")
+@family("Mochi")
 def _():
     network = model(
         "MochiTransformer3DModel",
