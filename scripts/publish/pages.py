@@ -39,6 +39,7 @@ from scripts.publish.tables.fp8 import (
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.offloading import offloading_markdown
+from scripts.publish.tables.plans import plans_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
 from scripts.publish.tables.serving import serving_load_markdown
@@ -53,7 +54,7 @@ from sdfastgn.bench.tables.plots import plot_reason
 # fills them.
 PAGES = (
     "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md", "docs/serving.md",
-    "docs/stable-fast.md", "docs/comfyui.md", "docs/fp8.md",
+    "docs/stable-fast.md", "docs/comfyui.md", "docs/fp8.md", "docs/measurements/plans.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
@@ -70,6 +71,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "real_sizes": real_sizes_markdown,
     "video": video_markdown,
     "compiled_videos": compiled_videos_markdown,
+    "plans": plans_markdown,
     "adapters": adapters_markdown,
     "tiled_decode": tiled_decode_markdown,
     "memory": memory_markdown,

@@ -45,8 +45,6 @@ _OF_DIFFUSERS = (
     ("fusions.decoder_slices", "FUSION"),
     ("fusions.tiled_decode", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
-    ("fusions.wan", "FUSIONS"),
-    ("fusions.wan_residual", "FUSIONS"),
     ("fusions.hunyuan_video_15", "FUSIONS"),
     ("fusions.hunyuan_image", "FUSIONS"),
     ("fusions.cosmos", "FUSIONS"),

@@ -176,7 +176,10 @@ def install(
 def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | None) -> None:
     """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans."""
     planner = None
-    if maker is not None and any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
+    # Another method than ``forward`` is a loop over frames that keeps state. The children that it calls have
+    # plans, which serve any number of frames.
+    has_plans = graphed.method == "forward" and any(isinstance(m, CONVOLUTIONS) for m in module.modules())
+    if maker is not None and has_plans:
         blocks = _blocks_in(module)
         is_planned = bool(blocks) or _is_convolutional(module)
         planner = Planner(maker, is_planned and not fused_blocks_pay(module, blocks))

@@ -98,19 +98,19 @@ def wan_21():
     return networks.wan(**WAN, scale_factor_spatial=4)
 
 
-@family("Wan 2.1, text to video", "wan_", stock=("WanResample",))
+@family("Wan 2.1, text to video")
 def _():
     return pipeline("WanPipeline", wan(wan_21()), **embeds(), **FRAMES)
 
 
-@family("Wan 2.1, video to video", "wan_", stock=("WanResample",))
+@family("Wan 2.1, video to video")
 def _():
     parts = wan(wan_21()) | {"scheduler": diffusers.UniPCMultistepScheduler(use_flow_sigmas=True)}
     inputs = embeds(video=[picture()] * 5, strength=0.8, height=16, width=16)
     return pipeline("WanVideoToVideoPipeline", parts, **inputs)
 
 
-@family("Wan 2.1, image to video", "wan_", stock=("WanResample",))
+@family("Wan 2.1, image to video")
 def _():
     parts = wan(wan_21(), in_channels=4 + 2 + 4, image_dim=32)
     parts |= {"image_encoder": image_encoder(), "image_processor": feature_extractor()}
@@ -122,23 +122,23 @@ def wan_22():
     return networks.wan(**patches, **WAN, scale_factor_spatial=8)
 
 
-@family("Wan 2.2, text to video", "wan_", "wan_residual_", stock=("WanResample",))
+@family("Wan 2.2, text to video")
 def _():
     return pipeline("WanPipeline", wan(wan_22()) | {"expand_timesteps": True}, **embeds(), **FRAMES)
 
 
-@family("Wan 2.2, image to video", "wan_", "wan_residual_", stock=("WanResample",))
+@family("Wan 2.2, image to video")
 def _():
     parts = wan(wan_22()) | {"expand_timesteps": True}
     return pipeline("WanImageToVideoPipeline", parts, image=image(size=16), **embeds(), **FRAMES)
 
 
-@family("Qwen-Image, text to image", "qwen_image_", stock=("QwenImageResample",))
+@family("Qwen-Image, text to image")
 def _():
     return built(networks.transformers, "Qwen-Image")
 
 
-@family("Qwen-Image, image to image", "qwen_image_", stock=("QwenImageResample",))
+@family("Qwen-Image, image to image")
 def _():
     parts = built(networks.transformers, "Qwen-Image").obj.components
     states = {"prompt": None, "prompt_embeds": noise(1, 5, 32)}

@@ -14,7 +14,6 @@ from diffusers.models.autoencoders import autoencoder_kl_allegro as allegro
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
 from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
-from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.normalization import AdaGroupNorm
@@ -47,8 +46,7 @@ from diffusers.models.upsampling import CogVideoXUpsample3D, Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
-from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15, ltx, wan_residual
-from sdfastgn.patches.fusions.wan import qwen_image
+from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15, ltx
 from tests.patches.group_norm_32 import GroupNorm32
 
 
@@ -199,61 +197,6 @@ def in_chunks(module, x, *sizes):
     """The result of a causal module for the frames of x in chunks of these sizes."""
     cache = [None] * 32
     return torch.cat([module(part, feat_cache=cache, feat_idx=[0]) for part in x.split(sizes, 2)], 2)
-
-
-def _of_wan(family, module, prefix):
-    """Samples of the blocks that the autoencoders of Wan and Qwen-Image share."""
-    blocks = ("ResidualBlock", "Resample", "AttentionBlock", "Encoder3d", "Decoder3d")
-    RMSNorm, Conv, *others = (
-        getattr(module, prefix + name) for name in ("RMS_norm", "CausalConv3d", *blocks)
-    )
-    Block, Resample, Middle, Encoder, Decoder = others
-    sizes = {"dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1}
-    x = video(2, 12, 4, 3, 2)
-    found = [
-        ("norm", lambda: RMSNorm(12, images=False), lambda m: m(x)),
-        ("norm-image", lambda: RMSNorm(12, bias=True), lambda m: m(image(2, 12, 5, 6))),
-        ("conv", lambda: Conv(12, 20, 3, padding=1), lambda m: m(x, video(2, 12, 2, 3, 2, seed=1))),
-        ("conv-no-cache", lambda: Conv(12, 20, 3, padding=1), lambda m: m(x.contiguous())),
-        ("conv-1x1", lambda: Conv(12, 20, 1), lambda m: m(x)),
-        ("residual_block", lambda: Block(12, 20), lambda m: in_chunks(m, x, 1, 1, 2)),
-        ("residual_block-whole", lambda: Block(12, 12), lambda m: m(x)),
-        ("resample", lambda: Resample(12, "upsample3d"), lambda m: in_chunks(m, x, 1, 1, 2)),
-        ("resample-2d", lambda: Resample(12, "upsample2d"), lambda m: m(x)),
-        (
-            "resample-down",
-            lambda: Resample(12, "downsample3d"),
-            lambda m: in_chunks(m, video(1, 12, 5, 4, 6), 1, 4),
-        ),
-        ("attention", lambda: Middle(12), lambda m: m(x)),
-        (
-            "encoder",
-            lambda: Encoder(**sizes, temperal_downsample=[True]),
-            lambda m: in_chunks(m, video(1, 3, 5, 4, 6), 1, 4),
-        ),
-        (
-            "decoder",
-            lambda: Decoder(**sizes, temperal_upsample=[True]),
-            lambda m: in_chunks(m, video(1, 4, 3, 2, 3), 1, 1, 1),
-        ),
-    ]
-    return [(f"{family}_{name}", build, call) for name, build, call in found]
-
-
-def _of_wan_residual():
-    """Samples of the blocks that only Wan 2.2's autoencoder has."""
-    Down, Up = autoencoder_kl_wan.WanResidualDownBlock, autoencoder_kl_wan.WanResidualUpBlock
-    x = video(1, 12, 5, 4, 6)
-    return [
-        (
-            "wan_residual_down_block",
-            lambda: Down(12, 24, 0.0, 1, True, True),
-            lambda m: in_chunks(m, x, 1, 4),
-        ),
-        ("wan_residual_down_block-last", lambda: Down(12, 12, 0.0, 1), lambda m: m(x)),
-        ("wan_residual_up_block", lambda: Up(12, 6, 1, 0.0, False, True), lambda m: m(x)),
-        ("wan_residual_up_block-last", lambda: Up(12, 12, 1), lambda m: m(x)),
-    ]
 
 
 def _of_cogvideox():
@@ -779,15 +722,12 @@ SAMPLES = [
     ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
-    *_of_wan("wan", autoencoder_kl_wan, "Wan"),
     *_of_cogvideox(),
     *_of_allegro(),
     *_of_easyanimate(),
     *_of_cosmos(),
     *_of_ltx("ltx", ltx.ltx, "LTXVideo"),
 ]
-if wan_residual.FUSIONS:
-    SAMPLES += _of_wan_residual()
 if hunyuan_video_15._video is not None:
     SAMPLES += _of_hunyuan_video_15("hunyuan_video_15", hunyuan_video_15._video, "HunyuanVideo15")
 if hunyuan_video_15._refiner is not None:
@@ -797,8 +737,6 @@ if ltx.ltx2 is not None:
     SAMPLES += _of_ltx("ltx2", ltx.ltx2, "LTX2Video", spatial_padding_mode="reflect")
 if hunyuan_image._image is not None:
     SAMPLES += _of_hunyuan_image(hunyuan_image._image)
-if qwen_image is not None:
-    SAMPLES += _of_wan("qwen_image", qwen_image, "QwenImage")
 
 
 def _each(samples):

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from scripts.publish.tables.markdown import failed_cells, latest_rows, markdown
 from sdfastgn.bench.documents import FAILED, OK
+from sdfastgn.bench.tables.cells import error_text, number, source_line
+
+_HEADER = (
+    "model", "dtype", "graph, ms", "call, ms", "CPU, ms", "peak, GB", "error", "first call, s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,3 +60,24 @@ class PlanRow:
     @classmethod
     def failed(cls, model: str, dtype: str, reason: str) -> PlanRow:
         return cls(model, dtype, None, None, status=FAILED, reason=reason)
+
+
+def plans_markdown(results: Path) -> str:
+    """Returns a table with a line for each network. If several runs have timed it, the latest is shown."""
+    latest = latest_rows(results, "plans")
+    body = sorted(_cells(values) for values, _ in latest)
+    return markdown(_HEADER, body, [source_line(run) for _, run in latest])
+
+
+def _cells(values: dict[str, Any]) -> list[str]:
+    first = [values["model"], values["dtype"]]
+    if values["status"] != OK:
+        return failed_cells(first, values["status"], values["reason"], len(_HEADER))
+    costs = [Cost(**values[name]) for name in ("fused", "plan")]
+    pairs = [(f"{number(a)} / {number(b)}") for a, b in zip(*map(_numbers, costs), strict=True)]
+    errors = [error_text(values[name]) for name in ("fused_error", "plan_error")]
+    return [*first, *pairs, " / ".join(errors), number(values["first_s"])]
+
+
+def _numbers(cost: Cost) -> list[float | None]:
+    return [cost.graph_ms, cost.ms, cost.cpu_ms, cost.peak_gb]

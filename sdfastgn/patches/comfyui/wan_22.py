@@ -16,6 +16,7 @@ from comfy.ldm.wan import vae2_2
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import laid_out
+from sdfastgn.patches.comfyui import causal
 from sdfastgn.patches.comfyui.wan import (
     DecoderBase,
     EncoderBase,
@@ -25,7 +26,6 @@ from sdfastgn.patches.comfyui.wan import (
 )
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions import causal
 from sdfastgn.patches.fusions.packing import add_means, add_repeated
 from sdfastgn.patches.fusions.video import is_plain_inference
 

@@ -44,8 +44,8 @@ __all__ = [
     "video_of",
 ]
 
-# Stock and fused classes of norms that compute the same as ``WanRMS_norm``. Files such as ``wan.py`` add the
-# classes of their model.
+# Stock and fused classes of norms that compute the same as ``WanRMS_norm``. Files such as
+# ``hunyuan_video_15.py`` add the classes of their model.
 NORMS: set[type[nn.Module]] = set()
 # Upstream divides by at least this norm: the default ``eps`` of F.normalize.
 _EPS = 1e-12

@@ -17,10 +17,10 @@ from comfy import model_management  # noqa: E402
 from comfy.ldm.wan import vae, vae2_2  # noqa: E402
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
+from sdfastgn.patches.comfyui import causal  # noqa: E402
 from sdfastgn.patches.comfyui.inject import inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
-from sdfastgn.patches.fusions import causal  # noqa: E402
 from tests.patches.children import are_called_as_in_stock, each_place  # noqa: E402
 from tests.patches.comfyui import carried_cases  # noqa: E402
 from tests.patches.comfyui.carried_cases import agree, twins  # noqa: E402

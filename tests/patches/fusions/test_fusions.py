@@ -388,7 +388,6 @@ class Doubled(nn.Module):
     [
         *(f"{family}_resnet_block" for family in ("cogvideox", "easyanimate", "ltx", "cosmos")),
         "cosmos_attention",
-        "wan_residual_block",
     ],
 )
 def test_a_layer_in_the_place_of_a_dropout_is_called(name):

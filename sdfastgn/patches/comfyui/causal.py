@@ -1,7 +1,6 @@
 """Causal convolutions of videos that are computed in chunks of frames, for Wan's autoencoders.
 
-The fusions for diffusers and for ComfyUI share this file, because both have these autoencoders under
-different names. A causal convolution reads two frames before its chunk: the last frames of the previous
+A causal convolution reads two frames before its chunk: the last frames of the previous
 chunk, which a list (``feat_cache``) keeps, or zeros. The attribute ``_padding`` of the convolution has the
 padding.
 """
