@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tomllib
 import yaml
+from packaging.requirements import Requirement
 
 import sdfastgn
 from tests.command_line import ROOT
@@ -56,6 +57,7 @@ def test_nothing_is_published_without_a_public_address(jobs: dict[str, Any], tmp
         ("pyproject.toml", r'^(?:Repository|Changelog) = "(.*)"$', 2),
         ("integrations/comfyui/pyproject.toml", r'^(?:Repository|Documentation|Icon) = "(.*)"$', 3),
         ("CITATION.cff", r'^repository-code: "(.*)"$', 1),
+        ("README.md", r"^git clone (\S+)", 1),
     ],
 )
 def test_the_repository_has_one_address(file: str, pattern: str, count: int) -> None:
@@ -64,6 +66,19 @@ def test_the_repository_has_one_address(file: str, pattern: str, count: int) -> 
     found = re.findall(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
     assert len(found) == count
     assert all(f"{each}/".startswith(f"{address}/") for each in found)
+
+
+def test_the_extra_of_the_readme_brings_all_that_loras_need() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [extras] = re.findall(
+        r'^pip install "\.\[(.*)\]"$', (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    brought = [
+        Requirement(each).name
+        for extra in extras.split(",")
+        for each in project["optional-dependencies"][extra]
+    ]
+    assert {"diffusers", "peft", "triton"} <= set(brought)
 
 
 def test_only_the_job_that_publishes_gets_a_token(jobs: dict[str, Any]) -> None:
