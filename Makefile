@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(VENV)/constraints.txt
+# The documentation has an environment of its own, which needs no torch.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 # Further options of make bench, such as --resume, or --budget with seconds.
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -25,12 +28,18 @@ NOX_ARGS ?=
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do $$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
+define CHECK_PYTHON
+@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12" >&2; exit 1; }
+endef
+
 TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.startswith("triton") for r in m.requires("torch") or []))
 
 # A person's pip settings (index, certificates, proxies) are wanted; those that would send the packages elsewhere, or pin them
 # otherwise, are not.
-PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
-       -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+PIP_ENV := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
+       -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
+PIP := $(PIP_ENV) $(BIN)/python -m pip
 
 .PHONY: help demo test test-slow test-programs test-compile test-gpu test-comfyui comfyui-node test-serve matrix check docs dist hub-kernels bench \
   lint types format format-check install clean
@@ -44,8 +53,7 @@ help:  ## list the targets
 # Build isolation is off because an isolated build would fetch its own setuptools, whatever
 # constraints.txt says.
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12" >&2; exit 1; }
+	$(CHECK_PYTHON)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@grep -v '^triton==' constraints.txt > $(PINS)
 	@echo "installing into $(VENV): torch"
@@ -116,8 +124,19 @@ format: $(STAMP)  ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## the documentation site, in build/site; stops at the first warning
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+# What the package's extra `docs` asks for, without the package.
+DOCS_NEEDS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
+	@$(DOCS_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(DOCS_VENV)
+	@echo "installing into $(DOCS_VENV): mkdocs"
+	@$(PIP_ENV) $(DOCS_VENV)/bin/python -m pip install --quiet -c constraints.txt $$($(PYTHON) -c '$(DOCS_NEEDS)')
+	@touch $@
+
+docs: $(DOCS_STAMP)  ## the documentation site, in build/site; stops at the first warning; needs no torch
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
+	@echo "open build/site/index.html"
 
 # The wheel is built from the sdist. Build isolation is off because it would fetch its own setuptools.
 dist: $(STAMP)  ## the sdist and the wheel of a release, in dist, as PyPI accepts them
@@ -137,4 +156,4 @@ bench: $(STAMP)  ## measure most of what is published, on one GPU; JSON goes to 
 	$(BIN)/python -m scripts.publish.renew --archive build/renewal.tar.gz $(BENCH_ARGS)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .nox build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) .nox build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

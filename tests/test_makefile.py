@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
+
+import tomllib
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -13,10 +17,11 @@ def run_make(folder: Path, target: str, *variables: str) -> tuple[str, str]:
     """What a target prints, and the programs that it starts, which do nothing."""
     bin_folder, log = folder / "venv" / "bin", folder / "log"
     bin_folder.mkdir(parents=True)
-    for name in ("python", "sdfastgn"):
+    for name in ("python", "sdfastgn", "mkdocs"):
         (bin_folder / name).write_text(f'#!/bin/bash\nprintf "%q " "$@" >> {log}; echo >> {log}\n')
         (bin_folder / name).chmod(0o755)
-    (folder / "venv" / ".installed").touch()  # newer than what it is made of
+    if target != "docs":
+        (folder / "venv" / ".installed").touch()  # newer than what it is made of
     log.touch()
     command = ["make", target, f"VENV={folder / 'venv'}", *variables]
     # What the tests' own make was called with is not for this one.
@@ -46,6 +51,19 @@ def test_bench_runs_the_list_of_measurements(tmp_path: Path) -> None:
         "--budget",
         "560",
     ]
+
+
+def test_docs_are_built_without_torch(tmp_path: Path) -> None:
+    """The extra ``docs`` is installed, but not the package, which needs torch."""
+    printed, ran = run_make(tmp_path, "docs", f"DOCS_VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}")
+    assert ran.splitlines()[-1].split() == ["build"]
+    [install] = [line.split() for line in ran.splitlines() if "install" in line]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    asked = tomllib.loads(text)["project"]["optional-dependencies"]["docs"]
+    options = ["-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
+    assert [word.replace("\\", "") for word in install] == [*options, *asked]
+    assert {Requirement(word).name for word in asked} == {"mkdocs-material", "mkdocstrings", "ruff"}
+    assert printed.splitlines()[-1] == "open build/site/index.html"
 
 
 def test_comfyui_is_tested_where_it_is(tmp_path: Path) -> None:

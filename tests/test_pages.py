@@ -190,16 +190,19 @@ def _make(monkeypatch, *arguments):
         assert re.search(pattern, makefile, re.MULTILINE), word
 
 
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def _pip(monkeypatch, action, *arguments):
     """Requirements can be read, and extras of this package exist."""
     assert action in ("install", "download", "uninstall")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for word in arguments:
         if word.startswith("-"):
             continue
         requirement = Requirement(re.sub(r"^\.", "sdfastgn", word))
         if requirement.name == "sdfastgn":
-            assert requirement.extras <= set(project["optional-dependencies"])
+            assert requirement.extras <= set(project()["optional-dependencies"])
 
 
 class _ParsedError(Exception):
@@ -255,6 +258,12 @@ def _torchrun(monkeypatch, *words):
     _launcher(torch.distributed.run.get_args_parser(), list(words), monkeypatch)
 
 
+def _git(monkeypatch, clone, *address):
+    """A clone of the address that tests/test_release.py compares."""
+    assert clone == "clone"
+    assert address == (project()["urls"]["Repository"],)
+
+
 def _uvicorn(monkeypatch, *words):
     """The function that makes the app is in the example."""
     _maker(words, words[-1])
@@ -279,7 +288,9 @@ def _maker(words, name):
 
 PROGRAMS = {
     "accelerate": _accelerate,
+    "cd": lambda *words: None,  # into what was cloned
     "curl": lambda *words: None,  # of the example server, which has tests of its own
+    "git": _git,
     "make": _make,
     "pip": _pip,
     "python": _python,
@@ -326,10 +337,21 @@ def test_prose_wraps_at_100(page):
     assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")] == []
 
 
-def test_the_first_code_block_is_eight_lines():
-    block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert block is not None
-    assert len([line for line in block[1].splitlines() if line.strip()]) <= 8
+def test_both_front_pages_begin_with_the_same_five_lines():
+    first = [
+        next(block for block in BLOCKS if (block.page, block.language) == (page, "python"))
+        for page in ("README.md", "docs/index.md")
+    ]
+    assert first[0].code == first[1].code
+    assert len([line for line in first[0].code.splitlines() if line.strip()]) == 5
+    assert all("images/times.png" in PAGES[block.page] for block in first)
+
+
+def test_the_readme_is_read_in_half_a_minute():
+    words = re.sub(
+        r"```.*?```|<!-- table:(.*?) -->.*?<!-- /table:\1 -->", "", README, flags=re.DOTALL
+    ).split()
+    assert len(words) <= 600
 
 
 def test_every_fusion_is_in_the_table():

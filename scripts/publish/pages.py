@@ -24,6 +24,7 @@ from scripts.publish.tables.comfyui import (
 from scripts.publish.tables.compiled_videos import compiled_videos_markdown
 from scripts.publish.tables.end_to_end import (
     batches_markdown,
+    claims_markdown,
     compared_markdown,
     headline_markdown,
     latency_markdown,
@@ -53,10 +54,12 @@ from sdfastgn.bench.tables.plots import plot_reason
 # The pages whose tables this script renews. The card on the Hub has tables too: scripts/build_hub_kernels.py
 # fills them.
 PAGES = (
-    "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md", "docs/serving.md",
-    "docs/stable-fast.md", "docs/comfyui.md", "docs/fp8.md", "docs/measurements/plans.md",
+    "README.md", "docs/index.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md",
+    "docs/serving.md", "docs/stable-fast.md", "docs/comfyui.md", "docs/fp8.md",
+    "docs/measurements/plans.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
+    "claims": claims_markdown,
     "headline": headline_markdown,
     "results": results_markdown,
     "compared": compared_markdown,

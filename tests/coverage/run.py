@@ -146,7 +146,7 @@ def _left(obj, report, stock):
         if stock.called.isdisjoint(modules.values()):
             continue
         has_norms = not stock.passes.keys().isdisjoint(root.modules())
-        if not has_norms and not _is_inside(root, name, report.fused):
+        if not has_norms and planned.isdisjoint(root.modules()) and not _is_inside(root, name, report.fused):
             found = ", ".join(sorted(set().union(*(known.get(path, set()) for path in modules))))
             yield f"`{type(root).__name__}` has no GroupNorm" + (f" (fused: {found})" if found else "")
         yield from _left_of_norms(modules, known, stock.passes)

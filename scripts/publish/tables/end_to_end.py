@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.publish.tables.markdown import documents, markdown, run_apart
+from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, run_apart
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
@@ -40,6 +40,17 @@ HEADLINE = (
 STABLE_FAST = "stable_fast"
 # Title of the first column in tables of times.
 TIMES = "milliseconds (speed-up over eager)"
+# Title of the first column in the front page's table.
+HEADLINE_TIMES = "milliseconds (speed-up over eager + graph, over eager)"
+# Times of diffusers' own code that the front page's speed-ups compare with: (variant, True for its time as a
+# CUDA graph). The first does not depend on the CPU.
+REFERENCES = (("eager", True), ("eager", False))
+# The list of speed-ups on the front page: (part, its name, one of ``REFERENCES``, its name).
+CLAIMS = (
+    ("vae", "VAE decodes", ("eager", True), "diffusers' own code in a CUDA graph"),
+    ("unet", "UNet steps", ("eager", True), "diffusers' own code in a CUDA graph"),
+    ("pipeline", "whole images", ("eager", False), "diffusers' own code without one"),
+)
 # Parts of a model, and dtype, of the measurements that the front page (README.md) shows.
 HEADLINE_PARTS = ("unet", "vae", "pipeline")
 HEADLINE_DTYPE = "fp16"
@@ -170,15 +181,37 @@ def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
 def headline_markdown(results: Path) -> str:
     """Returns the front page's table of eager, sdfastgn and its competitors.
 
-    Each speed-up is over eager's time in the same run.
+    Each speed-up is over a time of the same run. So stable-fast, which was measured in another run, has none.
     """
     lines, body = _headline(results), []
     for line in lines:
         rows = _headline_rows(results, line)
-        body.append([row_title(line.first), *(_cell(rows[title], *choices) for title, choices in HEADLINE)])
-    apart = [run_apart(label(STABLE_FAST), content) for content in documents(results, STABLE_FAST)]
-    notes = [f"{line}; its speed-up is over eager there" for line in apart if body]
-    return _markdown([TIMES, *(title for title, _ in HEADLINE)], body, notes, lines)
+        cells = (_headline_cell(title, rows[title], choices) for title, choices in HEADLINE)
+        body.append([row_title(line.first), *cells])
+    notes = [run_apart(label(STABLE_FAST), content) for content in documents(results, STABLE_FAST)]
+    return _markdown([HEADLINE_TIMES, *(title for title, _ in HEADLINE)], body, notes if body else [], lines)
+
+
+def _headline_cell(title: str, rows: Mapping[str, Row], choices: Sequence[tuple[str, bool]]) -> str:
+    """Returns a cell's text: milliseconds, and the speed-ups over ``REFERENCES`` of the same run."""
+    value = milliseconds(rows, *choices)
+    if value is None or title == label(STABLE_FAST) or choices[0] in REFERENCES:
+        return number(value)
+    found = (milliseconds(rows, reference) for reference in REFERENCES)
+    return f"{number(value)} ({', '.join(f'{time / value:.2f}x' if time else NOTHING for time in found)})"
+
+
+def claims_markdown(results: Path) -> str:
+    """Returns a list with the smallest and the largest speed-up of each part in the front page's table."""
+    lines, claims = _headline(results), []
+    for part, name, reference, stock in CLAIMS:
+        rows = [line.rows for line in lines if line.first.part == part]
+        times = ((milliseconds(each, reference), milliseconds(each, ("sdfastgn", False))) for each in rows)
+        if ratios := sorted(theirs / ours for theirs, ours in times if theirs and ours):
+            ends = dict.fromkeys(f"{ratio:.1f}x" for ratio in (ratios[0], ratios[-1]))
+            claims.append(f"- {name}: {' to '.join(ends)} as fast as {stock}")
+    machines = dict.fromkeys(source.partition(",")[0] for line in lines for source in line.sources)
+    return "\n".join([f"Measured on {' and '.join(machines)}:\n", *claims]) if claims else NO_RESULTS
 
 
 def compared_markdown(results: Path) -> str:
