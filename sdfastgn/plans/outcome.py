@@ -10,7 +10,7 @@ list. An ``Outcome`` is recorded in the trace of a call, and repeats both for la
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ class Outcome:
         self._tensors: list[Tensor] = []
         self._made: dict[int, _Made] = {}
         self._result = self._taken(result)
-        self._returned = len(self._tensors)  # the first ones are returned
+        self._returned = sorted(_returned(self._result))
         for place, (each, before) in enumerate(zip(self._containers, self._before, strict=True)):
             now = _items(each)
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
@@ -116,7 +116,7 @@ class Outcome:
         return computed
 
     @property
-    def recorded(self) -> tuple[Any, Any, int, bool]:
+    def recorded(self) -> tuple[Any, Any, list[int], bool]:
         """What ``finish`` has recorded: plain values, lists, tuples, dicts, marks and ``Output``."""
         return self._result, self._changes, self._returned, self._returns_containers
 
@@ -139,7 +139,9 @@ class Outcome:
             tensors: the tensors among them.
         """
         # Stock models return contiguous tensors, and pipelines may rely on that. Steps compute channels-last.
-        made = [t.contiguous() if i < self._returned else t for i, t in enumerate(made)]
+        made = list(made)
+        for i in self._returned:
+            made[i] = made[i].contiguous()
         has_marks = self._returns_containers or self._changes
         known = _Known(made, tensors, _containers_in(args, kwargs) if has_marks else [])
         result = known.put_together(self._result)
@@ -172,6 +174,21 @@ class Outcome:
             names = [field.name for field in dataclasses.fields(kind)]
             return Output(kind, {name: self._taken(getattr(value, name)) for name in names})
         raise Untraceable(f"it returns or keeps a {kind.__name__}")
+
+
+def _returned(part: Any, is_inside: bool = False) -> Iterator[int]:
+    """The places of the computed tensors in the result ``part``.
+
+    Those in a dict inside of the result are left out: the model gets them back in its next call.
+    """
+    if type(part) is _Made:
+        yield part.place
+    elif type(part) is Output:
+        for item in part.fields.values():
+            yield from _returned(item, True)
+    elif type(part) in (list, tuple) or (type(part) is dict and not is_inside):
+        for item in part.values() if type(part) is dict else part:
+            yield from _returned(item, True)
 
 
 def has_shared_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
