@@ -119,6 +119,8 @@ _PADS = {
 
 def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
     """Pads all spatial axes. ``pads``: as for ``F.pad``. ``mode``: "constant", "replicate" or "reflect"."""
+    if mode == "constant" and is_channels_last(x):
+        return aten.constant_pad_nd.default(x.movedim(1, -1), (0, 0, *pads), value).movedim(-1, 1)
     if mode == "constant":
         return aten.constant_pad_nd.default(x, pads, value)
     return _PADS[mode, x.dim()](x, pads)
