@@ -134,6 +134,36 @@ WRONG = [
     ),
     Wrong("parts in any order are the whole", "cats", "p.args[1:3] != (dim, end):", "p.args[1] != dim:"),
     Wrong(
+        "parts come before another axis",
+        "cats",
+        "(*others[:at], axis, *others[at:])",
+        "(*others[:1], axis, *others[1:])",
+    ),
+    Wrong(
+        "the parts in a sum are the same part of both",
+        "moves",
+        "and a.args[1:] == b.args[1:]:",
+        "and a.args[1] == b.args[1] and a.args[3] == b.args[3]:",
+    ),
+    Wrong(
+        "a part of a cell is the whole cell",
+        "moves",
+        "start % inner == length % inner == 0",
+        "start % inner == 0",
+    ),
+    Wrong(
+        "a bias before views is added after them",
+        "moves",
+        "applied(r, views, every)",
+        "applied(r, views, h)",
+    ),
+    Wrong(
+        "a mean is in the dtype of what it reads",
+        "moves",
+        "if not axes or to is not None or",
+        "if not axes or",
+    ),
+    Wrong(
         "results share memory",
         "finish",
         'if owner is not None and (owner in seen or owner.op != "call_function"):',

@@ -11,6 +11,7 @@ from sdfastgn.plans.rewrite.biases import biases
 from sdfastgn.plans.rewrite.convolutions import convolutions
 from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.modulations import modulations
+from sdfastgn.plans.rewrite.moves import moves
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
 from sdfastgn.plans.rewrite.spelling import canonicalize
@@ -34,6 +35,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     convolutions,  # and what they read. Their biases become steps of their own
     sums,  # which take biases
     shifts,  # biases and embeddings, into the norms after them
+    moves,  # of elements between channels and positions, into sums and means
     biases,  # that no other step took
     activated_sums,  # sums and biases that an activation follows
     statistics,  # of sums, before the norms that want them

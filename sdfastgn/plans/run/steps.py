@@ -19,7 +19,7 @@ from sdfastgn.kernels.attention import few_keys, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.common.layout import is_channels_last, is_dense, laid_out
+from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last, is_dense, laid_out
 from sdfastgn.kernels.common.private import scaled_dot_product_attention
 from sdfastgn.kernels.convolution import windows
 from sdfastgn.kernels.geglu import op as geglu_op
@@ -375,6 +375,13 @@ def add(
             pass
     y = (h if bias is None else h + _per_channel(bias, h)) + residual
     return ACTIVATIONS[activation](y if divisor == 1 else y / divisor), None
+
+
+def add_views(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:
+    """``(a + b).reshape(shape)``, which joins neighboring axes; channels-last, in one pass."""
+    y = empty_laid_out(a, shape, channels_last=True)
+    aten.add.out(a, b, out=y.view(a.shape))
+    return y
 
 
 def add_bias_(
