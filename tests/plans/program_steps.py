@@ -650,6 +650,26 @@ def upsampled_after_first_frame(p: Program, x: str) -> None:
 
 
 @step(VIDEOS, 2)
+def upsampled_images(p: Program, x: str) -> None:
+    """Frames that are repeated along time, and convolved as images."""
+    N, C, T, H, W = p.shape(x)
+    if math.prod(p.shape(x)) > 1200:
+        return
+    scale = p.choice("2.0", "2.0", "(2.0, 1.0, 1.0)", "(1.0, 2.0, 2.0)", "(4.0, 1.0, 1.0)")
+    y = p.let(f"F.interpolate({x}, scale_factor={scale})")
+    if T > 1 and p.chance(0.3):
+        first = f"F.interpolate({x}[:, :, 0], scale_factor=2.0).unsqueeze(2)"
+        y = p.let(f"torch.cat([{first}, F.interpolate({x}[:, :, 1:], scale_factor=2.0)], 2)")
+    if p.chance(0.1):
+        p.add(y)
+    T, H, W = p.shape(y)[2:]
+    order = p.choice("0, 2, 1, 3, 4", "0, 2, 1, 3, 4", "0, 2, 1, 3, 4", "2, 0, 1, 3, 4")
+    images = p.let(f"{y}.permute({order}).reshape({N * T}, {C}, {H}, {W})")
+    z = p.let(convolved(p, images, out=C))
+    p.add(f"{z}.reshape({N}, {T}, {C}, *{z}.shape[2:]).transpose(1, 2)")
+
+
+@step(VIDEOS, 2)
 def spatial_norm(p: Program, x: str) -> None:
     """A GroupNorm, times and plus convolutions of a small video that is upsampled to x."""
     N, C, T, H, W = p.shape(x)

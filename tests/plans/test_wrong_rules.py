@@ -109,6 +109,18 @@ WRONG = [
         "own = [max(a, b) for a, b in axes]",
     ),
     Wrong(
+        "frames of other samples are repeated",
+        "convolutions",
+        "if video.args[1] != (0, 2, 1, 3, 4) or shape",
+        "if shape",
+    ),
+    Wrong(
+        "the first frame is repeated like others",
+        "convolutions",
+        "(times[0], 1, 1), first_once)",
+        "(times[0], 1, 1), False)",
+    ),
+    Wrong(
         "any convolution after upsampling has phases",
         "convolutions",
         "if shape(weight)[2:] != (3, 3) or numbers != ((1, 1), (1, 1), (1, 1), 1):",

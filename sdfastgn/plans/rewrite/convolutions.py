@@ -71,6 +71,28 @@ def as_product(r: Rewriter, n: Any) -> Node | None:
     return r.like(steps.pointwise_conv, (x, weight, bias), n) if is_pixel and dtype(n) in HALVES else None
 
 
+def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
+    """A convolution of single frames that were repeated along time: the frames are repeated after it."""
+    images = n.args[0]
+    video: Any = images.args[0] if has(images, steps.reshape) and is_only(images) else None
+    large: Any = video.args[0] if has(video, steps.permute) and is_only(video) else None
+    if not has(large, steps.upsample) or not is_only(large) or large.args[1][0] == 1:
+        return None
+    small, times, first_once = large.args
+    N, C, T, H, W = shape(large)
+    if video.args[1] != (0, 2, 1, 3, 4) or shape(images) != (N * T, C, H, W):
+        return None
+    few, each = shape(small)[2], tuple(times[1:])
+    x = r.reshape(r.permute(small, (0, 2, 1, 3, 4)), (N * few, C, *shape(small)[3:]))
+    if each != (1, 1):
+        x = r.new(steps.upsample, (x, each, False), (N * few, C, H, W), dtype(large))
+    y = r.new(steps.conv, (x, *n.args[1:]), (N * few, *shape(n)[1:]), dtype(n))
+    y = r.permute(r.reshape(y, (N, few, *shape(n)[1:])), (0, 2, 1, 3, 4))
+    many = (N, shape(n)[1], T, *shape(n)[2:])
+    y = r.new(steps.upsample, (y, (times[0], 1, 1), first_once), many, dtype(n))
+    return r.reshape(r.permute(y, (0, 2, 1, 3, 4)), shape(n))
+
+
 def in_phases(r: Rewriter, n: Any) -> Node | None:
     """A 3x3 convolution of an image upsampled by two: ``upsample_conv``, where convolving in phases pays."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
@@ -96,6 +118,7 @@ def bias_apart(r: Rewriter, n: Any) -> Node | None:
 
 # In this order: a rule sees what those before it have left.
 _RULES: tuple[Rule, ...] = (
+    frames_repeated_after,
     own_padding,
     as_product,
     in_phases,
