@@ -547,6 +547,8 @@ def activated_conv(p: Program, x: str) -> None:
     h = p.let(convolved(p, x, out=channels(p, x)))
     if p.chance(0.4):
         h = p.let(p.choice(f"{x} + {h}", f"{h} + {x}", f"({h} + {x}) / 2.0", f"{h} + {p.other(h)}"))
+    if p.chance(0.3):
+        h = p.let(f"F.relu({h})")
     if p.chance(0.1):
         p.add(h)
     if p.chance(0.1):

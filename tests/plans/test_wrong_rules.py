@@ -121,6 +121,12 @@ WRONG = [
         "(times[0], 1, 1), False)",
     ),
     Wrong(
+        "any activation of a convolution is ReLU",
+        "convolutions",
+        'total.args[-1] != "relu":',
+        "not isinstance(total.args[-1], str):",
+    ),
+    Wrong(
         "any convolution after upsampling has phases",
         "convolutions",
         "if shape(weight)[2:] != (3, 3) or numbers != ((1, 1), (1, 1), (1, 1), 1):",

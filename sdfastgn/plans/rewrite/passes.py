@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from sdfastgn.plans.rewrite.biases import biases
-from sdfastgn.plans.rewrite.convolutions import convolutions
+from sdfastgn.plans.rewrite.convolutions import convolutions, relus
 from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.moves import moves
@@ -39,6 +39,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     biases,  # that no other step took
     activated_sums,  # sums and biases that an activation follows
     statistics,  # of sums, before the norms that want them
+    relus,  # into the convolutions before them, with bias and residual
     tokens,
     packs,  # of the products that are still products
     finish,  # what writes where. After it, a value's readers must stay

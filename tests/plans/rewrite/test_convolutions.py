@@ -266,3 +266,79 @@ def test_other_frames_are_repeated_before(conv, call):
     plan = checked(functools.partial(call, conv), torch.randn(2, 4, 4, 4, 5))
     upsampled = plan.only(steps.upsample)
     assert has(upsampled.args[0], steps.reshape) or upsampled.args[0].op == "placeholder"
+
+
+# ---- ReLU
+
+
+def half(*shape):
+    return torch.randn(shape, dtype=torch.float16)
+
+
+@pytest.fixture
+def residual_conv():
+    """A convolution in fp16 with a bias, of images with 8 channels."""
+    w, b = half(8, 8, 3, 3) / 8, half(8)
+    return lambda x, **options: F.conv2d(x, w, b, **{"padding": 1, **options})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda conv, x: F.relu(conv(x)),
+        lambda conv, x: F.relu(conv(x, stride=2, padding=0)),
+        lambda conv, x: F.relu(conv(x) + x),
+        lambda conv, x: F.relu(x + conv(x)),
+    ],
+)
+def test_a_convolution_has_its_relu(residual_conv, call):
+    found = steps_of(functools.partial(call, residual_conv), half(2, 8, 5, 6), tolerance=HALF)
+    assert found == ["conv_relu"]
+
+
+def test_a_residual_block_is_one_step_a_convolution(residual_conv):
+    def call(x):
+        return F.relu(residual_conv(F.relu(residual_conv(x))) + x)
+
+    assert steps_of(call, half(2, 8, 5, 6), tolerance=HALF) == ["conv_relu", "conv_relu"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda conv, x: F.silu(conv(x)),
+        lambda conv, x: F.relu((conv(x) + x) / 2),
+        lambda conv, x: F.relu(conv(x, stride=2) + x[:, :, ::2, ::2]),
+        lambda conv, x: F.relu(conv(x, dilation=2, padding=2) + x),
+        lambda conv, x: (F.relu(y := conv(x)), y),
+        lambda conv, x: F.relu(conv(x) + x + 1),
+        lambda conv, x: F.relu(conv(x.float().half()[:, :, 0, None].expand(2, 8, 5, 6)).flatten(1)),
+    ],
+)
+def test_other_activations_stay(residual_conv, call):
+    found = steps_of(functools.partial(call, residual_conv), half(2, 8, 5, 6), tolerance=HALF)
+    assert "conv_relu" not in found
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "b"),
+    [
+        (torch.randn(2, 8, 5, 6), torch.randn(8, 8, 3, 3), torch.randn(8)),
+        (half(2, 4, 5, 6), half(8, 4, 3, 3), half(8)),
+        (half(2, 8, 5, 6), half(4, 8, 3, 3), half(4)),
+        (half(1, 8, 2, 5, 6), half(8, 8, 1, 3, 3), half(8)),
+        (half(2, 8, 5, 6), half(8, 8, 3, 3), None),
+    ],
+)
+def test_other_convolutions_have_no_relu(x, w, b):
+    conv = F.conv2d if x.dim() == 4 else F.conv3d
+    assert "conv_relu" not in steps_of(lambda x: F.relu(conv(x, w, b)), x, tolerance=HALF)
+
+
+def test_statistics_stay_with_the_sum_after_a_convolution(residual_conv, monkeypatch):
+    monkeypatch.setattr("sdfastgn.plans.rewrite.statistics.statistics_pay", lambda *args: True)
+
+    def call(x):
+        return F.group_norm(F.relu(residual_conv(x) + x), 2)
+
+    assert steps_of(call, half(2, 8, 5, 6), tolerance=HALF) == ["conv", "add", "group_norm"]
