@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ class Outcome:
         self._tensors: list[Tensor] = []
         self._made: dict[int, _Made] = {}
         self._result = self._taken(result)
-        self._returned = len(self._tensors)  # the first ones are returned
+        self._returned = sorted(_returned(self._result))
         for place, (each, before) in enumerate(zip(self._containers, self._before, strict=True)):
             now = _items(each)
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
@@ -117,7 +117,7 @@ class Outcome:
         return computed
 
     @property
-    def recorded(self) -> tuple[Any, Any, int, bool]:
+    def recorded(self) -> tuple[Any, Any, list[int], bool]:
         """What ``finish`` has recorded: plain values, lists, tuples, dicts, marks and ``Output``."""
         return self._result, self._changes, self._returned, self._returns_containers
 
@@ -140,7 +140,9 @@ class Outcome:
             tensors: the tensors among them.
         """
         # Stock models return contiguous tensors, and pipelines may rely on that. Steps compute channels-last.
-        made = [t.contiguous() if i < self._returned else t for i, t in enumerate(made)]
+        made = list(made)
+        for i in self._returned:
+            made[i] = made[i].contiguous()
         has_marks = self._returns_containers or self._changes
         known = _Known(made, tensors, _containers_in(args, kwargs) if has_marks else [])
         result = known.put_together(self._result)
@@ -159,7 +161,7 @@ class Outcome:
         """
         if not self._changes:
             return []
-        containers, kept = _containers_in(args, kwargs), _given_in((self._result, self._changes))
+        containers, kept = _containers_in(args, kwargs), {*_given_in([self._result, self._changes])}
         counts = Counter(map(id, tensors))
         places = {id(t): i for i, t in enumerate(tensors) if counts[id(t)] == 1 and i not in kept}
         return [
@@ -194,18 +196,32 @@ class Outcome:
         raise Untraceable(f"it returns or keeps a {kind.__name__}")
 
 
-def _given_in(recorded: Any) -> set[int]:
-    """The indices of the arguments' tensors that the marks in ``recorded`` stand for."""
-    kind = type(recorded)
-    if kind is _Given:
-        return {recorded.place}
-    if kind is Output:
-        recorded = recorded.fields
-    if kind in (dict, Output):
-        recorded = list(recorded.values())
-    if type(recorded) in (list, tuple):
-        return set().union(*map(_given_in, recorded))
-    return set()
+def _items_of(part: Any) -> Iterable[Any]:
+    """What is in a list, tuple, dict or output; nothing for marks and plain values."""
+    if type(part) is Output:
+        return part.fields.values()
+    if type(part) is dict:
+        return part.values()
+    return part if type(part) in (list, tuple) else ()
+
+
+def _given_in(part: Any) -> Iterator[int]:
+    """The indices of the arguments' tensors that the marks in ``part`` stand for."""
+    if type(part) is _Given:
+        yield part.place
+    for item in _items_of(part):
+        yield from _given_in(item)
+
+
+def _returned(part: Any, is_inside: bool = False) -> Iterator[int]:
+    """The places of the computed tensors in the result ``part``.
+
+    Those in a dict inside of the result are left out: the model gets them back in its next call.
+    """
+    if type(part) is _Made:
+        yield part.place
+    for item in () if is_inside and type(part) is dict else _items_of(part):
+        yield from _returned(item, True)
 
 
 def has_shared_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -381,6 +381,102 @@ def shuffled(p: Program, x: str) -> None:
         p.add(f"{y}.reshape({N}, {C // 2}, {2 * size[0]}, {size[1]}, {size[2]}).repeat(1, 2, 1, 1, 1)")
 
 
+def _cells(p: Program, y: str) -> tuple[str, tuple[int, ...]]:
+    """``y`` with channels as positions, and how many positions a cell has along each axis."""
+    N, C, *size = p.shape(y)
+    d = len(size)
+    cell = p.choice((2, 2), (2, 1)) if d == 2 else p.choice((1, 2, 2), (2, 2, 2), (2, 1, 1), (1, 2, 1))
+    small = C // math.prod(cell)
+    places = [axis for i in range(d) for axis in (2 + d + i, 2 + i)]
+    if p.chance(0.15):
+        places[0], places[1] = places[1], places[0]  # positions of a cell beside those of other cells
+    if p.chance(0.7):
+        parts, order = (N, small, *cell, *size), (0, 1, *places)
+    else:
+        parts, order = (N, *cell, small, *size), (0, 1 + d, *(a - (a < 2 + d) for a in places))
+    larger = tuple(s * c for s, c in zip(size, cell, strict=True))
+    return f"{y}.reshape({parts}).permute({order}).reshape({(N, small, *larger)})", cell
+
+
+@step(SPATIAL, 6)
+def moved_to_positions(p: Program, x: str) -> None:
+    """Channels become positions, often with a bias before or a sum after."""
+    y = p.let(convolved(p, x)) if p.chance(0.5) else x
+    if channels(p, x) % 8 or channels(p, y) % 8 or math.prod(p.shape(x)) > 2000:
+        return
+    text, cell = _cells(p, y)
+    z = p.let(text)
+    frames, start = p.shape(z)[2], p.choice(0, cell[0], 1)
+    part = p.choice(f"[:, :, {start}:]", f"[:, :, :{start}]") if 0 < start < frames else ""
+    if p.chance(0.7):
+        shortcut = f"{x}.repeat_interleave(2, 1)" if p.chance(0.3) else x
+        other = p.choice(_cells(p, shortcut)[0], text.replace(y, x, 1), p.tensor(*p.shape(z)))
+        if p.shape(p.let(other)) != p.shape(z):
+            other = p.tensor(*p.shape(z), kind="x")
+        w = p.let(p.choice(other, other, f"{other}.to({z}.dtype)", f"{other}.double()"))
+        v = part if p.chance(0.8) else f"[:, :, :{frames - start}]"
+        if p.chance(0.1):
+            p.add(z)
+        p.add(
+            p.choice(
+                f"{z}{part} + {w}{v}", f"{z}{part} + {w}{v}", f"{w}{v} + {z}{part}", f"{z} + {w}",
+                f"torch.add({z}, {w}, alpha=2)", f"{z} + {w}[:, :1]", f"{z} + {z}",
+            )
+        )  # fmt: skip
+    else:
+        z = p.let(f"{z}{part}")
+        p.add(p.choice(z, f"{z} * 2", f"F.silu({z})", f"{z}.flatten(1, 2)[..., None]"))
+
+
+@step(SPATIAL, 2)
+def means_of_cells(p: Program, x: str) -> None:
+    """Positions become channels, of which some are averaged; means of channels or of positions."""
+    N, C, *size = shape = p.shape(x)
+    d = len(size)
+    cell = tuple(p.choice(2, 2, 1) if s % 2 == 0 else 1 for s in size)
+    split = [n for s, c in zip(size, cell, strict=True) for n in (s // c, c)]
+    order = (0, 1, *range(3, 3 + 2 * d, 2), *range(2, 2 + 2 * d, 2))
+    if p.chance(0.2):
+        order = (0, *order[2 : 2 + d], 1, *order[2 + d :])  # cells before channels
+    all_channels = C * math.prod(cell)
+    groups = p.choice(*[g for g in (1, 2, 4, 8) if all_channels % g == 0])
+    parts = (N, all_channels // groups, groups, *split[::2])
+    cells = f"{x}.reshape({(N, C, *split)}).permute({order}).reshape({parts})"
+    y = p.choice(
+        f"{cells}.mean(2)", f"{cells}.mean(2)", f"{cells}.mean(1)", f"{cells}.sum(2)",
+        f"{cells}.mean(2, keepdim=True).squeeze(2)",
+        p.let(f"{cells}.mean(2, dtype=torch.float64)") + f".to({x}.dtype)",
+        f"{x}.unflatten(1, ({C // 2}, 2)).mean(2)", f"{x}.unflatten(1, (2, {C // 2})).mean(1)",
+        f"{x}.unflatten(1, ({C}, 1)).mean(2)",
+        f"{x}.transpose(1, 2).reshape{shape}.unflatten(1, (-1, 2)).mean(2)",
+        f"{x}.unflatten(2, (-1, 1)).mean((1, 3), keepdim=True).squeeze(3)",
+    )  # fmt: skip
+    p.add(y)
+
+
+STACKED = """
+torch.stack({parts}, {dim})
+torch.stack({parts}, {dim}).flatten({before}, {dim})
+torch.cat({parts}, {dim})
+torch.cat({parts}, {dim}).transpose(0, 1)
+torch.stack([v.flatten(1) for v in {parts}], 2)
+torch.stack([v.transpose(0, 1) for v in {parts}], {dim})
+"""
+
+
+@step(ANY, 2)
+def parts_along_another_axis(p: Program, x: str) -> None:
+    rank, axis = p.value(x).dim(), p.choice(1, 1, 2)
+    size = p.shape(x)[axis]
+    parts = p.choice(
+        f"{x}.chunk(2, {axis})", f"{x}.split(1, {axis})", f"{x}.unbind({axis})",
+        f"{x}.chunk(2, {axis})[::-1]", f"{x}.split({max(size // 3, 1)}, {axis})", f"{x}.chunk(4, {axis})[:2]",
+    )  # fmt: skip
+    dim = p.random.randrange(1, rank - 1)
+    y = p.let(p.one_of(STACKED, parts=parts, dim=dim, before=dim - 1))
+    p.add(p.choice(y, f"{y} * 2"))
+
+
 # ---- residual blocks
 
 
@@ -451,6 +547,8 @@ def activated_conv(p: Program, x: str) -> None:
     h = p.let(convolved(p, x, out=channels(p, x)))
     if p.chance(0.4):
         h = p.let(p.choice(f"{x} + {h}", f"{h} + {x}", f"({h} + {x}) / 2.0", f"{h} + {p.other(h)}"))
+    if p.chance(0.3):
+        h = p.let(f"F.relu({h})")
     if p.chance(0.1):
         p.add(h)
     if p.chance(0.1):
@@ -551,6 +649,26 @@ def upsampled_after_first_frame(p: Program, x: str) -> None:
         p.add(y)
     mode = p.choice(", mode='replicate'", "")
     p.add(convolved(p, p.let(f"F.pad({y}, (1, 1, 1, 1, 2, 0){mode})"), kernel=3, padding=0, out=C))
+
+
+@step(VIDEOS, 2)
+def upsampled_images(p: Program, x: str) -> None:
+    """Frames that are repeated along time, and convolved as images."""
+    N, C, T, H, W = p.shape(x)
+    if math.prod(p.shape(x)) > 1200:
+        return
+    scale = p.choice("2.0", "2.0", "(2.0, 1.0, 1.0)", "(1.0, 2.0, 2.0)", "(4.0, 1.0, 1.0)")
+    y = p.let(f"F.interpolate({x}, scale_factor={scale})")
+    if T > 1 and p.chance(0.3):
+        first = f"F.interpolate({x}[:, :, 0], scale_factor=2.0).unsqueeze(2)"
+        y = p.let(f"torch.cat([{first}, F.interpolate({x}[:, :, 1:], scale_factor=2.0)], 2)")
+    if p.chance(0.1):
+        p.add(y)
+    T, H, W = p.shape(y)[2:]
+    order = p.choice("0, 2, 1, 3, 4", "0, 2, 1, 3, 4", "0, 2, 1, 3, 4", "2, 0, 1, 3, 4")
+    images = p.let(f"{y}.permute({order}).reshape({N * T}, {C}, {H}, {W})")
+    z = p.let(convolved(p, images, out=C))
+    p.add(f"{z}.reshape({N}, {T}, {C}, *{z}.shape[2:]).transpose(1, 2)")
 
 
 @step(VIDEOS, 2)

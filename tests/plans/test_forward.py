@@ -131,6 +131,36 @@ def test_results_are_contiguous_as_stocks(pair):
     assert not planned(model).plans[0].run([image()])[0].is_contiguous()
 
 
+class GivesCaches(Net):
+    """Returns what its next call reads, in a dict beside the result."""
+
+    def forward(self, x, caches=None):
+        h = self.conv_in(x if caches is None else torch.cat([caches["rows"]["last"], x], 2))
+        return self.blocks(h), {"rows": {"last": F.avg_pool2d(h, 1)[:, :3, -1:]}}
+
+
+class GivesDict(Net):
+    def forward(self, x):
+        return {"sample": self.blocks(self.conv_in(x))}
+
+
+def test_caches_beside_a_result_keep_the_layout_that_the_next_call_wants():
+    stock = net(GivesCaches)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    (y, caches), (expected, theirs) = model(image()), stock(image())
+    assert y.is_contiguous()
+    assert not caches["rows"]["last"].is_contiguous()
+    for seed in (1, 2):
+        (y, caches), (expected, theirs) = model(image(seed=seed), caches), stock(image(seed=seed), theirs)
+        agree(y, expected)
+        agree(caches["rows"]["last"], theirs["rows"]["last"])
+    assert planned(model).own == {}
+
+
+def test_a_result_in_a_dict_is_contiguous():
+    assert sdfastgn.optimize(net(GivesDict))(image())["sample"].is_contiguous()
+
+
 class WritesFlat(Net):
     """The write reaches ``out``, because a stock convolution returns contiguous tensors."""
 

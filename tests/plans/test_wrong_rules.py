@@ -109,6 +109,24 @@ WRONG = [
         "own = [max(a, b) for a, b in axes]",
     ),
     Wrong(
+        "frames of other samples are repeated",
+        "convolutions",
+        "if video.args[1] != (0, 2, 1, 3, 4) or shape",
+        "if shape",
+    ),
+    Wrong(
+        "the first frame is repeated like others",
+        "convolutions",
+        "(times[0], 1, 1), first_once)",
+        "(times[0], 1, 1), False)",
+    ),
+    Wrong(
+        "any activation of a convolution is ReLU",
+        "convolutions",
+        'total.args[-1] != "relu":',
+        "not isinstance(total.args[-1], str):",
+    ),
+    Wrong(
         "any convolution after upsampling has phases",
         "convolutions",
         "if shape(weight)[2:] != (3, 3) or numbers != ((1, 1), (1, 1), (1, 1), 1):",
@@ -133,6 +151,36 @@ WRONG = [
         "is_only(y) and",
     ),
     Wrong("parts in any order are the whole", "cats", "p.args[1:3] != (dim, end):", "p.args[1] != dim:"),
+    Wrong(
+        "parts come before another axis",
+        "cats",
+        "(*others[:at], axis, *others[at:])",
+        "(*others[:1], axis, *others[1:])",
+    ),
+    Wrong(
+        "the parts in a sum are the same part of both",
+        "moves",
+        "and a.args[1:] == b.args[1:]:",
+        "and a.args[1] == b.args[1] and a.args[3] == b.args[3]:",
+    ),
+    Wrong(
+        "a part of a cell is the whole cell",
+        "moves",
+        "start % inner == length % inner == 0",
+        "start % inner == 0",
+    ),
+    Wrong(
+        "a bias before views is added after them",
+        "moves",
+        "applied(r, views, every)",
+        "applied(r, views, h)",
+    ),
+    Wrong(
+        "a mean is in the dtype of what it reads",
+        "moves",
+        "if not axes or to is not None or",
+        "if not axes or",
+    ),
     Wrong(
         "results share memory",
         "finish",

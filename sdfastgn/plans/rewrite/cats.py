@@ -34,6 +34,23 @@ def _all_of_one(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node |
     return _joined([_uncopied(p) for p in parts], dim)
 
 
+def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """All parts of one tensor, in order, side by side along another axis -> views of that tensor."""
+    cuts: list[Any] = [_unshaped(p) for p in parts]
+    whole, count = _joined(cuts, cuts[0].args[1]) if has(cuts[0], steps.cut) else None, len(cuts)
+    if whole is None or any(shape(p) != shape(parts[0]) for p in parts):
+        return None
+    axis, length = cuts[0].args[1], cuts[0].args[3]
+    before = math.prod(shape(n)[:dim])
+    # The index of the axis of a part that the parts are put before, where a reshape leaves one there.
+    at = next((i for i in range(rank(whole) + 1) if math.prod(shape(cuts[0])[:i]) == before), None)
+    if at is None:
+        return None
+    x = r.reshape(whole, (*shape(whole)[:axis], count, length, *shape(whole)[axis + 1 :]))
+    others = [i for i in range(rank(x)) if i != axis]
+    return r.reshape(r.permute(x, (*others[:at], axis, *others[at:])), shape(n))
+
+
 def _repeated_frames(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
     """The first frame of a video, several times, the video, and its last frame -> a replicating pad."""
     if rank(n) != 5 or dim != 2:
@@ -73,6 +90,7 @@ def _norms_of_samples(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> 
 
 _RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...] = (
     _all_of_one,
+    _moved_parts,
     _repeated_frames,
     _first_frame_once,
     _norms_of_samples,

@@ -6,6 +6,7 @@ are in ``frames.py``.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_o
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["convolutions"]
+__all__ = ["convolutions", "relus"]
+
+# cuDNN computes a convolution with bias and ReLU if the channels of a pixel are a multiple of 16 bytes.
+_CUDNN_CHANNELS = 8
+# A sum with a bias -> the indices of its arguments ``bias`` and ``emits``. ``activation`` follows ``emits``.
+_SUMS = {steps.add: (2, 4), steps.add_bias_: (1, 2)}
 
 # Dtypes in which a convolution of single pixels is as exact as a product. In fp32 PyTorch lets convolutions
 # use TF32, but not products.
@@ -31,6 +37,11 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
     for rule in _RULES:
         graph = apply(graph, _where_usual(rule), steps.conv)
     return graph
+
+
+def relus(graph: fx.Graph) -> fx.Graph:
+    """Bias, residual and ReLU go into the convolution before them. It comes after ``statistics``."""
+    return apply(graph, with_relu, operator.getitem)
 
 
 def _where_usual(rule: Rule) -> Rule:
@@ -71,6 +82,28 @@ def as_product(r: Rewriter, n: Any) -> Node | None:
     return r.like(steps.pointwise_conv, (x, weight, bias), n) if is_pixel and dtype(n) in HALVES else None
 
 
+def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
+    """A convolution of single frames that were repeated along time: the frames are repeated after it."""
+    images = n.args[0]
+    video: Any = images.args[0] if has(images, steps.reshape) and is_only(images) else None
+    large: Any = video.args[0] if has(video, steps.permute) and is_only(video) else None
+    if not has(large, steps.upsample) or not is_only(large) or large.args[1][0] == 1:
+        return None
+    small, times, first_once = large.args
+    N, C, T, H, W = shape(large)
+    if video.args[1] != (0, 2, 1, 3, 4) or shape(images) != (N * T, C, H, W):
+        return None
+    few, each = shape(small)[2], tuple(times[1:])
+    x = r.reshape(r.permute(small, (0, 2, 1, 3, 4)), (N * few, C, *shape(small)[3:]))
+    if each != (1, 1):
+        x = r.new(steps.upsample, (x, each, False), (N * few, C, H, W), dtype(large))
+    y = r.new(steps.conv, (x, *n.args[1:]), (N * few, *shape(n)[1:]), dtype(n))
+    y = r.permute(r.reshape(y, (N, few, *shape(n)[1:])), (0, 2, 1, 3, 4))
+    many = (N, shape(n)[1], T, *shape(n)[2:])
+    y = r.new(steps.upsample, (y, (times[0], 1, 1), first_once), many, dtype(n))
+    return r.reshape(r.permute(y, (0, 2, 1, 3, 4)), shape(n))
+
+
 def in_phases(r: Rewriter, n: Any) -> Node | None:
     """A 3x3 convolution of an image upsampled by two: ``upsample_conv``, where convolving in phases pays."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
@@ -94,8 +127,38 @@ def bias_apart(r: Rewriter, n: Any) -> Node | None:
     return r.like(bias_of, (r.like(steps.conv, (x, weight, None, *others), n), bias), n)
 
 
+def with_relu(r: Rewriter, n: Any) -> Node | None:
+    """relu(convolution + bias) or relu(convolution + bias + residual) of images: ``conv_relu``."""
+    total, i = n.args
+    if i != 0 or not has(total, *_SUMS) or rank(n) != 4 or dtype(n) not in HALVES:
+        return None
+    bias, emits = (total.args[at] for at in _SUMS[total.target])
+    terms = total.args[: _SUMS[total.target][0]]
+    if emits or bias is None or total.args[-1] != "relu":
+        return None
+    if has(total, steps.add) and total.args[3] != 1.0:
+        return None
+    for h, residual in (terms, terms[::-1]) if len(terms) == 2 else ((terms[0], None),):
+        if _takes_relu(h, residual is not None):
+            x, weight, _, stride, padding, dilation, _, _, groups = h.args
+            return r.like(steps.conv_relu, (x, weight, bias, residual, stride, padding, dilation, groups), n)
+    return None
+
+
+def _takes_relu(h: Any, has_residual: bool) -> bool:
+    """True if cuDNN computes the convolution ``h`` with ReLU: with a residual only if it keeps the size."""
+    if not has(h, steps.conv) or not is_only(h) or rank(h) != 4:
+        return False
+    _, weight, _, stride, padding, dilation, transposed, *_ = h.args
+    numbers = shape(weight)[2:], tuple(stride), tuple(padding), tuple(dilation)
+    keeps_size = numbers == ((3, 3), (1, 1), (1, 1), (1, 1))
+    has_channels = all(C % _CUDNN_CHANNELS == 0 for C in shape(weight)[:2])
+    return not transposed and has_channels and (keeps_size or not has_residual)
+
+
 # In this order: a rule sees what those before it have left.
 _RULES: tuple[Rule, ...] = (
+    frames_repeated_after,
     own_padding,
     as_product,
     in_phases,

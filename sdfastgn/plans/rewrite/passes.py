@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from sdfastgn.plans.rewrite.biases import biases
-from sdfastgn.plans.rewrite.convolutions import convolutions
+from sdfastgn.plans.rewrite.convolutions import convolutions, relus
 from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.modulations import modulations
+from sdfastgn.plans.rewrite.moves import moves
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
 from sdfastgn.plans.rewrite.spelling import canonicalize
@@ -34,9 +35,11 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     convolutions,  # and what they read. Their biases become steps of their own
     sums,  # which take biases
     shifts,  # biases and embeddings, into the norms after them
+    moves,  # of elements between channels and positions, into sums and means
     biases,  # that no other step took
     activated_sums,  # sums and biases that an activation follows
     statistics,  # of sums, before the norms that want them
+    relus,  # into the convolutions before them, with bias and residual
     tokens,
     packs,  # of the products that are still products
     finish,  # what writes where. After it, a value's readers must stay

@@ -5,15 +5,28 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from sdfastgn.plans.run import schemas, steps
 
-__all__ = ["VIEWS", "base", "is_view", "writes_over"]
+__all__ = ["VIEWS", "base", "copies", "in_memory", "is_view", "writes_over"]
 
 # Steps that compute nothing: their results are views wherever strides allow it.
 VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
+
+# Steps of tokens: their results are contiguous.
+_OF_ROWS = (
+    steps.linear,
+    steps.linears,
+    steps.add_linear_,
+    steps.act_linear,
+    steps.layer_norm,
+    steps.add_layer_norm,
+    steps.geglu,
+)
 
 
 def is_view(n: Node) -> bool:
@@ -39,3 +52,27 @@ def base(n: Node) -> Node:
             break  # an item of the results of a step that computes them
         n = source
     return n
+
+
+def copies(n: Any) -> bool:
+    """True if ``n`` is a reshape that has to copy what ``in_memory`` says that it reads."""
+    if n.op != "call_function" or n.target is not steps.reshape:
+        return False
+    try:
+        in_memory(n.args[0]).view(n.meta["shape"])
+    except RuntimeError:
+        return True
+    return False
+
+
+def in_memory(n: Any) -> Tensor:
+    """A tensor on the device meta with the strides that ``n`` has if steps write images channels-last."""
+    if n.op == "call_function" and n.target in VIEWS:
+        return n.target(in_memory(n.args[0]), *n.args[1:])
+    shape = n.meta["shape"]
+    if n.target is steps.attention:  # its kernels write the heads of a token side by side
+        return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
+    writer: Any = n.args[0] if n.target is operator.getitem else n
+    if len(shape) not in (4, 5) or writer.target in _OF_ROWS:
+        return torch.empty(shape, device="meta")
+    return torch.empty((shape[0], *shape[2:], shape[1]), device="meta").movedim(-1, 1)

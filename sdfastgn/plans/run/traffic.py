@@ -34,6 +34,7 @@ _SELECTIONS = (
 # Steps that PyTorch's libraries compute.
 _LIBRARY = (
     steps.conv,
+    steps.conv_relu,
     steps.conv_windows,
     steps.conv_last_slice,
     steps.pointwise_conv,

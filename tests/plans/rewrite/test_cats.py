@@ -46,7 +46,7 @@ def reshaped_once(x):
         (lambda x: torch.cat([x[:, :, 2:], x[:, :, :2]], 2), ["cat"]),
         (lambda x: torch.cat([x[:, :, :2], x[:, :, 3:]], 2), ["cat"]),
         (lambda x: torch.cat([x[:, :, :2], x[:, :, 2:4]], 2), ["cat"]),
-        (lambda x: torch.cat([x[:, :2], x[:, 2:]], 2), ["cat"]),
+        (lambda x: torch.cat([x[:, :2], x[:, 2:]], 2) * 2, ["aten.mul"]),
         (lambda x: torch.cat([x[:, :, :2], (x * 2)[:, :, 2:]], 2), ["aten.mul", "cat"]),
         (lambda x: torch.cat([x[:, :, :1], x], 2), ["pad"]),
         (lambda x: torch.cat([x[:, :, :1]] * 2 + [x] + [x[:, :, -1:]], 2), ["pad"]),
@@ -136,3 +136,45 @@ def test_a_video_of_one_frame_is_its_first_and_last_frame():
 )
 def test_norms_of_samples(call, steps):
     assert steps_of(call, batch) == (steps or ["group_norm", "group_norm", "cat"])
+
+
+# ---- parts along another axis
+
+picture, frames, larger = torch.randn(2, 8, 3, 5), torch.randn(1, 16, 2, 3, 5), torch.randn(1, 2, 4, 6, 10)
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (lambda x: torch.stack(x.unbind(1), 2), picture),
+        (lambda x: torch.stack([x[:, 0], x[:, 1]], 3), larger),
+        (lambda x: torch.stack(x.chunk(2, 1), 3).flatten(2, 3), frames),
+        (lambda x: torch.stack(x.chunk(4, 1), 1), frames),
+        (lambda x: torch.stack(x.chunk(4, 1), -1), frames),
+        (lambda x: torch.cat(x.chunk(4, 1), 2), frames),
+        (lambda x: torch.cat(x.chunk(4, 1)), picture),
+        (lambda x: torch.cat(x.split(1), 1), picture),
+        (lambda x: torch.stack([x[:, :8].flatten(2, 3), x[:, 8:].flatten(2, 3)], 1), frames),
+        (lambda x: torch.stack([x[:, :, i].flatten(2) for i in range(2)], 3), frames),
+        (lambda x: torch.stack([x[:, :8].flatten(2), x[:, 8:].flatten(2)], 2), frames),
+    ],
+)
+def test_parts_along_another_axis_are_views(call, x):
+    assert steps_of(lambda x: call(x) * 2, x) == ["aten.mul"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.stack(x.chunk(2, 1)[::-1], 3),
+        lambda x: torch.stack(x.chunk(4, 1)[:2], 3),
+        lambda x: torch.stack([x[:, :4], x[:, 4:8], x[:, 12:]], 3),
+        lambda x: torch.stack([x[:, :8], (x * 1.5)[:, 8:]], 3),
+        lambda x: torch.cat([x[:, :4], x[:, 4:]], 1) * torch.cat([x[:, 4:], x[:, :4]], 1),
+        lambda x: torch.stack([x[:, :8], x[:, 8:].reshape(1, 8, 3, 2, 5).transpose(2, 3)], 3),
+        lambda x: torch.stack([x[:, :8].reshape(1, 8, 5, 6), x[:, 8:].reshape(1, 8, 5, 6)], 3),
+        lambda x: torch.stack([x[:, :8].flatten(2).transpose(1, 2), x[:, 8:].flatten(2).transpose(1, 2)], 1),
+    ],
+)
+def test_other_parts_are_joined(call):
+    assert "cat" in steps_of(lambda x: call(x) * 2, frames)

@@ -210,3 +210,135 @@ def test_no_bias_is_written_over_what_another_step_reads():
     wanted = y + b.view(4, 1, 1), y + c.view(4, 1, 1), y + b.view(4, 1, 1), y.flatten(2), x + b.view(4, 1, 1)
     for got, exact in zip(fx.GraphModule({}, graph)(x.clone(), w, b, c), wanted, strict=True):
         torch.testing.assert_close(got, exact)
+
+
+# ---- frames that are repeated
+
+
+def in_frames(conv, x):
+    y = conv(x.transpose(1, 2).flatten(0, 1))
+    return y.unflatten(0, (len(x), -1)).transpose(1, 2)
+
+
+def first_frame_once(x):
+    first = F.interpolate(x[:, :, 0], scale_factor=2.0).unsqueeze(2)
+    return torch.cat([first, F.interpolate(x[:, :, 1:], scale_factor=2.0)], 2)
+
+
+@pytest.mark.parametrize(
+    ("larger", "found"),
+    [
+        (lambda x: F.interpolate(x, scale_factor=2.0), ["upsample", "conv", "add_bias_", "upsample"]),
+        (lambda x: F.interpolate(x, scale_factor=(4.0, 1.0, 1.0)), ["conv", "add_bias_", "upsample"]),
+        (first_frame_once, ["upsample", "conv", "add_bias_", "upsample"]),
+    ],
+)
+@pytest.mark.parametrize("N", [1, 2])
+def test_frames_are_repeated_after_their_convolution(conv, larger, found, N):
+    plan = checked(lambda x: in_frames(conv, larger(x)), torch.randn(N, 4, 3, 2, 5))
+    assert sorted(plan.steps) == sorted(found)
+    assert plan.only(steps.conv).meta["shape"][0] == 3 * N
+    assert plan.all(steps.upsample)[-1].args[1][1:] == (1, 1)
+
+
+@pytest.mark.usefixtures("phases")
+def test_frames_are_repeated_after_phases(conv):
+    plan = checked(lambda x: in_frames(conv, first_frame_once(x)), torch.randn(2, 4, 3, 2, 5))
+    assert plan.steps == ["upsample_conv", "upsample"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda conv, x: in_frames(conv, F.interpolate(x, scale_factor=(1.0, 2.0, 2.0))),
+        lambda conv, x: (in_frames(conv, y := F.interpolate(x, scale_factor=2.0)), y),
+        lambda conv, x: conv(
+            F.interpolate(x, scale_factor=2.0).transpose(0, 2).transpose(1, 2).flatten(0, 1)
+        ),
+        lambda conv, x: conv(
+            F.interpolate(x, scale_factor=2.0).transpose(1, 3).flatten(0, 1).transpose(1, 2)
+        ),
+        lambda conv, x: conv(F.interpolate(x, scale_factor=2.0).transpose(1, 2).reshape(32, 4, 4, 10)),
+        lambda conv, x: F.conv3d(F.interpolate(x, scale_factor=2.0), torch.ones(3, 4, 3, 3, 3)),
+    ],
+)
+def test_other_frames_are_repeated_before(conv, call):
+    plan = checked(functools.partial(call, conv), torch.randn(2, 4, 4, 4, 5))
+    upsampled = plan.only(steps.upsample)
+    assert has(upsampled.args[0], steps.reshape) or upsampled.args[0].op == "placeholder"
+
+
+# ---- ReLU
+
+
+def half(*shape):
+    return torch.randn(shape, dtype=torch.float16)
+
+
+@pytest.fixture
+def residual_conv():
+    """A convolution in fp16 with a bias, of images with 8 channels."""
+    w, b = half(8, 8, 3, 3) / 8, half(8)
+    return lambda x, **options: F.conv2d(x, w, b, **{"padding": 1, **options})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda conv, x: F.relu(conv(x)),
+        lambda conv, x: F.relu(conv(x, stride=2, padding=0)),
+        lambda conv, x: F.relu(conv(x) + x),
+        lambda conv, x: F.relu(x + conv(x)),
+    ],
+)
+def test_a_convolution_has_its_relu(residual_conv, call):
+    found = steps_of(functools.partial(call, residual_conv), half(2, 8, 5, 6), tolerance=HALF)
+    assert found == ["conv_relu"]
+
+
+def test_a_residual_block_is_one_step_a_convolution(residual_conv):
+    def call(x):
+        return F.relu(residual_conv(F.relu(residual_conv(x))) + x)
+
+    assert steps_of(call, half(2, 8, 5, 6), tolerance=HALF) == ["conv_relu", "conv_relu"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda conv, x: F.silu(conv(x)),
+        lambda conv, x: F.relu((conv(x) + x) / 2),
+        lambda conv, x: F.relu(conv(x, stride=2) + x[:, :, ::2, ::2]),
+        lambda conv, x: F.relu(conv(x, dilation=2, padding=2) + x),
+        lambda conv, x: (F.relu(y := conv(x)), y),
+        lambda conv, x: F.relu(conv(x) + x + 1),
+        lambda conv, x: F.relu(conv(x.float().half()[:, :, 0, None].expand(2, 8, 5, 6)).flatten(1)),
+    ],
+)
+def test_other_activations_stay(residual_conv, call):
+    found = steps_of(functools.partial(call, residual_conv), half(2, 8, 5, 6), tolerance=HALF)
+    assert "conv_relu" not in found
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "b"),
+    [
+        (torch.randn(2, 8, 5, 6), torch.randn(8, 8, 3, 3), torch.randn(8)),
+        (half(2, 4, 5, 6), half(8, 4, 3, 3), half(8)),
+        (half(2, 8, 5, 6), half(4, 8, 3, 3), half(4)),
+        (half(1, 8, 2, 5, 6), half(8, 8, 1, 3, 3), half(8)),
+        (half(2, 8, 5, 6), half(8, 8, 3, 3), None),
+    ],
+)
+def test_other_convolutions_have_no_relu(x, w, b):
+    conv = F.conv2d if x.dim() == 4 else F.conv3d
+    assert "conv_relu" not in steps_of(lambda x: F.relu(conv(x, w, b)), x, tolerance=HALF)
+
+
+def test_statistics_stay_with_the_sum_after_a_convolution(residual_conv, monkeypatch):
+    monkeypatch.setattr("sdfastgn.plans.rewrite.statistics.statistics_pay", lambda *args: True)
+
+    def call(x):
+        return F.group_norm(F.relu(residual_conv(x) + x), 2)
+
+    assert steps_of(call, half(2, 8, 5, 6), tolerance=HALF) == ["conv", "add", "group_norm"]

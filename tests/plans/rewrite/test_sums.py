@@ -121,7 +121,6 @@ def test_a_bias_stays_before_other_views(conv):
     """The channels are another axis, parts of an axis, or not clear."""
     for view in (
         lambda y: y.transpose(1, 2),
-        lambda y: y.flatten(1, 2).unsqueeze(-1),
         lambda y: y.reshape(2, 2, 2, 5, 4),
         lambda y: y.reshape(2, 5, 4, 4),
         lambda y: y.flatten(2),

@@ -366,6 +366,26 @@ CASES = {
     ),
     "add-videos": ((VIDEO, VIDEO), lambda h, r: steps.add(h, r, None, 1.0, False)[0], torch.add),
     "add-nothing": (((0, 6, 5, 7),) * 2, lambda h, r: steps.add(h, r, None, 1.0, False)[0], torch.add),
+    "conv-relu": (
+        (IMAGE, (4, 6, 3, 2), (4,)),
+        lambda x, w, b: steps.conv_relu(x, w, b, None, [1, 2], [1, 0], [2, 1], 1),
+        lambda x, w, b: F.relu(F.conv2d(x, w, b, (1, 2), (1, 0), (2, 1))),
+    ),
+    "conv-relu-residual": (
+        (IMAGE, (6, 3, 3, 3), (6,), IMAGE),
+        lambda x, w, b, r: steps.conv_relu(x, w, b, r, [1, 1], [1, 1], [1, 1], 2),
+        lambda x, w, b, r: F.relu(F.conv2d(x, w, b, padding=1, groups=2) + r),
+    ),
+    "add-moved": (
+        ((2, 3, 4, 2, 5, 1), (2, 1, 4, 2, 1, 3)),
+        lambda a, b: steps.add_views(*torch.broadcast_tensors(a, b), (2, 3, 8, 15)),
+        lambda a, b: (a + b).reshape(2, 3, 8, 15),
+    ),
+    "add-moved-frames": (
+        ((1, 3, 2, 4, 2, 5), (1, 2, 3, 2, 5, 4)),
+        lambda a, b: steps.add_views(a, b.permute(0, 2, 1, 5, 3, 4), (1, 3, 8, 2, 5)),
+        lambda a, b: (a + b.permute(0, 2, 1, 5, 3, 4)).reshape(1, 3, 8, 2, 5),
+    ),
     "add-bias": (
         (IMAGE, (6,)),
         lambda h, b: steps.add_bias_(h, b, False)[0],

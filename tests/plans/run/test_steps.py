@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.plans.run import steps
 from tests.plans.run.step_cases import CASES, PATHS, PLACES, WRITERS
 
 
@@ -28,3 +31,13 @@ def test_steps(name, place, path, poisoned_memory):
     written = 1 if name.startswith(WRITERS) else 0
     for t, was in zip(operands[written:], before[written:], strict=True):
         assert torch.equal(t.double(), was)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 6, 7), (3, 4, 6, 7), (1, 4, 2, 6, 7)])
+def test_a_pad_stays_channels_last(shape):
+    x = torch.randn(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+    if len(x) == 1:  # the stride of a single sample has any value, as for the only frame of a video
+        x = x.as_strided(x.shape, (shape[1], *x.stride()[1:]))
+    y = steps.pad(x, (0, 1, 2, 1), "constant", 0.5)
+    assert is_channels_last(y)
+    assert torch.equal(y, F.pad(x, (0, 1, 2, 1), value=0.5))

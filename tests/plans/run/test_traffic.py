@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sdfastgn.plans.run import steps
-from sdfastgn.plans.run.aliases import base, is_view, writes_over
+from sdfastgn.plans.run.aliases import base, copies, is_view, writes_over
 from sdfastgn.plans.run.traffic import memory, steps_of, table
 from tests.plans.run.graphs import Drawn
 
@@ -170,3 +170,31 @@ def test_items_of_tuples_are_their_own_memory():
     assert q.target is operator.getitem
     drawn.add(aten.add.Tensor, q, k)
     assert traffic(drawn) == {"linears": (48 + 160, 120), "add_tensor": (120, 60)}
+
+
+def joined(drawn, x, shape, *, first=None, dims=None):
+    """``x`` reshaped to ``first``, permuted, and reshaped to ``shape``."""
+    y = drawn.add(steps.reshape, x, first, shape=first) if first else x
+    if dims:
+        y = drawn.add(steps.permute, y, dims, shape=tuple(y.meta["shape"][d] for d in dims))
+    return drawn.add(steps.reshape, y, shape, shape=shape)
+
+
+def test_reshapes_that_copy():
+    """Images are channels-last, and tokens are contiguous."""
+    drawn = Drawn((2, 8, 3, 5))
+    x = drawn.add(aten.neg.default, drawn.inputs[0], shape=(2, 8, 3, 5))
+    assert copies(joined(drawn, x, (2, 2, 6, 10), first=(2, 2, 2, 2, 3, 5), dims=(0, 1, 4, 2, 5, 3)))
+    assert copies(joined(drawn, x, (2, 24, 5)))
+    assert not copies(joined(drawn, x, (2, 4, 2, 3, 5)))
+    assert not copies(joined(drawn, x, (2, 15, 8), dims=(0, 2, 3, 1)))
+    assert not copies(x)
+    tokens = drawn.add(steps.linear, x, x, None, shape=(2, 3, 5, 8))
+    assert not copies(joined(drawn, tokens, (2, 15, 8)))
+    assert copies(joined(drawn, tokens, (2, 40, 3), dims=(0, 3, 2, 1)))
+    three = drawn.add(steps.linears, x, (x, x, x), (), shape=(2, 3, 5, 8))
+    item = drawn.add(operator.getitem, three, 0, shape=(2, 3, 5, 8))
+    assert not copies(joined(drawn, item, (2, 15, 8)))
+    attended = drawn.add(steps.attention, x, x, x, None, False, None, False, shape=(2, 8, 3, 5))
+    assert not copies(joined(drawn, attended, (2, 3, 40), dims=(0, 2, 1, 3)))
+    assert copies(joined(drawn, attended, (2, 24, 5)))
