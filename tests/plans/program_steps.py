@@ -407,14 +407,17 @@ def moved_to_positions(p: Program, x: str) -> None:
     text, cell = _cells(p, y)
     z = p.let(text)
     frames, start = p.shape(z)[2], p.choice(0, cell[0], 1)
-    part = p.choice(f"[:, :, {start}:]", f"[:, :, :{start}]") if 0 < start < frames else ""
+    part, alike = "", ""  # two parts of the same number of frames
+    if 0 < start < frames:
+        ends = (f"[:, :, {start}:]", f"[:, :, :{frames - start}]")
+        part, alike = p.choice(ends, ends[::-1])
     if p.chance(0.7):
         shortcut = f"{x}.repeat_interleave(2, 1)" if p.chance(0.3) else x
         other = p.choice(_cells(p, shortcut)[0], text.replace(y, x, 1), p.tensor(*p.shape(z)))
         if p.shape(p.let(other)) != p.shape(z):
             other = p.tensor(*p.shape(z), kind="x")
         w = p.let(p.choice(other, other, f"{other}.to({z}.dtype)", f"{other}.double()"))
-        v = part if p.chance(0.8) else f"[:, :, :{frames - start}]"
+        v = p.choice(part, part, alike)
         if p.chance(0.1):
             p.add(z)
         p.add(

@@ -41,3 +41,21 @@ def test_a_pad_stays_channels_last(shape):
     y = steps.pad(x, (0, 1, 2, 1), "constant", 0.5)
     assert is_channels_last(y)
     assert torch.equal(y, F.pad(x, (0, 1, 2, 1), value=0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["channels-first", "channels-last", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_cudnn_computes_bias_residual_and_relu(dtype, place, has_residual, poisoned_memory):
+    x, w, b, r = (
+        torch.randn(shape, dtype=dtype, device="cuda")
+        for shape in ((2, 16, 7, 9), (8, 16, 3, 3), (8,), (2, 8, 7, 9))
+    )
+    w /= 12
+    x, residual = PLACES[place](x), PLACES[place](r) if has_residual else None
+    y = steps.conv_relu(x, w, b, residual, [1, 1], [1, 1], [1, 1], 1)
+    expected = F.conv2d(x.double(), w.double(), b.double(), padding=1)
+    expected = F.relu(expected if residual is None else expected + residual.double())
+    assert is_channels_last(y)
+    torch.testing.assert_close(y.double(), expected, atol=0.03, rtol=0.02)
