@@ -33,7 +33,7 @@ from sdfastgn.patches.core.moves import follow, followed_in, is_followed
 from sdfastgn.patches.core.tested_sources import Untested, newest_release
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.plans import install as planning
-from sdfastgn.reports import Entry, Report, grouped, parts_text, some
+from sdfastgn.reports import Entry, Left, Report, grouped, parts_text, some
 from sdfastgn.snapshot import Options, Snapshot, may_change, put_back, take
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import installed_versions, never_run
@@ -382,6 +382,15 @@ def report(obj: Any) -> Report:
         ),
         without_kernels=dispatch.ops_without_kernels(),
         plans=tuple(found for name, root in roots.items() for found in planning.inspect(root, name)),
+        left=tuple(_left(name, model) for name, model in models.items() if name not in roots),
+    )
+
+
+def _left(name: str, model: nn.Module) -> Left:
+    merges = takes_adapters(model) and merged_adapters.is_allowed(model)
+    alone = "there are no kernels, CUDA graphs or plans for models of this kind"
+    return Left(
+        name, type(model).__name__, alone + ("; only their LoRA adapters can be merged" if merges else "")
     )
 
 

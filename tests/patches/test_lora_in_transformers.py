@@ -20,7 +20,8 @@ from sdfastgn.patches.core import channels_last, exclusive, merged_adapters, mer
 from sdfastgn.patches.core.merged_adapters import is_merged
 from sdfastgn.patches.core.merged_weights import records
 from sdfastgn.patches.graphs.forward import GraphedForward
-from tests.patches.cases import agree
+from tests.coverage import networks
+from tests.patches.cases import agree, noise
 from tests.patches.code.foreign import replaced
 from tests.patches.transformers import TRANSFORMERS, add_lora
 
@@ -350,13 +351,12 @@ def test_replaced_code_runs(holder):
     agree(SD3.run(model), SD3.run(stock), 1e-4)
 
 
-@pytest.mark.parametrize("with_lora", [False, True], ids=["no-lora", "lora"])
 @torch.no_grad()
-def test_compiled_as_one_graph(with_lora):
+def test_compiled_as_one_graph():
     """diffusers allows its blocks in graphs, so torch.compile cannot look into their class."""
     flux = TRANSFORMERS["flux"]
     model, stock = twins("flux")
-    for each in (model, stock) if with_lora else ():
+    for each in (model, stock):
         add_lora(each, "a")
     agree(flux.run(model), flux.run(stock), 1e-4)
     sdfastgn.optimize(model)
@@ -429,3 +429,27 @@ def test_a_model_alone_with_nothing_but_adapters():
         add_lora(model, "a")
         sdfastgn.optimize(model)
     assert is_all_merged(model)
+
+
+def test_a_whole_pipeline():
+    """The pipeline's argument reaches the transformer, whose LoRA was added after ``optimize``."""
+    row = next(row for row in networks.transformers if row.name == "Flux")
+    results = []
+    for is_optimized in (True, False):
+        pipe = row.build().obj
+        if is_optimized:
+            sdfastgn.optimize(pipe)
+        add_lora(pipe.transformer, "a")
+        inputs = {"prompt_embeds": noise(1, 5, 32), "pooled_prompt_embeds": noise(1, 32)}
+        size = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "latent"}
+        for scale in (1.0, 0.4):
+            seed = torch.Generator().manual_seed(0)
+            options = {"joint_attention_kwargs": {"scale": scale}, "generator": seed}
+            results.append(pipe(**inputs, **size, **options).images)
+        if is_optimized:
+            report = sdfastgn.report(pipe)
+            assert [merged.path for merged in report.merged] == ["transformer"]
+            assert [model.path for model in report.left] == ["transformer"]
+    agree(results[0], results[2], 1e-4)
+    agree(results[1], results[3], 1e-4)
+    assert (results[0] - results[1]).abs().max() > 0.01
