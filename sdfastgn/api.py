@@ -25,16 +25,16 @@ from sdfastgn.kernels.common.compile_ahead import prepare
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import fp8_option, patcher
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
-from sdfastgn.patches.core.adapters import unmerged_layers
+from sdfastgn.patches.core.adapters import takes_adapters, unmerged_layers
 from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.core.ddp import is_in_ddp
-from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
+from sdfastgn.patches.core.exclusive import call_entry, one_at_a_time, undisturbed
 from sdfastgn.patches.core.left_alone import SLOW_BORDERS
 from sdfastgn.patches.core.moves import follow, followed_in, is_followed
 from sdfastgn.patches.core.tested_sources import Untested, newest_release
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.plans import install as planning
-from sdfastgn.reports import Entry, Report, grouped, parts_text, some
+from sdfastgn.reports import Entry, Left, Report, grouped, parts_text, some
 from sdfastgn.snapshot import Options, Snapshot, may_change, put_back, take
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import installed_versions, never_run
@@ -86,10 +86,10 @@ def optimize(
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component is optimized
             that has parts to fuse or calls to capture (docs/coverage.md): UNet, VAE, ControlNets, CLIP text
-            encoders and others. Also made faster are the image processor, the property that finds the
-            pipeline's device, and the PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers. After
-            ``enable_model_cpu_offload``, the weights of all its models are copied faster
-            (docs/memory.md).
+            encoders and others. In all models layers with LoRA adapters are merged. Also made faster are the
+            image processor, the property that finds the pipeline's device, and the PNDM, DDIM, LCM, Euler,
+            Euler a, DPM++ 2M and UniPC schedulers. After ``enable_model_cpu_offload``, the weights of all its
+            models are copied faster (docs/memory.md).
         strict: True raises a ValueError if anything must be skipped.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
             (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
@@ -100,7 +100,8 @@ def optimize(
             ``ControlNetModel``, with their backwards (docs/training.md). If the model changes, its graphs
             are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.
         missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
-            False there is an error for a module and a warning for a pipeline.
+            False there is an error for a module and a warning for a pipeline. There is also only a warning
+            for a module that can get adapters: they will be merged, and nothing else is optimized.
         verify: True runs each fused part of ``UNet2DConditionModel``, ``UNet2DModel``, ``ControlNetModel``
             and some autoencoders (``AutoencoderKL``, ``AutoencoderTiny`` and most of those for video) once
             after the change, with the part's own weights and small random inputs. For other models there are
@@ -162,9 +163,9 @@ def optimize(
         ValueError: ``cuda_graphs`` is none of the four values, ``precision`` is none of the two, ``trust``
             has something else than names of packages, or another option is no bool. Or ``obj`` cannot run in
             FP8; the message says why. Or there is nothing to optimize, ``missing_ok`` is False, and ``obj``
-            is a module or ``strict`` is True. Or ``strict`` is True and something must be skipped, or
-            ``verify`` finds a wrong part; the message says what and why. Or the model is wrapped in
-            DistributedDataParallel: call ``optimize`` before you wrap it.
+            is a module that cannot get adapters, or ``strict`` is True. Or ``strict`` is True and something
+            must be skipped, or ``verify`` finds a wrong part; the message says what and why. Or the model is
+            wrapped in DistributedDataParallel: call ``optimize`` before you wrap it.
         RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
             it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
             waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
@@ -205,7 +206,11 @@ def restore(obj: T) -> T:
     """
     models = _models("restore", obj)
     roots = _roots(models)
-    changed = {name: model for name, model in models.items() if name in roots or followed_in(model)}
+    changed = {
+        name: model
+        for name, model in models.items()
+        if name in roots or followed_in(model) or call_entry(model) is not None
+    }
     _refuse_in_ddp("restore", obj, changed.values())
     left = []
     with _changing("restore", changed.values()):
@@ -334,7 +339,8 @@ def report(obj: Any) -> Report:
     """
     models = _models("report", obj)
     roots = _roots(models)
-    why_stock = {name: why_stock_runs(root) for name, root in roots.items()}
+    every = roots | _adaptable(models, roots)
+    why_stock = {name: why_stock_runs(root) for name, root in every.items()}
     plans = {name: list(planning.inspect(root, name)) for name, root in roots.items()}
     planned = [name for name, found in plans.items() if any(each.is_on for each in found)]
     entries = tuple(
@@ -351,27 +357,27 @@ def report(obj: Any) -> Report:
         if name not in planned or f.reason != SLOW_BORDERS  # plans are not slow there
     )
     states = {name: list(graphs.inspect(root, name)) for name, root in roots.items()}
-    for name, root in roots.items():
-        has_graphs = any(graphed is not None for _, graphed in states[name])
+    for name, root in every.items():
+        has_graphs = any(graphed is not None for _, graphed in states.get(name, ()))
         entries += tuple(_more_entries(name, root, entries, has_graphs))
     found = [pair for pairs in states.values() for pair in pairs]
     fused = {name: root for name, root in roots.items() if why_stock[name] is None}
     components = [name or type(root).__name__ for name, root in fused.items()]
     copies = [e for e in entries if (e.status, e.fusion) == ("fused", "transformer_2d")]
     pools = {k: v for _, graphed in found if graphed is not None for k, v in graphed.pool_bytes().items()}
+    merged = {name: merged_adapters.merged_in(root, name) for name, root in every.items()}
+    running = [name for name in every if name in roots or merged[name].layers]
     return Report(
         entries=entries,
-        backend=backend_text(list(roots.values()), list(why_stock.values()))
-        if roots
+        backend=backend_text([every[name] for name in running], [why_stock[name] for name in running])
+        if running
         else f"stock code ({_nothing_in(obj)})",
         channels_last_weights=sum(channels_last.converted_weights(root) for root in roots.values()),
         layout_copies_removed=sum(e.component in components for e in copies),
         graphs=tuple(state for state, _ in found),
         graph_memory_bytes=sum(pools.values()),
         runs_kernels=bool(fused),
-        merged=tuple(
-            merged for name, root in roots.items() if (merged := merged_adapters.merged_in(root, name)).layers
-        ),
+        merged=tuple(each for each in merged.values() if each.layers),
         fp8=tuple(found for name, root in roots.items() for found in fp8.state_of(root, name)),
         offloaded=tuple(
             name or type(model).__name__
@@ -380,6 +386,15 @@ def report(obj: Any) -> Report:
         ),
         without_kernels=dispatch.ops_without_kernels(),
         plans=tuple(each for found in plans.values() for each in found),
+        left=tuple(_left(name, model) for name, model in models.items() if name not in roots),
+    )
+
+
+def _left(name: str, model: nn.Module) -> Left:
+    merges = takes_adapters(model) and merged_adapters.is_allowed(model)
+    alone = "there are no kernels, CUDA graphs or plans for models of this kind"
+    return Left(
+        name, type(model).__name__, alone + ("; only their LoRA adapters can be merged" if merges else "")
     )
 
 
@@ -391,7 +406,7 @@ def _more_entries(name: str, root: nn.Module, entries: Iterable[Entry], has_grap
     """
     component = name or type(root).__name__
     own = [entry for entry in entries if entry.component == component]
-    is_optimized = has_graphs or any(entry.status == "fused" for entry in own)
+    is_optimized = has_graphs or call_entry(root) is not None or any(e.status == "fused" for e in own)
     for path, layer, reason in unmerged_layers(root, name, with_waiting=is_optimized):
         yield Entry(component, path, "adapter", type(layer).__name__, "skipped", reason)
     for fusion in patcher.asked_of(root).difference(entry.fusion for entry in own):
@@ -423,34 +438,34 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
     _check_options(call, options)
     models = _models(call, obj)
     roots = _roots(models, options.asked, plans=options.plans)
+    every = roots | _adaptable(models, roots)
     if not roots:
-        if not options.missing_ok:
-            if options.strict or isinstance(obj, nn.Module):
-                raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
-            _warn(f"sdfastgn.{call}: {_nothing_in(obj)}")
+        _refuse_nothing(call, obj, every, options)
+    if not every:
         return [], WeakSet()
     fp8_option.check(call, roots.values(), options.precision)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
-    _prepare_triton(roots.values())
+    _prepare_triton(every.values())
     with one_at_a_time:
-        components = {**roots, **patcher.parts_of(obj)}
+        components = {**every, **(patcher.parts_of(obj) if roots else {})}
         before = [take(name, component, options) for name, component in components.items()]
-        others = WeakSet(models[name] for name in models.keys() - roots if not is_followed(models[name]))
+        others = WeakSet(models[name] for name in models.keys() - every if not is_followed(models[name]))
         if options.strict:
             _refuse_skipped(call, before, options)
         warn_of_machine(call)
         _warn_of_untested(call, [f for was in before for f in was.findings])
-        changing = [w.component for w in before if w.name in roots and may_change(w, options)]
+        models_before = [was for was in before if was.name in every]
+        changing = [w.component for w in models_before if may_change(w, options, w.name in roots)]
         with _changing(call, changing):
             try:
                 for was in before:
-                    # Without fusions, convolutions are faster as they are until there is a plan.
-                    waits = was.name in roots and not was.findings and planning.gets_plans(was.component)
+                    # Without fusions, convolutions are faster as they are, at least until there is a plan.
+                    waits = was.name not in roots or (not was.findings and planning.gets_plans(was.component))
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
-                _set_options(roots.values(), options)
+                _set_options(every.values(), options)
                 # All models of a pipeline may be offloaded, also those with nothing to fuse.
                 for model in () if isinstance(obj, nn.Module) else models.values():
                     follow(model)
@@ -459,6 +474,20 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
                 raise
             patcher.ask(roots.values(), options.asked)
     return before, others
+
+
+def _refuse_nothing(call: str, obj: Any, adaptable: dict[str, nn.Module], options: Options) -> None:
+    """Raise ValueError or warn, unless ``missing_ok``, if there is nothing to optimize in ``obj`` at present.
+
+    ``adaptable``: its models whose adapters can be merged.
+    """
+    layers = [layer for model in adaptable.values() for layer in model.modules()]
+    if options.missing_ok or any(map(merged_adapters.is_wrapper, layers)):
+        return
+    if options.strict or (isinstance(obj, nn.Module) and not adaptable):
+        raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
+    later = "; LoRA adapters that it gets will be merged" if adaptable and options.merge_adapters else ""
+    _warn(f"sdfastgn.{call}: {_nothing_in(obj)}{later}")
 
 
 def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
@@ -596,6 +625,11 @@ def _roots(
         or graphs.has_graphable(model)
         or (plans and planning.gets_plans(model))
     }
+
+
+def _adaptable(models: dict[str, nn.Module], roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of ``models``, without ``roots``, that have adapters or can get some."""
+    return {name: model for name, model in models.items() if name not in roots and takes_adapters(model)}
 
 
 def _warn(text: str) -> None:

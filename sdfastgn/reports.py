@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sdfastgn.patches.graphs.install import Graphs
     from sdfastgn.plans.install import Planned
 
-__all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
+__all__ = ["Entry", "Left", "Report", "grouped", "parts_text", "some"]
 
 # Characters per line of the printed report: the width of the narrowest usual terminal.
 WIDTH = 80
@@ -61,6 +61,18 @@ class Entry:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Left:
+    """A model that keeps stock's speed. ``path``: its name in the pipeline; empty if it is on its own.
+
+    ``kind``: the name of its class. ``reason``: why nothing in it is fused, captured or planned.
+    """
+
+    path: str
+    kind: str
+    reason: str
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """What is fused in a pipeline or module. ``print(report)`` prints a summary, ``report.details()`` is all.
@@ -77,7 +89,8 @@ class Report:
     into weights. ``fp8``: the models with matrix products in FP8. ``offloaded``: names of the models that
     are offloaded by ``enable_model_cpu_offload``, and whose large weights sdfastgn moves faster.
     ``without_kernels``: the process's operations that run in plain PyTorch, because Triton could not compile
-    their kernels -> why. ``plans``: the state of each module whose calls run as plans.
+    their kernels -> why. ``plans``: the state of each module whose calls run as plans. ``left``: the models
+    that keep stock's speed.
     """
 
     entries: tuple[Entry, ...]
@@ -92,6 +105,7 @@ class Report:
     offloaded: tuple[str, ...] = ()
     without_kernels: dict[str, str] = field(default_factory=dict)
     plans: tuple[Planned, ...] = ()
+    left: tuple[Left, ...] = ()
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -148,7 +162,8 @@ class Report:
         alive, replays = (sum(getattr(g, name) for g in self.graphs) for name in ("alive", "replays"))
         none = "none yet" if self._graphable() else "none"
         graphs = f"{alive} alive, {replays} calls replayed" if alive or replays else none
-        states = f"{len(self.skipped)} skipped, graphs: {graphs}{self._plans_summary()}"
+        left = f", {_models_text(len(self.left))} at stock's speed" if self.left else ""
+        states = f"{len(self.skipped)} skipped{left}, graphs: {graphs}{self._plans_summary()}"
         return f"{', '.join(parts) or 'nothing to fuse'}, {states}"
 
     def _plans_summary(self) -> str:
@@ -162,7 +177,7 @@ class Report:
 
     def _has_optimized(self) -> bool:
         """True if ``optimize`` has been called, and found anything to do."""
-        return bool(self.fused) or any(p.is_on for p in self.plans)
+        return bool(self.fused or self.merged) or any(p.is_on for p in self.plans)
 
     def _waiting(self) -> list[str]:
         """The models with plans turned on, without those inside of others. Empty if any was called yet."""
@@ -235,6 +250,8 @@ class Report:
         for reason, paths in grouped((e.reason, e.path or e.kind) for e in self.skipped).items():
             fusions = ", ".join(dict.fromkeys(e.fusion for e in self.skipped if e.reason == reason))
             found.append((f"{len(paths)} skipped: {reason} ({fusions})", [some(paths, max_paths)]))
+        for reason, models in grouped((e.reason, _named(e)) for e in self.left).items():
+            found.append((f"at stock's speed: {', '.join(models)}", [reason]))
         if self.fused:
             weights = f"channels-last weights: {self.channels_last_weights}"
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
@@ -329,6 +346,14 @@ def some(paths: list[str], most: int = _SHOWN_PATHS) -> str:
 def parts_text(parts: Sequence[object]) -> str:
     """The number of ``parts`` in words: ``1 part``, ``2 parts``."""
     return f"{len(parts)} part{'' if len(parts) == 1 else 's'}"
+
+
+def _models_text(count: int) -> str:
+    return f"{count} model{'s' * (count != 1)}"
+
+
+def _named(model: Left) -> str:
+    return f"{model.path} ({model.kind})" if model.path else model.kind
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

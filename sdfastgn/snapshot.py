@@ -10,6 +10,7 @@ from torch import nn
 
 from sdfastgn.patches import fp8_option, patcher
 from sdfastgn.patches.core import channels_last, fp8, merged_adapters
+from sdfastgn.patches.core.exclusive import call_entry
 from sdfastgn.patches.core.moves import follow, followed_in, unfollow
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
@@ -89,7 +90,7 @@ def take(name: str, component: Any, options: Options) -> Snapshot:
     followed = followed_in(component)
     trusted = plans.trusted_in(component)
     is_stock = is_stock and not (modes or followed or channels_last.is_applied(component))
-    is_stock = is_stock and trusted is None
+    is_stock = is_stock and trusted is None and call_entry(component) is None
     laid_out = channels_last.laid_out(component)
     unmerged = frozenset(module for module in component.modules() if not merged_adapters.is_allowed(module))
     left_out = patcher.left_out_of(component)
@@ -100,16 +101,19 @@ def take(name: str, component: Any, options: Options) -> Snapshot:
     return Snapshot(name, component, findings, is_stock, modes, laid_out, *kept)
 
 
-def may_change(was: Snapshot, options: Options) -> bool:
+def may_change(was: Snapshot, options: Options, has_parts: bool) -> bool:
     """True if ``optimize`` may change fusions, layout, merged weights or FP8 of ``was.component``, a model.
+
+    ``has_parts``: False if only its adapters may be merged.
 
     Some changes do not count, because they are safe while other threads run the model: modes of CUDA graphs,
     fusions that are left out, and the replacement of ``_apply`` (``moves.follow``).
     """
-    return (
+    if merged_adapters.must_release(was.component, options.merge_adapters):
+        return True
+    return has_parts and (
         options.verify
         or patcher.needs_change(was.component, was.findings)
-        or merged_adapters.must_release(was.component, options.merge_adapters)
         or fp8_option.may_change(was.component, options.precision)
     )
 

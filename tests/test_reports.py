@@ -17,8 +17,9 @@ from sdfastgn.models import architectures, configurations
 from sdfastgn.models.architectures import build_unet
 from sdfastgn.patches.graphs.install import Graphs
 from sdfastgn.plans.install import Planned
-from sdfastgn.reports import Entry, Report
+from sdfastgn.reports import Entry, Left, Report
 from tests import small_video
+from tests.patches.transformers import TRANSFORMERS
 
 LONG = (
     "other code replaced this instance's forward, " + "which is told in a sentence longer than a line of 80"
@@ -55,6 +56,10 @@ class Cells(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text.append(data)
+
+
+def words_of(report: Report) -> str:
+    return " ".join(str(report).split())
 
 
 def test_repr_is_one_short_line() -> None:
@@ -148,16 +153,52 @@ def test_what_runs_is_said_of_each_component(monkeypatch: pytest.MonkeyPatch) ->
     assert str(report).startswith(f"{len(report.fused)} parts fused, 0 skipped")
 
 
+# ---- models at stock's speed
+
+
+def test_models_at_stocks_speed_are_named() -> None:
+    left = (Left("a", "A", "one"), Left("b", "B", "another <reason>"), Left("c", "C", "one"))
+    report = replace(REPORT, left=left)
+    assert "32 skipped, 3 models at stock's speed, graphs: 2 alive" in repr(report)
+    assert "\nat stock's speed: a (A), c (C)\n  one\nat stock's speed: b (B)\n  another <reason>\n" in str(
+        report
+    )
+    assert "another <reason>" in Cells(report._repr_html_()).text
+    assert json.loads(json.dumps(report.to_dict()))["left"][1]["path"] == "b"
+    assert "1 model at stock's speed" in repr(replace(REPORT, left=left[:1]))
+    assert "stock's speed" not in str(REPORT)
+
+
+@pytest.mark.parametrize("is_optimized", [False, True])
+def test_a_pipeline_names_its_models_at_stocks_speed(is_optimized: bool) -> None:
+    transformer = TRANSFORMERS["flux"].build()
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    unet = build_unet("tiny", torch.float32, "cpu")
+    pipe = SimpleNamespace(components={"unet": unet, "transformer": transformer, "plain": plain})
+    if is_optimized:
+        sdfastgn.optimize(pipe)
+    report = sdfastgn.report(pipe)
+    assert {(e.path, e.kind) for e in report.left} == {
+        ("transformer", "FluxTransformer2DModel"),
+        ("plain", "Sequential"),
+    }
+    why = "there are no kernels, CUDA graphs or plans for models of this kind"
+    words = words_of(report)
+    speed = "at stock's speed:"
+    assert f"{speed} transformer (FluxTransformer2DModel) {why}; only their LoRA adapters can be" in words
+    assert f"{speed} plain (Sequential) {why}" in words
+    assert words.count(f"{why};") == 1
+    sdfastgn.optimize(pipe, merge_adapters=False)
+    assert "can be merged" not in words_of(sdfastgn.report(pipe))
+    assert sdfastgn.report(plain).left[0].kind == "Sequential"
+
+
 # ---- plans
 
 STEPS = {"conv": 9, "aten.add.Tensor": 5, "group_norm": 4, "cast": 3, "cat": 2, "linear": 2, "copy": 1}
 DECODER = Planned("vae.decoder", "Decoder", True, 2, 30, 3, STEPS, 250, 1000, {"a <reason>": 1}, "a <weight>")
 ENCODER = Planned("vae.encoder", "Encoder", True)
 PLANNED = replace(ALONE, entries=(), plans=(Planned("vae", "Vae", True), ENCODER, DECODER))
-
-
-def words_of(report: Report) -> str:
-    return " ".join(str(report).split())
 
 
 def test_plans_say_what_ran_and_what_did_not() -> None:

@@ -11,7 +11,6 @@ from diffusers import (
     AutoencoderKLCosmos,
     AutoencoderKLLTXVideo,
     AutoencoderKLMagvit,
-    AutoencoderKLWan,
     AutoencoderTiny,
     ControlNetModel,
     UNet2DConditionModel,
@@ -128,14 +127,6 @@ def tiny_vae():
     return randomize(AutoencoderTiny(**blocks, **counts))
 
 
-def video_vae():
-    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1}
-    model = AutoencoderKLWan(**sizes, temperal_downsample=[True])
-    model.spatial_compression_ratio = 2  # no argument before diffusers 0.35
-    model.clear_cache()  # as after a call, which leaves attributes
-    return randomize(model)
-
-
 def cogvideox_vae():
     sizes = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
     return randomize(AutoencoderKLCogVideoX(**sizes, norm_num_groups=4))
@@ -188,12 +179,12 @@ def ltx2_vae():
 
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    video_vae, cogvideox_vae, cosmos_vae, ltx_vae,
+    cogvideox_vae, cosmos_vae, ltx_vae,
     lambda: ltx_vae(timestep_conditioning=True), allegro_vae, easyanimate_vae,
 ]  # fmt: skip
 
 
-NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "cogvideox-vae",
+NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "cogvideox-vae",
          "cosmos-vae", "ltx-vae", "ltx-vae-conditioned", "allegro-vae",
          "easyanimate-vae"]  # fmt: skip
 # Of later releases of diffusers.

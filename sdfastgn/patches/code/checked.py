@@ -1,4 +1,4 @@
-"""Compares the code of optimized modules once in each outermost call that is no CUDA graph's.
+"""Looks at code and adapters of optimized modules once in each outermost call that is no CUDA graph's.
 
 ``Checked`` replaces ``_call_impl`` of a module, which ``nn.Module.__call__`` calls. It does not replace
 ``forward``, because fused code does not run modules whose forward was replaced.
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch
 from torch import nn
 
 from sdfastgn.patches.code.states import States, is_checked, running
+from sdfastgn.patches.core.adapters import takes_adapters
 from sdfastgn.patches.core.exclusive import call_entry, set_call_entry
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.core.merged_adapters import adopt_new, give_back
+from sdfastgn.patches.core.repeated import until_it_fits
 
 __all__ = ["CALL", "Checked", "check_calls", "entrances", "stop_checking"]
 
@@ -24,35 +28,54 @@ CALL = "_call_impl"
 
 
 class Checked(InstanceEntry):
-    """Replaces ``_call_impl`` of its module: calls run stock's code while parts of that are replaced."""
+    """Replaces ``_call_impl`` of its module.
 
-    __slots__ = ("_states",)
+    Calls merge adapters that are new. They run stock's code while parts of that are replaced. If memory is
+    short, they free the merged weights.
 
-    def __init__(self, module: nn.Module) -> None:
+    ``compares``: False if nothing in the module is fused. Then code is compared once adapters are merged.
+    """
+
+    __slots__ = ("_call", "_states")
+
+    def __init__(self, module: nn.Module, compares: bool = True) -> None:
         super().__init__(module)
-        self._states = States(module)
+        # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
+        self._call = type(module)._call_impl
+        self._states = States(module) if compares else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        call = type(module)._call_impl
+        call = functools.partial(self._call, module)
         if torch.compiler.is_compiling() or is_checked():
-            return call(module, *args, **kwargs)
-        with running(bool(self._states.replaced(self._states.look()))):
-            return call(module, *args, **kwargs)
+            return call(*args, **kwargs)
+        if adopt_new(module) and self._states is None and _has_fused(module):
+            self._states = States(module)
+        states = self._states
+        if states is None:
+            return call(*args, **kwargs)
+        with running(bool(states.replaced(states.look()))):
+            return until_it_fits(call, args, kwargs, lambda: bool(give_back(module)))
+
+
+def _has_fused(root: nn.Module) -> bool:
+    return any(stock_class(part) is not type(part) for part in root.modules())
 
 
 def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
     """Compare the code in calls of ``root``, and of the modules in it that other code may call by themselves.
 
     These are the children of ``root``: an autoencoder's ``decode`` calls its decoder. Modules without fused
-    parts are left as they are. Idempotent.
+    parts are left as they are, except for a ``root`` that may get adapters. Idempotent.
 
     ``compared``: modules whose calls compare their code already, also that of the modules in them.
     """
     for module in () if root in compared else entrances(root):
-        is_new = call_entry(module) is None and module not in compared
-        if is_new and any(stock_class(part) is not type(part) for part in module.modules()):
-            set_call_entry(module, Checked(module))
+        if call_entry(module) is not None or module in compared:
+            continue
+        is_fused = _has_fused(module)
+        if is_fused or (module is root and takes_adapters(root)):
+            set_call_entry(module, Checked(module, is_fused))
             guard(module)
 
 

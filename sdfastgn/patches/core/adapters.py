@@ -14,17 +14,28 @@ from typing import Any
 
 from torch import nn
 
+from sdfastgn.patches.core.exclusive import call_entry
 from sdfastgn.patches.core.fusion import stock_class
-from sdfastgn.patches.core.merged_adapters import is_allowed, waits, why_not
+from sdfastgn.patches.core.merged_adapters import has_new, is_allowed, waits, why_not
 
-__all__ = ["WRAPPED", "adapted_layers", "adapter_reason", "unmerged_layers"]
+__all__ = ["WRAPPED", "adapted_layers", "adapter_reason", "takes_adapters", "unmerged_layers"]
 
 # peft's names for the model's own layer inside a wrapper. All other children belong to the adapter.
 # ``base_layer``: the adapter adds its result to the layer's result.
 # ``original_module``: the adapter trains a copy of the whole layer.
 WRAPPED = ("base_layer", "original_module")
 
+# The name of the classes by which diffusers and transformers give their models adapters.
+_MIXIN = "PeftAdapterMixin"
+
 _ALONE = "stock's code runs the layer by itself"
+
+
+def takes_adapters(root: nn.Module) -> bool:
+    """True if layers of ``root`` have adapters of peft, or if diffusers or transformers can give it some."""
+    return any(cls.__name__ == _MIXIN for cls in type(root).__mro__) or any(
+        _is_of_peft(layer) for _, layer in adapted_layers(root)
+    )
 
 
 def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -49,14 +60,18 @@ def unmerged_layers(
         reason = adapter_reason(module, is_merging)
         if reason is None and with_waiting and waits(module):
             # ``.to()`` frees the merged weights, but the wrapper keeps its fused class, which merges again.
-            reason = "its adapter (LoRA) is not merged yet: " + (
-                "its next call without gradients merges it"
-                if stock_class(module) is not type(module)
-                else "the next call of its model that can become a CUDA graph merges it, and so does "
-                "sdfastgn.optimize"
-            )
+            reason = f"its adapter (LoRA) is not merged yet: {_when_merged(root, module)}"
         if reason is not None:
             yield path, module, reason
+
+
+def _when_merged(root: nn.Module, layer: nn.Module) -> str:
+    """Which call of the optimized model ``root`` merges the adapter of ``layer``, which waits for this."""
+    if stock_class(layer) is not type(layer):
+        return "its next call without gradients merges it"
+    if call_entry(root) is not None and has_new(root):
+        return "the next call of its model without gradients merges it"
+    return "the next call of its model that can become a CUDA graph merges it, and so does sdfastgn.optimize"
 
 
 def adapter_reason(layer: Any, merges: bool = True) -> str | None:

@@ -51,6 +51,9 @@ _siblings: weakref.WeakKeyDictionary[nn.Module, _Siblings] = weakref.WeakKeyDict
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Wrappers that get no merged weights, because memory was too short. They run peft's code.
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Model -> the configurations of its adapters when ``adopt_new`` last looked. They are kept alive, so that no
+# other configuration gets their ids.
+_adopted: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 # The classes of ``peft_layers.py``, which ``adopt`` and ``_adopt_for_training`` give to wrappers. Empty until
 # that file is imported.
 _classes: tuple[type, ...] = ()
@@ -194,6 +197,20 @@ def merged_in(root: nn.Module, path: str = "") -> Merged:
     return Merged(path or type(root).__name__, len(layers), sum(sizes), tuple(names))
 
 
+def has_new(root: nn.Module) -> bool:
+    """True if ``root`` has other adapters than when ``adopt_new`` last looked.
+
+    peft lists the adapters of a model in its attribute ``peft_config``.
+    """
+    now = _configurations(root)
+    return bool(now) and list(map(id, now)) != list(map(id, _adopted.get(root, ())))
+
+
+def _configurations(root: nn.Module) -> list[Any]:
+    found = vars(root).get("peft_config")
+    return list(found.values()) if isinstance(found, dict) else []
+
+
 def allow(root: nn.Module, merges: bool) -> None:
     """If ``merges``, allow merged weights in the model ``root`` and call ``adopt``.
 
@@ -268,13 +285,30 @@ def merged_layer(layer: nn.Module) -> Any:
         # Other code captures this call. Its graph would compute the merged weights again at each replay.
         return None
     try:
-        record, *_ = group.write([(layer, source), *_outdated_siblings(group, layer, factor)])
+        record = _written(group, layer, factor)
     except torch.OutOfMemoryError:
         _short.add(layer)
         forget(layer)
         return None
+    if record is None:
+        return None
     record.wait()  # the next write, perhaps in another stream, waits for this one
     return record.layer
+
+
+def _written(group: _Siblings, layer: nn.Module, factor: float) -> Record | None:
+    """Bring the merged weights of ``layer`` up to date. Returns its record, or None if peft's code must run.
+
+    The sources are read while no other thread writes, so that old scales never replace newer ones.
+    """
+    with changing:
+        source = source_of(layer)
+        if isinstance(source, str):
+            return None
+        source, record = source.scaled(factor), records.get(layer)
+        if record is None or not (record.is_of(source) and record.fits(source)):
+            record, *_ = group.write([(layer, source), *_outdated_siblings(group, layer, factor)])
+        return record
 
 
 def _is_capturing(weight: Tensor) -> bool:
@@ -320,6 +354,19 @@ def unfuse(layer: nn.Module) -> None:
 
 
 # ---- adopting and releasing
+
+
+def adopt_new(root: nn.Module) -> bool:
+    """Call ``adopt`` if ``root`` has new adapters and can run merged weights now. Returns True if it did."""
+    if not has_new(root) or torch.is_grad_enabled():
+        return False
+    weight = next(root.parameters(), None)
+    if weight is None or not runs_merged(weight) or _is_capturing(weight):
+        return False
+    with changing:
+        _adopted[root] = _configurations(root)
+        adopt(root)
+    return True
 
 
 def adopt(root: nn.Module) -> list[nn.Module]:
@@ -403,15 +450,17 @@ def release(root: nn.Module) -> None:
         leave(module)
 
 
-def give_back(root: nn.Module) -> int:
+def give_back(root: nn.Module | None = None) -> int:
     """Free the merged weights in ``root`` because memory is short, and return the number of their layers.
 
-    From now on these layers run peft's code.
+    From now on these layers run peft's code. ``root``: None for all models.
     """
-    layers = [module for module in root.modules() if is_merged(module)]
-    if layers:
-        release(root)
-        _short.update(layers)
+    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    every = [ref() for ref in records.keyrefs()] if root is None else root.modules()
+    layers = [layer for layer in every if layer is not None and is_merged(layer)]
+    for layer in layers:
+        release(layer)
+    _short.update(layers)
     return len(layers)
 
 
@@ -420,6 +469,7 @@ def leave(module: nn.Module) -> None:
     forget(module)
     _off.discard(module)
     _short.discard(module)
+    _adopted.pop(module, None)
 
 
 @contextmanager

@@ -86,6 +86,7 @@ def is_plain(conv: Any, x: Tensor, C: int) -> bool:
         and is_unhooked(conv)
         and is_plain_conv3d(conv.conv, x, C, CogVideoXSafeConv3d)
         and conv.conv.dilation == (1, 1, 1)
+        and conv.pad_mode != "replicate"  # this model repeats no borders
     )
 
 
@@ -93,11 +94,9 @@ def _fits(cache: Any, conv: Any, x: Tensor, C: int) -> bool:
     """True if ``conv`` can use ``cache``, an entry of ``conv_cache`` or None.
 
     An entry must have C channels, the frames that ``conv`` reads before its input, and the size, dtype and
-    device of x. A ``conv`` that repeats borders ignores the cache.
+    device of x.
     """
-    if cache is None or conv.pad_mode == "replicate":
-        return True
-    return (
+    return cache is None or (
         isinstance(cache, Tensor)
         and (cache.dtype, cache.device) == (x.dtype, x.device)
         and cache.shape == (x.shape[0], C, conv.time_kernel_size - 1, *x.shape[3:])
@@ -164,14 +163,10 @@ def convolve(
     """
     inner, front = conv.conv, conv.time_kernel_size - 1
     frames, kept = in_channels_last(x), None
-    # If ``conv`` repeats borders, its inner convolution pads nothing, and the new cache is None. Otherwise
-    # the inner convolution pads each frame with zeros.
-    repeats = conv.pad_mode == "replicate"
-    h, w = (conv.height_pad, conv.width_pad) if repeats else (0, 0)
-    if norm is not None or shift is not None or front or h or w:
-        cache, keep = (None, 0) if repeats or not front else (cache, front)
-        where: Any = {"front": front, "border": (h, w), "mode": "replicate", "keep": keep}
-        frames, kept = pad_frames(frames, cache, shift=shift, norm=norm, **where)
+    # The inner convolution pads each frame with zeros.
+    if norm is not None or shift is not None or front:
+        where: Any = {"front": front, "mode": "replicate", "keep": front}
+        frames, kept = pad_frames(frames, cache if front else None, shift=shift, norm=norm, **where)
     bias = inner.bias if has_bias else None
     size = frames.numel() * 2 / 1024**3
     if size <= _LARGEST_INPUT or inner.stride[0] > 1:

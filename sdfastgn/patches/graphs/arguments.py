@@ -24,12 +24,10 @@ __all__ = [
     "Number",
     "Unsupported",
     "clone_of",
-    "contents_of",
     "global_state",
     "is_plain",
     "lists_in",
     "mapped",
-    "refill",
     "static_copy",
     "structure_of",
     "tensors_in",
@@ -348,25 +346,3 @@ def structure_of(*values: Any) -> Any:
         else id(v)
         for v in values
     ]
-
-
-def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns (container, its items) for each list, dict and tuple in ``values``, also for nested ones."""
-    found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-    todo = list(values)
-    while todo:
-        value = todo.pop()
-        if type(value) in (list, tuple, dict) and id(value) not in found:
-            found[id(value)] = (value, tuple(value.items() if type(value) is dict else value))
-            todo += value.values() if type(value) is dict else value
-    return list(found.values())
-
-
-def refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Give each list and dict in place the items that ``contents_of`` has recorded for it."""
-    for value, content in containers:
-        if type(value) is list:
-            value[:] = content
-        elif type(value) is dict:
-            value.clear()
-            value.update(content)

@@ -35,7 +35,8 @@ from sdfastgn.patches.core import fp8
 from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.core.class_forward import MethodEntry, class_forward
 from sdfastgn.patches.core.merged_adapters import give_back, scaled
-from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
+from sdfastgn.patches.core.repeated import until_it_fits
+from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.capture import Backend, Graph, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import (
@@ -405,20 +406,24 @@ class GraphedForward(MethodEntry):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool
     ) -> Any:
         """Run the call without a graph and return its result."""
-        containers = contents_of(args, kwargs)
-        while True:
-            try:
-                return self._runner(module, as_stock)(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                # A call that succeeds in the stock model must not fail because graphs or merged weights take
-                # memory. So the graphs are dropped and the call is repeated. If it fails again, the merged
-                # weights are freed and it is repeated once more.
-                if not _free_memory():
-                    raise
-                # For a while this module is not captured. A capture would take the freed memory again, and
-                # then the next call of another model would run out of memory and drop the new graph.
-                self._policy.pause_without_memory()
-            refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._runner(module, as_stock)(*args, **kwargs)
+
+        return until_it_fits(run, args, kwargs, self._frees_memory)
+
+    def _frees_memory(self) -> bool:
+        """Free memory for a call that found too little. False if there is nothing to free.
+
+        A call that succeeds in the stock model must not fail because graphs or merged weights take memory. So
+        graphs are dropped first. If the call fails again, merged weights are freed.
+        """
+        if not _free_memory():
+            return False
+        # For a while this module is not captured. A capture would take the freed memory again, and then the
+        # next call of another model would run out of memory and drop the new graph.
+        self._policy.pause_without_memory()
+        return True
 
     def _by_graph(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool
@@ -692,7 +697,7 @@ class _TrainingForward(GraphedForward):
 def _free_memory() -> int:
     """Drop all graphs in the process. Modules that had graphs are then not captured for a while.
 
-    If there are no graphs, free the merged weights of adapters in all modules with a ``GraphedForward``.
+    If there are no graphs, free the merged weights of adapters in all models.
 
     Returns the number of dropped graphs, or of layers whose merged weights were freed.
     """
@@ -702,7 +707,4 @@ def _free_memory() -> int:
         if dropped:
             graphed._policy.pause_without_memory()
             count += dropped
-    if count:
-        return count
-    modules = [module for graphed in all_living() if (module := graphed._module()) is not None]
-    return sum(map(give_back, modules))
+    return count or give_back()

@@ -1,5 +1,8 @@
 """The scale for all LoRAs that a call may have as an argument (``cross_attention_kwargs={"scale": 0.5}``).
 
+The argument is called ``cross_attention_kwargs`` in UNets, and ``attention_kwargs`` or
+``joint_attention_kwargs`` in transformers.
+
 diffusers multiplies the scales in all LoRA layers by this number when a forward begins, and divides them by
 this number when the forward ends. If all LoRA layers run with merged weights (``merged_adapters.py``), the
 number is removed from the arguments and becomes part of the merged weights. So calls with different scales

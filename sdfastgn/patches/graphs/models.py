@@ -150,9 +150,15 @@ _FACTORS: dict[str, dict[str, Number]] = {
 _SWITCHES = {"diffusers.models.attention.GatedSelfAttentionDense": ("enabled",)}
 # Name of the module that every model with a class in ``_SWITCHES`` has.
 _WITH_SWITCHES = "position_net"
-# Full name of the only class whose argument for the scale of all LoRAs can become part of merged weights
-# (``lora_scale.py``). diffusers has other classes with such an argument.
-_TAKES_SCALE = "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"
+# The Python module of diffusers with the decorator that gives a ``forward`` the argument for the scale of all
+# LoRAs (``lora_scale.py``), and the variable of the decorator that holds the argument's name.
+_SCALES = "diffusers.utils.peft_utils"
+_SCALES_BY = "kwargs_name"
+# Full name of a class -> the name of this argument, where older releases of diffusers have no decorator.
+_TAKES_SCALE = {
+    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": "cross_attention_kwargs",
+    "diffusers.models.transformers.sana_transformer.SanaTransformer2DModel": "attention_kwargs",
+}
 _HARMLESS = (channels_last.enter, channels_last.leave)
 
 
@@ -237,13 +243,12 @@ def _class_name(module: nn.Module) -> str:
 
 
 def lora_scale_of(module: nn.Module) -> str | None:
-    """The name of the argument whose scale for all LoRAs can become part of merged weights, or None.
-
-    The argument is a dict, and the scale is its item "scale". None if the class of ``module`` is not
-    ``_TAKES_SCALE``.
-    """
-    is_unet = f"{stock_class(module).__module__}.{stock_class(module).__qualname__}" == _TAKES_SCALE
-    return "cross_attention_kwargs" if is_unet else None
+    """The name of the argument whose item "scale" multiplies the scales of all LoRAs, or None."""
+    forward = getattr(stock_class(module), "forward", None)
+    if getattr(forward, "__globals__", {}).get("__name__") != _SCALES:
+        return _TAKES_SCALE.get(_class_name(module))
+    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))  # type: ignore[union-attr]
+    return cells[_SCALES_BY].cell_contents if _SCALES_BY in cells else None
 
 
 def reason_now(module: nn.Module) -> str | None:

@@ -58,7 +58,7 @@ def test_the_report_names_each_layer_with_a_lora(when):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_report_names_other_adapters_in_all_models_of_a_pipeline(when):
     controlnet = build_controlnet("tiny", torch.float32, "cpu")
-    plain = nn.ModuleDict({"fc1": nn.Linear(4, 4)})  # there is nothing to optimize, so it is in no report
+    plain = nn.ModuleDict({"fc1": nn.Linear(4, 4)})  # nothing but its adapter is in the report
     components = {**pipeline().components, "controlnet": controlnet, "plain": plain}
     pipe = SimpleNamespace(components=components)
     if when == "after":
@@ -71,7 +71,7 @@ def test_the_report_names_other_adapters_in_all_models_of_a_pipeline(when):
     skipped = {e.path: e for e in sdfastgn.report(pipe).skipped}
     assert {path for path, e in skipped.items() if e.fusion == "adapter"} == {
         f"{name}.{path}"
-        for name in ("unet", "controlnet", "text_encoder")
+        for name in ("unet", "controlnet", "text_encoder", "plain")
         for path, module in components[name].named_modules()
         if hasattr(module, "base_layer")
     }

@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ import sdfastgn
 from sdfastgn.patches.core import adapter_survey, channels_last, merged_adapters
 from sdfastgn.patches.core.merged_weights import Record, records
 from sdfastgn.patches.graphs.capture import Graph
+from sdfastgn.patches.graphs.models import lora_scale_of
 from tests.patches.graphs.cases import (
     DEVICES,
     agree,
@@ -26,6 +28,7 @@ from tests.patches.graphs.cases import (
     same_results,
     state,
 )
+from tests.patches.transformers import SANA
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -340,6 +343,30 @@ def test_a_scale_in_the_arguments_shares_the_graph():
         values = inputs if scale is None else {**inputs, "cross_attention_kwargs": {"scale": scale}}
         agree(run(unet, values), run(stock, values))
     assert (state(unet).captured, state(unet).replays) == (1, 6)
+
+
+@torch.no_grad()
+def test_a_scale_in_the_arguments_of_a_transformer_shares_the_graph():
+    model = SANA.build()
+    add(model, "a", 5, ["to_q", "linear_1", "proj_out"])
+    stock = copy.deepcopy(model)
+    optimized(model)
+    for scale in (1.0, 0.5, 0.25, 0.0, None, 2.0, 0.5):
+        agree(SANA.run(model, scale), SANA.run(stock, scale))
+    assert (state(model).captured, state(model).replays) == (1, 6)
+
+
+def test_classes_that_take_a_scale():
+    """By the decorator of diffusers, or by name where older releases have none."""
+    for kind, name in (
+        (diffusers.UNet2DConditionModel, "cross_attention_kwargs"),
+        (diffusers.SanaTransformer2DModel, "attention_kwargs"),
+        (diffusers.FluxTransformer2DModel, "joint_attention_kwargs"),
+        (diffusers.AutoencoderKL, None),
+    ):
+        with torch.device("meta"):
+            module = kind.__new__(kind)
+        assert lora_scale_of(module) == name
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64])
