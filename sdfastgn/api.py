@@ -342,19 +342,11 @@ def report(obj: Any) -> Report:
     every = roots | _adaptable(models, roots)
     why_stock = {name: why_stock_runs(root) for name, root in every.items()}
     plans = {name: list(planning.inspect(root, name)) for name, root in roots.items()}
-    planned = [name for name, found in plans.items() if any(each.is_on for each in found)]
+    planned = {name for name, found in plans.items() if any(each.is_on for each in found)}
     entries = tuple(
-        Entry(
-            name or type(component).__name__,
-            f.path,
-            f.fusion.name,
-            type(f.module).__name__,
-            f.status,
-            f.reason,
-        )
+        entry
         for name, component in {**roots, **(patcher.parts_of(obj) if roots else {})}.items()
-        for f in patcher.inspect(component, name)
-        if name not in planned or f.reason != SLOW_BORDERS  # plans are not slow there
+        for entry in _entries(name, component, name in planned)
     )
     states = {name: list(graphs.inspect(root, name)) for name, root in roots.items()}
     for name, root in every.items():
@@ -388,6 +380,14 @@ def report(obj: Any) -> Report:
         plans=tuple(each for found in plans.values() for each in found),
         left=tuple(_left(name, model) for name, model in models.items() if name not in roots),
     )
+
+
+def _entries(name: str, component: Any, is_planned: bool) -> Iterator[Entry]:
+    """Yields an entry for each part of ``component`` that a fusion claims."""
+    for f in patcher.inspect(component, name):
+        if not is_planned or f.reason != SLOW_BORDERS:  # plans are not slow there
+            where = name or type(component).__name__, f.path, f.fusion.name, type(f.module).__name__
+            yield Entry(*where, f.status, f.reason)
 
 
 def _left(name: str, model: nn.Module) -> Left:
