@@ -80,6 +80,7 @@ def test_a_page_can_be_read_on_a_phone(browser: Any, site: Path, page: str) -> N
 @pytest.mark.parametrize("start", ["index.html", "adr/0001-layout.html"])
 def test_the_search_works_without_a_server(browser: Any, site: Path, start: str) -> None:
     """Evidence comes after the pages for use that are about the same."""
+    browser.get_log("performance")  # takes out what other tests have requested
     open_at(browser, site / start, WIDTH)
     found = searched(browser, "cuda graphs")
     folders = [name.split("/")[0] for name in found]
