@@ -63,7 +63,7 @@ def test_docs_are_built_without_torch(tmp_path: Path) -> None:
     options = ["-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
     assert [word.replace("\\", "") for word in install] == [*options, *asked]
     assert {Requirement(word).name for word in asked} == {"mkdocs-material", "mkdocstrings", "ruff"}
-    assert printed.splitlines()[-1] == "open build/site/index.html"
+    assert "open build/site/index.html" in printed.splitlines()  # below another make it says more
 
 
 def test_comfyui_is_tested_where_it_is(tmp_path: Path) -> None:
