@@ -174,7 +174,6 @@ def conv_relu(
         if residual is None:
             return add_bias_(h, bias, False, "relu")[0]
         return add(h, residual, bias, 1.0, False, "relu")[0]
-    where = stride, padding, dilation, groups
     if residual is None:
         return _in_channels_last(aten.cudnn_convolution_relu.default(x, weight, bias, *where))
     residual = _in_channels_last(residual)
