@@ -10,6 +10,7 @@ list. An ``Outcome`` is recorded in the trace of a call, and repeats both for la
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -161,15 +162,20 @@ class Outcome:
         """
         if not self._changes:
             return []
-        containers, kept = _containers_in(args, kwargs), {*_given_in([self._result, self._changes])}
+        containers = _containers_in(args, kwargs)
         counts = Counter(map(id, tensors))
-        places = {id(t): i for i, t in enumerate(tensors) if counts[id(t)] == 1 and i not in kept}
+        places = {id(t): i for i, t in enumerate(tensors) if counts[id(t)] == 1 and i not in self._kept}
         return [
             (each, key, places[id(value)])
             for each in (containers[place] for place, _ in self._changes)
             for key, value in (each.items() if isinstance(each, dict) else enumerate(each))
             if isinstance(value, Tensor) and id(value) in places
         ]
+
+    @functools.cached_property
+    def _kept(self) -> set[int]:
+        """The indices of the arguments' tensors that the call returns or leaves in lists and dicts."""
+        return {*_given_in([self._result, self._changes])}
 
     def _taken(self, value: Any) -> Any:
         """``value`` in new containers, with marks for tensors and for containers among the arguments."""
