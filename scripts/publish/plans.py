@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import sdfastgn
 from scripts.publish.networks import CASES, ENCODES, Case
-from scripts.publish.real_sizes import built, chosen, exact_output
+from scripts.publish.real_sizes import MAX_ERROR, built, chosen, exact_output
 from scripts.publish.runs import finite, release_memory, write_each
 from scripts.publish.tables.plans import Cost, PlanRow
 from sdfastgn.bench import timing
@@ -39,9 +39,6 @@ from sdfastgn.plans.forward import PlannedForward
 KIND = "plans"
 # Number of calls before the timed ones, and of timed calls of each model.
 WARM_UP, CALLS = 2, 7
-# Largest relative difference between the outputs. It is large because random weights amplify rounding errors.
-MAX_ERROR = 0.05
-
 NAMES = ("fused", "plan")
 Call = Callable[[], Tensor]
 
