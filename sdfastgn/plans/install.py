@@ -82,7 +82,7 @@ class Planned:
 
 
 def gets_plans(root: nn.Module) -> bool:
-    """True if ``optimize`` gives ``root`` plans: convolutions and norms, and no fused blocks, make it up."""
+    """True if ``optimize`` gives ``root`` plans: it has convolutions and norms, and no fused blocks."""
     if any(_planned(module) is not None for module in entrances(root)):
         return True
     return _is_convolutional(root) and not fused_blocks_pay(root, _blocks_in(root))

@@ -70,8 +70,6 @@ def autoencoder(name):
 
 # --- Wan, Qwen-Image --------------------------------------------------------------------------------
 
-# Of WanResample and QwenImageResample only upsampling is fused.
-
 
 def wan(vae, in_channels=4, **options):
     """Components of a pipeline of Wan."""
