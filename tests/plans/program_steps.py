@@ -413,7 +413,8 @@ def moved_to_positions(p: Program, x: str) -> None:
         part, alike = p.choice(ends, ends[::-1])
     if p.chance(0.7):
         shortcut = f"{x}.repeat_interleave(2, 1)" if p.chance(0.3) else x
-        other = p.choice(_cells(p, shortcut)[0], text.replace(y, x, 1), p.tensor(*p.shape(z)))
+        repeated = f"{_cells(p, x)[0]}.repeat(1, {p.choice(1, 2, 4)}{', 1' * (len(p.shape(x)) - 2)})"
+        other = p.choice(_cells(p, shortcut)[0], repeated, text.replace(y, x, 1), p.tensor(*p.shape(z)))
         if p.shape(p.let(other)) != p.shape(z):
             other = p.tensor(*p.shape(z), kind="x")
         w = p.let(p.choice(other, other, f"{other}.to({z}.dtype)", f"{other}.double()"))

@@ -9,6 +9,7 @@ one applies.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,12 +132,15 @@ def _expand(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
 
 
 @spells(aten.repeat.default)
-def _repeat(r: Rewriter, n: Node, x: Node, times: Sequence[int]) -> Node | None:
-    """A repetition of axes of one element -> expand."""
-    wide = (1,) * (rank(n) - rank(x)) + shape(x)
-    if any(t != 1 and s != 1 for t, s in zip(times, wide, strict=True)):
-        return None
-    return _expand(r, n, x)
+def _repeat(r: Rewriter, n: Node, x: Node, times: Sequence[int]) -> Node:
+    """A repetition of axes -> expand, with a new axis before each axis that has more than one element."""
+    before = (1,) * (rank(n) - rank(x)) + shape(x)
+    axes = [(t, s) if t != 1 != s else (t * s,) for t, s in zip(times, before, strict=True)]
+    single = [(1, s) if len(pair) == 2 else (s,) for pair, s in zip(axes, before, strict=True)]
+    view, sizes = r.reshape(x, itertools.chain(*single)), tuple(itertools.chain(*axes))
+    if shape(view) != sizes:
+        view = r.new(steps.expand, (view, sizes), sizes, dtype(x))
+    return r.reshape(view, shape(n))
 
 
 @spells(aten.slice.Tensor)
