@@ -296,8 +296,8 @@ class PlannedForward(MethodEntry):
             except ValueError as error:
                 raise Unsupported("it writes into an argument that shares memory with another") from error
         replaced = made.outcome.replaced(args, kwargs, call.tensors) if made.baked.recorded else []
-        # A plan that writes into arguments or frees them must not run for a changed model.
-        is_compared = made.plan.writes or bool(replaced)
+        # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
+        is_compared = made.plan.writes or made.plan.draws or bool(replaced)
         if not is_compared or guard.same():
             given: Any = call.tensors
             tensors = list(given)
@@ -391,14 +391,17 @@ class PlannedForward(MethodEntry):
         with without_collections(), plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method)
             plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome))
+            if plan.draws and any(map(_may_seed, plans.guard.names())):
+                raise Untraceable("the call draws random numbers, and its code names what seeds them")
         return _Made(plan, Baked(plan), outcome), saved
 
     def _verify(self, module: nn.Module, call: Call, made: _Made, state: State) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
-        with running(bool(self._states.replaced(self._states.last()))):
+        with running(bool(self._states.replaced(self._states.last()))), _same_random_numbers(call.device):
             expected, _ = _run_own(module, call, state, self.method, own)
-        found = made.baked.run(planned)
+        with _same_random_numbers(call.device):
+            found = made.baked.run(planned)
         for a, b in zip((*found, *planned), (*expected, *own), strict=True):
             difference = _difference(a, b)
             if difference > _most_difference(b.dtype):
@@ -465,6 +468,19 @@ def make_plan(traced: Traced, note: Callable[[fx.Graph], object] = lambda graph:
         raise
     except Exception as error:  # a rule that fails must not take the call down
         raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
+
+
+def _may_seed(named: tuple[str, Any, Any]) -> bool:
+    """True if the value that code names may set the state of PyTorch's random generators."""
+    value = named[-1]
+    is_function = getattr(value, "__module__", None) in ("torch.random", "torch.cuda.random")
+    return is_function or isinstance(value, torch.Generator)
+
+
+def _same_random_numbers(device: torch.device | None) -> Any:
+    """A context after which PyTorch's random generators have their former states."""
+    is_gpu = device is not None and device.type == "cuda"
+    return torch.random.fork_rng([device] if is_gpu else [])
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

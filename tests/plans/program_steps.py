@@ -1000,6 +1000,7 @@ torch.tensor([0.5] * {last}).to({x}.dtype) + {x}
 F.glu({x}, 1)
 F.avg_pool2d({x}, 2)
 {x}.sin()
+{x} + torch.randn({last}).to({x}.dtype)
 """
 
 

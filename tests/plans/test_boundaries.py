@@ -98,7 +98,7 @@ class ReadsAValue(Block):
 
 class Draws(Block):
     def forward(self, x):
-        return super().forward(x) + torch.rand(1)
+        return super().forward(x) + torch.empty(1).uniform_()
 
 
 class Counts(Block):

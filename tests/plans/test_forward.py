@@ -69,7 +69,21 @@ class KeepsCount(Net):
 
 class Draws(Net):
     def forward(self, x):
-        return super().forward(x) + torch.rand(1)
+        return super().forward(x) + torch.empty(1).uniform_()
+
+
+class AddsNoise(Net):
+    def forward(self, x):
+        unused = torch.rand(3)
+        x = self.conv_in(x) + torch.randn(x.shape[-2:], dtype=x.dtype)[None, None]
+        return self.blocks(x) + torch.randn(8, 1, 1, generator=None) - torch.randn(8, 1, 1), unused.dim()
+
+
+class Seeds(AddsNoise):
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return super().forward(x)
 
 
 def image(*, seed=0, size=6):
@@ -221,6 +235,48 @@ def test_numbers_that_never_repeat_are_not_traced_each_time(pair):
     model(image(), 31.0)
     follows_stock(model, stock, 0.5)
     assert planned(model).own == {"its calls hardly repeat": 52}  # again as at the beginning
+
+
+def drawn(model, x, seed=0):
+    """The result, and the next random number."""
+    torch.manual_seed(seed)
+    return model(x)[0], torch.rand(1)
+
+
+def test_random_numbers_are_stocks():
+    stock = net(AddsNoise)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for seed in (0, 1, 1, 2):
+        ours, theirs = (drawn(m, image(seed=seed), seed) for m in (model, stock))
+        agree(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+    assert not torch.equal(model(image())[0], model(image())[0])
+    assert (planned(model).traces, planned(model).calls, planned(model).own) == (1, 6, {})
+    for each in (model, stock):
+        each.blocks[0].norm.eps = 0.5
+    ours, theirs = (drawn(m, image()) for m in (model, stock))
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+    assert len(planned(model).own) == 1
+
+
+def test_random_numbers_of_a_seed_in_the_code():
+    stock = net(Seeds)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for seed in range(3):
+        agree(drawn(model, image(), seed)[0], drawn(stock, image(), seed)[0])
+    assert (planned(model).calls, sum(planned(model).own.values())) == (0, 3)
+    assert any("what seeds them" in reason for reason in planned(model).own)
+
+
+def test_random_numbers_of_verified_plans():
+    stock = net(AddsNoise)
+    with pytest.warns(UserWarning, match="not verified"):
+        model = sdfastgn.optimize(copy.deepcopy(stock), verify=True)
+    ours, theirs = (drawn(m, image()) for m in (model, stock))
+    agree(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+    assert (planned(model).calls, planned(model).own) == (1, {})
 
 
 def test_few_refused_kinds_are_kept(pair, monkeypatch):

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.trace.refusals import DRAWN
 
 __all__ = [
     "Rewriter",
@@ -91,9 +92,10 @@ def operands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def cleaned(graph: fx.Graph) -> fx.Graph:
-    """``graph`` without nodes that nobody reads. Writes into arguments stay."""
+    """``graph`` without nodes that nobody reads. Writes into arguments and random numbers stay."""
     for n in reversed(graph.nodes):
-        if n.op in ("call_function", "get_attr") and not n.users and n.target is not aten.copy_.default:
+        is_kept = n.target is aten.copy_.default or n.target in DRAWN
+        if n.op in ("call_function", "get_attr") and not n.users and not is_kept:
             graph.erase_node(n)
     return graph
 

@@ -20,6 +20,7 @@ from sdfastgn.plans.rewrite.sums import activated_sums, shifts, sums
 from sdfastgn.plans.rewrite.tokens import tokens
 from sdfastgn.plans.rewrite.views import sink_views
 from sdfastgn.plans.run.schemas import arguments, is_random, writes
+from sdfastgn.plans.trace.refusals import DRAWN
 from sdfastgn.plans.trace.traced import Untraceable
 
 __all__ = ["rewrite"]
@@ -50,16 +51,24 @@ def rewrite(graph: fx.Graph) -> fx.Graph:
     """Replaces the ops of a traced graph by steps. Raises Untraceable if a plan cannot repeat an op."""
     for n in graph.nodes:
         _check(n)
+    drawn = _random_numbers(graph)
     for each in PASSES:
         graph = each(graph)
+    if _random_numbers(graph) != drawn:
+        raise Untraceable("the plan would draw the call's random numbers in another order")
     return graph
 
 
+def _random_numbers(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that draw random numbers, in order."""
+    return [n for n in graph.nodes if n.target in DRAWN]
+
+
 def _check(n: fx.Node) -> None:
-    """Raises Untraceable if ``n`` draws random numbers, depends on strides, or writes into no argument."""
+    """Raises Untraceable if a plan cannot repeat ``n``: random numbers, strides, other writes."""
     if n.op != "call_function" or (not n.users and not writes(n.target)):
         return
-    if is_random(n.target) and not _is_attention_without_dropout(n):
+    if is_random(n.target) and n.target not in DRAWN and not _is_attention_without_dropout(n):
         raise Untraceable(f"the call draws random numbers ({n.target})")
     if n.target in _STRIDED:
         raise Untraceable(f"the call depends on strides ({n.target})")

@@ -21,7 +21,7 @@ from torch.fx import Node
 from sdfastgn.plans.rewrite import cats
 from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, dtype, has, key_of, operands, rank, shape
 from sdfastgn.plans.run import steps
-from sdfastgn.plans.run.schemas import arguments, writes
+from sdfastgn.plans.run.schemas import arguments, is_random, writes
 
 __all__ = ["UNFILLED", "canonicalize"]
 
@@ -73,7 +73,8 @@ def _spelled(r: Rewriter, n: Node) -> Node | None:
 
 def _shared(r: Rewriter, n: Node) -> Node:
     """The first node that is equal to ``n``."""
-    if not isinstance(n.target, torch._ops.OpOverload) or writes(n.target) or n.target in UNFILLED:
+    is_op = isinstance(n.target, torch._ops.OpOverload)
+    if not is_op or writes(n.target) or is_random(n.target) or n.target in UNFILLED:
         return n
     key = n.target, key_of(n.args), key_of(list(n.kwargs.items())), shape(n), dtype(n)
     return r.seen.setdefault(key, n)  # type: ignore[union-attr]
@@ -137,7 +138,7 @@ def _repeat(r: Rewriter, n: Node, x: Node, times: Sequence[int]) -> Node:
     before = (1,) * (rank(n) - rank(x)) + shape(x)
     axes = [(t, s) if t != 1 != s else (t * s,) for t, s in zip(times, before, strict=True)]
     single = [(1, s) if len(pair) == 2 else (s,) for pair, s in zip(axes, before, strict=True)]
-    view, sizes = r.reshape(x, itertools.chain(*single)), tuple(itertools.chain(*axes))
+    view, sizes = r.reshape(x, [*itertools.chain(*single)]), tuple(itertools.chain(*axes))
     if shape(view) != sizes:
         view = r.new(steps.expand, (view, sizes), sizes, dtype(x))
     return r.reshape(view, shape(n))

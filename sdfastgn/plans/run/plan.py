@@ -26,6 +26,7 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base, is_view, writes_over
 from sdfastgn.plans.run.schemas import is_random
 from sdfastgn.plans.run.traffic import Step, memory, steps_of, table
+from sdfastgn.plans.trace.refusals import DRAWN
 from sdfastgn.plans.trace.traced import Traced
 
 __all__ = ["Plan", "without_autocast"]
@@ -52,6 +53,7 @@ class Plan:
         others: tensors from elsewhere.
         steps: one record a step.
         writes: True if a run writes into arguments, parameters or others.
+        draws: True if a run draws random numbers.
     """
 
     def __init__(self, traced: Traced, graph: fx.Graph) -> None:
@@ -77,6 +79,7 @@ class Plan:
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self.writes = bool(written)
+        self.draws = any(n.target in DRAWN for n in graph.nodes)
 
     @functools.cached_property
     def _forward(self) -> Callable[..., list[Any]]:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdfastgn.kernels.common import observers, private
 from sdfastgn.plans.run.aliases import writes_over
+from sdfastgn.plans.trace.refusals import DRAWN
 from sdfastgn.plans.trace.writes import written
 
 __all__ = ["Action", "Memory", "Place", "Recording", "Unrecordable", "places_in", "record"]
@@ -91,7 +92,7 @@ class Action:
             everything else.
         made: the places in ``results``.
         reads, writes: the memories of its arguments, and the memories among these that it writes into.
-        is_kept: True if it must run even if nobody reads what it makes.
+        is_kept: True if it must run even if nobody reads what it makes: it writes, or draws random numbers.
     """
 
     __slots__ = ("args", "function", "is_kept", "kind", "kwargs", "made", "reads", "results", "writes")
@@ -300,7 +301,7 @@ class _Recorder(TorchDispatchMode):
         results = new(result) if isinstance(result, Tensor) else _items(result, new)
         action = Action(kind, function, *with_places, results)
         action.writes = {self.place(t).memory for t in written}
-        action.is_kept = bool(action.writes)
+        action.is_kept = bool(action.writes) or function in DRAWN
         self.actions.append(action)
 
     # ---- what a step executes

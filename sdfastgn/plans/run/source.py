@@ -314,7 +314,7 @@ class _Writer:
 
 
 def _needed(recording: Recording) -> list[Action]:
-    """The actions that write, and those that make what a later one reads."""
+    """The actions that are kept in any case, and those that make what a later one reads."""
     read = {place.memory for place in places_in(recording.results)}
     needed = []
     for action in reversed(recording.actions):

@@ -9,9 +9,16 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+import torch
+
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["is_tracing", "noted", "reason_of", "refuse"]
+__all__ = ["DRAWN", "is_tracing", "noted", "reason_of", "refuse"]
+
+aten = torch.ops.aten
+# Random ops that are not refused. They fill a new tensor, which has the same strides in a plan. A plan that
+# runs them in the same order draws the numbers that the model's code would draw.
+DRAWN = (aten.randn.default, aten.randn.generator, aten.rand.default, aten.rand.generator)
 
 _thread = threading.local()
 # Packages whose code is not the cause of a refusal, but what the cause calls.

@@ -21,7 +21,7 @@ from sdfastgn.plans.trace.python_state import (
     without_autocast_cache,
     without_reading,
 )
-from sdfastgn.plans.trace.refusals import is_tracing, noted, reason_of, refuse
+from sdfastgn.plans.trace.refusals import DRAWN, is_tracing, noted, reason_of, refuse
 from sdfastgn.plans.trace.shapes import Inference, is_guess, surroundings
 from sdfastgn.plans.trace.survivors import kept
 from sdfastgn.plans.trace.tensors import Memory, Metadata, Step, TracedTensor, make, metadata, metadata_of
@@ -402,6 +402,7 @@ class Tracer(TorchDispatchMode):
                 continue
             if n.op != "call_function":
                 refuse("the call reads the value of a tensor, or a shape depends on it")
+            _refuse_random(n.target)
             a, k = fx.node.map_arg((n.args, n.kwargs), self.values.__getitem__)
             self.values[n] = n.target(*a, **k)
         return self.values[node]
@@ -516,13 +517,19 @@ def _same(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
+def _is_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
 def _refuse_random(op: Any) -> None:
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    if _is_random(op):
         refuse(f"the call draws random numbers: {op}")
 
 
 def _random(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
-    _refuse_random(op)
+    if op not in DRAWN:
+        _refuse_random(op)
+    return tracer.plain(op, args, kwargs)
 
 
 def _is_certain(op: Any, x: TracedTensor, out: TracedTensor, args: Any, kwargs: Any) -> bool:
@@ -593,7 +600,7 @@ def _handler(op: Any) -> Callable[..., Any]:
         return Tracer.composite
     if schema.is_mutable:
         return Tracer.write
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    if _is_random(op):
         return _random
     if torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags:
         return Tracer.depends_on_values

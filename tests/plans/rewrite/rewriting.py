@@ -14,6 +14,7 @@ from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.trace.tracer import trace
+from tests.plans.programs import same_random_numbers
 
 # Largest relative error that rounding explains, by the dtype of a result. Kernels add up in another order.
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-10}
@@ -82,7 +83,7 @@ def checked(call: Callable[..., Any], *inputs: Any, tolerance: float | None = No
         ours = others_like(inputs)
         theirs = pytree.tree_map_only(Tensor, Tensor.clone, ours)
         with torch.no_grad():
-            found, wanted = plan(*ours), call(*theirs)
+            found, wanted = same_random_numbers(plan, ours), same_random_numbers(call, theirs)
         earlier.append((pytree.tree_leaves((found, ours)), pytree.tree_leaves((wanted, theirs))))
         for pair in earlier:  # also results of the call before: it owns them
             assert_close(*pair, tolerance)

@@ -5,10 +5,12 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
+from sdfastgn.plans.rewrite import passes
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.trace.traced import Untraceable
+from sdfastgn.plans.trace.tracer import trace
 from tests.plans.rewrite.rewriting import steps_of
 
 aten = torch.ops.aten
@@ -34,6 +36,23 @@ def test_random_numbers_are_refused(op, args):
     with pytest.raises(Untraceable, match=r"random numbers \(aten"):
         rewrite(graph_of(op, *args))
     rewrite(graph_of(op, *args, reads=False))  # nobody reads them
+
+
+def test_random_numbers_keep_their_order(monkeypatch):
+    def call(x):
+        a, b = torch.rand(4), torch.rand(4)
+        return x * b + a
+
+    def turned(graph):
+        a, b = (n for n in graph.nodes if n.target is aten.rand.default)
+        b.append(a)
+        return graph
+
+    x = torch.ones(4)
+    assert steps_of(call, x) == ["aten.rand", "aten.rand", "aten.mul", "aten.add"]
+    monkeypatch.setattr(passes, "PASSES", (*passes.PASSES, turned))
+    with pytest.raises(Untraceable, match="in another order"):
+        rewrite(trace(nn.Module(), call, x).graph.graph)
 
 
 def test_attention_is_random_with_dropout_only():

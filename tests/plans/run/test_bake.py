@@ -545,6 +545,19 @@ def test_random_numbers_are_new_in_each_call():
         assert not torch.equal(a, b)
 
 
+def test_random_numbers_that_nobody_reads_are_drawn():
+    drawn = Drawn((4,))
+    drawn.add(aten.randn.default, [4], shape=(4,))
+    noise = drawn.add(aten.rand.default, [4], shape=(4,))
+    baked = Baked(drawn.plan(drawn.add(aten.add.Tensor, drawn.inputs[0], noise)))
+    for _ in range(2):
+        torch.manual_seed(3)
+        y = baked.run([torch.zeros(4)])[0]
+        torch.manual_seed(3)
+        torch.randn(4)
+        assert torch.equal(y, torch.rand(4))
+
+
 def test_a_plan_that_cannot_be_baked_runs_as_it_is():
     drawn = Drawn((4,))
     number = drawn.add(lambda x: x.sum().item(), drawn.inputs[0])

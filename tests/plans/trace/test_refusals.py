@@ -49,6 +49,8 @@ METHODS = {
     "untyped_storage": lambda net, x: x * len(x.untyped_storage()),
 }
 RANDOM = {
+    "a number": lambda net, x: x * torch.rand(()).item(),
+    "a comparison": lambda net, x: x * 2 if torch.rand(()) > 0.5 else x,
     "randn_like": lambda net, x: x + torch.randn_like(x),
     "normal_": lambda net, x: torch.empty(4).normal_() + x,
     "generator": lambda net, x: x + torch.randn(4, generator=torch.Generator().manual_seed(0)),
