@@ -99,9 +99,11 @@ def _is_convolutional(root: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """True if ``module`` may be a norm of whatever class: all its weights are of channels."""
+    """True if ``module`` may be a norm: all its weights are of channels, or it has none and is named so."""
     sizes = [(parameter.numel(), max(parameter.shape, default=0)) for parameter in module.parameters()]
-    return bool(sizes) and all(count == largest > 1 for count, largest in sizes)
+    if not sizes:
+        return "norm" in type(module).__name__.lower()
+    return all(count == largest > 1 for count, largest in sizes)
 
 
 def _blocks_in(root: nn.Module) -> list[patcher.Finding]:

@@ -347,18 +347,18 @@ def ltx(vae):
     return {"transformer": network, "vae": vae, "scheduler": flow()} | without_text("")
 
 
-@family("LTX-Video, text to video", "ltx_")
+@family("LTX-Video, text to video")
 def _():
     return pipeline("LTXPipeline", ltx(autoencoder("LTX-Video")), **embeds(**MASKED), **LTX)
 
 
-@family("LTX-Video, image to video", "ltx_")
+@family("LTX-Video, image to video")
 def _():
     inputs = embeds(**MASKED, image=image(size=32))
     return pipeline("LTXImageToVideoPipeline", ltx(autoencoder("LTX-Video")), **inputs, **LTX)
 
 
-@family("LTX-Video 0.9.5, text to video", "ltx_")
+@family("LTX-Video 0.9.5, text to video")
 def _():
     inputs = embeds(**MASKED, decode_timestep=0.05, decode_noise_scale=0.025)
     return pipeline("LTXPipeline", ltx(autoencoder("LTX-Video 0.9.5")), **inputs, **LTX)
@@ -431,12 +431,12 @@ def ltx2(name, **inputs):
     return pipeline(name, parts | without_text(""), **embeds(**MASKED), **inputs, **LTX)
 
 
-@family("LTX-2, text to video", "ltx2_")
+@family("LTX-2, text to video")
 def _():
     return ltx2("LTX2Pipeline")
 
 
-@family("LTX-2, image to video", "ltx2_")
+@family("LTX-2, image to video")
 def _():
     return ltx2("LTX2ImageToVideoPipeline", image=image(size=32), image_crf=0)
 

@@ -22,8 +22,8 @@ results of this test. `python -m tests.coverage.page --write docs/coverage.md` w
 again.
 
 - **fused**: in all models of the row, every GroupNorm runs in one kernel with the activation after
-  it. In the autoencoders of HunyuanVideo 1.5, HunyuanImage's refiner, LTX-Video and LTX-2 this
-  holds for every RMSNorm.
+  it. In the autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner this holds for every
+  RMSNorm.
 - **partly**: the last column says which parts run stock's code, or an activation in a separate
   pass, and why.
 - **plans**: nothing is fused, and calls run as [plans](plans.md) of stock's code, in which norms,

@@ -46,7 +46,7 @@ from diffusers.models.upsampling import CogVideoXUpsample3D, Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
-from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15, ltx
+from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15
 from tests.patches.group_norm_32 import GroupNorm32
 
 
@@ -384,35 +384,6 @@ def _of_cosmos():
     return [(f"cosmos_{name}", build, call) for name, build, call in found]
 
 
-def _of_ltx(family, module, prefix, **options):
-    """Samples of the blocks that the autoencoders of LTX-Video and LTX-2 share."""
-    names = ("CausalConv3d", "ResnetBlock3d", "Upsampler3d", "Encoder3d", "Decoder3d")
-    Conv, Block, Upsampler, Encoder, Decoder = (getattr(module, prefix + name) for name in names)
-    sizes = {
-        "block_out_channels": (8, 16),
-        "spatio_temporal_scaling": (True,) * 2,
-        "layers_per_block": (1,) * 3,
-    }
-    kind = f"{prefix}DownBlock3D"
-    halves = {"down_block_types": (kind,) * 2, "downsample_type": ("spatial", "temporal")}
-    more = {"inject_noise": (False,) * 3, "upsample_residual": (True,) * 2, "upsample_factor": (2,) * 2}
-    x = video(2, 16, 3, 4, 2)
-    found = [
-        ("conv", lambda: Conv(16, 12), lambda m: m(x)),
-        ("resnet_block", lambda: Block(16, 12), lambda m: m(x)),
-        ("resnet_block-same", lambda: Block(16), lambda m: m(x.contiguous())),
-        ("upsampler", lambda: Upsampler(16, stride=(2, 2, 2)), lambda m: m(x)),
-        (
-            "upsampler-residual",
-            lambda: Upsampler(16, stride=(1, 2, 2), residual=True, upscale_factor=2),
-            lambda m: m(x),
-        ),
-        ("encoder", lambda: Encoder(3, 4, **halves, **sizes, **options), lambda m: m(video(1, 3, 3, 24, 24))),
-        ("decoder", lambda: Decoder(4, 3, **sizes, **more, **options), lambda m: m(video(1, 4, 2, 2, 3))),
-    ]
-    return [(f"{family}_{name}", build, call) for name, build, call in found]
-
-
 # (id, builder, call); the id starts with the fusion's name.
 SAMPLES = [
     ("group_norm", lambda: nn.GroupNorm(3, 12), _on_image),
@@ -726,15 +697,12 @@ SAMPLES = [
     *_of_allegro(),
     *_of_easyanimate(),
     *_of_cosmos(),
-    *_of_ltx("ltx", ltx.ltx, "LTXVideo"),
 ]
 if hunyuan_video_15._video is not None:
     SAMPLES += _of_hunyuan_video_15("hunyuan_video_15", hunyuan_video_15._video, "HunyuanVideo15")
 if hunyuan_video_15._refiner is not None:
     refiner = hunyuan_video_15._refiner
     SAMPLES += _of_hunyuan_video_15("hunyuan_image_refiner", refiner, "HunyuanImageRefiner", "DCAE")
-if ltx.ltx2 is not None:
-    SAMPLES += _of_ltx("ltx2", ltx.ltx2, "LTX2Video", spatial_padding_mode="reflect")
 if hunyuan_image._image is not None:
     SAMPLES += _of_hunyuan_image(hunyuan_image._image)
 

@@ -185,22 +185,6 @@ print(*MISSING, len(FUSIONS))
     assert len(FUSIONS) - int(count) <= 5 + len(of_videos)
 
 
-@pytest.mark.slow
-def test_a_release_without_a_class_of_ltx_2_keeps_ltx():
-    """As diffusers 0.37, which has another name for the class."""
-    code = """
-from diffusers.models.autoencoders import autoencoder_kl_ltx2
-del autoencoder_kl_ltx2.LTX2VideoUpsampler3d
-from sdfastgn.patches.registry import FUSIONS, MISSING
-print([f.name for f in FUSIONS if f.name.startswith("ltx")], MISSING)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (
-        done.stdout.strip()
-        == "['ltx_conv', 'ltx_resnet_block', 'ltx_upsampler', 'ltx_encoder', 'ltx_decoder'] {}"
-    )
-
-
 DEFINITION = """
 @torch.no_grad()
 def f(self, x, *, scale=1.5, **options):

@@ -9,7 +9,6 @@ from diffusers import (
     AutoencoderKLAllegro,
     AutoencoderKLCogVideoX,
     AutoencoderKLCosmos,
-    AutoencoderKLLTXVideo,
     AutoencoderKLMagvit,
     AutoencoderTiny,
     ControlNetModel,
@@ -164,35 +163,19 @@ def easyanimate_vae():
     return randomize(AutoencoderKLMagvit(**BLOCKS, **kinds))
 
 
-def ltx_vae(**options):
-    sizes = {"latent_channels": 4, "block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
-    counts = {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5}
-    return randomize(AutoencoderKLLTXVideo(**sizes, **counts, **options))
-
-
-def ltx2_vae():
-    sizes = {"latent_channels": 4, "block_out_channels": (8, 8, 16, 16)}
-    counts = {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 4}
-    channels = {"decoder_block_out_channels": (8, 16, 32)}
-    return randomize(diffusers.AutoencoderKLLTX2Video(**sizes, **counts, **channels, patch_size=2))
-
-
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    cogvideox_vae, cosmos_vae, ltx_vae,
-    lambda: ltx_vae(timestep_conditioning=True), allegro_vae, easyanimate_vae,
+    cogvideox_vae, cosmos_vae, allegro_vae, easyanimate_vae,
 ]  # fmt: skip
 
 
 NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "cogvideox-vae",
-         "cosmos-vae", "ltx-vae", "ltx-vae-conditioned", "allegro-vae",
-         "easyanimate-vae"]  # fmt: skip
+         "cosmos-vae", "allegro-vae", "easyanimate-vae"]  # fmt: skip
 # Of later releases of diffusers.
 LATER = {
     "HunyuanVideo15": hunyuan_video_15_vae,
     "HunyuanImageRefiner": lambda: hunyuan_video_15_vae(refiner=True),
     "HunyuanImage": hunyuan_image_vae,
-    "LTX2Video": ltx2_vae,
 }
 for name, build in LATER.items():
     if hasattr(diffusers, f"AutoencoderKL{name}"):

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,59 @@ def test_the_report_leaves_out_children_that_were_not_called():
     assert "plans of rest" not in str(sdfastgn.report(model))
     model.rest(noise(1, 8, 9, 9))
     assert "plans of rest: 1 alive" in str(sdfastgn.report(model))
+
+
+class UnitNorm(nn.Module):
+    def forward(self, x):
+        return F.normalize(x, dim=1)
+
+
+class Scaled(nn.Identity):
+    """No norm: it has neither weights nor the name of one."""
+
+
+@pytest.mark.parametrize(("kind", "has_plans"), [(UnitNorm, True), (Scaled, False)])
+def test_norms_without_weights(kind, has_plans):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), kind(), nn.Conv2d(8, 3, 3))
+    assert gets_plans(model) is has_plans
+
+
+def ltx(name, **settings):
+    blocks = {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 4, "latent_channels": 4}
+    channels = {"block_out_channels": (8, 8, 16, 16), "decoder_block_out_channels": (8, 16, 32)}
+    model = getattr(diffusers, name)(**blocks, **channels, patch_size=2, **settings)
+    return randomize(model)
+
+
+CONDITIONED = {
+    "timestep_conditioning": True,
+    "decoder_inject_noise": (True, False, True, False),
+    "decoder_spatio_temporal_scaling": (True,) * 3,
+    "upsample_residual": (True, False, True),
+    "upsample_factor": (2, 2, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("AutoencoderKLLTXVideo", CONDITIONED), ("AutoencoderKLLTX2Video", {})],
+)
+def test_norms_without_weights_and_noise(name, settings):
+    """As in the autoencoders of LTX-Video 0.9.1 and LTX-2."""
+    if not hasattr(diffusers, name):
+        pytest.skip(f"this diffusers has no {name}")
+    stock = ltx(name, **settings)
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    times = [torch.full((1,), 0.05)] if settings else []
+    for seed in range(2):
+        results = []
+        for each in (model, stock):
+            torch.manual_seed(seed)
+            results.append(each.decode(noise(1, 4, 2, 2, 3, seed=seed), *times).sample)
+        agree(*results)
+    assert {(p.path, p.plans, p.calls) for p in sdfastgn.report(model).plans if p.calls or p.own} == {
+        ("decoder", 1, 2)
+    }
 
 
 def autoencoder():
