@@ -24,15 +24,17 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import prepare
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import fp8_option, patcher
-from sdfastgn.patches.core import channels_last, fp8, merged_adapters
-from sdfastgn.patches.core.adapters import takes_adapters, unmerged_layers
-from sdfastgn.patches.core.class_forward import is_offloaded_whole
-from sdfastgn.patches.core.ddp import is_in_ddp
-from sdfastgn.patches.core.exclusive import call_entry, one_at_a_time, undisturbed
-from sdfastgn.patches.core.left_alone import SLOW_BORDERS
-from sdfastgn.patches.core.moves import follow, followed_in, is_followed
-from sdfastgn.patches.core.tested_sources import Untested, newest_release
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import install as graphs
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.layout.ddp import is_in_ddp
+from sdfastgn.patches.layout.left_alone import SLOW_BORDERS
+from sdfastgn.patches.lora import merged_adapters
+from sdfastgn.patches.lora.adapters import takes_adapters, unmerged_layers
+from sdfastgn.patches.offload.moves import follow, followed_in, is_followed
+from sdfastgn.patches.swap.class_forward import is_offloaded_whole
+from sdfastgn.patches.swap.exclusive import call_entry, one_at_a_time, undisturbed
+from sdfastgn.patches.swap.tested_sources import Untested, newest_release
 from sdfastgn.plans import install as planning
 from sdfastgn.reports import Entry, Left, Report, grouped, parts_text, some
 from sdfastgn.snapshot import Options, Snapshot, may_change, put_back, take

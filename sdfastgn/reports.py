@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sdfastgn.patches.core.fp8 import Fp8
-    from sdfastgn.patches.core.merged_adapters import Merged
+    from sdfastgn.patches.fp8.models import Fp8
     from sdfastgn.patches.graphs.install import Graphs
+    from sdfastgn.patches.lora.merged_adapters import Merged
     from sdfastgn.plans.install import Planned
 
 __all__ = ["Entry", "Left", "Report", "grouped", "parts_text", "some"]

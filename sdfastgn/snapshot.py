@@ -9,11 +9,13 @@ from typing import Any, Literal
 from torch import nn
 
 from sdfastgn.patches import fp8_option, patcher
-from sdfastgn.patches.core import channels_last, fp8, merged_adapters
-from sdfastgn.patches.core.exclusive import call_entry
-from sdfastgn.patches.core.moves import follow, followed_in, unfollow
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.lora import merged_adapters
+from sdfastgn.patches.offload.moves import follow, followed_in, unfollow
+from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.plans import install as plans
 
 __all__ = ["Options", "Snapshot", "may_change", "put_back", "take"]

@@ -24,7 +24,7 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import is_compiled, tf32
 from sdfastgn.model_inputs import small_call
 from sdfastgn.patches import patcher
-from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.layout import channels_last
 
 __all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
 

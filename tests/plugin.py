@@ -101,7 +101,7 @@ def without_gradients():
 @pytest.fixture
 def statistics_always_pay(monkeypatch):
     """Makes kernels store statistics for tensors of any size, also where this does not pay."""
-    monkeypatch.setattr("sdfastgn.patches.core.statistics.statistics_pay", lambda C, HW: True)
+    monkeypatch.setattr("sdfastgn.patches.layers.statistics.statistics_pay", lambda C, HW: True)
 
 
 @pytest.fixture

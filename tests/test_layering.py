@@ -103,7 +103,7 @@ def test_the_comfyui_node_needs_neither_diffusers_nor_fork() -> None:
     nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ImportFrom)]
     lines = {ast.unparse(node) for node in nodes if (node.module or "").startswith("sdfastgn.")}
     lines = {line for line in lines if "comfyui" not in line}
-    assert any("patches.fusions.tokens" in line for line in lines)
+    assert any("patches.layers.tokens" in line for line in lines)
     # If ``sys.modules`` has None for a package, an import of the package raises ImportError.
     missing = "import os, sys; sys.modules['diffusers'] = None; import torch; del os.register_at_fork"
     code = "\n".join([missing, *sorted(lines)])

@@ -131,7 +131,7 @@ _sdfastgn_no_plans = functools.partial(_sdfastgn, has_plans=False)
 
 
 def _fp8_reason(device: torch.device) -> str | None:
-    from sdfastgn.patches.core.fp8 import device_reason
+    from sdfastgn.patches.fp8.models import device_reason
 
     reason = device_reason(device)
     return None if reason is None else f"FP8 is impossible: {reason}"

@@ -18,8 +18,10 @@ from packaging.version import Version
 from rich.console import Console
 
 from sdfastgn.cli.comfyui_checkout import import_comfyui
-from sdfastgn.patches.core import tested_sources
-from sdfastgn.patches.core.tested_sources import (
+from sdfastgn.patches.graphs.factors import readers
+from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
+from sdfastgn.patches.swap import tested_sources
+from sdfastgn.patches.swap.tested_sources import (
     computed,
     hash_of,
     is_known,
@@ -28,8 +30,6 @@ from sdfastgn.patches.core.tested_sources import (
     upstream_definition,
     upstream_name,
 )
-from sdfastgn.patches.graphs.factors import readers
-from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
 from sdfastgn.program import OptionError, writing
 
 # Every checkout of ComfyUI has this file. So a folder without it is no checkout of ComfyUI.

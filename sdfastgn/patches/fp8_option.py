@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sdfastgn.patches.core import fp8
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import install as graphs
 
 __all__ = ["check", "may_change", "put_back", "set_precision"]

@@ -16,13 +16,15 @@ from typing import Any
 from torch import nn
 
 from sdfastgn.patches.code.states import reason_of_code
-from sdfastgn.patches.core import channels_last, fp8, merged_adapters
-from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
-from sdfastgn.patches.core.left_alone import reason_to_leave
-from sdfastgn.patches.core.moves import unfollow
+from sdfastgn.patches.fp8 import models as fp8
+from sdfastgn.patches.layers.packed_weights import unpack
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.layout.left_alone import reason_to_leave
+from sdfastgn.patches.lora import merged_adapters
+from sdfastgn.patches.offload.moves import unfollow
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
-from sdfastgn.patches.shared.packed_weights import unpack
+from sdfastgn.patches.swap.fusion import Fusion, is_over_fused, restore_class
 
 __all__ = [
     "Finding",

@@ -11,16 +11,16 @@ import importlib.util
 import warnings
 from typing import Any
 
-from sdfastgn.patches.core.fusion import Fusion
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+from sdfastgn.patches.swap.fusion import Fusion
 
 __all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 
 # Each entry has the name of a Python module in ``sdfastgn.patches``, and then names of variables in that
 # module. The value of each variable is a fusion or a tuple of fusions.
 _FUSIONS = (
-    ("fusions.group_norm", "FUSION"),
-    ("fusions.group_norm_subclass", "FUSION"),
+    ("layers.group_norm", "FUSION"),
+    ("layers.group_norm_subclass", "FUSION"),
     ("fusions.sequential", "FUSION"),
 )
 _ASKED = (("fusions.sequential", "FOLD_BATCH_NORM"),)

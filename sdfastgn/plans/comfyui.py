@@ -17,7 +17,7 @@ from torch import nn
 from sdfastgn.patches.comfyui import dynamic_vram, model_patcher, report
 from sdfastgn.patches.comfyui.inject import reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
-from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.patcher import Finding
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward

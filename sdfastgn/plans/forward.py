@@ -27,11 +27,11 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
-from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.core.class_forward import MethodEntry, class_forward
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 from sdfastgn.plans.disk.saved import Saved
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.inside import plan_inside

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from sdfastgn.patches.code.checked import entrances
-from sdfastgn.patches.core.class_forward import has_foreign_forward
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard
 from sdfastgn.patches.graphs.install import place_in
 from sdfastgn.patches.graphs.models import is_harmless
+from sdfastgn.patches.swap.class_forward import has_foreign_forward
+from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard
 
 __all__ = ["CONVOLUTIONS", "plan_inside"]
 

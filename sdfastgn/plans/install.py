@@ -18,12 +18,12 @@ from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches import patcher
 from sdfastgn.patches.code.checked import entrances, stop_checking
 from sdfastgn.patches.code.states import States
-from sdfastgn.patches.core.class_forward import class_forward, replace_kept
-from sdfastgn.patches.core.instance_entries import guard, unguard
-from sdfastgn.patches.core.left_alone import reason_of_cudnn
-from sdfastgn.patches.core.tested_sources import Untested
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import outermost, place_in
+from sdfastgn.patches.layout.left_alone import reason_of_cudnn
+from sdfastgn.patches.swap.class_forward import class_forward, replace_kept
+from sdfastgn.patches.swap.instance_entries import guard, unguard
+from sdfastgn.patches.swap.tested_sources import Untested
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.inside import CONVOLUTIONS
 

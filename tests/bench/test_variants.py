@@ -17,7 +17,8 @@ from sdfastgn.bench.snapshot import Snapshot, modules_of
 from sdfastgn.bench.variants import VARIANTS, Variant, prepared
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.models.architectures import build_unet, build_vae
-from sdfastgn.patches.core import fp8, fp8_product
+from sdfastgn.patches.fp8 import models as fp8
+from sdfastgn.patches.fp8 import product as fp8_product
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ import pytest
 from diffusers.models.activations import GEGLU
 
 from sdfastgn.cli.known_sources import text_of
-from sdfastgn.patches.core import tested_sources
-from sdfastgn.patches.core.tested_sources import hash_of, source_hash, unknown_source
+from sdfastgn.patches.swap import tested_sources
+from sdfastgn.patches.swap.tested_sources import hash_of, source_hash, unknown_source
 from tests.command_line import invoke, process
 
 CLASS = "diffusers.models.activations.GEGLU"

@@ -7,7 +7,7 @@ import torch
 
 import sdfastgn
 from sdfastgn.bench.images import relative_error
-from sdfastgn.patches.core.fusion import stock_class
+from sdfastgn.patches.swap.fusion import stock_class
 from tests.coverage import parts
 from tests.coverage.families import FAMILIES
 from tests.coverage.releases import skipped_if_missing

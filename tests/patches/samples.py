@@ -45,8 +45,8 @@ from diffusers.models.unets.unet_motion_model import (
 from diffusers.models.upsampling import CogVideoXUpsample3D, Upsample2D
 from torch import nn
 
-from sdfastgn.patches.core import tested_sources
 from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15
+from sdfastgn.patches.swap import tested_sources
 from tests.patches.group_norm_32 import GroupNorm32
 
 

@@ -23,11 +23,11 @@ from sdfastgn import api
 from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
-from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.core.class_forward import is_offloaded_whole
-from sdfastgn.patches.core.instance_entries import InstanceEntry
-from sdfastgn.patches.core.moves import follow, is_followed
 from sdfastgn.patches.graphs import install as cuda_graphs
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.offload.moves import follow, is_followed
+from sdfastgn.patches.swap.class_forward import is_offloaded_whole
+from sdfastgn.patches.swap.instance_entries import InstanceEntry
 from sdfastgn.snapshot import Options
 from tests.controlnet import build_controlnet
 from tests.small_pipelines import text_encoder

@@ -16,10 +16,10 @@ import sdfastgn
 from sdfastgn import api
 from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.models.pipelines import build_pipeline
-from sdfastgn.patches.core import tested_sources
-from sdfastgn.patches.core.tested_sources import unknown_source
 from sdfastgn.patches.graphs.factors import readers
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
+from sdfastgn.patches.swap import tested_sources
+from sdfastgn.patches.swap.tested_sources import unknown_source
 from tests.controlnet import build_controlnet
 from tests.patches.samples import make_unknown
 

@@ -16,8 +16,9 @@ import sdfastgn
 from sdfastgn import api
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches import patcher
-from sdfastgn.patches.core import channels_last, exclusive
 from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.swap import exclusive
 from tests.patches import samples
 from tests.patches.graphs.cases import make, run
 from tests.patches.graphs.tape import TapeBackend

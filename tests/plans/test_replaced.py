@@ -9,9 +9,9 @@ from diffusers import AutoencoderKL
 from diffusers.models.resnet import ResnetBlock2D
 
 import sdfastgn
-from sdfastgn.patches.core import fusion
-from sdfastgn.patches.core.tested_sources import Untested
 from sdfastgn.patches.fusions import conv_norm_out, tiled_decode
+from sdfastgn.patches.swap import fusion
+from sdfastgn.patches.swap.tested_sources import Untested
 from sdfastgn.plans import install
 from sdfastgn.plans.forward import PlannedForward
 from tests.patches.cases import noise

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.patches.fusions import group_norm as group_norm_patch
+from sdfastgn.patches.layers import group_norm as group_norm_patch
 from tests.command_line import ROOT, exit_code
 
 pytestmark = pytest.mark.fused_on_cpu

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from sdfastgn.patches.code.states import States, is_checked, running
-from sdfastgn.patches.core.adapters import takes_adapters
-from sdfastgn.patches.core.exclusive import call_entry, set_call_entry
-from sdfastgn.patches.core.fusion import stock_class
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
-from sdfastgn.patches.core.merged_adapters import adopt_new, give_back
-from sdfastgn.patches.core.repeated import until_it_fits
+from sdfastgn.patches.lora.adapters import takes_adapters
+from sdfastgn.patches.lora.merged_adapters import adopt_new, give_back
+from sdfastgn.patches.offload.repeated import until_it_fits
+from sdfastgn.patches.swap.exclusive import call_entry, set_call_entry
+from sdfastgn.patches.swap.fusion import stock_class
+from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
 __all__ = ["CALL", "Checked", "check_calls", "entrances", "stop_checking"]
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from sdfastgn.patches.code.reach import MISSING, Reach, content_of, function_in, package_of
 from sdfastgn.patches.code.reading import names_in
-from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
+from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
 __all__ = ["CodeState", "packages_of"]
 

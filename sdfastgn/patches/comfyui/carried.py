@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
 from sdfastgn.patches.comfyui.layers import reason_to_cast
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.statistics import add_bias
-from sdfastgn.patches.core.tested_sources import tested, unknown_source
-from sdfastgn.patches.fusions.video import in_channels_last, is_plain_conv3d, is_product, product_of
+from sdfastgn.patches.layers.statistics import add_bias
+from sdfastgn.patches.layers.video import in_channels_last, is_plain_conv3d, is_product, product_of
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 __all__ = [
     "SOURCES",

@@ -21,10 +21,9 @@ from sdfastgn.kernels.convolution.windows import convolve_windows
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from sdfastgn.patches.core.convolution import pointwise
-from sdfastgn.patches.core.fusion import is_unhooked
-from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.convolution import pointwise
+from sdfastgn.patches.layers.upsampling import convolves_at_low_resolution
+from sdfastgn.patches.layers.video import (
     images_of,
     in_channels_last,
     is_faster_in_2d,
@@ -32,6 +31,7 @@ from sdfastgn.patches.fusions.video import (
     product_of,
     video_of,
 )
+from sdfastgn.patches.swap.fusion import is_unhooked
 
 __all__ = [
     "CACHE_T",

@@ -27,11 +27,11 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequenti
 from torch import Tensor, nn
 
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.instance_entries import InstanceEntry
-from sdfastgn.patches.core.moves import follow_moves, stop_following
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.patches.offload.moves import follow_moves, stop_following
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.instance_entries import InstanceEntry
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = [
     "UNET",

@@ -35,15 +35,15 @@ from sdfastgn.patches.comfyui.carried import (
     with_carries,
 )
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
-from sdfastgn.patches.core.fusion import drops_nothing, is_unhooked
-from sdfastgn.patches.core.statistics import add
-from sdfastgn.patches.core.tested_sources import TestedSource, tested
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.statistics import add
+from sdfastgn.patches.layers.video import (
     can_fuse,
     in_channels_last,
     is_plain_inference,
     norm_operands,
 )
+from sdfastgn.patches.swap.fusion import drops_nothing, is_unhooked
+from sdfastgn.patches.swap.tested_sources import TestedSource, tested
 
 __all__ = ["BLOCKS"]
 

@@ -34,10 +34,8 @@ from sdfastgn.patches.comfyui.carried import (
     run_stages,
     with_carries,
 )
-from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.packing import downsampled, means_of, upsampled
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.packing import downsampled, means_of, upsampled
+from sdfastgn.patches.layers.video import (
     NORMS,
     FusedRMSNorm,
     add_into,
@@ -46,6 +44,8 @@ from sdfastgn.patches.fusions.video import (
     is_plain_inference,
     norm_of,
 )
+from sdfastgn.patches.swap.fusion import ClassSwap, drops_nothing
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["BLOCKS", "attention_of", "is_video_attention", "is_video_block", "result_of"]
 

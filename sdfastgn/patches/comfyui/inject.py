@@ -24,10 +24,11 @@ from sdfastgn.patches.comfyui import (
     wan_22,
 )
 from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights, reason_of_moves
-from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.core.fusion import Fusion, restore_class
-from sdfastgn.patches.core.left_alone import reason_of_cudnn
-from sdfastgn.patches.fusions import group_norm, sequential
+from sdfastgn.patches.fusions import sequential
+from sdfastgn.patches.layers import group_norm
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.layout.left_alone import reason_of_cudnn
+from sdfastgn.patches.swap.fusion import Fusion, restore_class
 
 __all__ = [
     "CLAIMING",

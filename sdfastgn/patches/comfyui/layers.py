@@ -24,10 +24,10 @@ from typing import Any
 import comfy.ops
 from torch import Tensor, nn
 
-from sdfastgn.patches.core.class_forward import change_class
-from sdfastgn.patches.core.fusion import foreign_override, is_unhooked, stock_class
-from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
-from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
+from sdfastgn.patches.layers.group_norm import FusedGroupNorm
+from sdfastgn.patches.swap.class_forward import change_class
+from sdfastgn.patches.swap.fusion import foreign_override, is_unhooked, stock_class
+from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_source
 
 __all__ = ["LAYERS", "has_steady_weights", "plain_class", "prepared", "reason_of_moves", "reason_to_cast"]
 

@@ -14,7 +14,7 @@ from sdfastgn.patches.comfyui import dynamic_vram, graphs
 from sdfastgn.patches.comfyui.inject import CLAIMING, KEY, has_blocks, is_loaded, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
-from sdfastgn.patches.core.fusion import Fusion
+from sdfastgn.patches.swap.fusion import Fusion
 
 # Name of a fusion -> the report's word for the modules that the fusion changes. Each fusion in ``CLAIMING``
 # has an entry.

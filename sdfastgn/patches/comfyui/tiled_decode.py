@@ -27,11 +27,11 @@ from comfy.ldm.modules.diffusionmodules.model import Decoder, ResnetBlock, Upsam
 from torch import Tensor, nn
 
 from sdfastgn.patches.comfyui.layers import plain_class, reason_to_cast
-from sdfastgn.patches.core.fusion import ClassSwap, stock_class
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions import strip_chain
 from sdfastgn.patches.fusions.strip_chain import Parts
 from sdfastgn.patches.fusions.strips import OutParts, ResnetParts, UpsampleParts
+from sdfastgn.patches.swap.fusion import ClassSwap, stock_class
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["AUTOENCODERS", "TiledVAE", "in_strips"]
 

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.comfyui.layers import prepared
-from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, stock_class
-from sdfastgn.patches.core.linear import call_linear
-from sdfastgn.patches.core.statistics import add
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import norm_act
-from sdfastgn.patches.fusions.residual import NO_EMBEDDING, Embedding, conv_norm_act
-from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, linear_geglu, norm
-from sdfastgn.patches.fusions.upsampling import conv_of_upsampled
+from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
+from sdfastgn.patches.layers.group_norm import norm_act
+from sdfastgn.patches.layers.linear import call_linear
+from sdfastgn.patches.layers.residual import NO_EMBEDDING, Embedding, conv_norm_act
+from sdfastgn.patches.layers.statistics import add
+from sdfastgn.patches.layers.tokens import add_feed_forward, add_norm, linear_geglu, norm
+from sdfastgn.patches.layers.upsampling import conv_of_upsampled
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, stock_class
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["BLOCKS", "has_no_patches"]
 

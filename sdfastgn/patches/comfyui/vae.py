@@ -30,13 +30,13 @@ from sdfastgn.patches.comfyui import hunyuan_video_15, tiled_decode
 from sdfastgn.patches.comfyui.carried import SharedClassSwap, reason_to_skip
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.comfyui.layers import prepared
-from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.statistics import add
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import norm_act
-from sdfastgn.patches.fusions.residual import conv_norm_act
-from sdfastgn.patches.fusions.upsampling import conv_of_upsampled
+from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
+from sdfastgn.patches.layers.group_norm import norm_act
+from sdfastgn.patches.layers.residual import conv_norm_act
+from sdfastgn.patches.layers.statistics import add
+from sdfastgn.patches.layers.upsampling import conv_of_upsampled
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["BLOCKS"]
 

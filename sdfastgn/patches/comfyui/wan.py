@@ -30,9 +30,9 @@ from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
 from sdfastgn.patches.comfyui import causal
 from sdfastgn.patches.comfyui.layers import prepared, reason_to_cast
-from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.video import NORMS, FusedRMSNorm, add_into, is_plain_inference, norm_of
+from sdfastgn.patches.layers.video import NORMS, FusedRMSNorm, add_into, is_plain_inference, norm_of
+from sdfastgn.patches.swap.fusion import ClassSwap, drops_nothing, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = [
     "BLOCKS",

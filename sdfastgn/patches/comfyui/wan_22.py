@@ -24,10 +24,10 @@ from sdfastgn.patches.comfyui.wan import (
     ResidualBlockBase,
     upsamples,
 )
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.packing import add_means, add_repeated
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.layers.packing import add_means, add_repeated
+from sdfastgn.patches.layers.video import is_plain_inference
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["BLOCKS"]
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm
-from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_of, is_unhooked
-from sdfastgn.patches.core.statistics import take_statistics
-from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.layers.statistics import take_statistics
+from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, activation_of, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "SOURCE", "FusedAdaGroupNorm", "ada_norm_act"]
 

@@ -33,12 +33,10 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.layout import empty_laid_out
 from sdfastgn.kernels.pad_frames.op import pad_frames
 from sdfastgn.kernels.statistics.op import channel_statistics
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, drops_nothing, is_unhooked
-from sdfastgn.patches.core.statistics import add, as_video, take_statistics
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.packing import unpack_sum
 from sdfastgn.patches.fusions.sequential import FusedSequential
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.packing import unpack_sum
+from sdfastgn.patches.layers.statistics import add, as_video, take_statistics
+from sdfastgn.patches.layers.video import (
     can_fuse,
     convolve_padded,
     images_of,
@@ -47,6 +45,8 @@ from sdfastgn.patches.fusions.video import (
     is_plain_inference,
     norm_operands,
 )
+from sdfastgn.patches.swap.fusion import ClassSwap, activation_reason, drops_nothing, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSIONS"]
 

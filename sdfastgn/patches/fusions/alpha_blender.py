@@ -13,8 +13,8 @@ import torch
 from diffusers.models.resnet import AlphaBlender
 from torch import Tensor
 
-from sdfastgn.patches.core.fusion import is_unhooked
-from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.swap.fusion import is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["SOURCE", "factors_of", "is_plain_blender"]
 

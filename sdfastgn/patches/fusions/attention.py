@@ -36,21 +36,21 @@ from sdfastgn.kernels.attention.wide_heads import attend, is_replaced
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core import fp8
-from sdfastgn.patches.core.fp8_product import ProductCall
-from sdfastgn.patches.core.fusion import ClassSwap, dropped_out, drops_nothing, is_unhooked, layer_of
-from sdfastgn.patches.core.linear import call_linear, is_plain_linear
-from sdfastgn.patches.core.merged_adapters import is_wrapper, plain_layer, stand_in_of, wrapped_layer
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.core.trained_adapters import adapted, trained, trained_sources
-from sdfastgn.patches.fusions.video import is_plain_inference
-from sdfastgn.patches.shared.packed_weights import (
+from sdfastgn.patches.fp8 import models as fp8
+from sdfastgn.patches.fp8.product import ProductCall
+from sdfastgn.patches.layers.linear import call_linear, is_plain_linear
+from sdfastgn.patches.layers.packed_weights import (
     Parameters,
     is_one_product,
     joined,
     pack,
     plain_parameters,
 )
+from sdfastgn.patches.layers.video import is_plain_inference
+from sdfastgn.patches.lora.merged_adapters import is_wrapper, plain_layer, stand_in_of, wrapped_layer
+from sdfastgn.patches.lora.trained_adapters import adapted, trained, trained_sources
+from sdfastgn.patches.swap.fusion import ClassSwap, dropped_out, drops_nothing, is_unhooked, layer_of
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "FusedAttention", "is_one_token"]
 

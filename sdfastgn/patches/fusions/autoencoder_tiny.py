@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from sdfastgn.patches.core.convolution import conv_relu
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked, stock_class
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
+from sdfastgn.patches.layers.convolution import conv_relu
+from sdfastgn.patches.layers.upsampling import convolves_at_low_resolution
+from sdfastgn.patches.swap.fusion import ClassSwap, activation_reason, is_unhooked, stock_class
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["BLOCK", "DECODER", "ENCODER", "FusedDecoderTiny", "FusedEncoderTiny", "FusedTinyBlock"]
 

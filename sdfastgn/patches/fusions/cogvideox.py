@@ -49,12 +49,10 @@ from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
 from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv
-from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, drops_nothing, is_unhooked
-from sdfastgn.patches.core.statistics import add, add_bias
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.convolution import conv_without_bias, is_plain_conv
+from sdfastgn.patches.layers.statistics import add, add_bias
+from sdfastgn.patches.layers.upsampling import convolves_at_low_resolution
+from sdfastgn.patches.layers.video import (
     activation_reason_of,
     can_fuse,
     convolve_padded,
@@ -66,6 +64,8 @@ from sdfastgn.patches.fusions.video import (
     norm_operands,
     video_of,
 )
+from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, drops_nothing, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["CONV", "FUSIONS", "convolve", "is_plain"]
 

@@ -28,8 +28,10 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm
-from sdfastgn.patches.core.class_forward import change_class
-from sdfastgn.patches.core.fusion import (
+from sdfastgn.patches.layers.group_norm import FusedGroupNorm
+from sdfastgn.patches.layers.statistics import take_statistics
+from sdfastgn.patches.swap.class_forward import change_class
+from sdfastgn.patches.swap.fusion import (
     activation_of,
     activation_reason,
     foreign_class,
@@ -40,10 +42,8 @@ from sdfastgn.patches.core.fusion import (
     restore_class,
     stock_class,
 )
-from sdfastgn.patches.core.hooks import remove_hooks
-from sdfastgn.patches.core.statistics import take_statistics
-from sdfastgn.patches.core.tested_sources import tested, unknown_source
-from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
+from sdfastgn.patches.swap.hooks import remove_hooks
+from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 __all__ = ["FUSION", "PARENTS"]
 

@@ -33,11 +33,11 @@ from sdfastgn.kernels.common.layout import is_channels_last, laid_out
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.pad_frames.op import pad_frames
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
-from sdfastgn.patches.fusions.packing import packed
-from sdfastgn.patches.fusions.video import add_into, channels_into, images_of, is_plain_inference, video_of
+from sdfastgn.patches.layers.group_norm import FusedGroupNorm
+from sdfastgn.patches.layers.packing import packed
+from sdfastgn.patches.layers.video import add_into, channels_into, images_of, is_plain_inference, video_of
+from sdfastgn.patches.swap.fusion import ClassSwap, drops_nothing, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSIONS"]
 

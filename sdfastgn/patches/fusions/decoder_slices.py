@@ -13,8 +13,8 @@ from diffusers.models.autoencoders.vae import Decoder
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "MOST_PIXELS", "FusedDecoder"]
 

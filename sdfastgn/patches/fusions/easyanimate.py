@@ -39,10 +39,8 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
 from sdfastgn.kernels.pad_frames.op import GroupNorm, pad_frames
-from sdfastgn.patches.core.fusion import ClassSwap, drops_nothing, is_unhooked
-from sdfastgn.patches.core.statistics import add, add_bias, as_video
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.statistics import add, add_bias, as_video
+from sdfastgn.patches.layers.video import (
     activation_reason_of,
     can_fuse,
     convolve_padded,
@@ -53,6 +51,8 @@ from sdfastgn.patches.fusions.video import (
     norm_operands,
     video_of,
 )
+from sdfastgn.patches.swap.fusion import ClassSwap, drops_nothing, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSIONS"]
 

@@ -16,9 +16,9 @@ from diffusers.utils import is_torch_npu_available
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap, layer_of
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.tokens import linear_geglu
+from sdfastgn.patches.layers.tokens import linear_geglu
+from sdfastgn.patches.swap.fusion import ClassSwap, layer_of
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "FusedGEGLU"]
 

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import empty_laid_out, laid_out
-from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.statistics import add
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import norm_act
-from sdfastgn.patches.fusions.packing import means_of, pack_sum, unpack_sum
-from sdfastgn.patches.fusions.residual import conv_norm_act
-from sdfastgn.patches.fusions.video import activation_reason_of, is_plain_inference
+from sdfastgn.patches.layers.convolution import conv_without_bias, is_plain_conv, pointwise
+from sdfastgn.patches.layers.group_norm import norm_act
+from sdfastgn.patches.layers.packing import means_of, pack_sum, unpack_sum
+from sdfastgn.patches.layers.residual import conv_norm_act
+from sdfastgn.patches.layers.statistics import add
+from sdfastgn.patches.layers.video import activation_reason_of, is_plain_inference
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.tested_sources import tested
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanimage as _image

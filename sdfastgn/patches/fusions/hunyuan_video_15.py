@@ -31,11 +31,8 @@ from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.pad_frames.op import Norm
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.left_alone import pads_quickly
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.packing import downsampled, means_of, upsampled
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.packing import downsampled, means_of, upsampled
+from sdfastgn.patches.layers.video import (
     NORMS,
     FusedRMSNorm,
     activation_reason_of,
@@ -46,7 +43,10 @@ from sdfastgn.patches.fusions.video import (
     is_plain_inference,
     norm_of,
 )
-from sdfastgn.patches.fusions.wrapped_conv import WRAPPERS, FusedWrapper, convolve, is_plain_wrapper
+from sdfastgn.patches.layers.wrapped_conv import WRAPPERS, FusedWrapper, convolve, is_plain_wrapper
+from sdfastgn.patches.layout.left_alone import pads_quickly
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.tested_sources import tested
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as _video

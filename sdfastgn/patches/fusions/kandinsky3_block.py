@@ -17,13 +17,13 @@ from diffusers.models.unets.unet_kandinsky3 import (
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
-from sdfastgn.patches.core.linear import linear_of
-from sdfastgn.patches.core.merged_adapters import plain_layer
-from sdfastgn.patches.core.statistics import add, add_bias
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import fused_activation, fused_norm
+from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
+from sdfastgn.patches.layers.group_norm import fused_activation, fused_norm
+from sdfastgn.patches.layers.linear import linear_of
+from sdfastgn.patches.layers.statistics import add, add_bias
+from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["BLOCK", "NORM", "RESNET_BLOCK"]
 

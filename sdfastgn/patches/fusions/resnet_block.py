@@ -13,18 +13,18 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import (
+from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
+from sdfastgn.patches.layers.group_norm import norm_act
+from sdfastgn.patches.layers.residual import NO_EMBEDDING, Embedding, conv_norm_act
+from sdfastgn.patches.layers.statistics import add
+from sdfastgn.patches.swap.fusion import (
     ClassSwap,
     activation_reason,
     dropped_out,
     drops_nothing,
     layer_of,
 )
-from sdfastgn.patches.core.statistics import add
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import norm_act
-from sdfastgn.patches.fusions.residual import NO_EMBEDDING, Embedding, conv_norm_act
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "FusedResnetBlock2D"]
 

@@ -14,11 +14,11 @@ from diffusers.models.resnet import ResnetBlockCondNorm2D
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, dropped_out, layer_of
-from sdfastgn.patches.core.statistics import add, add_bias
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions import ada_group_norm, spatial_norm
+from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
+from sdfastgn.patches.layers.statistics import add, add_bias
+from sdfastgn.patches.swap.fusion import ClassSwap, activation_reason, dropped_out, layer_of
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION"]
 

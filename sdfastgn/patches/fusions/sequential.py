@@ -12,11 +12,11 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.class_forward import change_class
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, foreign_override, restore_class
-from sdfastgn.patches.core.tested_sources import TestedSource
-from sdfastgn.patches.fusions.batch_norm import fold_into, foldable, folded_conv, is_folded, unfold
-from sdfastgn.patches.fusions.group_norm import fused_activation, norm_act
+from sdfastgn.patches.layers.batch_norm import fold_into, foldable, folded_conv, is_folded, unfold
+from sdfastgn.patches.layers.group_norm import fused_activation, norm_act
+from sdfastgn.patches.swap.class_forward import change_class
+from sdfastgn.patches.swap.fusion import ClassSwap, activation_of, foreign_override, restore_class
+from sdfastgn.patches.swap.tested_sources import TestedSource
 
 __all__ = ["FOLD_BATCH_NORM", "FUSION", "FusedSequential"]
 

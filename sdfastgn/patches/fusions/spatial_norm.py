@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.pad_frames.op import pad_frames
-from sdfastgn.patches.core.convolution import is_plain_conv
-from sdfastgn.patches.core.fusion import IDENTITY, ClassSwap, is_unhooked
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.video import (
+from sdfastgn.patches.layers.convolution import is_plain_conv
+from sdfastgn.patches.layers.video import (
     can_fuse,
     in_channels_last,
     is_plain_inference,
     is_upsampled_exactly,
     norm_operands,
 )
+from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "SOURCE", "spatial_norm_act"]
 

@@ -30,16 +30,16 @@ from diffusers.models.transformers.transformer_temporal import (
 from torch import Tensor
 
 from sdfastgn.kernels.layer_norm.grouped import Groups
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.linear import call_linear
-from sdfastgn.patches.core.statistics import add, blend
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.alpha_blender import SOURCE, factors_of, is_plain_blender
 from sdfastgn.patches.fusions.attention import FusedAttention
 from sdfastgn.patches.fusions.temporal_transformer import attends_over_frames, image_of, tokens_of
-from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, is_plain_norm, norm
 from sdfastgn.patches.fusions.transformer_block import layers_of
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.layers.linear import call_linear
+from sdfastgn.patches.layers.statistics import add, blend
+from sdfastgn.patches.layers.tokens import add_feed_forward, add_norm, is_plain_norm, norm
+from sdfastgn.patches.layers.video import is_plain_inference
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "FusedTransformerSpatioTemporalModel"]
 

@@ -20,12 +20,6 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import has_any_global_hook, is_tracing
-from sdfastgn.patches.core.adapters import WRAPPED
-from sdfastgn.patches.core.channels_last import enter, leave
-from sdfastgn.patches.core.class_forward import has_foreign_forward
-from sdfastgn.patches.core.convolution import keeps_size
-from sdfastgn.patches.core.fusion import activation_of, stock_class
-from sdfastgn.patches.core.merged_adapters import adopt, is_allowed, plain_layer, waits, why_not
 from sdfastgn.patches.fusions.strips import (
     Held,
     Layer,
@@ -38,6 +32,12 @@ from sdfastgn.patches.fusions.strips import (
     hold,
     write,
 )
+from sdfastgn.patches.layers.convolution import keeps_size
+from sdfastgn.patches.layout.channels_last import enter, leave
+from sdfastgn.patches.lora.adapters import WRAPPED
+from sdfastgn.patches.lora.merged_adapters import adopt, is_allowed, plain_layer, waits, why_not
+from sdfastgn.patches.swap.class_forward import has_foreign_forward
+from sdfastgn.patches.swap.fusion import activation_of, stock_class
 
 __all__ = [
     "Parts",

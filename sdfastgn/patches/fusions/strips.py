@@ -34,10 +34,10 @@ from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.statistics.op import channel_statistics
-from sdfastgn.patches.core.convolution import is_plain_conv, pointwise
-from sdfastgn.patches.core.fusion import activation_of, stock_class
-from sdfastgn.patches.core.merged_adapters import plain_layer
-from sdfastgn.patches.core.statistics import add, add_bias, take_statistics
+from sdfastgn.patches.layers.convolution import is_plain_conv, pointwise
+from sdfastgn.patches.layers.statistics import add, add_bias, take_statistics
+from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.swap.fusion import activation_of, stock_class
 
 __all__ = [
     "Held",

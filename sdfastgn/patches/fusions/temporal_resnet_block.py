@@ -17,14 +17,14 @@ from diffusers.models.resnet import SpatioTemporalResBlock, TemporalResnetBlock
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import conv_without_bias
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.linear import fused_linear
-from sdfastgn.patches.core.statistics import add_bias, as_video, blend
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.alpha_blender import SOURCE, factors_of, is_plain_blender
-from sdfastgn.patches.fusions.group_norm import norm_act
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.layers.convolution import conv_without_bias
+from sdfastgn.patches.layers.group_norm import norm_act
+from sdfastgn.patches.layers.linear import fused_linear
+from sdfastgn.patches.layers.statistics import add_bias, as_video, blend
+from sdfastgn.patches.layers.video import is_plain_inference
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "SPATIO_TEMPORAL", "FusedSpatioTemporalResBlock", "FusedTemporalResnetBlock"]
 

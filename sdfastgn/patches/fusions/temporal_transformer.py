@@ -27,14 +27,14 @@ from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
 from torch import Tensor
 
 from sdfastgn.kernels.layer_norm.grouped import Groups
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, stock_class
-from sdfastgn.patches.core.linear import call_linear
-from sdfastgn.patches.core.statistics import add, as_video
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.attention import FusedAttention
-from sdfastgn.patches.fusions.tokens import add_feed_forward, grouped_norm, is_plain_norm
 from sdfastgn.patches.fusions.transformer_block import layers_of
-from sdfastgn.patches.fusions.video import is_plain_inference
+from sdfastgn.patches.layers.linear import call_linear
+from sdfastgn.patches.layers.statistics import add, as_video
+from sdfastgn.patches.layers.tokens import add_feed_forward, grouped_norm, is_plain_norm
+from sdfastgn.patches.layers.video import is_plain_inference
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, stock_class
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = [
     "FUSION",

@@ -23,14 +23,14 @@ from diffusers.models.unets.unet_2d_blocks import UpDecoderBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from sdfastgn.patches.core.fusion import foreign_class, is_about, stock_class
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
-from sdfastgn.patches.core.merged_adapters import plain_layer
-from sdfastgn.patches.core.tested_sources import tested, unknown_source
 from sdfastgn.patches.fusions import strip_chain
 from sdfastgn.patches.fusions.conv_norm_out import arm, disarm
 from sdfastgn.patches.fusions.strip_chain import Parts
 from sdfastgn.patches.fusions.strips import OutParts, ResnetParts, UpsampleParts
+from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.swap.fusion import foreign_class, is_about, stock_class
+from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2

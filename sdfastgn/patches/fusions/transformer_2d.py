@@ -11,13 +11,13 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import pointwise_tokens
-from sdfastgn.patches.core.fusion import ClassSwap, layer_of
-from sdfastgn.patches.core.linear import call_linear
-from sdfastgn.patches.core.statistics import add
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import norm_tokens
-from sdfastgn.patches.fusions.rounding import rounded
+from sdfastgn.patches.layers.convolution import pointwise_tokens
+from sdfastgn.patches.layers.group_norm import norm_tokens
+from sdfastgn.patches.layers.linear import call_linear
+from sdfastgn.patches.layers.rounding import rounded
+from sdfastgn.patches.layers.statistics import add
+from sdfastgn.patches.swap.fusion import ClassSwap, layer_of
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "FusedTransformer2DModel"]
 

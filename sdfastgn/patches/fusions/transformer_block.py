@@ -30,21 +30,21 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.layer_norm.grouped import Groups
-from sdfastgn.patches.core import fp8
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked, layer_of, stock_class
-from sdfastgn.patches.core.merged_adapters import wrapped_layer
-from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fusions.attention import FusedAttention, is_one_token
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
-from sdfastgn.patches.fusions.rounding import rounded
-from sdfastgn.patches.fusions.tokens import (
+from sdfastgn.patches.layers.packed_weights import plain_parameters
+from sdfastgn.patches.layers.rounding import rounded
+from sdfastgn.patches.layers.tokens import (
     add_feed_forward,
     add_norm,
     feed_forward_weights,
     is_plain_norm,
     norm,
 )
-from sdfastgn.patches.shared.packed_weights import plain_parameters
+from sdfastgn.patches.lora.merged_adapters import wrapped_layer
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, layer_of, stock_class
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
 

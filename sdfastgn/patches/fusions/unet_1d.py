@@ -10,10 +10,10 @@ from diffusers.models.unets.unet_1d_blocks import OutConv1DBlock, ResConvBlock
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.convolution import conv_without_bias
-from sdfastgn.patches.core.fusion import ClassSwap, activation_reason
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.group_norm import fused_activation, fused_norm
+from sdfastgn.patches.layers.convolution import conv_without_bias
+from sdfastgn.patches.layers.group_norm import fused_activation, fused_norm
+from sdfastgn.patches.swap.fusion import ClassSwap, activation_reason
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSIONS"]
 

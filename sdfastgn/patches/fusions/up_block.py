@@ -19,9 +19,9 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.statistics import cat
-from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.layers.statistics import cat
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock2D", "runs_fused", "upsample"]
 

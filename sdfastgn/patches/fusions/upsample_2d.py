@@ -16,9 +16,9 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.upsampling import conv_of_upsampled
+from sdfastgn.patches.layers.upsampling import conv_of_upsampled
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION", "FusedUpsample2D"]
 

@@ -13,10 +13,10 @@ from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal
 from diffusers.models.unets.unet_motion_model import CrossAttnUpBlockMotion, UpBlockMotion
 from torch import Tensor
 
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.statistics import cat
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.up_block import runs_fused, upsample
+from sdfastgn.patches.layers.statistics import cat
+from sdfastgn.patches.swap.fusion import ClassSwap
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSIONS"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from sdfastgn.kernels.common.private import copy_each, default_device, sdp_priority_order, switches
-from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
 from sdfastgn.patches.graphs.factors import Factor, is_number
+from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
 __all__ = [
     "Call",

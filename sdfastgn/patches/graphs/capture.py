@@ -18,7 +18,6 @@ from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after, load_algorithms
-from sdfastgn.patches.core.merged_adapters import frozen
 from sdfastgn.patches.graphs.arguments import (
     Call,
     Unsupported,
@@ -28,6 +27,7 @@ from sdfastgn.patches.graphs.arguments import (
     structure_of,
 )
 from sdfastgn.patches.graphs.watch import Watch
+from sdfastgn.patches.lora.merged_adapters import frozen
 
 __all__ = [
     "AnyGraph",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
+from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
 __all__ = ["Place", "changed", "difference_of", "joined", "tensor_in_words"]
 

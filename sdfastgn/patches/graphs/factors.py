@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sdfastgn.patches.core.fusion import stock_class
-from sdfastgn.patches.core.numpy_numbers import is_numpy_real
-from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
 from sdfastgn.patches.graphs.changes import Place, changed
+from sdfastgn.patches.swap.fusion import stock_class
+from sdfastgn.patches.swap.numpy_numbers import is_numpy_real
+from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_source
 
 __all__ = ["Factor", "Factors", "Reader", "is_number", "is_tested", "readers"]
 

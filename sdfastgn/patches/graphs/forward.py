@@ -31,11 +31,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import States, running
-from sdfastgn.patches.core import fp8
-from sdfastgn.patches.core.adapter_survey import Survey
-from sdfastgn.patches.core.class_forward import MethodEntry, class_forward
-from sdfastgn.patches.core.merged_adapters import give_back, scaled
-from sdfastgn.patches.core.repeated import until_it_fits
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.capture import Backend, Graph, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.lora_scale import LoraScale
@@ -53,6 +49,10 @@ from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.training import Flags, TrainingGraph
 from sdfastgn.patches.graphs.watch import Watch
+from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.lora.merged_adapters import give_back, scaled
+from sdfastgn.patches.offload.repeated import until_it_fits
+from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 
 __all__ = ["GraphedForward", "Planner", "all_living"]
 

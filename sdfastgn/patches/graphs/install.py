@@ -19,18 +19,18 @@ from torch import nn
 
 from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.code.checked import check_calls, stop_checking
-from sdfastgn.patches.core.class_forward import (
+from sdfastgn.patches.graphs.capture import Backend, backend_of
+from sdfastgn.patches.graphs.forward import GraphedForward, all_living
+from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
+from sdfastgn.patches.layout.left_alone import reason_of_cudnn
+from sdfastgn.patches.offload.moves import follow, unfollow
+from sdfastgn.patches.swap.class_forward import (
     class_forward,
     has_foreign_forward,
     is_offloaded_whole,
     replace_kept,
 )
-from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
-from sdfastgn.patches.core.left_alone import reason_of_cudnn
-from sdfastgn.patches.core.moves import follow, unfollow
-from sdfastgn.patches.graphs.capture import Backend, backend_of
-from sdfastgn.patches.graphs.forward import GraphedForward, all_living
-from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
+from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
 __all__ = [
     "INFERENCE_MODES",

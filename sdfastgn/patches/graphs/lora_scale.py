@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core.adapter_sources import is_class_of_scales
-from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.models import lora_scale_of
+from sdfastgn.patches.lora.adapter_sources import is_class_of_scales
+from sdfastgn.patches.lora.adapter_survey import Survey
 
 __all__ = ["LoraScale"]
 

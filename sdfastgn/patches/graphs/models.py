@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch, private
-from sdfastgn.patches.core import channels_last, fp8
-from sdfastgn.patches.core.fusion import stock_class
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs.arguments import Call, Number
 from sdfastgn.patches.graphs.factors import is_tested
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.swap.fusion import stock_class
 
 __all__ = [
     "is_graphable",

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sdfastgn.patches.core.class_forward import is_offloaded_whole
 from sdfastgn.patches.graphs.arguments import Unsupported
+from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 
 __all__ = ["FEW_CALLS", "NO_MEMORY", "Policy"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.arguments import Call
 from sdfastgn.patches.graphs.capture import AnyGraph, Backend
 from sdfastgn.patches.graphs.watch import Watch
+from sdfastgn.patches.lora.adapter_survey import Survey
 
 __all__ = ["MAX_GRAPHS", "Store"]
 

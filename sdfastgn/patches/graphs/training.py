@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import copy_each, version_of
-from sdfastgn.patches.core.adapter_survey import Survey
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, mapped, tensors_in
 from sdfastgn.patches.graphs.capture import Backend
 from sdfastgn.patches.graphs.watch import Watch
+from sdfastgn.patches.lora.adapter_survey import Survey
 
 __all__ = ["Flags", "TrainingGraph"]
 

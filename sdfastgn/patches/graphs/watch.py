@@ -46,10 +46,6 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.patches.code.checked import CALL
-from sdfastgn.patches.core.adapter_survey import Survey
-from sdfastgn.patches.core.class_forward import has_foreign_forward, is_offloaded_whole
-from sdfastgn.patches.core.instance_entries import GUARDS
-from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
 from sdfastgn.patches.graphs.comparisons import (
     Attributes,
@@ -65,6 +61,10 @@ from sdfastgn.patches.graphs.comparisons import (
 )
 from sdfastgn.patches.graphs.factors import Factors
 from sdfastgn.patches.graphs.models import switched, switches_of
+from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.swap.class_forward import has_foreign_forward, is_offloaded_whole
+from sdfastgn.patches.swap.instance_entries import GUARDS
+from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
 __all__ = ["TRUSTED", "Watch", "attributes_of", "hooks_of"]
 

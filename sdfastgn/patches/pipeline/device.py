@@ -17,8 +17,8 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION"]
 

@@ -16,8 +16,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION"]
 

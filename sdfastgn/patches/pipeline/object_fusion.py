@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
+from sdfastgn.patches.swap.tested_sources import TestedSource, unknown_source
 
 __all__ = ["ObjectFusion"]
 

@@ -34,10 +34,10 @@ from diffusers import (
 )
 from torch import Tensor
 
-from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.pipeline import pinned_copies
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.pipeline.pinned_copies import PinnedCopies
+from sdfastgn.patches.swap.tested_sources import tested
 
 __all__ = ["FUSION"]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.private import storage_of
 from sdfastgn.patches.code.reach import MISSING, content_of, function_in, package_of
-from sdfastgn.patches.core.numpy_numbers import is_numpy_constant
+from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
 __all__ = ["Description", "Indescribable", "digest_of"]
 

@@ -30,7 +30,7 @@ from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank
 from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.upsample import conv
-from sdfastgn.patches.core import statistics
+from sdfastgn.patches.layers import statistics
 from tests.kernels.ops import as_tuple, each_derivative, each_op
 from tests.kernels.samples import channels_last, interpreted, kernels
 

@@ -7,7 +7,7 @@ import torch
 
 import sdfastgn
 from sdfastgn.kernels.statistics.op import add_kernel, reference_channel_statistics
-from sdfastgn.patches.core.statistics import add_bias, as_video, blend, take_statistics
+from sdfastgn.patches.layers.statistics import add_bias, as_video, blend, take_statistics
 from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, kernels, make, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_gradients", "statistics_always_pay")

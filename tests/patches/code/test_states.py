@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import sdfastgn
 from sdfastgn.patches.code.states import MAX_STATES, reason_of_code
-from sdfastgn.patches.core.exclusive import call_entry
 from sdfastgn.patches.graphs import forward
 from sdfastgn.patches.graphs import install as cuda_graphs
+from sdfastgn.patches.swap.exclusive import call_entry
 from tests.patches.code.foreign import OF_UNETS, of_package, replaced, sage
 from tests.patches.graphs.cases import DEVICES, agree, lora, make, reasons_of, run, state
 

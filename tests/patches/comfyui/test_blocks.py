@@ -21,7 +21,7 @@ from comfy.ops import disable_weight_init  # noqa: E402
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.layers import has_steady_weights  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
-from sdfastgn.patches.core import channels_last  # noqa: E402
+from sdfastgn.patches.layout import channels_last  # noqa: E402
 from tests.patches.children import are_called_as_in_stock, each_place  # noqa: E402
 from tests.patches.comfyui.comfy_models import snapshot  # noqa: E402
 

@@ -19,8 +19,8 @@ from comfy.model_patcher import ModelPatcher  # noqa: E402
 from sdfastgn.patches.comfyui.graphs import begin_run, calls_of_run, graphs_of  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
-from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import forward  # noqa: E402
+from sdfastgn.patches.layout import channels_last  # noqa: E402
 from tests.patches import cases  # noqa: E402
 from tests.patches.code.foreign import replaced  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402

@@ -15,8 +15,8 @@ from sdfastgn.kernels.common import dispatch  # noqa: E402
 from sdfastgn.patches.comfyui import inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import text_of  # noqa: E402
-from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import capture, forward  # noqa: E402
+from sdfastgn.patches.layout import channels_last  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import latent_of  # noqa: E402
 from tests.patches.graphs.tape import TapeBackend  # noqa: E402

@@ -8,8 +8,8 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.statistics.plain import reference_channel_statistics
-from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.fusions import allegro as fusion
+from sdfastgn.patches.layers.statistics import add
 from tests.patches import cases, samples
 from tests.patches.samples import randomize
 from tests.patches.video_cases import (

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import sdfastgn
 from sdfastgn.kernels.attention import few_keys as short_attention
 from sdfastgn.patches.fusions import attention
-from sdfastgn.patches.shared import packed_weights as packing
+from sdfastgn.patches.layers import packed_weights as packing
 from tests.kernels import samples as kernel_samples
 from tests.patches import cases
 from tests.patches.cases import noise

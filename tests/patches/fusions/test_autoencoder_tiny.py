@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from diffusers.models import AutoencoderTiny
 
 import sdfastgn
-from sdfastgn.patches.core import convolution
 from sdfastgn.patches.fusions import autoencoder_tiny
+from sdfastgn.patches.layers import convolution
 
 pytestmark = pytest.mark.fused_on_cpu
 

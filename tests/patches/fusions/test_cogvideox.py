@@ -204,7 +204,7 @@ def test_restored_bit_by_bit():
 @pytest.mark.parametrize("pays", [False, True])
 def test_statistics_of_the_kernel_before(pays, monkeypatch, launches):
     """Where they pay, a norm after a sum or a bias reads no more than the sum's statistics."""
-    monkeypatch.setattr("sdfastgn.patches.core.statistics.statistics_pay", lambda C, HW: pays)
+    monkeypatch.setattr("sdfastgn.patches.layers.statistics.statistics_pay", lambda C, HW: pays)
     models = twins()
     same(models, decode_of(codes(3, latents=(1, 2))))
     read = cases.passes(launches)["statistics"]

@@ -9,7 +9,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
-from sdfastgn.patches.fusions import tokens, transformer_block
+from sdfastgn.patches.fusions import transformer_block
+from sdfastgn.patches.layers import tokens
 from tests.kernels import samples
 from tests.patches import cases, changes
 from tests.patches.cases import WHERE, noise

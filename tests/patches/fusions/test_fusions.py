@@ -16,12 +16,12 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches import patcher
-from sdfastgn.patches.core import fusion as fusion_module
-from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.fusions import group_norm, residual
-from sdfastgn.patches.fusions.group_norm import fused_activation
-from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
+from sdfastgn.patches.layers import group_norm, residual
+from sdfastgn.patches.layers.group_norm import fused_activation
+from sdfastgn.patches.layers.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
+from sdfastgn.patches.swap import fusion as fusion_module
+from sdfastgn.patches.swap.fusion import ClassSwap
 from tests.kernels.samples import kernels
 from tests.patches import cases, samples
 from tests.patches.samples import each_copy, each_fusion, each_sample, output, snapshot, stock_and_output

@@ -8,7 +8,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import hunyuan_video_15 as fusion
-from sdfastgn.patches.fusions import wrapped_conv
+from sdfastgn.patches.layers import wrapped_conv
 from tests.patches import cases, video_cases
 from tests.patches.samples import randomize
 from tests.patches.video_cases import (

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
-from sdfastgn.patches.fusions import tokens, transformer_block
+from sdfastgn.patches.fusions import transformer_block
+from sdfastgn.patches.layers import tokens
 from tests.kernels.samples import DTYPES, HALVES
 from tests.patches import cases
 from tests.patches.cases import agree

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 
-from sdfastgn.patches.core import statistics
+from sdfastgn.patches.layers import statistics
 from tests.patches.cases import agree, image, noise
 from tests.patches.cases import random_twins as twins
 

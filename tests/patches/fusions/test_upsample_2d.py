@@ -13,7 +13,8 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.upsample import conv as upsample_conv
-from sdfastgn.patches.fusions import upsample_2d, upsampling
+from sdfastgn.patches.fusions import upsample_2d
+from sdfastgn.patches.layers import upsampling
 from tests.kernels import samples as kernel_samples
 from tests.patches.cases import agree, image
 

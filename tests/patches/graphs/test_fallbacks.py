@@ -19,7 +19,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
-from sdfastgn.patches.core import fp8, fp8_product
+from sdfastgn.patches.fp8 import models as fp8
+from sdfastgn.patches.fp8 import product as fp8_product
 from sdfastgn.patches.graphs import capture, install
 from tests.patches import samples
 from tests.patches.graphs.cases import (

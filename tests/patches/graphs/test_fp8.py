@@ -13,7 +13,8 @@ from peft import LoraConfig
 import sdfastgn
 from sdfastgn.kernels.common.e4m3 import BEYOND, LEARNED, SCALE
 from sdfastgn.models.architectures import unet_inputs
-from sdfastgn.patches.core import fp8, fp8_product
+from sdfastgn.patches.fp8 import models as fp8
+from sdfastgn.patches.fp8 import product as fp8_product
 from tests.patches.graphs.cases import built, run, state
 
 # A tape records with a dispatch mode of PyTorch, and products in FP8 do not run inside of one.

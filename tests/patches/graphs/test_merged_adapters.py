@@ -13,10 +13,11 @@ from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict
 
 import sdfastgn
-from sdfastgn.patches.core import adapter_survey, channels_last, merged_adapters
-from sdfastgn.patches.core.merged_weights import Record, records
 from sdfastgn.patches.graphs.capture import Graph
 from sdfastgn.patches.graphs.models import lora_scale_of
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.lora import adapter_survey, merged_adapters
+from sdfastgn.patches.lora.merged_weights import Record, records
 from tests.patches.graphs.cases import (
     DEVICES,
     agree,

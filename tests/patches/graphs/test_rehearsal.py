@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.patches.core import fp8
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import capture
 from tests.patches import samples
 from tests.patches.graphs.cases import make, replaced_parameter, run, same_results, state

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig
 
 import sdfastgn
-from sdfastgn.patches.core import adapter_survey, contents, merged_adapters
 from sdfastgn.patches.graphs import install as cuda_graphs
+from sdfastgn.patches.lora import adapter_survey, contents, merged_adapters
 from tests.patches.graphs.cases import DEVICES, agree, make, run, same_results
 from tests.patches.writers import WRITERS
 

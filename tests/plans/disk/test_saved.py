@@ -18,7 +18,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.code.states import States
-from sdfastgn.patches.core.channels_last import lay_out_weights
+from sdfastgn.patches.layout.channels_last import lay_out_weights
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans.disk import files, key
 from sdfastgn.plans.guard import Guard

@@ -16,8 +16,8 @@ from scripts.publish.tables.fp8 import ATTENTION, MLPERF, QUALITY, TIMES, TORCHA
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, read_json
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.run import Row
-from sdfastgn.patches.core import fp8 as products
-from sdfastgn.patches.core import fp8_product
+from sdfastgn.patches.fp8 import models as products
+from sdfastgn.patches.fp8 import product as fp8_product
 from tests.bench.tables.cases import SOURCE, save
 
 ROW = Row("sdxl", "unet", 1024, 2, "fp16", "sdfastgn", OK, median_ms=20.0, error_fp32=0.002)

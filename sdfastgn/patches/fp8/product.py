@@ -1,0 +1,698 @@
+"""The matrix products of one model in E4M3: they learn, keep a copy of their weights, and compute.
+
+A *product* is the matrix product of a linear layer, or of several layers with the same input. It has a
+quantizer (``kernels/common/e4m3.py``), with which the kernel before the product writes the product's input in
+E4M3.
+
+A product begins by *learning*: in its first ``CALLS`` calls it runs in the model's dtype, and the largest
+magnitude of its inputs is recorded. The last of these calls sets the scale of the inputs, makes a copy of the
+weights in E4M3, and compares the product in E4M3 with the product in fp32. If the error is larger than
+``MOST_ERROR``, the product stays in the model's dtype for good. Otherwise it runs in E4M3 from the next call
+on. If memory runs out in the last call, the copy is freed, and the next call without a graph tries again.
+
+While products learn, the model runs without CUDA graphs.
+
+Later inputs may have values beyond the range of E4M3. The kernel that writes them then uses a larger scale
+for this call (``kernels/common/e4m3.py``), with a graph or without. So each result is right, and the CPU
+waits for nothing. One of the next calls learns of it (``fp8_counts.py``), and the product *learns again*: its
+scale grows to cover the old and the new values. Graphs read the scales from memory, so they get the new ones
+without a new capture.
+
+A scale grows by powers of two: then all values but the smallest are rounded as before. If it has grown much
+(``MOST_KEPT``), the next call runs without a graph, and compares the product with fp32 once more. A product
+that learns again too often, or whose error is too large then, is *suspended*: it runs in the model's dtype.
+When weights of the model change, for instance because of other adapters, inputs may be small again. Then
+suspended products run in E4M3 again, and a scale that has grown much becomes the first one.
+
+The model's parameters are never changed. If a weight is written to or replaced, it is quantized again, into
+the same memory: by the next call without a graph, or before the next graph. PyTorch does not count all
+writes. So the contents of all weights are compared too, when a call without a graph begins, and while a graph
+runs (``contents.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import private
+from sdfastgn.kernels.common.compile_ahead import rehearsal
+from sdfastgn.kernels.common.e4m3 import (
+    E4M3,
+    INVERSE,
+    LARGEST,
+    LEARNED,
+    MOST,
+    NUMBERS,
+    SCALE,
+    TOTAL,
+    quantized,
+)
+from sdfastgn.kernels.product.op import add_linear_e4m3_, linear_e4m3
+from sdfastgn.kernels.product.op import linear as in_model_dtype
+from sdfastgn.patches.fp8.counts import Counts
+from sdfastgn.patches.lora.contents import Calls, Contents
+from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, written_now
+from sdfastgn.patches.swap.class_forward import accelerate_hooks
+
+__all__ = ["Product", "ProductCall", "Products", "linear", "written"]
+
+_Written = TypeVar("_Written")
+
+# Number of calls in which a product learns. Most images take 20 to 50 steps of one call each, so these are
+# all or most steps of an image. From one step to the next, the magnitudes of the inputs change little.
+CALLS = 30
+# The scale leaves room for values that are larger than the largest value so far by this factor. The room
+# costs little: E4M3 has the same relative error for all but its smallest values.
+HEADROOM = 2.0
+# Maximum relative error of a product in E4M3. For random numbers the error is 0.037.
+MOST_ERROR = 0.06
+# A product that learns again more often than this without a change of weights is suspended.
+MOST_AGAIN = 4
+# A product that was suspended this often stays in the model's dtype for good. Each suspension and each end of
+# one needs new captures.
+MOST_SUSPENSIONS = 3
+# A scale that has grown by at most this factor stays when weights change, and the error is not measured
+# again. At a factor of 16 the relative error of random numbers with a wide distribution was 0.040 instead of
+# 0.037, at 64 it was 0.056.
+MOST_KEPT = 16
+# The error is measured with at most this many rows of the input, because large images have more.
+_ROWS = 4096
+# The smallest scale of a weight, for weights that are all 0.
+_LEAST = 1e-12
+# Why a model runs without CUDA graphs while its products learn.
+REASON = "the scales of its FP8 products are not known yet"
+# Why a call runs without a graph after a scale has grown much.
+COMPARE_REASON = "scales of its FP8 products have grown, and are compared with fp32"
+
+
+class Products:
+    """The products of one model.
+
+    Attributes:
+        calls: number of calls of the model so far in which products learned.
+        products: the products.
+        quantizers: the quantizers that graphs use, (products, ``NUMBERS``). ``refresh`` writes the scales.
+        writes: counts how often weights were quantized again.
+        replaced: counts how often a product that is on got other weights, such as merged ones, or freed its
+            copy.
+        counts: what calls have counted beyond the range.
+
+    Args:
+        hooked: the modules to search for hooks that move weights in each call. If any module of the model has
+            such a hook, one of these has one.
+    """
+
+    def __init__(self, hooked: Sequence[nn.Module]) -> None:
+        self.calls = self.replaced = self.writes = 0
+        self.counts = Counts()
+        self._hooked = tuple(map(weakref.ref, hooked))
+        self._was_offloaded = False
+        self.products: list[Product] = []
+        self.quantizers = torch.empty(0, NUMBERS)
+        self._is_stale = False  # True if ``quantizers`` must be written
+        self._compares = False  # True if the next call must run without a graph
+        self._began = Calls()
+        self._contents: Contents | None = None
+        self._weights: list[Tensor] | None = None
+        self._compared: list[Tensor] | None = None  # ``_sources``, once they are known
+        self._versions: list[int] = []
+
+    def begin(self, products: list[Product]) -> None:
+        """Set the products. No graph reads their quantizers yet."""
+        self.counts.beyond = self.beyond()
+        self.products = products
+        with torch.inference_mode(False), torch.no_grad():
+            device = products[0].quantizer.device if products else None
+            self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
+            for i, product in enumerate(products):
+                product.begin(self, self.quantizers[i])
+                product.touch()  # this object does not know of which contents a former copy was made
+
+    def offloading(self) -> str:
+        """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
+        found = next(filter(None, (_offloading_of(m) for ref in self._hooked if (m := ref()))), "")
+        if found and not self._was_offloaded:
+            for product in self.products:
+                if product.nbytes:
+                    product.free()
+        self._was_offloaded = bool(found)
+        return found
+
+    def reason_now(self) -> str | None:
+        """Why the model cannot run as a graph now; None if it can. Counts the call: call it once for each."""
+        if self.offloading():
+            return None  # products do not learn; hooks are a reason of their own
+        # A product that was left out of some calls learns in further calls, but at most in as many again.
+        if CALLS <= self.calls < 2 * CALLS and not any(p.is_learning for p in self.products):
+            self.calls = 2 * CALLS
+        if self.calls < 2 * CALLS:
+            self.calls += 1
+            return REASON
+        self.follow_counts()
+        if self._compares:
+            self._compares = False
+            return COMPARE_REASON
+        return None
+
+    def changed(self, *, is_replaced: bool) -> None:
+        """Products call this when a copy in E4M3 is new, outdated or freed.
+
+        ``is_replaced``: True if older graphs must not run again.
+        """
+        self._versions = []
+        self._weights = self._compared = None  # a product may have other weights now
+        if is_replaced:
+            self.replaced += 1
+
+    def scales_changed(self) -> None:
+        """Products call this when their scale has changed. The next graph must read it."""
+        self._is_stale = True
+
+    def enter(self, product: Product) -> None:
+        """Call this before ``product`` runs. If a call of the model begins with it, compare contents."""
+        if self._began.begins(product) and not _is_capturing():
+            self.compare()
+            self.follow_counts()
+            self.counts.copy_noted()
+
+    def compare(self) -> None:
+        """If other code has written into weights, their copies are outdated from now on."""
+        if self._contents is not None and not self._contents.are_same(self._compared_now()):
+            self._touch()
+
+    def note(self, product: Product, weights: Sequence[Tensor]) -> None:
+        """Call this before a copy of ``weights`` is made for ``product``.
+
+        If the contents of the weights are unknown, take the present ones, and all other copies are outdated.
+        """
+        sources = self._sources(product, weights)
+        if sources and (self._contents is None or not self._contents.are_of(sources)):
+            for other in self.products:
+                if other is not product:
+                    other.touch()
+            self._contents = Contents(sources, [False] * len(sources))
+
+    def note_replay(self) -> None:
+        """Call this before a graph starts in the current stream, and ``has_same_contents`` after that."""
+        if self._contents is not None:
+            self._contents.begin()
+
+    def has_same_contents(self) -> bool:
+        """True if the graph has read copies of the weights' present contents. Does not wait for its end."""
+        if self._contents is None:
+            return True
+        sources = self._compared_now()
+        if self._contents.are_of(sources):
+            self._contents.look(sources)
+            if self._contents.looked_same():
+                return True
+        self._touch()
+        return False
+
+    def _touch(self) -> None:
+        """Record that other code has written into weights."""
+        self._contents = None
+        self.writes += 1
+        for product in self.products:
+            product.touch()
+
+    def _compared_now(self) -> list[Tensor]:
+        if self._compared is None:
+            self._compared = self._sources()
+        return self._compared
+
+    def _sources(self, product: Product | None = None, weights: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The weights of which other code may have changed the contents, as far as they are on the GPU.
+
+        ``weights``: those of ``product``, if it has not stored them yet.
+        """
+        return [
+            weight
+            for each in self.products
+            for weight in (weights if each is product else each.living())
+            if weight.device == each.device and not is_merged_weight(weight)
+        ]
+
+    def is_outdated(self) -> bool:
+        # This runs before each replay. Graphs notice by themselves when weights move.
+        return self._is_stale or self._versions_now() != self._versions
+
+    def refresh(self) -> None:
+        """Bring all that graphs read up to date: weights that were written to, scales and counters.
+
+        The current stream waits for copies that others write. No graph of the model may run meanwhile.
+        """
+        for product in () if self.offloading() else self.products:
+            product.refresh()
+            product.wait()
+        for product in self.products:
+            product.follow_weights()
+        if self._is_stale:
+            self._is_stale = False  # first, because another thread may change a scale now
+            found = torch.stack([product.quantizer.to(self.quantizers.device) for product in self.products])
+            self.quantizers[:, : INVERSE + 1].copy_(found[:, : INVERSE + 1])
+            self.quantizers[:, MOST].zero_()
+        self._versions = self._versions_now()
+
+    def compare_scales(self) -> None:
+        """Products call this when their scale has grown much. The next call runs without a graph."""
+        self._compares = True
+
+    def copy_counts(self) -> None:
+        """Call this after a graph was started. It starts a copy of the graph's counts to the CPU."""
+        self.counts.copy(self.products, self.quantizers)
+
+    def follow_counts(self, *, waits: bool = False) -> None:
+        """Let scales grow that did not cover the values of former calls, as far as the CPU knows them.
+
+        ``waits``: True to wait for what is being copied.
+        """
+        if not _is_capturing():
+            for product, numbers in self.counts.arrived(waits=waits):
+                product.follow_count(numbers)
+
+    def beyond(self) -> int:
+        """Number of values beyond the range in all calls. Waits for the GPU. Scales may grow."""
+        self.follow_counts(waits=True)
+        for copy in (self.counts.copy_noted, self.copy_counts):
+            copy()
+            self.follow_counts(waits=True)
+        return self.counts.beyond + int(self.quantizers[:, TOTAL].sum().item())
+
+    def _versions_now(self) -> list[int]:
+        if self._weights is None:
+            self._weights = [weight for product in self.products for weight in product.living()]
+        return list(map(private.version_of, self._weights))
+
+
+class Product:
+    """The product of one or several layers with the same input. Call its methods only while autograd records
+    nothing.
+
+    Attributes:
+        quantizer: the quantizer for the input, (``NUMBERS``,) fp32. It is never changed once the product has
+            learned: calls have copies, and a product that learns again gets another one.
+        is_on: True if the product runs in E4M3.
+        is_due: True if the scale has grown much, so that the product must be compared with fp32.
+        is_growing: True if the product is suspended because it learned again too often.
+        growth: the scale is the first one times this.
+        again: how often the product learned again.
+        is_short: True if memory ran out in the call that ends learning. The next call tries again.
+        calls: number of calls in which the product learned.
+        error: the relative error in E4M3 against fp32; NaN before it is known.
+        dtype: the dtype of the weights, and of results.
+        weights: weak references to the weights. The product must not keep its layers alive.
+        device: the device of its copy in E4M3.
+        model: weak reference to the ``Products`` of the product.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.is_on, self.is_short, self.calls, self.error = False, False, 0, math.nan
+        self.is_due = self.is_growing = self._is_suspended = False
+        self.again = self._writes = self._again_now = self._suspensions = 0
+        self.model: Callable[[], Products | None] = lambda: None
+        self.weights = tuple(map(weakref.ref, weights))
+        first = weights[0]
+        self._shape = sum(map(len, weights)), first.shape[1]
+        self.dtype, self.device = first.dtype, first.device
+        with torch.inference_mode(False):
+            self.quantizer = torch.zeros(NUMBERS, dtype=torch.float32, device=first.device)
+        self._of_graphs = self.quantizer
+        self._learned = 0.0  # the first scale
+        self.growth = 1
+        # Growth of the scale -> quantizer. All are kept, because calls in other threads may read them.
+        self._quantizers = {1: self.quantizer}
+        self._e4m3 = self._scale = self.quantizer[:0]
+        self._state = _state(weights)
+        self._is_outdated = False  # True if the copy in E4M3 must be made again
+        self._written: tuple[int, torch.cuda.Event | None] = (0, None)
+
+    @property
+    def is_learning(self) -> bool:
+        return 0 < self.calls < CALLS
+
+    @property
+    def has_learned(self) -> bool:
+        return self.calls >= CALLS
+
+    @property
+    def nbytes(self) -> int:
+        return self._e4m3.nbytes
+
+    def begin(self, model: Products, quantizer: Tensor) -> None:
+        """Become a product of ``model``, whose graphs read ``quantizer``."""
+        self.model, self._of_graphs = weakref.ref(model), quantizer
+        quantizer.copy_(self.quantizer)
+
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """True if this can be the product of ``weights``.
+
+        Their dtype, device and number of columns must be as before, and so must the sum of their rows.
+        """
+        return sum(map(len, weights)) == self._shape[0] and all(
+            (w.dtype, w.device, w.shape[1]) == (self.dtype, self.device, self._shape[1]) for w in weights
+        )
+
+    def is_of(self, weights: Sequence[Tensor]) -> bool:
+        """True if this is the product of ``weights``. It is brought up to date first."""
+        known, model = self.weights, self.model()
+        if model is not None:
+            model.enter(self)
+        is_known = len(known) == len(weights) and all(r() is w for r, w in zip(known, weights, strict=True))
+        is_same = is_known and self._state == _state(weights)
+        if is_same and not self._is_outdated:
+            return True
+        # A capture would repeat the quantization at each replay.
+        if not self.fits(weights) or _is_capturing():
+            return False
+        self.touch()  # if an error stops the next line, the copy may be written in part
+        if model is not None and not is_same:
+            model.writes += 1
+        self._quantize(weights)
+        self.weights = tuple(map(weakref.ref, weights))
+        self._changed(is_replaced=not is_known)
+        return True
+
+    def is_any_of(self, ids: set[int]) -> bool:
+        """True if the id of one of the weights is in ``ids``."""
+        return any(id(ref()) in ids for ref in self.weights)
+
+    def touch(self) -> None:
+        """Mark the weights in E4M3 as outdated: the next call or graph quantizes the weights again."""
+        self._is_outdated = True
+        self._changed(is_replaced=False)
+
+    def _changed(self, *, is_replaced: bool) -> None:
+        """Tell the model that the copy in E4M3 is new, outdated or freed.
+
+        ``is_replaced``: it was freed, or is of other weights. Graphs that read it must not run again. While
+        the product is off, no graph reads it.
+        """
+        model = self.model()
+        if model is not None:
+            model.changed(is_replaced=is_replaced and self.is_on)
+
+    def refresh(self) -> None:
+        """Quantize the weights again if they were written to."""
+        weights = self.living()
+        if len(weights) == len(self.weights):
+            self.is_of(weights)
+
+    def living(self) -> list[Tensor]:
+        """The weights that still exist."""
+        return [weight for ref in self.weights if (weight := ref()) is not None]
+
+    @contextlib.contextmanager
+    def moving(self, owner: nn.Module) -> Iterator[None]:
+        """A context in which parameters of ``owner`` may move. If one moves, the copy in E4M3 is freed.
+
+        A weight is a parameter of ``owner``, or the merged weight of such a parameter and its adapters.
+        """
+        weights, before = self.living(), _addresses(owner.parameters())
+        # With ``torch.__future__.set_swap_module_params_on_conversion``, PyTorch moves no tensor that has a
+        # weak reference.
+        self.weights = ()
+        try:
+            yield
+        finally:
+            self.weights = tuple(map(weakref.ref, weights))
+            if self.nbytes and _addresses(owner.parameters()) != before:
+                self.free()
+
+    def free(self) -> None:
+        """Free the copy in E4M3. If the product is on, the next call or graph makes it again."""
+        self._e4m3 = self._scale = self.quantizer[:0]
+        self._is_outdated = True
+        self._changed(is_replaced=True)
+
+    def _quantize(self, weights: Sequence[Tensor]) -> None:
+        """Bring the copy of the weights in E4M3 up to date, if the product is on or suspended."""
+        state = _state(weights)
+        if self.is_on or self._is_suspended:
+            self._write(weights)
+        self._state, self._is_outdated = state, False
+
+    def _write(self, weights: Sequence[Tensor]) -> None:
+        """Write the weights into the copy in E4M3, which is allocated if it does not exist."""
+        model = self.model()
+        if model is not None:
+            model.note(self, weights)
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.nbytes:
+                self._scale = torch.empty(1, dtype=torch.float32, device=self.device)
+                self._e4m3 = torch.empty(self._shape, dtype=E4M3, device=self.device)
+            largest = torch.stack([_largest(weight) for weight in weights]).amax()
+            self._scale.copy_((largest / LARGEST).clamp(min=_LEAST))
+            start = 0
+            for weight in weights:
+                scaled = (weight.float() / self._scale).clamp(-LARGEST, LARGEST)
+                self._e4m3[start : start + len(weight)].copy_(scaled.to(E4M3))
+                start += len(weight)
+        self._written = written_now(self.device)
+
+    def quantizer_now(self) -> Tensor | None:
+        """The quantizer for one call; None if the product needs the model's dtype."""
+        is_capturing = _is_capturing()
+        if not is_capturing:
+            self.follow_weights()
+        if not self.is_on or (self.is_due and not is_capturing and rehearsal.get() is None):
+            return None
+        if is_capturing:
+            return self._of_graphs if self._of_graphs.device == self.device else None
+        self.wait()
+        return self.quantizer.clone()
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """The weights in E4M3 and their scale. The current stream waits until both are written."""
+        if not _is_capturing():  # before a graph, ``refresh`` waits
+            self.wait()
+        return self._e4m3, self._scale
+
+    def wait(self) -> None:
+        """Make the current stream wait until the weights in E4M3 are written."""
+        wait_for(self._written, self.device)
+
+    def note(self, quantizer: Tensor) -> None:
+        """Record that a kernel outside of a graph has written the input with ``quantizer``."""
+        model = self.model()
+        if model is not None:
+            model.counts.note(self, quantizer)
+
+    def follow_count(self, numbers: Sequence[float]) -> None:
+        """If values were beyond the range, learn again: let the scale grow, so that it covers them.
+
+        ``numbers``: those of a quantizer, after a call.
+        """
+        is_present = numbers[LEARNED] == self._learned * self.growth  # another one was replaced meanwhile
+        if not (self.is_on and is_present and numbers[MOST] > LARGEST):
+            return
+        self._grow(self.growth * 2 ** math.ceil(math.log2(HEADROOM * numbers[MOST] / LARGEST)))
+        self.again += 1
+        self._again_now += 1
+        self.is_growing = self._again_now > MOST_AGAIN
+        if self.is_growing:
+            self._suspend()
+        elif self.growth > MOST_KEPT:
+            self.is_due = True
+            model = self.model()
+            if model is not None:
+                model.compare_scales()
+
+    def follow_weights(self) -> None:
+        """If weights of the model have changed, end a suspension, and undo a very large growth of the scale.
+
+        Inputs may be as small as at first now. For them a large scale would be inexact.
+        """
+        model = self.model()
+        if model is None or model.writes == self._writes:
+            return
+        self._writes, self._again_now = model.writes, 0
+        if self.growth > MOST_KEPT:
+            self._grow(1)
+            self.is_due = False
+        if self._is_suspended:
+            self.is_on, self.is_growing, self._is_suspended = True, False, False
+            self._changed(is_replaced=True)
+
+    def _suspend(self) -> None:
+        # The copy in E4M3 is not freed: a graph in another thread may be reading it.
+        self.is_on = False
+        self._suspensions += 1
+        self._is_suspended = self._suspensions < MOST_SUSPENSIONS
+        model = self.model()
+        if model is not None:  # graphs in which the product is on must not run again
+            model.changed(is_replaced=True)
+
+    def _grow(self, growth: int) -> None:
+        """Use the first scale times ``growth``, a power of two."""
+        self.wait()
+        if growth not in self._quantizers:
+            with torch.inference_mode(False):
+                quantizer = self._quantizers[1].clone()
+            quantizer[SCALE : LEARNED + 1] *= growth
+            quantizer[INVERSE] /= growth
+            self._written = written_now(self.device)
+            self._quantizers[growth] = quantizer
+        self.growth, self.quantizer = growth, self._quantizers[growth]
+        model = self.model()
+        if model is not None:
+            model.scales_changed()
+
+    def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Learn from an input x (..., depth) in the model's dtype. If learning is over, compare if due."""
+        # In a rehearsal some kernels do not run, so x may be uninitialized. A capture would learn at each
+        # replay.
+        if rehearsal.get() is not None or _is_capturing():
+            return
+        if self.has_learned:
+            if self.is_on and self.is_due:
+                self._compare(x, weights)
+            return
+        model = self.model()
+        if self.calls == 0 and model is not None and model.calls >= CALLS:
+            # This layer was not called until now, for instance because of an adapter that is not merged.
+            # The model runs without graphs once more.
+            model.calls = 0
+        most = self.quantizer[MOST]
+        torch.maximum(most, _largest(x), out=most)
+        if self.calls + 1 == CALLS:
+            try:
+                self._finish(x, weights)
+            except torch.OutOfMemoryError:
+                # The stock model would not fail here. So this call goes on in the model's dtype.
+                self.is_short = True
+                return
+            finally:
+                if not self.is_on:
+                    self.free()
+        self.calls += 1
+        self.is_short = False
+
+    def _finish(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Choose the scale, quantize the weights, and decide whether the product runs in E4M3."""
+        largest = self.quantizer[MOST].item()
+        if not 0 < largest < math.inf:
+            return
+        scale = HEADROOM * largest / LARGEST
+        self.quantizer[SCALE : LEARNED + 1], self.quantizer[INVERSE] = scale, 1 / scale
+        self.quantizer[MOST] = 0
+        self._learned = self.quantizer[LEARNED].item()
+        self._state, self._is_outdated = _state(weights), False
+        self._write(weights)
+        self.error = self._error(x, weights)
+        self._of_graphs.copy_(self.quantizer)
+        self.is_on = self.error <= MOST_ERROR
+
+    def _compare(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Compare the product with fp32 after its scale has grown much. Suspend it if its error is large."""
+        self.is_due = False
+        if not 0 < _largest(x).item() < math.inf:  # there is nothing to compare
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):  # the stock model would not fail here
+            self.error = self._error(x, weights)
+        if self.error > MOST_ERROR:
+            self._suspend()
+
+    def _error(self, x: Tensor, weights: Sequence[Tensor]) -> float:
+        """The relative error of the product of x in E4M3, against fp32."""
+        x = x.reshape(-1, x.shape[-1])
+        x = x[:: -(-len(x) // _ROWS)]
+        expected = torch.cat([F.linear(x.float(), weight.float()) for weight in weights], -1)
+        call = ProductCall(self, self.quantizer.clone())
+        found = call(quantized(x, call.quantizer)).float()  # type: ignore[arg-type]
+        return ((found - expected).norm() / expected.norm()).item()
+
+
+class ProductCall:
+    """One call of a product.
+
+    Attributes:
+        product: the product.
+        quantizer: the quantizer to write the input with; None if the product needs the model's dtype. It is
+            this call's own: another thread may give the product another scale meanwhile, or have values
+            beyond the range. In a capture it is the one that graphs read.
+    """
+
+    __slots__ = ("product", "quantizer")
+
+    def __init__(self, product: Product, quantizer: Tensor | None) -> None:
+        self.product, self.quantizer = product, quantizer
+
+    def written(self, kernel: Callable[..., _Written]) -> _Written:
+        """Returns ``kernel(quantizer=...)``, which writes the input, in the model's dtype with None."""
+        found = kernel(quantizer=self.quantizer)
+        # In rehearsals kernels may run on uninitialized memory. Graphs have counts of their own.
+        if not (self.quantizer is None or rehearsal.get() is not None or _is_capturing()):
+            self.product.note(self.quantizer)
+        return found
+
+    def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        self.product.learn(x, weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes the product of x (..., depth), which was written with ``quantizer``. There is no bias."""
+        e4m3, scale = self.product.operands()
+        return linear_e4m3(x, e4m3, (self._scale(), scale), self.product.dtype)
+
+    def add_(self, total: Tensor, x: Tensor) -> None:
+        """Adds the product of x to ``total`` (..., columns), which is contiguous, in place."""
+        e4m3, scale = self.product.operands()
+        flat = total.view(-1, total.shape[-1]), x.view(-1, x.shape[-1])
+        add_linear_e4m3_(*flat, e4m3, (self._scale(), scale))
+
+    def _scale(self) -> Tensor:
+        return self.quantizer[SCALE : SCALE + 1]  # type: ignore[index]
+
+
+def written(call: ProductCall | None, kernel: Callable[..., _Written]) -> _Written:
+    """``call.written(kernel)``. Without a product, the result of ``kernel`` in the model's dtype."""
+    return kernel(quantizer=None) if call is None else call.written(kernel)
+
+
+def linear(call: ProductCall | None, x: Tensor, weight: Tensor) -> Tensor:
+    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Otherwise the product learns from x.
+
+    ``call``: a call of the product of ``weight``; None if it has none. Then x is in the dtype of ``weight``.
+    """
+    if call is not None:
+        if x.dtype is E4M3:
+            return call(x)
+        call.learn(x, [weight])
+    return in_model_dtype(x, weight)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude in x, fp32 without dimensions. NaN if x has a NaN."""
+    return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _state(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Addresses and versions of ``weights``. They show whether a weight was written to or moved."""
+    return [(weight.data_ptr(), weight._version) for weight in weights]
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _offloading_of(module: nn.Module) -> str:
+    """What moves the weights of ``module`` in each call, by a hook on it. Empty if no hook does.
+
+    The hook of ``enable_model_cpu_offload`` moves weights too, but not in each call.
+    """
+    if any(getattr(hook, "offload", None) is True for hook in accelerate_hooks(module)):
+        return "accelerate's offloading"
+    registry = vars(module).get("_diffusers_hook")
+    return "diffusers' group offloading" if "group_offloading" in getattr(registry, "hooks", ()) else ""

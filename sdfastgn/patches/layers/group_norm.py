@@ -1,0 +1,110 @@
+"""Runs every plain ``nn.GroupNorm`` in sdfastgn's kernel.
+
+Other fusions call ``norm_act``, which runs a norm and the activation after it in one kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.group_norm.op import group_norm, reference_group_norm
+from sdfastgn.kernels.group_norm.plain import channels_last_group_norm, is_channels_last_to_pytorch
+from sdfastgn.patches.layers.known_norms import known_base
+from sdfastgn.patches.layers.rounding import rounded
+from sdfastgn.patches.layers.statistics import take_statistics
+from sdfastgn.patches.swap.fusion import ClassSwap, activation_of, is_unhooked, parameters_of, stock_class
+
+__all__ = ["FUSION", "FusedGroupNorm", "fused_activation", "fused_norm", "norm_act", "norm_tokens"]
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    """``nn.GroupNorm`` on sdfastgn's kernel. The result has the input's layout.
+
+    Shapes, dtypes and errors: ``sdfastgn.group_norm``.
+    """
+
+    # Classes whose forward only normalizes have themselves as ``norm_alone``. A subclass with another forward
+    # inherits the value of its base class, which differs from the subclass. So ``cls.norm_alone is cls``
+    # tells whether forward only normalizes. Every release of torch.compile can trace this comparison.
+    norm_alone: type[nn.Module] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._fused(input, "identity") if dispatch.has_kernels(input) else self._in_pytorch(input)
+
+    def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
+        """Normalizes x and applies ``activation``, in one kernel.
+
+        ``operands``: further operands of ``sdfastgn.group_norm``, by keyword, such as ``shift``.
+        """
+        norm = self.num_groups, *parameters_of(self), self.eps
+        return group_norm(x, *norm, activation, statistics=take_statistics(x), **operands)
+
+    def _in_pytorch(self, input: Tensor) -> Tensor:
+        if dispatch.is_stock_code() or not (input.is_cpu and is_channels_last_to_pytorch(input)):
+            return nn.GroupNorm.forward(self, input)
+        operands = input, self.num_groups, self.weight, self.bias, self.eps
+        # ``found`` is None if the result of PyTorch's channels-last kernel would be inaccurate, which happens
+        # for some inputs, or if its backward would crash.
+        found = channels_last_group_norm(*operands)
+        return reference_group_norm(*operands) if found is None else found[0]
+
+
+FusedGroupNorm.norm_alone = FusedGroupNorm
+
+
+def _is_fused(norm: nn.Module) -> bool:
+    return isinstance(norm, FusedGroupNorm) and norm.norm_alone is type(norm)
+
+
+def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
+    """The name of ``act`` for ``norm._fused``. None if ``act(norm(x))`` cannot run as one kernel.
+
+    It can if ``norm`` is a fused norm, the kernel has the activation ``act``, and neither has hooks.
+    """
+    name = activation_of(act) if _is_fused(norm) else None
+    return name if name is not None and is_unhooked(norm, act) else None
+
+
+def norm_tokens(norm: Any, x: Tensor) -> Tensor:
+    """``norm(x)`` for x (N, C, H, W), as tokens (N, HW, C)."""
+    if _is_fused(norm) and is_unhooked(norm) and dispatch.has_kernels(x):
+        return norm._fused(x, "identity", tokens=True)
+    return norm(x).permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def norm_act(norm: Any, act: nn.Module, x: Tensor, reader: Any = None) -> Tensor:
+    """``act(norm(x))`` for x (N, C, *spatial), in one kernel if that is possible.
+
+    ``reader``: the only layer that reads the result, if it is known (``rounding.py``).
+    """
+    name = fused_activation(norm, act)
+    if name is None or not dispatch.has_kernels(x):
+        return act(norm(x))
+    return fused_norm(norm, x, name, reader, {})
+
+
+def fused_norm(norm: Any, x: Tensor, activation: str, reader: Any, operands: dict[str, Any]) -> Tensor:
+    """Computes ``norm._fused(x, activation, **operands)``. ``reader``: as in ``norm_act``."""
+    readers = None if reader is None else (reader,)
+    return rounded(_run_fused, norm, x, activation, operands, readers=readers)
+
+
+def _run_fused(norm: Any, x: Tensor, activation: str, operands: dict[str, Any]) -> Tensor:
+    return norm._fused(x, activation, **operands)
+
+
+# Full name of ``sdfastgn.GroupNorm``, which runs the kernel already and is not fused. Classes are compared
+# with the name, because files in ``patches`` must not import ``modules.py``.
+_OURS = "sdfastgn.modules.GroupNorm"
+
+
+def _has_no_other_fusion(norm: nn.Module) -> bool:
+    kind = type(norm)
+    is_ours = f"{kind.__module__}.{kind.__qualname__}" == _OURS
+    return stock_class(norm) is kind and known_base(kind) is None and not is_ours
+
+
+FUSION = ClassSwap("group_norm", nn.GroupNorm, FusedGroupNorm, covers=_has_no_other_fusion)

@@ -1,0 +1,84 @@
+"""Models that ``optimize`` leaves as they are, because they would be slower or could be wrong.
+
+Some versions of cuDNN compute 3-D convolutions in bf16 wrongly, and need gigabytes more memory than others
+(https://github.com/pytorch/pytorch/issues/163539 and 166643). With these versions nothing is known about
+3-D convolutions in channels-last. So models that have such convolutions in bf16 keep stock's layout and code.
+
+Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo 1.5, Mochi) call ``F.pad`` in
+mode "replicate" before each convolution. For channels-last tensors this ``F.pad`` is slow, and its result is
+channels-first, so that the convolution has to copy it. Together this costs more than the fused norms save.
+"Real sizes" in docs/coverage.md has the times of all models.
+
+Plans and some fusions repeat the border in a kernel, which is fast. These fusions are registered with
+``pads_quickly``. If they can fuse all convolutions of a model that repeat the border, ``optimize`` changes
+the model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sdfastgn.patches.swap.fusion import Fusion
+
+__all__ = ["SLOW_BORDERS", "pads_quickly", "reason_of_cudnn", "reason_to_leave"]
+
+# The versions of cuDNN whose 3-D convolutions in bf16 are wrong or need more memory: from 9.8, before 9.15.
+# The numbers are as in ``torch.backends.cudnn.version()``.
+_BAD_CUDNN = range(90800, 91500)
+
+# The reason to leave a model that repeats borders without a kernel.
+SLOW_BORDERS = "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
+
+# The fusions that were registered with ``pads_quickly``.
+_quick: list[Fusion] = []
+
+
+def pads_quickly(fusion: Fusion) -> None:
+    """Register ``fusion`` as one whose fused convolutions repeat the border of their input in a kernel."""
+    _quick.append(fusion)
+
+
+def reason_to_leave(root: nn.Module) -> str | None:
+    """Why ``optimize`` must leave the model ``root`` as it is; None if it may change the model."""
+    reason = reason_of_cudnn(root)
+    if reason is not None:
+        return reason
+    if any(_repeats_borders(module) and not _has_kernel(module) for module in root.modules()):
+        return SLOW_BORDERS
+    return None
+
+
+def reason_of_cudnn(root: nn.Module) -> str | None:
+    """Why the installed cuDNN cannot be trusted with 3-D convolutions of ``root``; None if it can."""
+    if not any(isinstance(m, nn.Conv3d) and m.weight.dtype is torch.bfloat16 for m in root.modules()):
+        return None
+    version = torch.backends.cudnn.version()
+    if version not in _BAD_CUDNN:  # None without cuDNN
+        return None
+    return (
+        f"3-D convolutions in bf16 are wrong in some versions of cuDNN, and this is {_text_of(version)}; "
+        "install cuDNN 9.15 or later"
+    )
+
+
+def _text_of(version: int) -> str:
+    return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _repeats_borders(module: nn.Module) -> bool:
+    """True if ``module`` is one of diffusers' 3-D convolutions that repeat the border of their input."""
+    return vars(module).get("pad_mode") == "replicate" and isinstance(
+        getattr(module, "conv", None), nn.Conv3d
+    )
+
+
+def _has_kernel(module: nn.Module) -> bool:
+    """True if ``module`` repeats borders in a kernel, or will once it is fused.
+
+    That is, a fusion that was registered with ``pads_quickly`` has changed it, or can change it.
+    """
+    return any(
+        fusion.claims(module) and (fusion.is_applied(module) or fusion.reason_to_skip(module) is None)
+        for fusion in _quick
+    )

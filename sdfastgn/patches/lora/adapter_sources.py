@@ -1,0 +1,182 @@
+"""Finds the tensors and scales from which ``merged_adapters.py`` computes merged weights.
+
+That file explains the terms *wrapper* (peft's layer), *stand-in* and *merged weights*.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.private import version_of
+from sdfastgn.patches.swap.fusion import is_unhooked
+from sdfastgn.patches.swap.hooks import LAYOUT_HOOKS
+from sdfastgn.patches.swap.numpy_numbers import is_numpy_real
+
+__all__ = [
+    "OF_CONV",
+    "Source",
+    "active_adapters",
+    "adapter_of",
+    "is_class_of_scales",
+    "is_plain_adapter",
+    "source_of",
+    "state_of",
+]
+
+# Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
+# weights, must have the same settings as the wrapped convolution.
+OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
+
+
+def is_class_of_scales(kind: type) -> bool:
+    """True for the class of a scale that can be merged: int, float, or such a class of NumPy."""
+    return issubclass(kind, (int, float)) or is_numpy_real(kind)
+
+
+class Source(NamedTuple):
+    """The tensors and scales from which the merged weight and bias of one wrapper are computed.
+
+    Attributes:
+        base: the wrapped layer.
+        weight, bias: the parameters of ``base``.
+        pairs: (A, B, bias of B or None, scale) for each active adapter.
+    """
+
+    base: Any
+    weight: Tensor
+    bias: Tensor | None
+    pairs: tuple[tuple[Tensor, Tensor, Tensor | None, float], ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = [self.weight, self.bias]
+        for pair in self.pairs:
+            found += pair[:3]
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias is not None or any(pair[2] is not None for pair in self.pairs)
+
+    def scaled(self, factor: float) -> Source:
+        """Returns this source with all scales multiplied by ``factor``, as peft's ``scale_layer`` does."""
+        if factor == 1.0:
+            return self
+        return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
+
+    def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
+        """A value that changes if the merged weight would change. ``tensors``: ``self.tensors``."""
+        return *state_of(tensors), tuple([pair[3] for pair in self.pairs])
+
+
+def state_of(tensors: list[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Ids, addresses and numbers of writes of ``tensors``: the first three items of ``Source.key``."""
+    return tuple(map(id, tensors)), tuple(map(Tensor.data_ptr, tensors)), tuple(map(version_of, tensors))
+
+
+def active_adapters(own: dict[str, Any]) -> list[str]:
+    """Names of the adapters that a wrapper applies. Empty if they are turned off or fused into the layer.
+
+    ``own``: the wrapper's ``__dict__``.
+    """
+    if own["_disable_adapters"] or own["merged_adapters"]:
+        return []
+    names = own["_active_adapter"]
+    present = own["_modules"]["lora_A"]._modules
+    return [name for name in ([names] if isinstance(names, str) else names) if name in present]
+
+
+def source_of(layer: nn.Module) -> Source | str:
+    """The source of the merged weight of the wrapper ``layer``, or the reason why there can be none."""
+    own = vars(layer)
+    if type(own["scaling"]) is not dict:
+        return "its scales are in a dict of another class"
+    modules = own["_modules"]
+    base: Any = modules.get("base_layer")
+    kind = type(base)
+    if kind not in (nn.Linear, nn.Conv2d) or own.get("fan_in_fan_out"):
+        return "the layer in it is not plain"
+    if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
+        return "its convolution has groups, or was changed"
+    # sdfastgn's hooks for layouts are allowed on ``base``, because the stand-in runs them too: it shares the
+    # dicts of hooks (``_stand_in`` in ``merged_weights.py``).
+    if not (is_unhooked(layer) and is_unhooked(base, except_for=LAYOUT_HOOKS)):
+        return "it has hooks"
+    parameters = base._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    pairs = []
+    for name in active_adapters(own):
+        pair = _pair(layer, kind, name)
+        if isinstance(pair, str):
+            return pair
+        pairs.append(pair)
+    source = Source(base, weight, bias, tuple(pairs))
+    return _refusal_of(source.tensors, weight.device) or source
+
+
+def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
+    """Why ``tensors`` cannot be merged into a weight on ``device``; None if they can."""
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dispatch.KERNEL_DTYPES:
+            return "a weight is not a plain tensor of fp16, bf16 or fp32"
+        if tensor.is_inference():
+            return "a weight was made in inference mode, so that writes into it are not counted"
+        if tensor.device != device or tensor.is_meta:
+            return "its weights are on several devices"
+    return None
+
+
+def adapter_of(layer: nn.Module, source: Source, name: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Returns (A, B, bias of B or None) of the adapter ``name``. None if it cannot be merged.
+
+    ``source``: a source of the wrapper ``layer``, perhaps with other adapters.
+    """
+    pair = _pair(layer, type(source.base), name)
+    if isinstance(pair, str) or _refusal_of([t for t in pair[:3] if t is not None], source.weight.device):
+        return None
+    return pair[:3]
+
+
+def is_plain_adapter(own: dict[str, Any], name: str) -> bool:
+    """True if an adapter has no dropout and is no variant of LoRA. ``own``: the wrapper's ``__dict__``."""
+    is_variant = name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name)
+    return not is_variant and type(own["_modules"]["lora_dropout"]._modules.get(name)) is nn.Identity
+
+
+def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
+    """Returns (A, B, bias of B or None, scale) of the adapter ``name``, or why it cannot be merged.
+
+    ``layer``: the wrapper. ``kind``: the class of the wrapped layer.
+    """
+    own: Any = vars(layer)
+    modules = own["_modules"]
+    if name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name):
+        return "its adapter is a variant of LoRA, such as DoRA"
+    first: Any = modules["lora_A"]._modules[name]
+    second: Any = modules["lora_B"]._modules[name]
+    if not (type(first) is type(second) is kind and is_unhooked(first, second)):
+        return "the adapter's layers are not plain, or have hooks"
+    if kind is nn.Conv2d and not _is_convolution_of(modules["base_layer"], first, second):
+        return "the adapter's convolution has other settings than its layer"
+    if type(modules["lora_dropout"]._modules.get(name)) is not nn.Identity:
+        return "its adapter has a dropout"
+    scale = own["scaling"][name]
+    if not is_class_of_scales(type(scale)):
+        return f"the adapter's scale is a {type(scale).__name__}"
+    a, b = first._parameters["weight"], second._parameters["weight"]
+    return a, b, second._parameters.get("bias"), float(scale)
+
+
+def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:
+    """True if ``first`` (A) reads the same pixels as ``base``, and ``second`` (B) is a 1x1 convolution.
+
+    This is not always so: peft gives ``first`` neither the dilation nor the padding mode of ``base``.
+    """
+    return (
+        all(getattr(first, name) == getattr(base, name) for name in ("kernel_size", *OF_CONV))
+        and second.kernel_size == second.stride == (1, 1)
+        and second.padding == (0, 0)
+    )

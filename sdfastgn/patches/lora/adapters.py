@@ -1,0 +1,114 @@
+"""Finds layers with an adapter, such as a LoRA, and says why some of them run stock's code.
+
+peft replaces a layer of the model by a wrapper, which has the layer as its child. Wrappers of LoRAs run with
+merged weights (``merged_adapters.py``) where that is possible. Fusions call any other wrapper as stock's code
+does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not imported
+here: a wrapper is recognized by the names of its children. Other code may use these names for modules without
+an adapter. So the report and ``strict=True`` name a wrapper only if its class is also based on one of peft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from sdfastgn.patches.lora.merged_adapters import has_new, is_allowed, waits, why_not
+from sdfastgn.patches.swap.exclusive import call_entry
+from sdfastgn.patches.swap.fusion import stock_class
+
+__all__ = ["WRAPPED", "adapted_layers", "adapter_reason", "takes_adapters", "unmerged_layers"]
+
+# peft's names for the model's own layer inside a wrapper. All other children belong to the adapter.
+# ``base_layer``: the adapter adds its result to the layer's result.
+# ``original_module``: the adapter trains a copy of the whole layer.
+WRAPPED = ("base_layer", "original_module")
+
+# The name of the classes by which diffusers and transformers give their models adapters.
+_MIXIN = "PeftAdapterMixin"
+
+_ALONE = "stock's code runs the layer by itself"
+
+
+def takes_adapters(root: nn.Module) -> bool:
+    """True if layers of ``root`` have adapters of peft, or if diffusers or transformers can give it some."""
+    return any(cls.__name__ == _MIXIN for cls in type(root).__mro__) or any(
+        _is_of_peft(layer) for _, layer in adapted_layers(root)
+    )
+
+
+def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Returns (path, wrapper) of each layer with an adapter, among ``root`` and all modules below it."""
+    return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
+
+
+def unmerged_layers(
+    root: nn.Module, prefix: str = "", merges: bool | None = None, with_waiting: bool = False
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields (path, layer, reason) of each layer in ``root`` that runs stock's code because of its adapter.
+
+    Args:
+        root: a model.
+        prefix: the path of ``root``.
+        merges: whether LoRAs run with merged weights; None: as ``root`` was optimized before.
+        with_waiting: True also yields layers that can run with merged weights, but have none yet.
+    """
+    for path, module in root.named_modules(prefix=prefix):
+        # A wrapper that was added after ``optimize(merge_adapters=False)`` is allowed, but its model is not.
+        is_merging = is_allowed(root) and is_allowed(module) if merges is None else merges
+        reason = adapter_reason(module, is_merging)
+        if reason is None and with_waiting and waits(module):
+            # ``.to()`` frees the merged weights, but the wrapper keeps its fused class, which merges again.
+            reason = f"its adapter (LoRA) is not merged yet: {_when_merged(root, module)}"
+        if reason is not None:
+            yield path, module, reason
+
+
+def _when_merged(root: nn.Module, layer: nn.Module) -> str:
+    """Which call of the optimized model ``root`` merges the adapter of ``layer``, which waits for this."""
+    if stock_class(layer) is not type(layer):
+        return "its next call without gradients merges it"
+    if call_entry(root) is not None and has_new(root):
+        return "the next call of its model without gradients merges it"
+    return "the next call of its model that can become a CUDA graph merges it, and so does sdfastgn.optimize"
+
+
+def adapter_reason(layer: Any, merges: bool = True) -> str | None:
+    """The reason why ``layer`` runs stock's code because of its adapter.
+
+    None if ``layer`` has no adapter, or an adapter that can be merged. If the user can do something about the
+    reason, the text says what. ``merges``: False if the model must not get merged weights.
+    """
+    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
+        return f"it has an adapter (LoRA): {_ALONE}"
+    if not (isinstance(layer, nn.Module) and _is_wrapper(layer) and _is_of_peft(layer)):
+        return None
+    if hasattr(layer, "original_module"):
+        return f"an adapter trains a copy of it: {_ALONE}"
+    why = why_not(layer) if merges else "merge_adapters is False"
+    if why is None:
+        return None
+    if getattr(layer, "merged", False):
+        return (
+            f"its adapter (LoRA) is fused, but still wrapped around it: {_ALONE} ({why}); "
+            "unload_lora_weights() makes it a plain layer that keeps the fused weights"
+        )
+    if getattr(layer, "disable_adapters", False) or not getattr(layer, "active_adapters", True):
+        return (
+            f"its adapter (LoRA) is off, but still wrapped around it: {_ALONE} ({why}); "
+            "unload_lora_weights() makes it a plain layer"
+        )
+    return (
+        f"it has an adapter (LoRA): {_ALONE}, then the adapter's own small products and their sum ({why}); "
+        "fuse_lora() and then unload_lora_weights() make it a plain layer"
+    )
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return any(name in WRAPPED for name, _ in module.named_children())
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """True if the class of ``module``, or one of its base classes, is defined in the package peft."""
+    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)

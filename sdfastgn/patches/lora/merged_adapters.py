@@ -1,0 +1,497 @@
+"""Runs a layer with LoRA adapters as one plain layer, whose weight is W + the sum of scale * B @ A.
+
+peft replaces a layer of the model by a *wrapper*, which calls the layer and two small layers for each
+adapter. Here the wrapper gets a *stand-in*: a plain ``nn.Linear`` or ``nn.Conv2d`` with the merged weight in
+separate memory. Fused code gets the stand-in from ``plain_layer``, and the wrapper's own ``forward`` also
+runs it. The model's parameters are never changed.
+
+``adopt`` gives a wrapper its stand-in, and a class of ``peft_layers.py``. Each call checks whether the merged
+weight is up to date. It compares the active adapters, their scales, and the identity, address and version of
+each tensor with their values when the weight was computed. PyTorch does not count all writes in the version,
+so the contents of the tensors are compared too (``contents.py``). If anything differs, the merged weight is
+computed again into the same memory. So a CUDA graph that reads this memory stays valid.
+
+- Calls without graphs compare layer by layer (``merged_layer``). At the first layer of each call of the
+  model, the contents of all layers are compared (``_group_of``).
+- When a graph is replayed, a ``Survey`` (``adapter_survey.py``) compares all layers of a model at once, in
+  loops that run in C. If the replay has read old weights, it is repeated.
+
+With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
+where no kernels run, if merging is forbidden (``allow``) or memory is too short for it, and for every layer
+for which ``source_of`` returns a reason, such as other code's hooks, dropout or DoRA.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.lora.adapter_sources import Source, active_adapters, source_of, state_of
+from sdfastgn.patches.lora.contents import Calls, Contents
+from sdfastgn.patches.lora.merged_weights import Record, changing, forget, only_reads, records, write
+from sdfastgn.patches.swap.class_forward import change_class
+from sdfastgn.patches.swap.fusion import restore_class
+
+# The Python module in which peft defines its wrappers for LoRA.
+PEFT = "peft.tuners.lora.layer"
+_NO_MEMORY = "there was no memory for merged weights"
+
+# Wrapper -> all wrappers of the same model.
+_siblings: weakref.WeakKeyDictionary[nn.Module, _Siblings] = weakref.WeakKeyDictionary()
+# All modules of the models for which ``allow`` has forbidden merged weights.
+_off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Wrappers that get no merged weights, because memory was too short. They run peft's code.
+_short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Model -> the configurations of its adapters when ``adopt_new`` last looked. They are kept alive, so that no
+# other configuration gets their ids.
+_adopted: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+# The classes of ``peft_layers.py``, which ``adopt`` and ``_adopt_for_training`` give to wrappers. Empty until
+# that file is imported.
+_classes: tuple[type, ...] = ()
+# True inside of ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
+_is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
+# The factor by which the running call multiplies the scales of all adapters. It comes from the arguments of
+# the call.
+_factor: ContextVar[float] = ContextVar("sdfastgn_adapter_factor", default=1.0)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Describes the layers of one model that run with merged weights, for the report.
+
+    Attributes:
+        path: the model's path in the pipeline; the name of its class if it is on its own.
+        layers: number of layers.
+        bytes: size of the merged weights.
+        adapters: names of the adapters that are active in at least one of the layers.
+    """
+
+    path: str
+    layers: int
+    bytes: int
+    adapters: tuple[str, ...]
+
+
+class _Siblings:
+    """The wrappers of one model. If merged weights of several are outdated, one launch computes all of them.
+
+    Attributes:
+        layers: the wrappers.
+        calls: tells when a new call of the model begins.
+        batches: records that were written together, with the contents of their sources before this.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.layers = weakref.WeakSet(layers)
+        self.calls = Calls()
+        self.batches: list[tuple[Contents, list[Record]]] = []
+
+    def compare(self) -> None:
+        """Compare the contents of all sources. Merged weights of other contents are outdated from now on.
+
+        Weights whose contents are not known here are outdated too: only a ``Survey`` has written them.
+        """
+        batches, self.batches = self.batches, []
+        for contents, written in batches:
+            if contents.are_same([tensor for record in written for tensor in record.tensors]):
+                self.batches.append((contents, written))
+        covered = {id(record) for _, written in self.batches for record in written}
+        for record in filter(None, map(records.get, self.layers)):
+            if id(record) not in covered:
+                record.touch()
+
+    def write(self, found: list[tuple[nn.Module, Source]]) -> list[Record]:
+        """Compute the merged weights of the wrappers in ``found``. Returns their records."""
+        changed = [pair for pair in found if _has_other_sources(*pair)]  # in the others only scales changed
+        contents = _contents_of([source for _, source in changed]) if changed else None
+        made = write(found)
+        if contents is not None:
+            written = [records[layer] for layer, _ in changed]
+            new = set(map(id, written))
+            self.batches = [each for each in self.batches if not new.issuperset(map(id, each[1]))]
+            self.batches.append((contents, written))
+        return made
+
+
+def _has_other_sources(layer: nn.Module, source: Source) -> bool:
+    """True if the merged weight of ``layer`` was not computed from the tensors of ``source``."""
+    record = records.get(layer)
+    return record is None or record.key is None or record.key[:-1] != state_of(source.tensors)
+
+
+def _contents_of(sources: Iterable[Source]) -> Contents:
+    """The present contents of ``sources``: matrices of adapters are read wholly at each comparison."""
+    tensors, whole = [], []
+    for source in sources:
+        of_layer = (source.weight, source.bias)
+        for tensor in source.tensors:
+            tensors.append(tensor)
+            whole.append(all(tensor is not own for own in of_layer))
+    return Contents(tensors, whole)
+
+
+# ---- which layers
+
+
+def know(classes: Iterable[type]) -> None:
+    """Record the classes of ``peft_layers.py``, which calls this when it is imported."""
+    global _classes
+    _classes = tuple(classes)
+
+
+def is_merged(layer: Any) -> bool:
+    """True if ``layer`` is a wrapper with a stand-in: a plain layer with merged weights."""
+    return type(layer) in _classes and layer in records
+
+
+def is_wrapper(layer: Any) -> bool:
+    """True if ``layer`` is peft's wrapper for LoRA around a linear layer or 2-D convolution.
+
+    Its class is peft's, or the subclass of peft's class that sdfastgn gave it (``peft_layers.py``).
+    """
+    return _kind_of(layer) is not None
+
+
+def wrapped_layer(layer: Any) -> Any:
+    """The layer inside of ``layer``, if ``layer`` is a wrapper; else ``layer`` itself."""
+    return layer._modules["base_layer"] if is_wrapper(layer) else layer
+
+
+def is_allowed(module: nn.Module) -> bool:
+    """True unless ``module`` is in a model for which ``allow`` forbade merged weights."""
+    return module not in _off
+
+
+def why_not(layer: Any) -> str | None:
+    """Why the wrapper ``layer`` cannot run with merged weights; None if it can."""
+    if layer in _short:
+        return _NO_MEMORY
+    if _kind_of(layer) is None:
+        return "its kind of adapter is not merged"
+    found = source_of(layer)
+    return found if isinstance(found, str) else None
+
+
+def waits(layer: Any) -> bool:
+    """True if the next ``adopt`` gives merged weights to the wrapper ``layer``."""
+    return layer not in records and is_wrapper(layer) and _source_to_adopt(layer) is not None
+
+
+def merged_in(root: nn.Module, path: str = "") -> Merged:
+    """Describes the layers in the model ``root`` that have merged weights.
+
+    ``path``: dotted path of ``root`` in its pipeline, for the report; empty if ``root`` is in no pipeline.
+    """
+    layers = [module for module in root.modules() if is_merged(module)]
+    sizes = [t.nbytes for layer in layers for t in records[layer].layer.parameters()]
+    names = dict.fromkeys(name for layer in layers for name in active_adapters(vars(layer)))
+    return Merged(path or type(root).__name__, len(layers), sum(sizes), tuple(names))
+
+
+def has_new(root: nn.Module) -> bool:
+    """True if ``root`` has other adapters than when ``adopt_new`` last looked.
+
+    peft lists the adapters of a model in its attribute ``peft_config``.
+    """
+    now = _configurations(root)
+    return bool(now) and list(map(id, now)) != list(map(id, _adopted.get(root, ())))
+
+
+def _configurations(root: nn.Module) -> list[Any]:
+    found = vars(root).get("peft_config")
+    return list(found.values()) if isinstance(found, dict) else []
+
+
+def allow(root: nn.Module, merges: bool) -> None:
+    """If ``merges``, allow merged weights in the model ``root`` and call ``adopt``.
+
+    Otherwise forbid them, free those that exist, and call ``_adopt_for_training``.
+    """
+    if not merges:
+        release(root)
+    for module in root.modules():
+        (_off.discard if merges else _off.add)(module)
+        _short.discard(module)
+    (adopt if merges else _adopt_for_training)(root)
+
+
+def must_release(root: nn.Module, merges: bool) -> bool:
+    """True if ``allow(root, merges)`` would free merged weights."""
+    return not merges and any(map(is_merged, root.modules()))
+
+
+def _kind_of(layer: Any) -> type | None:
+    """The class of ``layer``, if it is peft's wrapper for LoRA around a linear layer or 2-D convolution.
+
+    This is peft's class, or the class of ``peft_layers.py`` that sdfastgn gave it. None for all other layers.
+    """
+    if type(layer) in _classes:
+        return type(layer)
+    kind = type(layer)
+    is_known = kind.__module__ == PEFT and kind.__qualname__ in ("Linear", "Conv2d")
+    return kind if is_known else None
+
+
+# ---- what runs
+
+
+def plain_layer(layer: Any) -> Any:
+    """The layer that fused code runs in place of ``layer``.
+
+    If ``layer`` is a wrapper with LoRA adapters that can run merged, this is its stand-in: a plain layer
+    whose merged weights are up to date. Otherwise it is ``layer`` itself.
+    """
+    if type(layer) not in _classes:
+        return layer
+    found = merged_layer(layer)
+    return layer if found is None else found
+
+
+def merged_layer(layer: nn.Module) -> Any:
+    """The stand-in of the wrapper ``layer``: a plain layer with merged weights, which are up to date.
+
+    If they were outdated, they are computed here. Inside of ``frozen``, RuntimeError is raised instead.
+    None if peft's code must run.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    record = records.get(layer)
+    if record is None and (layer in _off or layer in _short):
+        return None
+    unfuse(layer)
+    is_frozen = _is_frozen.get()
+    source = source_of(layer)
+    if isinstance(source, str) or not (is_frozen or runs_merged(source.weight)):
+        return None
+    factor = _factor.get()
+    source = source.scaled(factor)
+    group = None if is_frozen else _group_of(layer, source.weight)
+    if record is not None and record.is_of(source) and record.fits(source):
+        if not is_frozen:
+            record.wait()
+        return record.layer
+    if group is None:
+        raise RuntimeError("an adapter changed during the call")
+    if _is_capturing(source.weight):
+        # Other code captures this call. Its graph would compute the merged weights again at each replay.
+        return None
+    try:
+        record = _written(group, layer, factor)
+    except torch.OutOfMemoryError:
+        _short.add(layer)
+        forget(layer)
+        return None
+    if record is None:
+        return None
+    record.wait()  # the next write, perhaps in another stream, waits for this one
+    return record.layer
+
+
+def _written(group: _Siblings, layer: nn.Module, factor: float) -> Record | None:
+    """Bring the merged weights of ``layer`` up to date. Returns its record, or None if peft's code must run.
+
+    The sources are read while no other thread writes, so that old scales never replace newer ones.
+    """
+    with changing:
+        source = source_of(layer)
+        if isinstance(source, str):
+            return None
+        source, record = source.scaled(factor), records.get(layer)
+        if record is None or not (record.is_of(source) and record.fits(source)):
+            record, *_ = group.write([(layer, source), *_outdated_siblings(group, layer, factor)])
+        return record
+
+
+def _is_capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
+    """The wrappers of the model of ``layer``, whose contents were compared in this call of the model."""
+    group = _siblings.get(layer)
+    if group is None:  # ``layer`` is in a copy of the model that was adopted
+        group = _siblings[layer] = _Siblings([layer])
+    if group.calls.begins(layer) and not _is_capturing(weight):
+        group.compare()
+    return group
+
+
+def _outdated_siblings(group: _Siblings, layer: nn.Module, factor: float) -> list[tuple[nn.Module, Source]]:
+    """Other wrappers than ``layer`` in ``group`` whose merged weights are outdated, with their sources.
+
+    The caller computes all of them in one launch.
+    """
+    found = []
+    for other in group.layers:
+        if other is layer or type(other) not in _classes or other in _off or other in _short:
+            continue
+        source, record = source_of(other), records.get(other)
+        if isinstance(source, Source) and runs_merged(source.weight):
+            scaled = source.scaled(factor)
+            if record is None or (record.fits(scaled) and not record.is_of(scaled)):
+                found.append((other, scaled))
+    return found
+
+
+def runs_merged(weight: Tensor) -> bool:
+    return dispatch.has_kernels(weight) and dispatch.is_untraced(weight, ())
+
+
+def unfuse(layer: nn.Module) -> None:
+    """If adapters of ``layer`` are fused but turned off, subtract them, as peft's own forward would do."""
+    own: Any = vars(layer)
+    if own["_disable_adapters"] and own["merged_adapters"]:
+        layer.unmerge()  # type: ignore[operator]
+
+
+# ---- adopting and releasing
+
+
+def adopt_new(root: nn.Module) -> bool:
+    """Call ``adopt`` if ``root`` has new adapters and can run merged weights now. Returns True if it did."""
+    if not has_new(root) or torch.is_grad_enabled():
+        return False
+    weight = next(root.parameters(), None)
+    if weight is None or not runs_merged(weight) or _is_capturing(weight):
+        return False
+    with changing:
+        _adopted[root] = _configurations(root)
+        adopt(root)
+    return True
+
+
+def adopt(root: nn.Module) -> list[nn.Module]:
+    """Give a stand-in to each wrapper in ``root`` whose adapters can be merged. Returns these wrappers.
+
+    A wrapper is peft's layer, and its stand-in is a plain layer with merged weights. Where no kernels run,
+    nothing is done. If there is not enough memory for all stand-ins, no wrapper gets one.
+    """
+    if PEFT not in sys.modules or root in _off:
+        return []
+    from sdfastgn.patches.lora.peft_layers import MERGED
+
+    with changing:
+        found = [(m, s) for m in root.modules() if (s := _source_to_adopt(m)) is not None]
+        layers = [layer for layer, _ in found]
+        for layer, source in found:
+            if layer in records and not records[layer].fits(source):
+                forget(layer)
+        missing = [(layer, source) for layer, source in found if layer not in records]
+        try:
+            for layer, source in missing:
+                records[layer] = Record(source)
+        except torch.OutOfMemoryError:
+            release(root)
+            _short.update(layers)
+            return []
+        for layer, _ in missing:
+            if type(layer) in MERGED:
+                change_class(layer, MERGED[type(layer)])
+        for module in root.modules() if missing else ():
+            if hasattr(module, "pack_merged"):
+                module.pack_merged()  # type: ignore[operator]
+        if missing:
+            group = _Siblings(layers)
+            for layer in layers:
+                _siblings[layer] = group
+    return layers
+
+
+def _adopt_for_training(root: nn.Module) -> None:
+    """Give wrappers of linear layers in ``root`` the class of ``peft_layers.py``, but no merged weights.
+
+    In calls with gradients this class runs the code of ``trained_adapters.py``, in others peft's code.
+    """
+    if PEFT not in sys.modules:
+        return
+    from sdfastgn.patches.lora.peft_layers import MERGED
+
+    for module in root.modules():
+        source = source_of(module) if type(module) in MERGED else ""
+        if isinstance(source, Source) and type(source.base) is nn.Linear and runs_merged(source.weight):
+            change_class(module, MERGED[type(module)])
+
+
+def _source_to_adopt(module: nn.Module) -> Source | None:
+    if _kind_of(module) is None or module in _off or module in _short:
+        return None
+    source = source_of(module)
+    if isinstance(source, str):
+        forget(module)
+        return None
+    return source if runs_merged(source.weight) else None
+
+
+def stand_in_of(layer: Any) -> Any:
+    """The stand-in of ``layer``: a plain layer with merged weights, which may be outdated here.
+
+    ``layer`` itself if it has no stand-in.
+    """
+    record = records.get(layer) if type(layer) in _classes else None
+    return layer if record is None else record.layer
+
+
+def release(root: nn.Module) -> None:
+    """Undo ``adopt`` and ``_adopt_for_training``: give all wrappers in ``root`` peft's class again, and free
+    the merged weights.
+    """
+    for module in root.modules():
+        if type(module) in _classes:
+            restore_class(module)
+        leave(module)
+
+
+def give_back(root: nn.Module | None = None) -> int:
+    """Free the merged weights in ``root`` because memory is short, and return the number of their layers.
+
+    From now on these layers run peft's code. ``root``: None for all models.
+    """
+    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    every = [ref() for ref in records.keyrefs()] if root is None else root.modules()
+    layers = [layer for layer in every if layer is not None and is_merged(layer)]
+    for layer in layers:
+        release(layer)
+    _short.update(layers)
+    return len(layers)
+
+
+def leave(module: nn.Module) -> None:
+    """Free the merged weights of ``module``. From now on it may get merged weights, like a new module."""
+    forget(module)
+    _off.discard(module)
+    _short.discard(module)
+    _adopted.pop(module, None)
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """A context, for a capture, in which merged weights are not written.
+
+    A call whose merged weights are outdated raises RuntimeError. They do not count as outdated because code
+    of the model reads ``layer.weight``, as diffusers' ``ImageProjection`` does in each call.
+    """
+    tokens = _is_frozen.set(True), only_reads.set(True)
+    try:
+        yield
+    finally:
+        _is_frozen.reset(tokens[0])
+        only_reads.reset(tokens[1])
+
+
+@contextmanager
+def scaled(factor: float) -> Iterator[None]:
+    """A context in which all scales from which merged weights are computed are multiplied by ``factor``."""
+    token = _factor.set(factor)
+    try:
+        yield
+    finally:
+        _factor.reset(token)

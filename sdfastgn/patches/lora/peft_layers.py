@@ -1,0 +1,105 @@
+"""Subclasses of peft's LoRA layers for ``nn.Linear`` and ``nn.Conv2d`` that run with merged weights.
+
+With gradients nothing is merged: ``MergedLinear`` runs the code of ``trained_adapters.py`` if possible, and
+``MergedConv2d`` runs peft's code.
+
+This file imports peft. So it is only imported after other code has imported peft's layers (diffusers does so
+if peft is installed), or when one of these classes is unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.lora import layer as lora
+from torch import nn
+
+from sdfastgn.patches.lora import merged_adapters, merged_weights
+from sdfastgn.patches.lora.trained_adapters import trained
+from sdfastgn.patches.swap.fusion import register_fused
+
+__all__ = ["MERGED", "MergedConv2d", "MergedLinear"]
+
+# Attributes through which other code reaches the weights. It may write into them, so merged weights count as
+# outdated after one of these attributes was read.
+_DOORS = frozenset(("base_layer", "lora_A", "lora_B"))
+
+
+class _MergedLayer(nn.Module):
+    """The methods that ``MergedLinear`` and ``MergedConv2d`` share.
+
+    They run merged weights (``merged_adapters.py``), and notice when other code may change the weights.
+    """
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = None if args or kwargs else merged_adapters.merged_layer(self)
+        return super().forward(x, *args, **kwargs) if layer is None else layer(x)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DOORS:
+            merged_weights.may_change(self)
+        return super().__getattr__(name)
+
+    def set_adapter(self, adapter_names: Any, *args: Any, **kwargs: Any) -> None:
+        """peft's method. It reads the adapters' layers, but writes no weight: merged weights stay valid.
+
+        It is skipped if it would change nothing. diffusers calls it for each layer when only scales change,
+        and it takes most of the time of ``set_adapters``.
+        """
+        if not (args or kwargs) and self._is_set(adapter_names):
+            vars(self)["_active_adapter"] = adapter_names
+            return
+        token = merged_weights.only_reads.set(True)
+        try:
+            super().set_adapter(adapter_names, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            merged_weights.only_reads.reset(token)
+
+    def _is_set(self, names: Any) -> bool:
+        """True only if peft's ``set_adapter(names)`` would change nothing.
+
+        Then ``names`` is the list of active adapters, and exactly their parameters require gradients. False
+        in cases that are not checked, such as adapters of embeddings.
+        """
+        own: Any = vars(self)
+        if type(names) is not list or names != own["_active_adapter"]:
+            return False
+        # The parameters that this dict names never require gradients, so the comparison below would be wrong.
+        if getattr(self, "frozen_peft_weight_names", None):
+            return False
+        for kind in self.adapter_layer_names:
+            part = own["_modules"].get(kind)
+            if part is None or part._parameters:  # true for adapters of embeddings, which are not checked
+                return False
+            for name, layer in part._modules.items():
+                is_active = name in names
+                for parameter in layer._parameters.values():
+                    if parameter is not None and parameter.requires_grad != is_active:
+                        return False
+        return True
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Frees the merged weights when ``.to()`` or a similar method moves the layer.
+
+        The next call of the layer computes its merged weights again.
+        """
+        merged_weights.forget(self)
+        return super()._apply(*args, **kwargs)
+
+
+class MergedLinear(_MergedLayer, lora.Linear):
+    """``peft.tuners.lora.layer.Linear`` that runs with merged weights."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = None if args or kwargs else trained(self, x)
+        return super().forward(x, *args, **kwargs) if y is None else y
+
+
+class MergedConv2d(_MergedLayer, lora.Conv2d):
+    """``peft.tuners.lora.layer.Conv2d`` that runs with merged weights."""
+
+
+MERGED: dict[type[nn.Module], type[nn.Module]] = {lora.Linear: MergedLinear, lora.Conv2d: MergedConv2d}
+for _stock, _merged in MERGED.items():
+    register_fused(_merged, _stock)
+merged_adapters.know(MERGED.values())

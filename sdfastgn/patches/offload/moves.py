@@ -1,0 +1,78 @@
+"""Follows the moves of a module: ``Moves`` replaces its method ``_apply``.
+
+``.to()``, ``.half()`` and similar methods call ``_apply`` to move or convert a module's tensors. ``Moves``
+does this faster if the module is an offloaded model (``offloaded.py``). It also tells CUDA graphs and other
+entries (``instance_entries.py``) in the module of each move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from sdfastgn.patches.offload.offloaded import forget, moving
+from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
+
+__all__ = ["Moves", "follow", "follow_moves", "followed_in", "is_followed", "stop_following", "unfollow"]
+
+
+class Moves(InstanceEntry):
+    """Replaces the method ``_apply`` of its module, which ``.to()`` and similar methods call.
+
+    It runs the original method, with faster copies if the module is offloaded. Then it calls ``moved`` of all
+    entries in the module and its submodules. With ``recurse=False`` it only runs the original method.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = self.module
+        if not recurse:
+            return type(module)._apply(module, fn, recurse)
+        with moving(module, fn) as move:
+            type(module)._apply(module, move)
+            self.arrange(module)
+        for each in module.modules():
+            for value in list(vars(each).values()):
+                if isinstance(value, InstanceEntry):
+                    value.moved()
+        return module
+
+    def arrange(self, module: nn.Module) -> None:
+        """Called after the original method. A subclass may change the layout of weights here."""
+
+
+def follow_moves(entry: InstanceEntry) -> None:
+    """Let ``entry`` replace the method ``_apply`` of its module, which ``.to()`` and similar methods call."""
+    vars(entry.module)["_apply"] = entry
+    guard(entry.module)
+
+
+def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
+    """Undo ``follow_moves`` if ``_apply`` of ``module`` is an entry of the class ``kind``."""
+    if type(vars(module).get("_apply")) is kind:
+        del vars(module)["_apply"]
+        unguard(module)
+        forget(module)  # no later move would free the memory that is kept for ``module``
+
+
+def follow(module: nn.Module) -> None:
+    """Let a ``Moves`` replace the method ``_apply`` of ``module``, unless something else already does."""
+    if "_apply" not in vars(module):
+        follow_moves(Moves(module))
+
+
+def unfollow(module: nn.Module) -> None:
+    """Undo ``follow``. An entry of another class stays."""
+    stop_following(module, Moves)
+
+
+def is_followed(module: nn.Module) -> bool:
+    """True if a ``Moves``, or an entry of a subclass, replaces the method ``_apply`` of ``module``."""
+    return isinstance(vars(module).get("_apply"), Moves)
+
+
+def followed_in(root: nn.Module) -> frozenset[nn.Module]:
+    """The modules in ``root``, itself included, that are followed. Wrappers contain followed models."""
+    return frozenset(filter(is_followed, root.modules()))
