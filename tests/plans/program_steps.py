@@ -420,12 +420,13 @@ def moved_to_positions(p: Program, x: str) -> None:
         v = p.choice(part, part, alike)
         if p.chance(0.1):
             p.add(z)
-        p.add(
-            p.choice(
-                f"{z}{part} + {w}{v}", f"{z}{part} + {w}{v}", f"{w}{v} + {z}{part}", f"{z} + {w}",
-                f"torch.add({z}, {w}, alpha=2)", f"{z} + {w}[:, :1]", f"{z} + {z}",
-            )
+        y = p.choice(
+            f"{z}{part} + {w}{v}", f"{z}{part} + {w}{v}", f"{w}{v} + {z}{part}", f"{z} + {w}",
+            f"torch.add({z}, {w}, alpha=2)", f"{z} + {w}[:, :1]", f"{z} + {z}",
         )  # fmt: skip
+        y = p.add(y)
+        if p.chance(0.3):
+            p.add(grouped(p, y))
     else:
         z = p.let(f"{z}{part}")
         p.add(p.choice(z, f"{z} * 2", f"F.silu({z})", f"{z}.flatten(1, 2)[..., None]"))

@@ -327,7 +327,15 @@ def _readers(n: Any) -> int:
 def _attention(
     r: Rewriter, n: Node, q: Node, k: Node, v: Node, mask: Any, dropout: float, *more: Any
 ) -> Node | None:
-    return r.like(steps.attention, (q, k, v, mask, *more), n) if not dropout else None
+    """Attention without an axis of heads -> attention of one head, which kernels take."""
+    if dropout:
+        return None
+    is_one_head = mask is None and not more[-1] and rank(q) == 3
+    if not is_one_head or not shape(q)[0] == shape(k)[0] == shape(v)[0]:
+        return r.like(steps.attention, (q, k, v, mask, *more), n)
+    q, k, v = (r.reshape(t, (shape(t)[0], 1, *shape(t)[1:])) for t in (q, k, v))
+    y = r.new(steps.attention, (q, k, v, mask, *more), (*shape(q)[:3], shape(v)[3]), dtype(n))
+    return r.reshape(y, shape(n))
 
 
 # ---- norms

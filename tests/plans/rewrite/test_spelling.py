@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import sdfastgn
+from sdfastgn.plans.rewrite.nodes import rank
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.run import steps
 from tests.plans.rewrite.rewriting import checked, name_of, steps_of
@@ -204,6 +205,21 @@ def test_attention():
     assert steps_of(lambda q: F.scaled_dot_product_attention(q, q, q, mask), q) == ["attention"]
     grouped = lambda q: F.scaled_dot_product_attention(q, q[:, :1], q[:, 1:], enable_gqa=True)  # noqa: E731
     assert steps_of(grouped, q) == ["attention"]
+
+
+@pytest.mark.parametrize(
+    ("call", "q", "heads"),
+    [
+        (lambda q: F.scaled_dot_product_attention(q, q[:, 1:], q[:, 1:]), torch.randn(2, 5, 8), 4),
+        (lambda q: F.scaled_dot_product_attention(q, q, q[..., :4], is_causal=True), torch.randn(2, 5, 8), 4),
+        (lambda q: F.scaled_dot_product_attention(q, q, q, torch.eye(5)), torch.randn(2, 5, 8), 3),
+        (lambda q: F.scaled_dot_product_attention(q, q[:1], q[:1], enable_gqa=True), torch.randn(2, 5, 8), 3),
+        (lambda q: F.scaled_dot_product_attention(q, q[:1], q), torch.randn(2, 5, 8), 3),
+        (lambda q: F.scaled_dot_product_attention(q, q, q), torch.randn(5, 8), 2),
+    ],
+)
+def test_attention_without_heads_has_one(call, q, heads):
+    assert rank(checked(call, q).only(steps.attention).args[0]) == heads
 
 
 @pytest.mark.parametrize(
