@@ -591,6 +591,10 @@ def causal_conv(p: Program, x: str) -> None:
     v = p.let(activated(p, p.let(p.choice(grouped(p, x), roots(p, x, 1))))) if p.chance(0.7) else x
     if p.chance(0.12):
         v = p.let(f"{v}[:, :, :1]")
+    if p.chance(0.3) and math.prod(p.shape(v)) < 1200:
+        times = p.choice("(2.0, 1.0, 1.0)", "(1.0, 2.0, 1.0)", "(2.0, 1.0, 2.0)")
+        v = p.let(f"F.interpolate({v}, scale_factor={times})")
+    cache = p.tensor(*p.shape(v)[:2], 2, *p.shape(v)[3:], kind="x")
     w, h = p.choice((1, 1), (1, 1), (0, 0))
     y = p.let(
         p.choice(
@@ -604,6 +608,7 @@ def causal_conv(p: Program, x: str) -> None:
             f"F.pad(F.pad({v}, (0, 0, 0, 0, 2, 0), mode='replicate'), ({w}, {w}, {h}, {h}, 0, 0))",
             f"F.pad(F.pad({v}, ({w}, {w}, {h}, {h}, 0, 0)), (0, 0, 0, 0, 2, 0), mode='replicate')",
             f"F.pad({v}, ({w}, {w}, {h}, {h}, 2, 0), value=1.0)", f"F.pad({v}, ({w}, 0, {h}, 0, 2, 0))",
+            f"torch.cat([{cache}, {v}], 2)", v,
         )
     )  # fmt: skip
     if p.chance(0.3):

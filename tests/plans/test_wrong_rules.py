@@ -182,6 +182,18 @@ WRONG = [
         "if not axes or",
     ),
     Wrong(
+        "zeros come before frames that are repeated",
+        "frames",
+        'if source.of_time != "replicate" or source.mode is None:',
+        "if source.mode is None:",
+    ),
+    Wrong(
+        "a cache comes before frames that are repeated",
+        "frames",
+        "if source.cache is not None:\n            return None",
+        "pass",
+    ),
+    Wrong(
         "results share memory",
         "finish",
         'if owner is not None and (owner in seen or owner.op != "call_function"):',

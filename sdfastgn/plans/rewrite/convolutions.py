@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
-from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice
+from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice, upsampled_in_frames
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
@@ -36,7 +36,7 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
     graph = apply(graph, in_one, steps.cat)
     for rule in _RULES:
         graph = apply(graph, _where_usual(rule), steps.conv)
-    return graph
+    return apply(graph, upsampled_in_frames, steps.upsample)
 
 
 def relus(graph: fx.Graph) -> fx.Graph:

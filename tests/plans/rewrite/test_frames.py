@@ -360,12 +360,65 @@ def test_upsampling_of_each_frame(weight):
     assert frames_of(plan)[0]["times"] == (1, 2, 2)
 
 
-def test_upsampling_of_all_frames_stays(weight):
-    def call(x):
-        return F.conv3d(F.pad(F.interpolate(x, scale_factor=2.0, mode="nearest"), CAUSAL), weight)
+def larger(x, t=2.0, size=2.0):
+    return F.interpolate(x, scale_factor=(t, size, size))
 
-    plan = checked(call, video(3))
-    assert plan.steps == ["upsample", "frames", "conv"]
+
+def test_upsampling_of_all_frames(weight):
+    """The step repeats the first frame once more by a pad."""
+    plan = checked(lambda x: F.conv3d(repeated(larger(x), 2), weight, padding=1), video(3))
+    plain = checked(lambda x: F.conv3d(larger(x, 4.0), weight), video(3))
+    assert plan.steps == plain.steps == ["frames", "conv"]
+    found = [(f["front"], f["mode"], f["times"]) for f in (*frames_of(plan), *frames_of(plain))]
+    assert found == [(3, "replicate", (2, 2, 2)), (3, "replicate", (4, 2, 2))]
+
+
+def test_upsampling_after_a_cache(weight):
+    def call(cache, x):
+        w = torch.cat([cache, larger(group_norm(x), 1.0)], 2)
+        return F.conv3d(w, weight, padding=(0, 1, 1)), w[:, :, -2:].clone()
+
+    plan = checked(call, larger(video(2), 1.0), video(2))
+    assert plan.steps == ["frames", "conv"]
+    (found,) = frames_of(plan)
+    assert (found["cache"].op, found["front"], found["keep"], found["times"]) == (
+        "placeholder",
+        2,
+        2,
+        (1, 2, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: F.pad(larger(x), CAUSAL),  # zeros before the copies of the first frame
+        lambda x: torch.cat([torch.tanh(larger(x[:, :, :1])), larger(x)], 2),  # a cache before them
+        lambda x: F.pad(larger(x), (1, 1, 1, 1)),
+        lambda x: torch.cat([(y := larger(x)), y[:, :1].expand_as(y)], 2),
+    ],
+)
+def test_other_upsampling_is_a_step_of_its_own(weight, read):
+    plan = checked(lambda x: F.conv3d(read(x), weight), video(3))
+    assert plan.steps.count("upsample") == 0
+    assert [f["times"] for f in frames_of(plan)].count((2, 2, 2)) >= 1
+    assert frames_of(plan)[-1]["cache"] is None or frames_of(plan)[-1]["times"] == (1, 1, 1)
+
+
+@pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0), (4.0, 2.0)])
+def test_a_norm_or_a_bias_before_upsampling(weight, times):
+    b = torch.randn(4)
+    normed = checked(lambda x: larger(group_norm(x), *times) * 2, video(3))
+    biased = checked(lambda x: larger(F.conv3d(x, weight, b), *times) * 2, video(5))
+    assert (normed.steps, biased.steps) == (["frames", "aten.mul"], ["conv", "frames", "aten.mul"])
+    assert frames_of(normed)[0]["norm"] is not None
+    assert frames_of(biased)[0]["shift"].op == "placeholder"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_upsampling_in_other_dtypes(dtype):
+    expected = {torch.float64: ["upsample"], torch.float16: ["frames"]}[dtype]
+    assert steps_of(larger, video(3).to(dtype)) == expected
 
 
 def test_norms_before_upsampling(weight):

@@ -263,7 +263,7 @@ def test_pads_that_differ(call, steps):
         (lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"), x4),
         (lambda x: F.interpolate(x, size=(12, 32), mode="nearest"), x4),
         (lambda x: F.interpolate(x, scale_factor=(2.0, 4.0), mode="nearest-exact"), x4),
-        (lambda x: F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest"), x5),
+        (lambda x: F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest"), x5.double()),
         (lambda x: F.interpolate(x.float(), scale_factor=2.0).to(x.dtype), x4.bfloat16()),
     ],
 )
