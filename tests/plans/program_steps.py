@@ -611,6 +611,8 @@ def causal_conv(p: Program, x: str) -> None:
             f"torch.cat([{cache}, {v}], 2)", v,
         )
     )  # fmt: skip
+    if p.chance(0.25):
+        y = p.let(activated(p, p.let(grouped(p, y))))
     if p.chance(0.3):
         kept = p.choice(y, f"{y}[:, :, -2:]", f"{v}[:, :, -2:].clone()", f"{v}[:, :, -1:]", f"{v}[:, :, :1]")
         p.add(kept)

@@ -194,6 +194,18 @@ WRONG = [
         "pass",
     ),
     Wrong(
+        "repeated frames do not count in the norm after them",
+        "frames",
+        "activation, pads_first=True)",
+        "activation)",
+    ),
+    Wrong(
+        "pads beside the frames count in the norm after them",
+        "frames",
+        '!= ("replicate", None)',
+        '!= ("replicate", inner.of_image)',
+    ),
+    Wrong(
         "results share memory",
         "finish",
         'if owner is not None and (owner in seen or owner.op != "call_function"):',

@@ -43,6 +43,7 @@ class Source(NamedTuple):
         cache, front, back, border, times: as for ``steps.frames``.
         of_time, of_image: the modes of the pads along time, and along height and width. None: no pads.
         kept: others who read what the step makes of x.
+        norm: the norm of x with its pads. None: a norm is what x is, if there is one.
     """
 
     x: Any
@@ -55,6 +56,7 @@ class Source(NamedTuple):
     of_image: str | None = None
     times: tuple[int, int, int] = _ONCE
     kept: tuple[Kept, ...] = ()
+    norm: Any = None
 
     @property
     def mode(self) -> str | None:
@@ -177,7 +179,7 @@ def source_of(n: Any) -> Source:
     while (inner := _without_pad(source)) is not None:
         source = inner
     source = _without_cache(source) or source
-    return _without_upsampling(source) or source
+    return _without_upsampling(source) or _without_pad_of_norm(source) or source
 
 
 def _without_pad(source: Source) -> Source | None:
@@ -199,6 +201,18 @@ def _without_pad(source: Source) -> Source | None:
     if kept is None or source.mode is None:
         return None
     return source._replace(x=x, reader=source.x, kept=kept)
+
+
+def _without_pad_of_norm(source: Source) -> Source | None:
+    """A GroupNorm of repeated frames: these count in its mean and variance."""
+    norm = source.x
+    x = norm.args[0] if has(norm, steps.group_norm) and norm.args[6:] == (None, None, False) else None
+    if not has(x, steps.pad) or not is_only(x) or not is_only(norm) or source.is_changed:
+        return None
+    inner = _without_pad(Source(x, norm))
+    if inner is None or (inner.of_time, inner.of_image) != ("replicate", None):
+        return None
+    return inner._replace(norm=norm)
 
 
 def _without_upsampling(source: Source) -> Source | None:
@@ -281,6 +295,10 @@ def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
 
 def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tuple[Kept, ...]] | None:
     """(x of the norm, its shift, the norm, all kept frames), if the frames are the result of a norm."""
+    if source.norm is not None:
+        _, groups, weight, bias, eps, activation, shift, *_ = source.norm.args
+        group = steps.Group(groups, weight, bias, eps, activation, pads_first=True)
+        return source.x, shift, group, ()
     x, kept = source.x, _kept_of(source)
     if kept is None:
         return None

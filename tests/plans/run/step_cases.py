@@ -337,6 +337,19 @@ CASES = {
         lambda x, w, b: norm_of(steps.Group, 1e-5, "silu")(x, w, b, front=2, mode="replicate")[0],
         lambda x, w, b: plain_frames(plain_group_norm(x, 3, w, b, "silu"), front=2, mode="replicate")[0],
     ),
+    "frames-padded-group-norm": (
+        (VIDEO, *NORM),
+        lambda x, w, b: steps.frames(
+            x,
+            front=2,
+            back=1,
+            mode="replicate",
+            norm=steps.Group(3, w, b, 1e-5, "silu", pads_first=True),
+        )[0],
+        lambda x, w, b: plain_group_norm(
+            plain_frames(x, front=2, back=1, mode="replicate")[0], 3, w, b, "silu"
+        ),
+    ),
     "frames-channel-norm-window": (
         (VIDEO, *NORM),
         lambda x, w, b: norm_of(steps.Channel, 2.0, 1e-6, "silu", 0.5)(x, w, b, front=2, window=3)[0],
