@@ -458,6 +458,38 @@ def means_of_cells(p: Program, x: str) -> None:
     p.add(y)
 
 
+POOLED = """
+F.avg_pool1d({v}, {k})
+F.avg_pool1d({v}[..., 1:], {k})
+torch.cat([{v}[..., :1], F.avg_pool1d({v}[..., 1:], {k})], -1)
+torch.cat([{v}[..., :1], F.avg_pool1d({v}[..., 1:], {k})], -1)
+torch.cat([F.avg_pool1d({v}, {k}), {v}[..., -1:]], -1)
+torch.cat([{w}[..., :1], F.avg_pool1d({v}, {k})], -1)
+torch.cat([{w}[..., :1], F.avg_pool1d({v}[..., 1:], {k})], -1)
+torch.cat([{v}, F.avg_pool1d({v}, {k})], -1)
+F.avg_pool1d({v}, {k}, 1)
+F.avg_pool1d({v}, {k}, {k}, {k} // 2)
+F.avg_pool1d({v}, {k}, ceil_mode=True)
+"""
+
+
+@step(VIDEOS, 3)
+def means_of_frames(p: Program, x: str) -> None:
+    """Means of successive frames, as rows of one position and channel; then sometimes a pad."""
+    N, C, T, H, W = p.shape(x)
+    if T < 3:
+        return
+    orders = ["0, 3, 4, 1, 2"] * 2 + ["0, 4, 3, 1, 2", "3, 0, 4, 1, 2"]
+    v, w = (f"{p.let(f'{x}.permute({p.choice(*orders)}).reshape({N * H * W}, {C}, {T})')}" for _ in range(2))
+    y = p.let(p.one_of(POOLED, v=v, w=w, k=p.choice(2, 2, 3)))
+    if p.chance(0.1):
+        p.add(y)
+    y = p.let(f"{y}.reshape({N}, {H}, {W}, {C}, -1).permute(0, 3, 4, 1, 2)")
+    if p.chance(0.5):
+        y = p.let(f"F.pad({y}, {p.choice('(0, 1, 0, 1)', '(1, 1, 1, 1)', '(0, 1, 0, -1)')})")
+    p.add(y)
+
+
 STACKED = """
 torch.stack({parts}, {dim})
 torch.stack({parts}, {dim}).flatten({before}, {dim})

@@ -206,6 +206,18 @@ WRONG = [
         '!= ("replicate", inner.of_image)',
     ),
     Wrong(
+        "the last mean may be one of fewer elements",
+        "spelling",
+        "if used > shape(x)[axis]:",
+        "if False:",
+    ),
+    Wrong(
+        "parts after different views are parts of one video",
+        "views",
+        "(p.axis, p.kept, p.views) != (first.axis, first.kept, first.views)",
+        "p.kept != first.kept",
+    ),
+    Wrong(
         "results share memory",
         "finish",
         'if owner is not None and (owner in seen or owner.op != "call_function"):',

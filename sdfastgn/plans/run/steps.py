@@ -120,11 +120,37 @@ _PADS = {
 
 def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
     """Pads all spatial axes. ``pads``: as for ``F.pad``. ``mode``: "constant", "replicate" or "reflect"."""
-    if mode == "constant" and is_channels_last(x):
-        return aten.constant_pad_nd.default(x.movedim(1, -1), (0, 0, *pads), value).movedim(-1, 1)
+    if mode == "constant" and is_channels_last(x) and min(pads) >= 0:
+        return padded_cat((x,), 2, pads, value)
     if mode == "constant":
         return aten.constant_pad_nd.default(x, pads, value)
     return _PADS[mode, x.dim()](x, pads)
+
+
+def padded_cat(parts: Sequence[Tensor], dim: int, pads: Sequence[int], value: float) -> Tensor:
+    """``cat`` with ``value`` around it, channels-last: each part is copied once. No pad is negative."""
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    around = {len(shape) - 1 - i: (pads[2 * i], pads[2 * i + 1]) for i in range(len(pads) // 2)}
+    y = inner = empty_laid_out(
+        parts[0], [s + sum(around.get(axis, ())) for axis, s in enumerate(shape)], channels_last=True
+    )
+    for axis, (before, after) in around.items():
+        inner.narrow(axis, 0, before).fill_(value)
+        inner.narrow(axis, before + shape[axis], after).fill_(value)
+        inner = inner.narrow(axis, before, shape[axis])
+    at = 0
+    for part in parts:
+        inner.narrow(dim, at, part.shape[dim]).copy_(part)
+        at += part.shape[dim]
+    return y
+
+
+def mean_windows(x: Tensor, dim: int, size: int) -> Tensor:
+    """The means of each ``size`` successive elements along ``dim``. Channels-last if x is."""
+    shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    y = empty_laid_out(x, shape, channels_last=x.dim() > 3 and x.stride(1) == 1)
+    return aten.mean.out(x.unflatten(dim, (-1, size)), [dim + 1], out=y)
 
 
 def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:

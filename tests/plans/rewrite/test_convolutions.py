@@ -212,6 +212,35 @@ def test_no_bias_is_written_over_what_another_step_reads():
         torch.testing.assert_close(got, exact)
 
 
+# ---- pads of cats
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 6), (1, 4, 3, 5, 6)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.pad(torch.cat([x[:, :, :1], x * 2], 2), (0, 1, 0, 1)),
+        lambda x: F.pad(torch.cat([x, x * 2], 1), (2, 1, 0, 3), value=0.5),
+        lambda x: F.pad(torch.cat([x, x * 2], -1), (1, 1, 0, 2)),
+        lambda x: F.pad(torch.cat([x, x * 2]), (0, 1)),
+    ],
+)
+def test_a_pad_of_a_cat_is_one_copy(call, shape):
+    assert steps_of(call, torch.randn(shape)) == ["aten.mul", "padded_cat"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: (y := torch.cat([x, x * 2], 2), F.pad(y, (0, 1, 0, 1))),
+        lambda x: F.pad(torch.cat([x, x * 2], 1), (0, 1, 0, -1)),
+        lambda x: F.pad(torch.cat([x, x * 2], 1), (1, 1, 1, 1), mode="reflect"),
+    ],
+)
+def test_other_pads_of_cats_stay(call):
+    assert "cat" in steps_of(call, torch.randn(2, 4, 5, 6))
+
+
 # ---- frames that are repeated
 
 

@@ -208,6 +208,27 @@ def test_attention():
 
 
 @pytest.mark.parametrize(
+    ("call", "x", "steps"),
+    [
+        (lambda x: F.avg_pool1d(x, 2), x3, ["mean_windows"]),
+        (lambda x: F.avg_pool1d(x, 3, 3, ceil_mode=False), x3, ["mean_windows"]),
+        (lambda x: F.avg_pool2d(x, (1, 4)), x4, ["mean_windows"]),
+        (lambda x: F.avg_pool2d(x, (4, 1), (4, 1)), x4.double(), ["mean_windows"]),
+        (lambda x: F.avg_pool2d(x, (2, 1), ceil_mode=True), x4[0], ["mean_windows"]),
+        (lambda x: F.avg_pool1d(x.half(), 2), x3, ["cast", "mean_windows"]),
+        (lambda x: F.avg_pool1d(x, 3, 3, ceil_mode=True), x3, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool1d(x, 2, 1), x3, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool1d(x, 2, 2, 1), x3, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, 2), x4, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, (1, 2), divisor_override=3), x4, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, 1), x4, ["aten.avg_pool2d"]),
+    ],
+)
+def test_means_of_windows(call, x, steps):
+    assert steps_of(call, x) == steps
+
+
+@pytest.mark.parametrize(
     ("call", "q", "heads"),
     [
         (lambda q: F.scaled_dot_product_attention(q, q[:, 1:], q[:, 1:]), torch.randn(2, 5, 8), 4),
