@@ -249,3 +249,20 @@ def test_step_writes_channels_last():
     y = steps.add_views(a, b.expand_as(a), (2, 3, 8, 5))
     assert is_channels_last(y)
     assert torch.equal(y, (a + b).reshape(2, 3, 8, 5))
+
+
+# ---- frames
+
+
+def test_pooled_frames_are_copied_once():
+    """Means of pairs of frames behind the first frame, in rows of positions, then zeros around them."""
+
+    def call(x):
+        N, C, T, H, W = x.shape
+        y = x.permute(0, 3, 4, 1, 2).reshape(-1, C, T)
+        y = torch.cat([y[..., 0][..., None], F.avg_pool1d(y[..., 1:], 2)], -1)
+        return F.pad(y.reshape(N, H, W, C, -1).permute(0, 3, 4, 1, 2), (0, 1, 0, 1))
+
+    found, copies = copies_of(call, last(2, 4, 5, 2, 3))
+    assert found == ["mean_windows", "padded_cat"]
+    assert copies == {"copy_": 2}
