@@ -421,12 +421,13 @@ def moved_to_positions(p: Program, x: str) -> None:
         v = p.choice(part, part, alike)
         if p.chance(0.1):
             p.add(z)
-        p.add(
-            p.choice(
-                f"{z}{part} + {w}{v}", f"{z}{part} + {w}{v}", f"{w}{v} + {z}{part}", f"{z} + {w}",
-                f"torch.add({z}, {w}, alpha=2)", f"{z} + {w}[:, :1]", f"{z} + {z}",
-            )
+        y = p.choice(
+            f"{z}{part} + {w}{v}", f"{z}{part} + {w}{v}", f"{w}{v} + {z}{part}", f"{z} + {w}",
+            f"torch.add({z}, {w}, alpha=2)", f"{z} + {w}[:, :1]", f"{z} + {z}",
         )  # fmt: skip
+        y = p.add(y)
+        if p.chance(0.3):
+            p.add(grouped(p, y))
     else:
         z = p.let(f"{z}{part}")
         p.add(p.choice(z, f"{z} * 2", f"F.silu({z})", f"{z}.flatten(1, 2)[..., None]"))
@@ -455,6 +456,38 @@ def means_of_cells(p: Program, x: str) -> None:
         f"{x}.transpose(1, 2).reshape{shape}.unflatten(1, (-1, 2)).mean(2)",
         f"{x}.unflatten(2, (-1, 1)).mean((1, 3), keepdim=True).squeeze(3)",
     )  # fmt: skip
+    p.add(y)
+
+
+POOLED = """
+F.avg_pool1d({v}, {k})
+F.avg_pool1d({v}[..., 1:], {k})
+torch.cat([{v}[..., :1], F.avg_pool1d({v}[..., 1:], {k})], -1)
+torch.cat([{v}[..., :1], F.avg_pool1d({v}[..., 1:], {k})], -1)
+torch.cat([F.avg_pool1d({v}, {k}), {v}[..., -1:]], -1)
+torch.cat([{w}[..., :1], F.avg_pool1d({v}, {k})], -1)
+torch.cat([{w}[..., :1], F.avg_pool1d({v}[..., 1:], {k})], -1)
+torch.cat([{v}, F.avg_pool1d({v}, {k})], -1)
+F.avg_pool1d({v}, {k}, 1)
+F.avg_pool1d({v}, {k}, {k}, {k} // 2)
+F.avg_pool1d({v}, {k}, ceil_mode=True)
+"""
+
+
+@step(VIDEOS, 3)
+def means_of_frames(p: Program, x: str) -> None:
+    """Means of successive frames, as rows of one position and channel; then sometimes a pad."""
+    N, C, T, H, W = p.shape(x)
+    if T < 3:
+        return
+    orders = ["0, 3, 4, 1, 2"] * 2 + ["0, 4, 3, 1, 2", "3, 0, 4, 1, 2"]
+    v, w = (f"{p.let(f'{x}.permute({p.choice(*orders)}).reshape({N * H * W}, {C}, {T})')}" for _ in range(2))
+    y = p.let(p.one_of(POOLED, v=v, w=w, k=p.choice(2, 2, 3)))
+    if p.chance(0.1):
+        p.add(y)
+    y = p.let(f"{y}.reshape({N}, {H}, {W}, {C}, -1).permute(0, 3, 4, 1, 2)")
+    if p.chance(0.5):
+        y = p.let(f"F.pad({y}, {p.choice('(0, 1, 0, 1)', '(1, 1, 1, 1)', '(0, 1, 0, -1)')})")
     p.add(y)
 
 
@@ -591,6 +624,10 @@ def causal_conv(p: Program, x: str) -> None:
     v = p.let(activated(p, p.let(p.choice(grouped(p, x), roots(p, x, 1))))) if p.chance(0.7) else x
     if p.chance(0.12):
         v = p.let(f"{v}[:, :, :1]")
+    if p.chance(0.3) and math.prod(p.shape(v)) < 1200:
+        times = p.choice("(2.0, 1.0, 1.0)", "(1.0, 2.0, 1.0)", "(2.0, 1.0, 2.0)")
+        v = p.let(f"F.interpolate({v}, scale_factor={times})")
+    cache = p.tensor(*p.shape(v)[:2], 2, *p.shape(v)[3:], kind="x")
     w, h = p.choice((1, 1), (1, 1), (0, 0))
     y = p.let(
         p.choice(
@@ -604,8 +641,11 @@ def causal_conv(p: Program, x: str) -> None:
             f"F.pad(F.pad({v}, (0, 0, 0, 0, 2, 0), mode='replicate'), ({w}, {w}, {h}, {h}, 0, 0))",
             f"F.pad(F.pad({v}, ({w}, {w}, {h}, {h}, 0, 0)), (0, 0, 0, 0, 2, 0), mode='replicate')",
             f"F.pad({v}, ({w}, {w}, {h}, {h}, 2, 0), value=1.0)", f"F.pad({v}, ({w}, 0, {h}, 0, 2, 0))",
+            f"torch.cat([{cache}, {v}], 2)", v,
         )
     )  # fmt: skip
+    if p.chance(0.25):
+        y = p.let(activated(p, p.let(grouped(p, y))))
     if p.chance(0.3):
         kept = p.choice(y, f"{y}[:, :, -2:]", f"{v}[:, :, -2:].clone()", f"{v}[:, :, -1:]", f"{v}[:, :, :1]")
         p.add(kept)

@@ -25,7 +25,12 @@ FILE = pathlib.Path(__file__).with_name("bytes_at_real_size.json")
 
 
 class Network(NamedTuple):
-    """A network at its real size. ``inputs``: shapes of the tensors, or other arguments."""
+    """A network at its real size.
+
+    Attributes:
+        method: its name, or the name of a part of the network.
+        inputs: shapes of the tensors, or other arguments.
+    """
 
     cls: str
     settings: dict[str, Any]
@@ -60,6 +65,15 @@ WAN_22 = {
     "latents_mean": [0.0] * 48,
     "latents_std": [1.0] * 48,
 }
+HUNYUAN_IMAGE = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 64,
+    "block_out_channels": (128, 256, 512, 512, 1024, 1024),
+    "layers_per_block": 2,
+    "spatial_compression_ratio": 32,
+    "sample_size": 384,
+}
 NETWORKS = {
     "SD1.5, UNet, batch 2": unet("sd15", 64),
     "SDXL, UNet, batch 2": unet("sdxl", 128, **CONDITIONS),
@@ -74,6 +88,15 @@ NETWORKS = {
     "Wan 2.2, decode 5x704x1280": decoder("AutoencoderKLWan", 1, 48, 2, 44, 80, **WAN_22),
     "HunyuanVideo, decode 17x480x832": decoder("AutoencoderKLHunyuanVideo", 1, 16, 5, 60, 104),
     "CogVideoX, decode 9x480x720": decoder("AutoencoderKLCogVideoX", 1, 16, 3, 60, 90),
+    "CogVideoX, encode 9x480x720": Network(
+        "AutoencoderKLCogVideoX", {}, torch.bfloat16, "_encode", {"x": (1, 3, 9, 480, 720)}
+    ),
+    "Allegro, encode 24x320x320": Network(
+        "AutoencoderKLAllegro", {}, torch.bfloat16, "encoder", {"sample": (1, 3, 24, 320, 320)}
+    ),
+    "Allegro, decode 24x320x320": Network(
+        "AutoencoderKLAllegro", {}, torch.bfloat16, "decoder", {"sample": (1, 4, 6, 40, 40)}
+    ),
     "LTX, decode 49x512x704": decoder("AutoencoderKLLTXVideo", 1, 128, 7, 16, 22),
     "Mochi, decode 13x480x848": decoder("AutoencoderKLMochi", 1, 12, 3, 60, 106),
     "Cosmos, decode 17x480x832": decoder("AutoencoderKLCosmos", 1, 16, 3, 60, 104),
@@ -82,6 +105,7 @@ NETWORKS = {
     "EasyAnimate, decode 9x384x672": decoder("AutoencoderKLMagvit", 1, 16, 3, 48, 84),
     "KVAE of videos, decode 9x480x832": decoder("AutoencoderKLKVAEVideo", 1, 16, 3, 60, 104),
     "KVAE, decode 1024x1024": decoder("AutoencoderKLKVAE", 1, 16, 128, 128),
+    "HunyuanImage, decode 1024x1024": decoder("AutoencoderKLHunyuanImage", 1, 64, 32, 32, **HUNYUAN_IMAGE),
     "Kandinsky 6, decode 5x512x512": decoder("Kandinsky6SRVAE", 1, 64, 2, 32, 32),
 }
 
@@ -98,7 +122,7 @@ def measured(network: Network) -> dict[str, Any]:
 
         inputs = draw(network.inputs)
         call: Callable[..., Any] = getattr(model, network.method)
-        if not network.method.startswith("_"):
+        if not network.method.startswith("_") and not isinstance(call, torch.nn.Module):
             call = functools.partial(call, return_dict=False)
         call(**inputs)  # some models keep numbers from their first call
         plan = plan_of(model, lambda **inputs: call(**inputs), **inputs)

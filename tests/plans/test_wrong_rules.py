@@ -182,6 +182,42 @@ WRONG = [
         "if not axes or",
     ),
     Wrong(
+        "zeros come before frames that are repeated",
+        "frames",
+        'if source.of_time != "replicate" or source.mode is None:',
+        "if source.mode is None:",
+    ),
+    Wrong(
+        "a cache comes before frames that are repeated",
+        "frames",
+        "if source.cache is not None:\n            return None",
+        "pass",
+    ),
+    Wrong(
+        "repeated frames do not count in the norm after them",
+        "frames",
+        "activation, pads_first=True)",
+        "activation)",
+    ),
+    Wrong(
+        "pads beside the frames count in the norm after them",
+        "frames",
+        '!= ("replicate", None)',
+        '!= ("replicate", inner.of_image)',
+    ),
+    Wrong(
+        "the last mean may be one of fewer elements",
+        "spelling",
+        "if used > shape(x)[axis]:",
+        "if False:",
+    ),
+    Wrong(
+        "parts after different views are parts of one video",
+        "views",
+        "(p.axis, p.kept, p.views) != (first.axis, first.kept, first.views)",
+        "p.kept != first.kept",
+    ),
+    Wrong(
         "results share memory",
         "finish",
         'if owner is not None and (owner in seen or owner.op != "call_function"):',

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
-from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice
+from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice, upsampled_in_frames
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
@@ -36,7 +36,8 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
     graph = apply(graph, in_one, steps.cat)
     for rule in _RULES:
         graph = apply(graph, _where_usual(rule), steps.conv)
-    return graph
+    graph = apply(graph, upsampled_in_frames, steps.upsample)
+    return apply(graph, pad_of_cat, steps.pad)
 
 
 def relus(graph: fx.Graph) -> fx.Graph:
@@ -125,6 +126,14 @@ def bias_apart(r: Rewriter, n: Any) -> Node | None:
     if bias is None:
         return None
     return r.like(bias_of, (r.like(steps.conv, (x, weight, None, *others), n), bias), n)
+
+
+def pad_of_cat(r: Rewriter, n: Any) -> Node | None:
+    """Zeros around a cat that nobody else reads: one ``steps.padded_cat``."""
+    x, pads, mode, value = n.args
+    if mode != "constant" or min(pads) < 0 or not has(x, steps.cat) or not is_only(x):
+        return None
+    return r.like(steps.padded_cat, (*x.args, pads, value), n)
 
 
 def with_relu(r: Rewriter, n: Any) -> Node | None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from sdfastgn.kernels.convolution.windows import windows_pay
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape, user
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, rank, shape, user
 from sdfastgn.plans.run import steps
 
-__all__ = ["image_in_frames", "in_frames", "in_one", "last_slice"]
+__all__ = ["image_in_frames", "in_frames", "in_one", "last_slice", "upsampled_in_frames"]
 
 # (mode of the pad along time, mode along height and width) -> mode of ``steps.frames``.
 _MODES = {
@@ -43,6 +43,7 @@ class Source(NamedTuple):
         cache, front, back, border, times: as for ``steps.frames``.
         of_time, of_image: the modes of the pads along time, and along height and width. None: no pads.
         kept: others who read what the step makes of x.
+        norm: the norm of x with its pads. None: a norm is what x is, if there is one.
     """
 
     x: Any
@@ -55,6 +56,7 @@ class Source(NamedTuple):
     of_image: str | None = None
     times: tuple[int, int, int] = _ONCE
     kept: tuple[Kept, ...] = ()
+    norm: Any = None
 
     @property
     def mode(self) -> str | None:
@@ -113,25 +115,38 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
 
 def in_frames(r: Rewriter, n: Any) -> Node | None:
     """A norm, upsampling, a cat with a cache and pads before a convolution: one ``steps.frames``."""
-    x, weight, bias, stride, padding, dilation, _, _, groups = n.args
+    _, weight, bias, stride, padding, dilation, _, _, groups = n.args
     source = source_of(n) if rank(n) == 5 and bias is None else None
     if source is None or not source.is_changed:
         return None
-    before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
-    keep = max((k.length for k in kept), default=0)
     pays = windows_pay(n.meta["device"], dtype(n), shape(weight), stride[0], dilation[0], groups)
     window = shape(weight)[2] if pays and not padding[0] else 1
+    y = _frames(r, source, window)
+    if window > 1:
+        return r.like(steps.conv_windows, (y, weight, stride, padding, dilation), n)
+    return r.like(steps.conv, (y, *n.args[1:]), n)
+
+
+def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
+    """A norm of a video and upsampling before anything but a convolution of frames: one ``steps.frames``."""
+    if rank(n) != 5 or not has_kernels(n):
+        return None
+    source = _upsampling(Source(n, n))
+    return None if source is None else _frames(r, source)
+
+
+def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
+    """The first result of the ``steps.frames`` for ``source``. Who reads kept frames gets the second one."""
+    before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
+    keep = max((k.length for k in kept), default=0)
     where = source.front, source.back, source.border, source.mode, keep, shift, norm, source.times, window
     both = r.new(steps.frames, (before, source.cache, *where))
     N, C, T, H, W = source.upsampled
     if kept:
-        _read_kept(r, kept, r.new(operator.getitem, (both, 1), (N, C, keep, H, W), dtype(x)))
+        _read_kept(r, kept, r.new(operator.getitem, (both, 1), (N, C, keep, H, W), dtype(source.x)))
     sides = (size + 2 * side for size, side in zip((H, W), source.border, strict=True))
     size = (N, window * C, source.front + T + source.back - window + 1, *sides)
-    y = r.new(operator.getitem, (both, 0), size, dtype(x))
-    if window > 1:
-        return r.like(steps.conv_windows, (y, weight, stride, padding, dilation), n)
-    return r.like(steps.conv, (y, *n.args[1:]), n)
+    return r.new(operator.getitem, (both, 0), size, dtype(source.x))
 
 
 def image_in_frames(r: Rewriter, n: Any) -> Node | None:
@@ -163,7 +178,8 @@ def source_of(n: Any) -> Source:
     source = Source(n.args[0], n)
     while (inner := _without_pad(source)) is not None:
         source = inner
-    return _without_upsampling(source) or _without_cache(source) or source
+    source = _without_cache(source) or source
+    return _without_upsampling(source) or _without_pad_of_norm(source) or source
 
 
 def _without_pad(source: Source) -> Source | None:
@@ -187,14 +203,35 @@ def _without_pad(source: Source) -> Source | None:
     return source._replace(x=x, reader=source.x, kept=kept)
 
 
+def _without_pad_of_norm(source: Source) -> Source | None:
+    """A GroupNorm of repeated frames: these count in its mean and variance."""
+    norm = source.x
+    x = norm.args[0] if has(norm, steps.group_norm) and norm.args[6:] == (None, None, False) else None
+    if not has(x, steps.pad) or not is_only(x) or not is_only(norm) or source.is_changed:
+        return None
+    inner = _without_pad(Source(x, norm))
+    if inner is None or (inner.of_time, inner.of_image) != ("replicate", None):
+        return None
+    return inner._replace(norm=norm)
+
+
 def _without_upsampling(source: Source) -> Source | None:
     if not has(source.x, steps.upsample):
         return None
-    x, times, first_once = source.x.args
     kept = _kept_of(source)
-    if kept is None or (times[0] > 1 and not first_once):
-        return None
-    return source._replace(x=x, reader=source.x, times=tuple(times), kept=kept)
+    return None if kept is None else _upsampling(source._replace(kept=kept))
+
+
+def _upsampling(source: Source) -> Source | None:
+    """``source`` without the upsampling that is its x. None if the step cannot do both."""
+    x, times, first_once = source.x.args
+    if times[0] > 1 and not first_once:  # the step repeats the first frame as a pad only
+        if source.cache is not None:
+            return None
+        source = source._replace(front=source.front + times[0] - 1, of_time=source.of_time or "replicate")
+        if source.of_time != "replicate" or source.mode is None:
+            return None
+    return source._replace(x=x, reader=source.x, times=tuple(times))
 
 
 def _without_cache(source: Source) -> Source | None:
@@ -258,6 +295,10 @@ def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
 
 def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tuple[Kept, ...]] | None:
     """(x of the norm, its shift, the norm, all kept frames), if the frames are the result of a norm."""
+    if source.norm is not None:
+        _, groups, weight, bias, eps, activation, shift, *_ = source.norm.args
+        group = steps.Group(groups, weight, bias, eps, activation, pads_first=True)
+        return source.x, shift, group, ()
     x, kept = source.x, _kept_of(source)
     if kept is None:
         return None

@@ -23,7 +23,7 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import VIEWS, copies, in_memory
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["moves"]
+__all__ = ["is_copied", "moves", "sum_of_views"]
 
 aten = torch.ops.aten
 Sizes = tuple[int, ...]
@@ -79,7 +79,7 @@ def sum_of_views(r: Rewriter, n: Any) -> Node | None:
     if a is None or b is None or rank(n) not in (4, 5) or 0 in shape(n):
         return None
     is_alike = shape(a) == shape(b) == shape(n) and dtype(a) == dtype(b) == dtype(n)
-    return _sum(r, a, b) if is_alike and (_is_copied(a) or _is_copied(b)) else None
+    return _sum(r, a, b) if is_alike and (is_copied(a) or is_copied(b)) else None
 
 
 def bias_before_views(r: Rewriter, n: Any) -> None:
@@ -203,7 +203,7 @@ def _flat(groups: Iterable[Sizes]) -> Sizes:
     return tuple(itertools.chain.from_iterable(groups))
 
 
-def _is_copied(n: Any) -> bool:
+def is_copied(n: Any) -> bool:
     """True if ``n``, or what it is a part of, is a reshape that copies, and nobody else reads it."""
     while has(n, steps.cut) and is_only(n):
         n = n.args[0]

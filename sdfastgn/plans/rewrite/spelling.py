@@ -259,6 +259,21 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
     return r.like(steps.upsample, (x, times, False), n)
 
 
+@spells(aten.avg_pool1d.default, aten.avg_pool2d.default)
+def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any, *more: Any) -> Node | None:
+    """Means of successive elements along one axis, of which some may be left over -> ``mean_windows``."""
+    is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # no other divisor
+    d = 1 if n.target is aten.avg_pool1d.default else 2
+    axes = [rank(x) - d + i for i, length in enumerate(size) if length > 1] if len(size) == d else []
+    if len(axes) != 1 or not is_plain or any(padding) or list(stride or size) != list(size):
+        return None
+    (axis,), length = axes, max(size)
+    used = shape(n)[axis] * length
+    if used > shape(x)[axis]:
+        return None  # the last mean is one of fewer elements
+    return r.like(steps.mean_windows, (r.cut(x, axis, 0, used), axis, length), n)
+
+
 # ---- products
 
 
@@ -332,7 +347,15 @@ def _readers(n: Any) -> int:
 def _attention(
     r: Rewriter, n: Node, q: Node, k: Node, v: Node, mask: Any, dropout: float, *more: Any
 ) -> Node | None:
-    return r.like(steps.attention, (q, k, v, mask, *more), n) if not dropout else None
+    """Attention without an axis of heads -> attention of one head, which kernels take."""
+    if dropout:
+        return None
+    is_one_head = mask is None and not more[-1] and rank(q) == 3
+    if not is_one_head or not shape(q)[0] == shape(k)[0] == shape(v)[0]:
+        return r.like(steps.attention, (q, k, v, mask, *more), n)
+    q, k, v = (r.reshape(t, (shape(t)[0], 1, *shape(t)[1:])) for t in (q, k, v))
+    y = r.new(steps.attention, (q, k, v, mask, *more), (*shape(q)[:3], shape(v)[3]), dtype(n))
+    return r.reshape(y, shape(n))
 
 
 # ---- norms

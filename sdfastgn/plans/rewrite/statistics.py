@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.statistics.config import statistics_pay
-from sdfastgn.plans.rewrite.nodes import Rewriter, has, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.rewrite.views import merged_views
 from sdfastgn.plans.run import steps
 
 __all__ = ["statistics", "wants_statistics"]
 
 # Step that can compute statistics of its result -> index of its argument ``emits``.
 _EMITS = {steps.add: 4, steps.add_bias_: 2, steps.cat_two: 2, steps.upsample_conv: 3}
+# The permutation that exchanges channels and frames of a video.
+_TO_FRAMES = (0, 2, 1, 3, 4)
 
 
 def statistics(graph: fx.Graph) -> fx.Graph:
     graph = apply(graph, channels_of_two, steps.cat)
+    graph = merged_views(apply(graph, in_images, steps.add, steps.add_bias_))
     return apply(graph, known_statistics, steps.group_norm, steps.frames)
 
 
 def wants_statistics(x: Node) -> bool:
-    """True if a GroupNorm of x is faster if it gets the statistics of x."""
-    return any(_takes_statistics(u, x) or (_is_alike(u) and wants_statistics(u)) for u in x.users)
+    """True if a GroupNorm of x, or of its frames, is faster if it gets the statistics of x."""
+    return any(True for _ in _norms_of(x))
+
+
+def _norms_of(x: Node) -> Iterator[Node]:
+    """GroupNorms of x and of its views that are faster with statistics of x."""
+    for u in x.users:
+        if _takes_statistics(u, x):
+            yield u
+        elif _is_alike(u):
+            yield from _norms_of(u)
+        elif has(u, steps.permute, steps.reshape):
+            for v in u.users:
+                if _images_of(v) is x or _video_of(v) is x:
+                    yield from _norms_of(v)
 
 
 def _is_alike(view: Any) -> bool:
@@ -35,16 +53,53 @@ def _is_alike(view: Any) -> bool:
     return has(view, steps.reshape) and rank(view) > 2 and shape(view)[:2] == shape(view.args[0])[:2]
 
 
+def _images_of(n: Any) -> Node | None:
+    """The video whose frames, in order, are the images ``n``. None if ``n`` is something else."""
+    frames: Any = n.args[0] if has(n, steps.reshape) and rank(n) == 4 else None
+    if not has(frames, steps.permute) or frames.args[1] != _TO_FRAMES:
+        return None
+    N, T, *image = shape(frames)
+    return frames.args[0] if shape(n) == (N * T, *image) else None
+
+
+def _video_of(n: Any) -> Node | None:
+    """The images that are the frames of the video ``n``, in order. None if ``n`` is something else."""
+    frames: Any = n.args[0] if has(n, steps.permute) and n.args[1] == _TO_FRAMES else None
+    if not has(frames, steps.reshape) or rank(frames.args[0]) != 4:
+        return None
+    N, T, *image = shape(frames)
+    return frames.args[0] if shape(frames.args[0]) == (N * T, *image) else None
+
+
 def _takes_statistics(n: Any, x: Node) -> bool:
     if not has(n, steps.group_norm, steps.frames) or n.args[0] is not x:
         return False
-    if has(n, steps.group_norm):
-        known, framewise = n.args[7:9]
-    elif isinstance(n.args[8], steps.Group):
-        known, framewise = n.args[8].statistics, n.args[8].framewise
-    else:
+    norm = n.args[8] if has(n, steps.frames) else None
+    if has(n, steps.frames) and not isinstance(norm, steps.Group):
         return False
-    return known is None and not framewise and statistics_pay(shape(x)[1], math.prod(shape(x)[2:]))
+    known = n.args[7] if norm is None else norm.statistics
+    positions = math.prod(shape(x)[3 if _is_of_frames(n) and rank(x) == 5 else 2 :])
+    return known is None and statistics_pay(shape(x)[1], positions)
+
+
+def _is_of_frames(n: Any) -> bool:
+    """True if the GroupNorm ``n`` needs statistics of each frame, or of each image."""
+    if has(n, steps.frames):
+        return n.args[8].framewise or n.args[8].pads_first
+    return n.args[8] or rank(n.args[0]) == 4
+
+
+def in_images(r: Rewriter, n: Any) -> None:
+    """A sum of videos, and a GroupNorm that needs statistics of each frame: a sum of images."""
+    y = next((u for u in n.users if u.args[1] == 0), None)
+    if y is None or rank(y) != 5 or shape(y)[2] == 1 or not any(map(_is_of_frames, _norms_of(y))):
+        return
+    N, C, T, H, W = shape(y)
+    summands = 2 if has(n, steps.add) else 1
+    images = [r.reshape(r.permute(v, _TO_FRAMES), (N * T, C, H, W)) for v in n.args[:summands]]
+    total = r.new(n.target, (*images, *n.args[summands:]))
+    item = r.new(operator.getitem, (total, 0), (N * T, C, H, W), dtype(y))
+    r.replace(y, r.permute(r.reshape(item, (N, T, C, H, W)), _TO_FRAMES))
 
 
 def channels_of_two(r: Rewriter, n: Any) -> Node | None:
@@ -60,10 +115,12 @@ def known_statistics(r: Rewriter, n: Any) -> Node | None:
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None
-    while _is_alike(x):
-        x = x.args[0]
+    while (source := x.args[0] if _is_alike(x) else _video_of(x)) is not None:
+        x = source
     if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
+    if _is_of_frames(n) and rank(x) == 5 and shape(x)[2] > 1:
+        return None  # the step computes statistics of the whole video
     writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.plans.rewrite.biases import bias_of
+from sdfastgn.plans.rewrite.moves import is_copied, sum_of_views
 from sdfastgn.plans.rewrite.nodes import (
     Rewriter,
     dtype,
@@ -27,6 +28,7 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.statistics import wants_statistics
 from sdfastgn.plans.rewrite.views import applied, axis_after
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.aliases import base
 
 __all__ = ["activated_sums", "shifts", "sums"]
 
@@ -84,8 +86,13 @@ def residual_sum(r: Rewriter, n: Any) -> Node | None:
     if not _is_residual(n):
         return None
     has_bias = any(has(t, bias_of) and is_only(t) for t in n.args)
-    is_activated = is_only(n) and activation(user(n)) is not None
-    return _added(r, n, n, 1.0) if has_bias or is_activated or wants_statistics(n) else None
+    if has_bias or (is_only(n) and activation(user(n)) is not None):
+        return _added(r, n, n, 1.0)
+    if not wants_statistics(n):
+        return None
+    # To read an operand where it lies saves more than statistics, unless its copy also adds a bias.
+    is_moved = any(is_copied(t) and not has(base(t), bias_of) for t in n.args)
+    return (sum_of_views(r, n) if is_moved else None) or _added(r, n, n, 1.0)
 
 
 def _is_residual(n: Any) -> bool:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape
 from sdfastgn.plans.rewrite.norms import ACTIVATIONS
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["applied", "axis_after", "sink_views"]
+__all__ = ["applied", "axis_after", "merged_views", "sink_views"]
 
 
-def _merged_views(graph: fx.Graph) -> fx.Graph:
+def merged_views(graph: fx.Graph) -> fx.Graph:
     """Reshapes of reshapes and permutations of permutations become one."""
     return apply(graph, _merged, steps.reshape, steps.permute)
 
 
 def sink_views(graph: fx.Graph) -> fx.Graph:
     """norm(views(x)) -> views(norm(x)), and the same for activations."""
-    graph = apply(_merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
-    return _merged_views(graph)
+    graph = apply(merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
+    graph = apply(graph, _windows_before_views, steps.mean_windows)
+    graph = apply(graph, _cat_before_views, steps.cat)
+    return merged_views(graph)
 
 
 def _merged(r: Rewriter, n: Node) -> Node | None:
@@ -44,6 +46,72 @@ def _before_views(r: Rewriter, n: Node) -> Node | None:
             return None
         args[8] = True  # each frame is normalized by itself
     return applied(r, views, r.like(n.target, args, x, **n.kwargs))
+
+
+def _windows_before_views(r: Rewriter, n: Node) -> Node | None:
+    """Means of windows of views of an image or a video -> views of means of windows."""
+    along = _along(r, n, n.args[1])
+    return along.whole(r, along.x) if along.views and rank(along.x) in (4, 5) else None
+
+
+def _cat_before_views(r: Rewriter, n: Any) -> Node | None:
+    """Parts of a video and means of its frames, after equal views, side by side -> views of a cat."""
+    parts = [_along(r, p, n.args[1]) for p in n.args[0]]
+    first = parts[0]
+    if not any(has(p.x, steps.mean_windows) for p in parts) or not first.views or rank(first.x) not in (4, 5):
+        return None
+    if any((p.axis, p.kept, p.views) != (first.axis, first.kept, first.views) for p in parts):
+        return None
+    length = sum(shape(p.x)[first.axis] for p in parts)
+    to = (*shape(first.x)[: first.axis], length, *shape(first.x)[first.axis + 1 :])
+    return first.whole(r, r.new(steps.cat, (tuple(p.x for p in parts), first.axis), to, dtype(n)))
+
+
+class _Along(NamedTuple):
+    """A value as views of x, in which one axis is one axis of x.
+
+    Attributes:
+        x, axis: the value before the views, and the axis in x.
+        views: the permutations and shapes in order. In a shape, the size of the axis is -1.
+    """
+
+    x: Node
+    axis: int
+    views: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The sizes of the other axes of x."""
+        return (*shape(self.x)[: self.axis], *shape(self.x)[self.axis + 1 :])
+
+    def whole(self, r: Rewriter, x: Node) -> Node:
+        """``x``, which may have another size along the axis, after the views."""
+        size = shape(x)[self.axis]
+        for kind, of in self.views:
+            is_shape = kind == "reshape"
+            x = r.reshape(x, [size if s < 0 else s for s in of]) if is_shape else r.permute(x, of)
+        return x
+
+
+def _along(r: Rewriter, n: Any, axis: int) -> _Along:
+    """``n`` as views of a value. Cuts and means of windows along ``axis`` move before the views."""
+    if has(n, steps.cut, steps.mean_windows) and n.args[1] == axis:
+        inner = _along(r, n.args[0], axis)
+        if not inner.views:
+            return _Along(n, axis)
+        if has(n, steps.cut):
+            return inner._replace(x=r.cut(inner.x, inner.axis, *n.args[2:]))
+        to = (*shape(inner.x)[: inner.axis], shape(n)[axis], *shape(inner.x)[inner.axis + 1 :])
+        return inner._replace(x=r.new(n.target, (inner.x, inner.axis, n.args[2]), to, dtype(n)))
+    before = _axis_before(n, axis) if has(n, steps.reshape, steps.permute) else None
+    if before is None:
+        return _Along(n, axis)
+    inner = _along(r, n.args[0], before)
+    if has(n, steps.permute):
+        return inner._replace(views=(*inner.views, ("permute", n.args[1])))
+    to = (*shape(n)[:axis], -1, *shape(n)[axis + 1 :])
+    views = inner.views[:-1] if inner.views and inner.views[-1][0] == "reshape" else inner.views
+    return inner._replace(views=(*views, ("reshape", to)))
 
 
 def applied(r: Rewriter, views: Sequence[Node], x: Node) -> Node:

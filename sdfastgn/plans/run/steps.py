@@ -8,6 +8,7 @@ because a trace has already run what other code may have put there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -119,11 +120,37 @@ _PADS = {
 
 def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
     """Pads all spatial axes. ``pads``: as for ``F.pad``. ``mode``: "constant", "replicate" or "reflect"."""
-    if mode == "constant" and is_channels_last(x):
-        return aten.constant_pad_nd.default(x.movedim(1, -1), (0, 0, *pads), value).movedim(-1, 1)
+    if mode == "constant" and is_channels_last(x) and min(pads) >= 0:
+        return padded_cat((x,), 2, pads, value)
     if mode == "constant":
         return aten.constant_pad_nd.default(x, pads, value)
     return _PADS[mode, x.dim()](x, pads)
+
+
+def padded_cat(parts: Sequence[Tensor], dim: int, pads: Sequence[int], value: float) -> Tensor:
+    """``cat`` with ``value`` around it, channels-last: each part is copied once. No pad is negative."""
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    around = {len(shape) - 1 - i: (pads[2 * i], pads[2 * i + 1]) for i in range(len(pads) // 2)}
+    y = inner = empty_laid_out(
+        parts[0], [s + sum(around.get(axis, ())) for axis, s in enumerate(shape)], channels_last=True
+    )
+    for axis, (before, after) in around.items():
+        inner.narrow(axis, 0, before).fill_(value)
+        inner.narrow(axis, before + shape[axis], after).fill_(value)
+        inner = inner.narrow(axis, before, shape[axis])
+    at = 0
+    for part in parts:
+        inner.narrow(dim, at, part.shape[dim]).copy_(part)
+        at += part.shape[dim]
+    return y
+
+
+def mean_windows(x: Tensor, dim: int, size: int) -> Tensor:
+    """The means of each ``size`` successive elements along ``dim``. Channels-last if x is."""
+    shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    y = empty_laid_out(x, shape, channels_last=x.dim() > 3 and x.stride(1) == 1)
+    return aten.mean.out(x.unflatten(dim, (-1, size)), [dim + 1], out=y)
 
 
 def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
@@ -289,6 +316,7 @@ class Group(NamedTuple):
     statistics: Any = None
     modulation: Any = None
     framewise: bool = False
+    pads_first: bool = False
 
 
 class Channel(NamedTuple):
@@ -317,6 +345,7 @@ def group_norm(
     if framewise:
         norm = Group(groups, weight, bias, eps, activation, statistics, None, True)
         return frames(x, norm=norm, shift=shift)[0]
+    statistics = _statistics_of(statistics, len(x), math.prod(x.shape[2:]))
     return group_norm_op.group_norm(
         x, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
     )
@@ -367,12 +396,24 @@ def frames(
     window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """(padded frames, kept frames): see ``pad_frames``."""
-    operands = None
+    x, operands = _in_channels_last(x), None
+    if isinstance(norm, Group) and norm.pads_first and dispatch.runs_in_triton(x):
+        norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
+        if norm.statistics is None:
+            x, norm = (
+                pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0],
+                norm._replace(pads_first=False),
+            )
+            front = back = 0
+    elif isinstance(norm, Group):
+        T, H, W = x.shape[2:]
+        each = (len(x) * T, H * W) if norm.framewise else (len(x), T * H * W)
+        norm = norm._replace(statistics=_statistics_of(norm.statistics, *each))
     if norm is not None:
         kind = pad_frames_op.GroupNorm if isinstance(norm, Group) else pad_frames_op.Norm
         operands = kind(*norm)
     return pad_frames_op.pad_frames(
-        _in_channels_last(x),
+        x,
         None if cache is None else _in_channels_last(cache),
         front=front,
         back=back,
@@ -384,6 +425,27 @@ def frames(
         upsample=tuple(times),  # type: ignore[arg-type]
         window=window,
     )
+
+
+def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
+    """Statistics of samples, from those of their frames. None if the chunks of a frame differ in size."""
+    if statistics is None or statistics.shape[1] == samples:
+        return statistics
+    frames = statistics.shape[1] // samples
+    if positions // frames % statistics.shape[2]:
+        return None
+    return statistics.unflatten(1, (samples, frames)).flatten(2, 3)
+
+
+def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any:
+    """Statistics of x and of copies of its end frames, from those of its frames, or None as above."""
+    N, _, T, H, W = x.shape
+    if statistics is None:
+        statistics = statistics_op.channel_statistics(x.movedim(2, 1).flatten(0, 1))
+    each = statistics.unflatten(1, (N, T))
+    first, last = each[:, :, :1], each[:, :, -1:]
+    padded = aten.cat.default([*[first] * front, each, *[last] * back], 2).flatten(1, 2)
+    return _statistics_of(padded, N, (front + T + back) * H * W)
 
 
 def add(

@@ -49,6 +49,7 @@ _COPIES = (
     steps.cat,
     steps.copy,
     steps.pad,
+    steps.padded_cat,
     steps.write_select_,
     steps.write_slice_,
 )

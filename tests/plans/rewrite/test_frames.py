@@ -1,10 +1,14 @@
 """What a convolution of frames reads is prepared by one step."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from sdfastgn.kernels.statistics.plain import reference_channel_statistics
 from sdfastgn.plans.run import steps
+from tests.kernels.samples import kernels
 from tests.plans.rewrite.rewriting import checked, steps_of
 
 CAUSAL = (1, 1, 1, 1, 2, 0)
@@ -335,6 +339,77 @@ def test_kept_frames_of_upsampled_frames(weight):
     assert kept_steps(call, video(3)) == (["frames", "conv"], [2])
 
 
+# ---- pads before a norm
+
+
+GROWING = torch.arange(1.0, 9.0)[:, None, None]
+
+
+def padded_norm(x, front=1, back=1):
+    """Frames that differ, so that it matters which of them count twice."""
+    return group_norm(repeated(x * GROWING[: x.shape[2]], front, back))
+
+
+@pytest.mark.parametrize("pads", [(1, 1), (2, 0), (0, 3)])
+def test_pads_before_a_norm_count_in_it(weight, pads):
+    b = torch.randn(4)
+    plan = checked(lambda x: F.conv3d(padded_norm(F.conv3d(x, weight, b), *pads), weight), video(6))
+    assert plan.steps == ["conv", "add_bias_", "aten.mul", "frames", "conv"]
+    found = frames_of(plan)[0]
+    assert (found["front"], found["back"], found["mode"], found["norm"].pads_first) == (
+        *pads,
+        "replicate",
+        True,
+    )
+    shifted = checked(
+        lambda x: F.conv3d(group_norm(repeated(F.conv3d(x, weight, b), *pads)), weight), video(6)
+    )
+    assert shifted.steps == ["conv", "frames", "conv"]
+    assert frames_of(shifted)[0]["shift"].op == "placeholder"
+
+
+@pytest.mark.parametrize(("size", "chunks"), [((4, 8), 1), ((4, 8), 2), ((5, 7), 3)])
+def test_kernels_compute_norms_of_padded_frames(weight, size, chunks, monkeypatch):
+    """Also if the chunks of the statistics of a frame differ in size."""
+    b = torch.randn(4)
+    of = functools.partial(reference_channel_statistics, chunks=chunks)
+    monkeypatch.setattr("sdfastgn.plans.run.steps.statistics_op.channel_statistics", of)
+
+    def call(x):
+        y = F.conv3d(x, weight, b, padding=1)
+        return F.conv3d(padded_norm(y), weight), F.conv3d(group_norm(repeated(y, 2, 1)), weight)
+
+    with kernels(direct=True):
+        plan = checked(call, torch.randn(2, 4, 3, *size))
+    assert [f["norm"].pads_first for f in frames_of(plan)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: group_norm(F.pad(x, CAUSAL)),
+        lambda x: group_norm(F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate")),
+        lambda x: group_norm(F.pad(x, (1, 1, 1, 1, 0, 0), mode="reflect")),
+        lambda x: channel_norm(repeated(x, 1)) + 1,
+        lambda x: (y := repeated(x, 1), group_norm(y) + y)[1],
+        lambda x: (y := group_norm(repeated(x, 1)), y + y.mean())[1],
+        lambda x: (
+            group_norm(repeated(x, 1).transpose(1, 2).flatten(0, 1)).unflatten(0, (2, -1)).transpose(1, 2)
+        ),
+    ],
+)
+def test_other_pads_before_a_norm_stay(weight, read):
+    plan = checked(lambda x: F.conv3d(read(x), weight), video(5))
+    assert "pad" in plan.steps
+    assert not any(f["norm"] and f["norm"].pads_first for f in frames_of(plan))
+
+
+def test_pads_on_both_sides_of_a_norm(weight):
+    plan = checked(lambda x: F.conv3d(repeated(padded_norm(x), 1, 1), weight), video())
+    assert plan.steps == ["aten.mul", "pad", "frames", "conv"]
+    assert frames_of(plan)[0]["norm"].pads_first is False
+
+
 # ---- upsampling
 
 
@@ -360,12 +435,65 @@ def test_upsampling_of_each_frame(weight):
     assert frames_of(plan)[0]["times"] == (1, 2, 2)
 
 
-def test_upsampling_of_all_frames_stays(weight):
-    def call(x):
-        return F.conv3d(F.pad(F.interpolate(x, scale_factor=2.0, mode="nearest"), CAUSAL), weight)
+def larger(x, t=2.0, size=2.0):
+    return F.interpolate(x, scale_factor=(t, size, size))
 
-    plan = checked(call, video(3))
-    assert plan.steps == ["upsample", "frames", "conv"]
+
+def test_upsampling_of_all_frames(weight):
+    """The step repeats the first frame once more by a pad."""
+    plan = checked(lambda x: F.conv3d(repeated(larger(x), 2), weight, padding=1), video(3))
+    plain = checked(lambda x: F.conv3d(larger(x, 4.0), weight), video(3))
+    assert plan.steps == plain.steps == ["frames", "conv"]
+    found = [(f["front"], f["mode"], f["times"]) for f in (*frames_of(plan), *frames_of(plain))]
+    assert found == [(3, "replicate", (2, 2, 2)), (3, "replicate", (4, 2, 2))]
+
+
+def test_upsampling_after_a_cache(weight):
+    def call(cache, x):
+        w = torch.cat([cache, larger(group_norm(x), 1.0)], 2)
+        return F.conv3d(w, weight, padding=(0, 1, 1)), w[:, :, -2:].clone()
+
+    plan = checked(call, larger(video(2), 1.0), video(2))
+    assert plan.steps == ["frames", "conv"]
+    (found,) = frames_of(plan)
+    assert (found["cache"].op, found["front"], found["keep"], found["times"]) == (
+        "placeholder",
+        2,
+        2,
+        (1, 2, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: F.pad(larger(x), CAUSAL),  # zeros before the copies of the first frame
+        lambda x: torch.cat([torch.tanh(larger(x[:, :, :1])), larger(x)], 2),  # a cache before them
+        lambda x: F.pad(larger(x), (1, 1, 1, 1)),
+        lambda x: torch.cat([(y := larger(x)), y[:, :1].expand_as(y)], 2),
+    ],
+)
+def test_other_upsampling_is_a_step_of_its_own(weight, read):
+    plan = checked(lambda x: F.conv3d(read(x), weight), video(3))
+    assert plan.steps.count("upsample") == 0
+    assert [f["times"] for f in frames_of(plan)].count((2, 2, 2)) >= 1
+    assert frames_of(plan)[-1]["cache"] is None or frames_of(plan)[-1]["times"] == (1, 1, 1)
+
+
+@pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0), (4.0, 2.0)])
+def test_a_norm_or_a_bias_before_upsampling(weight, times):
+    b = torch.randn(4)
+    normed = checked(lambda x: larger(group_norm(x), *times) * 2, video(3))
+    biased = checked(lambda x: larger(F.conv3d(x, weight, b), *times) * 2, video(5))
+    assert (normed.steps, biased.steps) == (["frames", "aten.mul"], ["conv", "frames", "aten.mul"])
+    assert frames_of(normed)[0]["norm"] is not None
+    assert frames_of(biased)[0]["shift"].op == "placeholder"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_upsampling_in_other_dtypes(dtype):
+    expected = {torch.float64: ["upsample"], torch.float16: ["frames"]}[dtype]
+    assert steps_of(larger, video(3).to(dtype)) == expected
 
 
 def test_norms_before_upsampling(weight):

@@ -127,11 +127,27 @@ def test_other_sums_stay(call, inputs):
     assert "add_views" not in steps_of(call, *inputs)
 
 
-def test_statistics_stay_with_the_sum(monkeypatch):
-    """A sum that also computes statistics for the next norm is one step already."""
+W8, B8 = torch.randn(8, 8, 3, 3), torch.randn(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x, y: in_cells(x, 2, 2) + y, ["add_views"]),
+        (lambda x, y: y + in_cells(x.repeat_interleave(2, 1), 2, 2)[:, :2], ["add_views"]),
+        (
+            lambda x, y: in_cells(F.conv2d(x, W8, B8, padding=1), 2, 2) + in_cells(x, 2, 2),
+            ["conv", "add_bias_", "add_views"],
+        ),
+        (lambda x, y: in_cells(F.conv2d(x, W8, B8, padding=1), 2, 2) + y, ["conv", "add_views", "add"]),
+        (lambda x, y: x.transpose(2, 3).reshape(2, 2, 6, 10) + y, ["add"]),
+    ],
+)
+def test_sums_with_statistics(call, steps, monkeypatch):
+    """A sum of what would be copied needs no copy. Else it computes the statistics for the norm after it."""
     monkeypatch.setattr("sdfastgn.plans.rewrite.statistics.statistics_pay", lambda *args: True)
-    found = steps_of(lambda x, y: F.group_norm(in_cells(x, 2, 2) + y, 2), image, larger_image)
-    assert found == ["add", "group_norm"]
+    found = steps_of(lambda x, y: F.group_norm(call(x, y), 2), image, larger_image)
+    assert found == [*steps, "group_norm"]
 
 
 # ---- biases
@@ -235,3 +251,20 @@ def test_step_writes_channels_last():
     y = steps.add_views(a, b.expand_as(a), (2, 3, 8, 5))
     assert is_channels_last(y)
     assert torch.equal(y, (a + b).reshape(2, 3, 8, 5))
+
+
+# ---- frames
+
+
+def test_pooled_frames_are_copied_once():
+    """Means of pairs of frames behind the first frame, in rows of positions, then zeros around them."""
+
+    def call(x):
+        N, C, T, H, W = x.shape
+        y = x.permute(0, 3, 4, 1, 2).reshape(-1, C, T)
+        y = torch.cat([y[..., 0][..., None], F.avg_pool1d(y[..., 1:], 2)], -1)
+        return F.pad(y.reshape(N, H, W, C, -1).permute(0, 3, 4, 1, 2), (0, 1, 0, 1))
+
+    found, copies = copies_of(call, last(2, 4, 5, 2, 3))
+    assert found == ["mean_windows", "padded_cat"]
+    assert copies == {"copy_": 2}

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import sdfastgn
+from sdfastgn.plans.rewrite.nodes import rank
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.run import steps
 from tests.plans.rewrite.rewriting import checked, name_of, steps_of
@@ -211,6 +212,42 @@ def test_attention():
 
 
 @pytest.mark.parametrize(
+    ("call", "x", "steps"),
+    [
+        (lambda x: F.avg_pool1d(x, 2), x3, ["mean_windows"]),
+        (lambda x: F.avg_pool1d(x, 3, 3, ceil_mode=False), x3, ["mean_windows"]),
+        (lambda x: F.avg_pool2d(x, (1, 4)), x4, ["mean_windows"]),
+        (lambda x: F.avg_pool2d(x, (4, 1), (4, 1)), x4.double(), ["mean_windows"]),
+        (lambda x: F.avg_pool2d(x, (2, 1), ceil_mode=True), x4[0], ["mean_windows"]),
+        (lambda x: F.avg_pool1d(x.half(), 2), x3, ["cast", "mean_windows"]),
+        (lambda x: F.avg_pool1d(x, 3, 3, ceil_mode=True), x3, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool1d(x, 2, 1), x3, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool1d(x, 2, 2, 1), x3, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, 2), x4, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, (1, 2), divisor_override=3), x4, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, 1), x4, ["aten.avg_pool2d"]),
+    ],
+)
+def test_means_of_windows(call, x, steps):
+    assert steps_of(call, x) == steps
+
+
+@pytest.mark.parametrize(
+    ("call", "q", "heads"),
+    [
+        (lambda q: F.scaled_dot_product_attention(q, q[:, 1:], q[:, 1:]), torch.randn(2, 5, 8), 4),
+        (lambda q: F.scaled_dot_product_attention(q, q, q[..., :4], is_causal=True), torch.randn(2, 5, 8), 4),
+        (lambda q: F.scaled_dot_product_attention(q, q, q, torch.eye(5)), torch.randn(2, 5, 8), 3),
+        (lambda q: F.scaled_dot_product_attention(q, q[:1], q[:1], enable_gqa=True), torch.randn(2, 5, 8), 3),
+        (lambda q: F.scaled_dot_product_attention(q, q[:1], q), torch.randn(2, 5, 8), 3),
+        (lambda q: F.scaled_dot_product_attention(q, q, q), torch.randn(5, 8), 2),
+    ],
+)
+def test_attention_without_heads_has_one(call, q, heads):
+    assert rank(checked(call, q).only(steps.attention).args[0]) == heads
+
+
+@pytest.mark.parametrize(
     ("call", "x", "args"),
     [
         (lambda x: F.pad(x, (1, 2)), x4, ((1, 2, 0, 0), "constant", 0.0)),
@@ -251,7 +288,7 @@ def test_pads_that_differ(call, steps):
         (lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"), x4),
         (lambda x: F.interpolate(x, size=(12, 32), mode="nearest"), x4),
         (lambda x: F.interpolate(x, scale_factor=(2.0, 4.0), mode="nearest-exact"), x4),
-        (lambda x: F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest"), x5),
+        (lambda x: F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest"), x5.double()),
         (lambda x: F.interpolate(x.float(), scale_factor=2.0).to(x.dtype), x4.bfloat16()),
     ],
 )

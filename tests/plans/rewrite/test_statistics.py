@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sdfastgn.kernels.statistics.plain import reference_channel_statistics
 from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.run import steps
 from tests.kernels.samples import kernels
@@ -33,7 +34,10 @@ def writers(plan):
         if known is not None:
             assert has(known, operator.getitem)
             assert known.args[1] == 1
-            assert known.args[0] is n.args[0].args[0], "statistics of another tensor"
+            x = n.args[0]
+            while has(x, steps.reshape, steps.permute):
+                x = x.args[0]
+            assert known.args[0] is x.args[0], "statistics of another tensor"
             assert True in known.args[0].args[2:], "the step does not compute them"
             found.append(known.args[0].target.__name__)
     return found
@@ -129,16 +133,123 @@ def test_other_norms_compute_their_own(conv, image):
         assert not any(has(n, steps.cat_two) for n in plan.calls)
 
 
+# ---- videos and their frames
+
+W5, B5 = torch.randn(4, 4, 3, 3, 3), torch.randn(4)
+
+
+def images_of(x):
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def video_of(x, N=2):
+    return x.unflatten(0, (N, -1)).transpose(1, 2)
+
+
+def conv_of_frames(x):
+    return F.conv3d(F.pad(x, (0, 0, 0, 0, 2, 0), mode="replicate"), W5, padding=(0, 1, 1))
+
+
+def conv_3d(x):
+    return F.conv3d(x, W5, B5, padding=1)
+
+
 @pytest.mark.usefixtures("always")
-def test_a_norm_of_each_frame_computes_its_own():
-    w = torch.randn(4, 4, 3, 3, 3)
+@pytest.mark.parametrize(
+    ("call", "shape"),
+    [
+        (lambda x: NORM(images_of(x + conv_3d(x))), (2, 4, 3, 5, 6)),
+        (lambda x: NORM(images_of(F.relu(conv_3d(x)))), (2, 4, 3, 5, 6)),
+        (lambda x: conv_of_frames(video_of(NORM(images_of((x + F.relu(x)) / 2.0)))), (2, 4, 3, 5, 6)),
+        (lambda x: video_of(NORM(images_of(x + F.relu(x)))) * 2, (2, 4, 3, 5, 6)),
+        (lambda x: F.conv3d(NORM(torch.cat([(y := x + conv_3d(x))[:, :, :1], y], 2)), W5), (2, 4, 3, 5, 6)),
+        (lambda x: NORM(video_of(x + F.relu(x))), (4, 4, 5, 6)),
+        (lambda x: conv_of_frames(NORM(video_of(x + F.relu(x)))), (4, 4, 5, 6)),
+        (lambda x: conv_of_frames(video_of(NORM(x + F.relu(x)))), (4, 4, 5, 6)),
+        (lambda x: NORM(images_of(x + conv_3d(x))), (2, 4, 1, 5, 6)),
+    ],
+)
+def test_norms_of_frames_and_of_videos(call, shape):
+    """A sum of images computes the statistics of each frame, from which follow those of the video."""
+    with kernels(direct=True):
+        plan = checked(call, torch.randn(shape))
+    assert len(writers(plan)) == 1
+
+
+@pytest.mark.usefixtures("always")
+def test_norms_of_the_video_and_of_its_frames_read_the_same_statistics():
+    def call(x):
+        y = x + conv_3d(x)
+        return y, NORM(y), NORM(images_of(y))
+
+    with kernels(direct=True):
+        assert writers(checked(call, torch.randn(2, 4, 3, 5, 6))) == ["add", "add"]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.permute(2, 0, 1, 3, 4).flatten(0, 1),
+        lambda y: y.transpose(1, 3).flatten(0, 1),
+        lambda y: y.transpose(1, 2).reshape(3, 8, 5, 6),
+    ],
+)
+def test_other_images_of_a_video(view):
+    """They have other channels, positions or samples."""
 
     def call(x):
-        y = (x + F.relu(x)) / 2.0
-        images = NORM(y.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, -1)).transpose(1, 2)
-        return F.conv3d(F.pad(images, (1, 1, 1, 1, 2, 0)), w)
+        return F.group_norm(view(x + conv_3d(x)), 1)
 
-    assert writers(checked(call, torch.randn(2, 4, 3, 5, 6))) == []
+    with kernels(direct=True):
+        assert writers(checked(call, torch.randn(2, 4, 3, 5, 6))) == []
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("shape", [(12, 4, 5, 3), (3, 8, 5, 6), (6, 4, 6, 5)])
+def test_other_videos_of_images(shape):
+    def call(x):
+        return NORM((x + F.relu(x)).reshape(2, 3, 4, 5, 6).transpose(1, 2))
+
+    with kernels(direct=True):
+        assert writers(checked(call, torch.randn(shape))) == []
+
+
+@pytest.mark.usefixtures("always")
+def test_a_norm_of_each_frame_reads_no_statistics_of_the_video():
+    def call(x):
+        return conv_of_frames(video_of(NORM(images_of(torch.cat([x, F.relu(x)], 1)))))
+
+    with kernels(direct=True):
+        assert writers(checked(call, torch.randn(2, 2, 3, 5, 6))) == []
+
+
+def test_the_size_of_what_is_normalized_decides(monkeypatch):
+    asked = set()
+    monkeypatch.setattr(
+        "sdfastgn.plans.rewrite.statistics.statistics_pay", lambda *size: asked.add(size) or False
+    )
+    for call in (lambda y: NORM(y), lambda y: conv_of_frames(video_of(NORM(images_of(y))))):
+        checked(lambda x, call=call: call(x + F.relu(x)), torch.randn(2, 4, 3, 5, 6))
+    assert asked == {(4, 90), (4, 30)}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_chunks_of_frames_that_are_no_chunks_of_a_video(chunks, monkeypatch):
+    """Then the norm computes the statistics itself."""
+    real = steps.statistics_op.add_kernel
+
+    def add_kernel(*args, **options):
+        y, found = real(*args, **options)
+        return y, None if found is None else reference_channel_statistics(y, chunks)
+
+    monkeypatch.setattr(steps.statistics_op, "add_kernel", add_kernel)
+    with kernels(direct=True):
+        checked(lambda x: NORM(video_of(x + F.relu(x) * GROWING)), torch.randn(4, 4, 5, 6))
+
+
+GROWING = torch.arange(1.0, 5.0)[:, None, None, None]
 
 
 def test_small_norms_compute_their_own(conv, image):

@@ -116,3 +116,63 @@ def test_permutations_of_permutations_are_one():
 def test_steps_of_rank_two_stay():
     assert steps_of(lambda x: F.silu(x.view(6, 20)), image) == ["aten.silu"]
     assert steps_of(lambda x: F.silu(x.flatten()), image) == ["aten.silu"]
+
+
+# ---- means of windows, and cats
+
+
+def over_time(x, call):
+    """``call`` of rows of frames: one row for each position and channel."""
+    N, C, T, H, W = x.shape
+    y = call(x.permute(0, 3, 4, 1, 2).reshape(N * H * W, C, T))
+    return y.reshape(N, H, W, C, -1).permute(0, 3, 4, 1, 2)
+
+
+def first_alone(y):
+    return torch.cat([y[..., 0][..., None], F.avg_pool1d(y[..., 1:], 2)], -1)
+
+
+def computed(call, *inputs):
+    """The steps of ``call`` with what they read: "x" for the argument or parts of it. No view is left."""
+    plan = checked(lambda *inputs: call(*inputs) * 2, *inputs)
+    assert not plan.all(steps.reshape) + plan.all(steps.permute)
+    return plan.steps[:-1]
+
+
+@pytest.mark.parametrize("N", [1, 2])
+def test_views_move_behind_means_of_frames(N):
+    x = torch.randn(N, 4, 5, 2, 3)
+    assert computed(lambda x: over_time(x, first_alone), x) == ["mean_windows", "cat"]
+    assert computed(lambda x: over_time(x, lambda y: F.avg_pool1d(y, 2)), x) == ["mean_windows"]
+    assert computed(lambda x: over_time(x, lambda y: F.avg_pool1d(y[..., 1:], 4)), x) == ["mean_windows"]
+    last = lambda y: torch.cat([F.avg_pool1d(y[..., :3], 3), y[..., 3:]], -1)  # noqa: E731
+    assert computed(lambda x: over_time(x, last), x) == ["mean_windows", "cat"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y, z: torch.cat([z[..., :1], F.avg_pool1d(y, 2)], -1),
+        lambda y, z: torch.cat([y.flip(0)[..., :1], F.avg_pool1d(y, 2)], -1),
+        lambda y, z: torch.cat([y[..., :1].flatten(1).reshape(6, 4, 1), F.avg_pool1d(y, 2)], -1),
+        lambda y, z: torch.cat([y[:, ::2, :4], F.avg_pool1d(y[:, :2], 1)[..., :4]], -1),
+        lambda y, z: torch.cat([y[..., :2], F.avg_pool1d(y, 2)], 1),
+        lambda y, z: torch.cat([y[..., :2], F.avg_pool1d(y, 2)], 0),
+        lambda y, z: F.avg_pool1d(y.mT, 4).mT.expand(-1, 4, -1),
+        lambda y, z: F.avg_pool1d(y.flatten(1), 5).reshape(6, 4, -1),
+        lambda y, z: F.avg_pool1d(y.flatten(0, 1)[:, 1:], 2).reshape(6, 4, -1),
+    ],
+)
+def test_means_and_cats_of_other_views(call):
+    """Other axes, other videos and other views: the result is right, whatever moves."""
+    z = torch.randn(6, 4, 5)
+    checked(lambda x, z: over_time(x, lambda y: call(y, z)) * 2, torch.randn(1, 4, 5, 2, 3), z)
+
+
+def test_cats_of_different_views_stay():
+    def call(x):
+        a, b = x.permute(0, 3, 4, 1, 2).reshape(6, 4, 5), x.permute(0, 4, 3, 1, 2).reshape(6, 4, 5)
+        return torch.cat([a[..., :1], F.avg_pool1d(b, 2)], -1)
+
+    assert checked(call, torch.randn(1, 4, 5, 2, 3)).only(steps.cat).meta["shape"] == (6, 4, 3)
+    assert checked(call, torch.randn(1, 4, 5, 3, 2)).only(steps.cat).args[1] == 2

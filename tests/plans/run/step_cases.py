@@ -317,6 +317,26 @@ CASES = {
         )
         for shape in ((2, 6, 5), IMAGE, VIDEO)
     },
+    "padded-cat": (
+        (VIDEO, VIDEO),
+        lambda x, y: steps.padded_cat((x[:, :, :1], y), 2, (0, 1, 2, 0, 1, 3), 0.5),
+        lambda x, y: F.pad(torch.cat((x[:, :, :1], y), 2), (0, 1, 2, 0, 1, 3), value=0.5),
+    ),
+    "padded-cat-of-channels": (
+        (IMAGE, IMAGE),
+        lambda x, y: steps.padded_cat((x, y), 1, (0, 1, 2, 0), 0.0),
+        lambda x, y: F.pad(torch.cat((x, y), 1), (0, 1, 2, 0)),
+    ),
+    "mean-windows": (
+        ((2, 6, 4, 3, 5),),
+        lambda x: steps.mean_windows(x, 2, 2),
+        lambda x: x.unflatten(2, (2, 2)).mean(3),
+    ),
+    "mean-windows-of-rows": (
+        (ROWS,),
+        lambda x: steps.mean_windows(x, 2, 3),
+        lambda x: F.avg_pool1d(x, 3),
+    ),
     "frames-zeros": (
         (VIDEO, (1, 6, 1, 4, 5)),
         partial(steps.frames, front=2, back=1, border=(1, 2), keep=2),
@@ -336,6 +356,19 @@ CASES = {
         (VIDEO, *NORM),
         lambda x, w, b: norm_of(steps.Group, 1e-5, "silu")(x, w, b, front=2, mode="replicate")[0],
         lambda x, w, b: plain_frames(plain_group_norm(x, 3, w, b, "silu"), front=2, mode="replicate")[0],
+    ),
+    "frames-padded-group-norm": (
+        (VIDEO, *NORM),
+        lambda x, w, b: steps.frames(
+            x,
+            front=2,
+            back=1,
+            mode="replicate",
+            norm=steps.Group(3, w, b, 1e-5, "silu", pads_first=True),
+        )[0],
+        lambda x, w, b: plain_group_norm(
+            plain_frames(x, front=2, back=1, mode="replicate")[0], 3, w, b, "silu"
+        ),
     ),
     "frames-channel-norm-window": (
         (VIDEO, *NORM),
