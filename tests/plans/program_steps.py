@@ -533,6 +533,38 @@ def total(p: Program, x: str) -> None:
     p.add(p.one_of(SUMS, x=x, y=p.other(x)))
 
 
+BLENDS = """
+{a} * {x} + {b} * {y}
+{a} * {x} + {b} * {y}
+{y} * {b} + {x} * {a}
+{x} * {a} + {y} * {a}
+{a} * {x} - {b} * {y}
+torch.add({a} * {x}, {b} * {y}, alpha=2)
+{a} * {x} + {y}
+"""
+
+
+@step(SPATIAL, 4)
+def blended(p: Program, x: str) -> None:
+    """``x`` and another tensor, each times a number of each sample or frame; sometimes of something else."""
+    N, C, *size = p.shape(x)
+    ones = [1] * len(size)
+    of_frames = (1, 1, size[0], *ones[1:])
+    few = p.choice((1,), (1,), (N, 1, *ones), (1, *ones), of_frames, (N, *of_frames[1:]))
+    a = p.tensor(*(few if p.chance(0.85) else p.choice((C, *ones), (size[-1],), (size[-2], 1))))
+    b = p.let(f"1.0 - {a}") if p.chance(0.7) else p.tensor(*few)
+    h = p.let(convolved(p, x, out=C)) if p.chance(0.7) else p.other(x)
+    total = p.choice(f"{x} + {h}", f"{x} + {h}", f"{h} + {x}", f"{x} - {h}", f"{h} + {p.other(x)}")
+    y = p.let(h if p.chance(0.2) else total)
+    if p.chance(0.15):
+        p.add(y)
+    mixed = p.let(p.one_of(BLENDS, a=a, b=b, x=x, y=y))
+    if len(size) == 3 and p.chance(0.5):
+        images = p.let(f"{mixed}.transpose(1, 2).flatten(0, 1)")
+        p.add(grouped(p, images))
+    p.add(grouped(p, mixed) if p.chance(0.3) else mixed)
+
+
 @step(SPATIAL, 2)
 def channels_joined(p: Program, x: str) -> None:
     y = p.other(x)

@@ -79,6 +79,24 @@ WRONG = [
         "return h.args[0], shift",
     ),
     Wrong(
+        "a number of each channel is one of each frame",
+        "blends",
+        "if is_small and dtype(factor).is_floating_point:",
+        "if rank(factor) != 1 and dtype(factor).is_floating_point:",
+    ),
+    Wrong(
+        "the input of a block counts once in a mix with the block",
+        "blends",
+        "h, x, total, factors[1])",
+        "h, x, *factors)",
+    ),
+    Wrong(
+        "any sum has the other side of a mix",
+        "blends",
+        "if other is x and h is not x and",
+        "if h is not x and",
+    ),
+    Wrong(
         "the value of a pad along time is ignored",
         "frames",
         "min(pads) < 0 or value != 0:",

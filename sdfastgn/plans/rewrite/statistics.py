@@ -17,7 +17,13 @@ from sdfastgn.plans.run import steps
 __all__ = ["statistics", "wants_statistics"]
 
 # Step that can compute statistics of its result -> index of its argument ``emits``.
-_EMITS = {steps.add: 4, steps.add_bias_: 2, steps.cat_two: 2, steps.upsample_conv: 3}
+_EMITS = {
+    steps.add: 4,
+    steps.add_bias_: 2,
+    steps.blend: 5,
+    steps.cat_two: 2,
+    steps.upsample_conv: 3,
+}
 
 
 def statistics(graph: fx.Graph) -> fx.Graph:
@@ -27,7 +33,9 @@ def statistics(graph: fx.Graph) -> fx.Graph:
 
 def wants_statistics(x: Node) -> bool:
     """True if a GroupNorm of x is faster if it gets the statistics of x."""
-    return any(_takes_statistics(u, x) or (_is_alike(u) and wants_statistics(u)) for u in x.users)
+    of_videos = [v for u in x.users for v in u.users if _images_of(v) is x]
+    same = [*filter(_is_alike, x.users), *of_videos]
+    return any(_takes_statistics(u, x) for u in x.users) or any(map(wants_statistics, same))
 
 
 def _is_alike(view: Any) -> bool:
@@ -35,16 +43,28 @@ def _is_alike(view: Any) -> bool:
     return has(view, steps.reshape) and rank(view) > 2 and shape(view)[:2] == shape(view.args[0])[:2]
 
 
+def _images_of(video: Any) -> Any:
+    """The images that are the frames of ``video``, if it is made of images by views. Else None."""
+    if not has(video, steps.permute) or video.args[1] != (0, 2, 1, 3, 4):
+        return None
+    frames: Any = video.args[0]
+    images: Any = frames.args[0] if has(frames, steps.reshape) else None
+    return images if rank(images or video) == 4 and shape(images)[1:] == shape(frames)[2:] else None
+
+
 def _takes_statistics(n: Any, x: Node) -> bool:
     if not has(n, steps.group_norm, steps.frames) or n.args[0] is not x:
         return False
+    of_frames = False  # each frame is normalized by itself, and statistics of its image serve it
     if has(n, steps.group_norm):
         known, framewise = n.args[7:9]
+        of_frames = framewise and _images_of(x) is not None
     elif isinstance(n.args[8], steps.Group):
         known, framewise = n.args[8].statistics, n.args[8].framewise
     else:
         return False
-    return known is None and not framewise and statistics_pay(shape(x)[1], math.prod(shape(x)[2:]))
+    positions = math.prod(shape(x)[3 if of_frames else 2 :])
+    return known is None and framewise == of_frames and statistics_pay(shape(x)[1], positions)
 
 
 def channels_of_two(r: Rewriter, n: Any) -> Node | None:
@@ -60,13 +80,16 @@ def known_statistics(r: Rewriter, n: Any) -> Node | None:
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None
-    while _is_alike(x):
-        x = x.args[0]
+    frames = 1  # images in a video
+    while _is_alike(x) or _images_of(x) is not None:
+        frames, x = (frames, x.args[0]) if _is_alike(x) else (shape(x)[2], _images_of(x))
     if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
     writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))
+    if frames > 1 and not (has(n, steps.group_norm) and n.args[8]):
+        known = r.new(steps.joined_statistics, (known, frames, math.prod(shape(x)[2:])))
     if has(n, steps.group_norm):
         return r.like(n.target, (*n.args[:7], known, *n.args[8:]), n)
     norm = n.args[8]._replace(statistics=known)

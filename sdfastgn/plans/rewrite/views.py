@@ -14,18 +14,18 @@ from sdfastgn.plans.rewrite.norms import ACTIVATIONS
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["applied", "axis_after", "sink_views"]
+__all__ = ["applied", "axis_after", "merged_views", "sink_views"]
 
 
-def _merged_views(graph: fx.Graph) -> fx.Graph:
+def merged_views(graph: fx.Graph) -> fx.Graph:
     """Reshapes of reshapes and permutations of permutations become one."""
     return apply(graph, _merged, steps.reshape, steps.permute)
 
 
 def sink_views(graph: fx.Graph) -> fx.Graph:
     """norm(views(x)) -> views(norm(x)), and the same for activations."""
-    graph = apply(_merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
-    return _merged_views(graph)
+    graph = apply(merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
+    return merged_views(graph)
 
 
 def _merged(r: Rewriter, n: Node) -> Node | None:

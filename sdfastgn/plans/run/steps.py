@@ -313,13 +313,15 @@ def group_norm(
     statistics: Any,
     framewise: bool,
 ) -> Tensor:
-    """``activation(group_norm(x + shift))``. ``framewise``: each frame of a video is normalized by itself."""
-    if framewise:
-        norm = Group(groups, weight, bias, eps, activation, statistics, None, True)
-        return frames(x, norm=norm, shift=shift)[0]
-    return group_norm_op.group_norm(
-        x, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
+    """``activation(group_norm(x + shift))``. ``framewise``: each frame of a video is normalized by itself.
+
+    ``statistics`` are then those of the frames as images.
+    """
+    images = _in_channels_last(x).transpose(1, 2).flatten(0, 1) if framewise else x
+    y = group_norm_op.group_norm(
+        images, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
     )
+    return y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2) if framewise else y
 
 
 def modulated_norm(
@@ -406,6 +408,37 @@ def add(
             pass
     y = (h if bias is None else h + _per_channel(bias, h)) + residual
     return ACTIVATIONS[activation](y if divisor == 1 else y / divisor), None
+
+
+def blend(
+    h: Tensor, residual: Tensor, bias: Tensor | None, kept: Tensor, scale: Tensor, emits: bool
+) -> tuple[Tensor, Any]:
+    """(kept * residual + scale * (h + bias), its statistics, or None as in ``add_bias_``).
+
+    ``kept``, ``scale``: (N,), one number for each sample.
+    """
+    factors = aten.stack.default([kept, scale])
+    if h.numel() and dispatch.is_plain_inference(h, (residual, bias, factors)) and is_dense(h):
+        try:
+            return statistics_op.add_kernel(
+                h, _alike(residual, h), bias, 1.0, emits=emits, factors=factors.float()
+            )
+        except dispatch.KernelError:
+            pass
+    y = h if bias is None else h + _per_channel(bias, h)
+    kept, scale = factors.to(h.dtype).view(2, -1, *[1] * (h.dim() - 1))
+    return kept * residual + scale * y, None
+
+
+def joined_statistics(statistics: Tensor | None, frames: int, positions: int) -> Tensor | None:
+    """Statistics of videos of ``frames`` images each, from statistics of images of ``positions`` pixels.
+
+    None if the chunks of an image do not all have the same size.
+    """
+    if statistics is None or positions % statistics.shape[2]:
+        return None
+    _, images, chunks, C = statistics.shape
+    return statistics.reshape(2, images // frames, frames * chunks, C)
 
 
 def add_views(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:

@@ -17,6 +17,10 @@ def per_channel(t, x):
     return t.view(*t.shape, *[1] * (x.dim() - 2))
 
 
+def per_sample(t, x):
+    return t.view(-1, *[1] * (x.dim() - 1))
+
+
 def plain_group_norm(x, groups, weight, bias, activation, shift=None, framewise=False):
     x = x if shift is None else x + per_channel(shift, x)
     if not framewise:
@@ -375,6 +379,26 @@ CASES = {
         (IMAGE, (6, 3, 3, 3), (6,), IMAGE),
         lambda x, w, b, r: steps.conv_relu(x, w, b, r, [1, 1], [1, 1], [1, 1], 2),
         lambda x, w, b, r: F.relu(F.conv2d(x, w, b, padding=1, groups=2) + r),
+    ),
+    "blend": (
+        (IMAGE, IMAGE, (6,), (2,), (2,)),
+        lambda h, r, b, k, s: steps.blend(h, r, b, k, s, False)[0],
+        lambda h, r, b, k, s: per_sample(k, r) * r + per_sample(s, h) * (h + per_channel(b, h)),
+    ),
+    "blend-videos": (
+        (VIDEO, VIDEO, (1,), (1,)),
+        lambda h, r, k, s: steps.blend(h, r, None, k, s, False)[0],
+        lambda h, r, k, s: k * r + s * h,
+    ),
+    "blend-nothing": (
+        ((0, 6, 5, 7), (0, 6, 5, 7), (0,), (0,)),
+        lambda h, r, k, s: steps.blend(h, r, None, k, s, False)[0],
+        lambda h, r, k, s: h,
+    ),
+    "joined-statistics": (
+        ((2, 6, 4, 5),),
+        lambda s: steps.joined_statistics(s, 3, 8),
+        lambda s: s.reshape(2, 2, 12, 5),
     ),
     "add-moved": (
         ((2, 3, 4, 2, 5, 1), (2, 1, 4, 2, 1, 3)),
