@@ -81,8 +81,8 @@ WRONG = [
     Wrong(
         "a number of each channel is one of each frame",
         "blends",
-        "if is_small and dtype(factor).is_floating_point:",
-        "if rank(factor) != 1 and dtype(factor).is_floating_point:",
+        "if is_small and is_here and",
+        "if rank(factor) != 1 and is_here and",
     ),
     Wrong(
         "the input of a block counts once in a mix with the block",
@@ -93,8 +93,8 @@ WRONG = [
     Wrong(
         "any sum has the other side of a mix",
         "blends",
-        "if other is x and h is not x and",
-        "if h is not x and",
+        "if other is x and h",
+        "if h",
     ),
     Wrong(
         "the value of a pad along time is ignored",

@@ -48,7 +48,8 @@ def _weighted(m: Any) -> tuple[Node, Node] | None:
     for x, factor in operands(m):
         sizes = (1,) * (rank(m) - rank(factor)) + shape(factor)
         is_small = all(size == 1 or axis in of_frames for axis, size in enumerate(sizes))
-        if is_small and dtype(factor).is_floating_point:
+        is_here = factor.meta["device"] == m.meta["device"]  # PyTorch takes single numbers of a CPU too
+        if is_small and is_here and dtype(factor).is_floating_point:
             return x, factor
     return None
 
@@ -64,7 +65,10 @@ def _of_frames(r: Rewriter, x: Node, factor: Node) -> Node:
 def _added_to(x: Node, y: Any) -> Node | None:
     """h if y is x + h, and nobody else reads y."""
     sums = operands(y) if has(y, aten.add.Tensor) and is_only(y) else ()
-    return next((h for other, h in sums if other is x and h is not x and shape(h) == shape(y)), None)
+    for other, h in sums:
+        if other is x and h is not x and (shape(h), dtype(h)) == (shape(y), dtype(y)):
+            return h
+    return None
 
 
 def _blend(r: Rewriter, n: Node, h: Any, residual: Node, kept: Node, scale: Node) -> Node:

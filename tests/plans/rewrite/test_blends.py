@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.run import steps
 from tests.kernels.samples import kernels
+from tests.plans.engine import plan_of
 from tests.plans.rewrite.rewriting import checked, steps_of
 
 NORM = functools.partial(F.group_norm, num_groups=2)
@@ -105,6 +106,17 @@ def test_other_products_stay(image):
         (lambda x, y, a: x * a + y * 2.0, x, x, torch.rand(1)),
     ):
         assert "blend" not in steps_of(call, *inputs), call
+
+
+def test_a_sum_of_two_dtypes_is_computed_before_the_mix(image):
+    plan = checked(lambda x, y, a: mixed(x, x + y, a), image, image.bfloat16(), torch.rand(1))
+    assert plan.steps == ["aten.add", "aten.rsub", "blend"]
+
+
+def test_a_number_on_another_device_stays(image):
+    image, alpha = image.to("meta"), torch.tensor(0.5)
+    plan = plan_of(torch.nn.Identity(), lambda x, a: mixed(F.relu(x), x, a), image, alpha)
+    assert "blend" not in [step.target for step in plan.steps]
 
 
 def test_the_statistics_of_blocks_of_images_and_videos(conv, monkeypatch):
