@@ -457,6 +457,56 @@ def means_of_cells(p: Program, x: str) -> None:
     p.add(y)
 
 
+@step(SPATIAL, 2)
+def bands_of_cells(p: Program, x: str) -> None:
+    """Sums of cells by filters of each channel, as in a wavelet transform, and their inverse."""
+    rank, C = p.value(x).dim(), channels(p, x)
+    large = [a for a in range(rank - 2) if p.shape(x)[2 + a] > 2]
+    if C > 8 or len(large) < 2 or math.prod(p.shape(x)) > 2000:
+        return
+    axes = p.random.sample(large, 2)
+    kernel = [2 if a in axes else 1 for a in range(rank - 2)]
+    if p.chance(0.3):
+        x = p.let(f"F.pad({x}, {(0, 1) * (rank - 2)}, mode={p.choice('constant', 'replicate')!r})")
+    for _ in range(p.choice(1, 2)):
+        bands = [x]
+        for axis in axes:
+            size = [2 if a == axis else 1 for a in range(rank - 2)]
+            stride = size if p.chance(0.95) else [1] * (rank - 2)
+            ws = [p.let(p.tensor(1, 1, *size) + f".expand({(C, 1, *size)})") for _ in "ab"]
+            conv = f"F.conv{rank - 2}d({{}}, {{}}, None, {stride}, groups={C})"
+            bands = [p.let(conv.format(v, w)) for v in bands for w in ws]
+        if p.chance(0.1):
+            p.add(p.choice(*bands))
+        if p.chance(0.2):
+            p.random.shuffle(bands)
+        x = p.let(f"torch.cat([{', '.join(bands)}], {p.choice(1, 1, 1, 1, 2)})")
+        if p.chance(0.5):
+            x = p.let(p.choice(f"{x} / 2.0", f"{x} * 0.5", f"{x} / 0.5", f"{x} * 2.0", f"2.0 / {x}.exp()"))
+        C = channels(p, x)
+        if C > 32:
+            break
+    p.add(x if p.chance(0.5) else _inverse_of_cells(p, x, kernel))
+
+
+def _inverse_of_cells(p: Program, x: str, kernel: list[int]) -> str:
+    """Cells of a part of the channels, from the sums of the other parts."""
+    rank, count = len(kernel) + 2, 4
+    C = channels(p, x) // count
+    conv = f"F.conv_transpose{rank - 2}d({{}}, {{}}, None, {{}}, groups={C})"
+    starts = [C * i for i in range(count)]
+    if p.chance(0.1):
+        starts[0] = starts[-1]
+    found = [f"{x}[:, {start}:{start + C}]" for start in starts]
+    for axis in (a for a, k in enumerate(kernel) if k > 1):
+        size = [2 if a == axis else 1 for a in range(rank - 2)]
+        stride = size if p.chance(0.95) else [s + 1 for s in size]
+        ws = [p.tensor(C, 1, *size) for _ in "ab"]
+        one, two = ([p.let(conv.format(v, w, stride)) for v in found[i::2]] for i, w in enumerate(ws))
+        found = [p.let(p.choice(*[f"{b} + {a}"] * 6, f"{b} - {a}")) for a, b in zip(one, two, strict=True)]
+    return p.choice(*found * 3, f"{found[0]} * 2.0")
+
+
 STACKED = """
 torch.stack({parts}, {dim})
 torch.stack({parts}, {dim}).flatten({before}, {dim})

@@ -78,6 +78,9 @@ NETWORKS = {
     "LTX, decode 49x512x704": decoder("AutoencoderKLLTXVideo", 1, 128, 7, 16, 22),
     "Mochi, decode 13x480x848": decoder("AutoencoderKLMochi", 1, 12, 3, 60, 106),
     "Cosmos, decode 17x480x832": decoder("AutoencoderKLCosmos", 1, 16, 3, 60, 104),
+    "Cosmos, encode 17x480x832": Network(
+        "AutoencoderKLCosmos", {}, torch.bfloat16, "_encode", {"x": (1, 3, 17, 480, 832)}
+    ),
     "DC-AE, decode 1024x1024": decoder("AutoencoderDC", 1, 32, 32, 32, **DC),
     "SVD, decode 4x576x1024": Network(
         SVD.cls, SVD.config, torch.float16, "decode", {"z": (4, 4, 72, 128), "num_frames": 4}

@@ -78,6 +78,27 @@ WRONG = [
         "return h.args[0], r.like(aten.add.Tensor, (shift, h.args[1]), shift)",
         "return h.args[0], shift",
     ),
+    Wrong("windows that overlap are cells", "cells", "list(stride) == kernel and", "len(stride) and"),
+    Wrong("the number of the smaller cells is lost", "cells", "scale * first_scale)", "scale)"),
+    Wrong(
+        "sums of cells of any value are side by side",
+        "cells",
+        "any(c.x is not chains[0].x for c in chains):\n        return None\n    filters_",
+        "False:\n        return None\n    filters_",
+    ),
+    Wrong("a pad is in no cell", "cells", "if all(s // k == m for s, k, m in sizes)", "if sizes"),
+    Wrong(
+        "sums of cells are divided by what they are multiplied by",
+        "cells",
+        "if has(n, aten.mul.Tensor) else scale / factor",
+        "if factor else scale",
+    ),
+    Wrong(
+        "channels may be added twice",
+        "cells",
+        "starts != list(range(0, shape(chains[0].x)[1], shape(n)[1]))",
+        "len(starts) * shape(n)[1] != shape(chains[0].x)[1]",
+    ),
     Wrong(
         "a number of each channel is one of each frame",
         "blends",

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from sdfastgn.plans.rewrite.biases import biases
+from sdfastgn.plans.rewrite.cells import cells
 from sdfastgn.plans.rewrite.convolutions import convolutions, relus
 from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.modulations import modulations
@@ -32,6 +33,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     sink_views,  # views behind norms and pointwise ops, where the kernels take these
     activations,  # into the norms, which are now next to them
     modulations,  # of norms, by small images or videos
+    cells,  # convolutions whose windows do not overlap, as products
     convolutions,  # and what they read. Their biases become steps of their own
     sums,  # which take biases
     shifts,  # biases and embeddings, into the norms after them

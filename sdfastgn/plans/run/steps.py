@@ -232,6 +232,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product_op.linear(x, weight, bias)
 
 
+def nested_filters(outer: Tensor, inner: Tensor) -> Tensor:
+    """Filters of cells whose elements are cells themselves: (a, b C, *K) and (b, C, *k) -> (a b, C, *K k).
+
+    Filter i b + j of channel c is ``outer[i, j C + c]``, of which each element is times ``inner[j, c]``.
+    """
+    a, (b, C, *small) = outer.shape[0], inner.shape
+    split = [size for K in outer.shape[2:] for size in (K, 1)]
+    parts = [size for k in small for size in (1, k)]
+    y = outer.reshape(a, b, C, *split) * inner.reshape(b, C, *parts)
+    return y.reshape(a * b, C, *(K * k for K, k in zip(outer.shape[2:], small, strict=True)))
+
+
+def matrix_of_cells(filters: Tensor, scale: float, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """The matrix that computes sums of cells from their elements: (r C, P C); transposed (P C, r C).
+
+    ``filters``: (r, C, *cell), where a cell has P positions. Row i C + c has ``scale * filters[i, c]`` in the
+    columns p C + c, and zeros in the others.
+    """
+    r, C = filters.shape[:2]
+    values = filters.reshape(r, C, -1) * scale
+    P = values.shape[2]
+    y = aten.new_zeros.default(values, [P, C, r, C] if transposed else [r, C, P, C], dtype=dtype)
+    y.diagonal(0, 1, 3).copy_(values.permute(2, 0, 1) if transposed else values.transpose(1, 2))
+    return y.view(y.shape[0] * C, -1)
+
+
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
     """``linear`` of x with each weight; one product if the parameters are packed. ``biases`` may be empty."""
     weight, bias = packed.joined(weights), packed.joined(biases) if biases else None

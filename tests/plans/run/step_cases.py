@@ -64,6 +64,24 @@ def plain_frames(
     return (y, found[:, :, -keep:]) if keep else (y,)
 
 
+def nested(outer, inner):
+    """Filters of 2-D cells, one by one, as Kronecker products."""
+    a, b, C = outer.shape[0], *inner.shape[:2]
+    rows = [
+        [torch.kron(outer[i, j * C + c], inner[j, c]) for c in range(C)] for i in range(a) for j in range(b)
+    ]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def sums_of_cells(filters, scale):
+    """A matrix whose rows are the sums, each of one channel of the cell."""
+    r, C, P = *filters.shape[:2], filters[0, 0].numel()
+    y = torch.zeros(r, C, P, C, dtype=filters.dtype)
+    for c in range(C):
+        y[:, c, :, c] = filters[:, c].reshape(r, P) * scale
+    return y.reshape(r * C, P * C)
+
+
 def linears(x, *weights, biases=()):
     return tuple(F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True))
 
@@ -394,6 +412,17 @@ CASES = {
         ((0, 6, 5, 7), (0, 6, 5, 7), (0,), (0,)),
         lambda h, r, k, s: steps.blend(h, r, None, k, s, False)[0],
         lambda h, r, k, s: h,
+    ),
+    "nested-filters": (((2, 6, 2, 3), (3, 2, 4, 1)), steps.nested_filters, nested),
+    "matrix-of-cells": (
+        ((3, 2, 2, 4),),
+        lambda f: steps.matrix_of_cells(f, 0.5, f.dtype, False),
+        lambda f: sums_of_cells(f, 0.5),
+    ),
+    "matrix-of-cells-transposed": (
+        ((2, 3, 2, 1, 2),),
+        lambda f: steps.matrix_of_cells(f, 2.0, f.dtype, True),
+        lambda f: sums_of_cells(f, 2.0).T,
     ),
     "joined-statistics": (
         ((2, 6, 4, 5),),
