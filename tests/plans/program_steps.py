@@ -344,6 +344,8 @@ F.interpolate({x}, size={more}, mode='nearest')
 F.interpolate({x}, scale_factor={flat}, mode='nearest')
 F.interpolate({x}.float(), scale_factor=2.0, mode='nearest').to({x}.dtype)
 {x}.repeat_interleave(2, -1).repeat_interleave(2, -2)
+{x}.repeat_interleave(2, 2)[:, :, 1:]
+{x}.repeat_interleave(2, -1)[:, :, {start}:]
 """
 
 
@@ -353,7 +355,8 @@ def upsampled(p: Program, x: str) -> None:
     if math.prod(p.shape(x)) > 1500:
         return
     twice, more = tuple(2 * s for s in size), tuple(s + 3 for s in size)
-    y = p.let(p.one_of(UPSAMPLED, x=x, twice=twice, more=more, flat=(1.0, 2.0, 2.0)[5 - rank :]))
+    names = {"twice": twice, "more": more, "flat": (1.0, 2.0, 2.0)[5 - rank :], "start": p.choice(0, 1)}
+    y = p.let(p.one_of(UPSAMPLED, x=x, **names))
     if p.chance(0.15):
         p.add(y)
     if p.chance(0.85):
@@ -455,6 +458,26 @@ def means_of_cells(p: Program, x: str) -> None:
         f"{x}.unflatten(2, (-1, 1)).mean((1, 3), keepdim=True).squeeze(3)",
     )  # fmt: skip
     p.add(y)
+
+
+POOLS = """
+F.avg_pool{d}d({x}, 2)
+F.avg_pool{d}d({x}, {cell})
+F.avg_pool{d}d({x}, {cell}, {cell})
+F.avg_pool{d}d({x}, 2, 1)
+F.avg_pool{d}d({x}, 2, padding=1)
+F.avg_pool{d}d({x}, {cell}, ceil_mode=True)
+F.avg_pool{d}d(F.pad({x}, {pads}), 2)
+F.max_pool{d}d({x}, 2)
+"""
+
+
+@step(SPATIAL)
+def pools(p: Program, x: str) -> None:
+    d = p.value(x).dim() - 2
+    cell = [p.choice(1, 2, 3) for _ in range(d)]
+    pads = p.choice((0, 1) * d, (0, 1) * d, (1, 0) * d)
+    p.add(p.one_of(POOLS, x=x, d=d, cell=cell, pads=pads))
 
 
 @step(SPATIAL, 2)

@@ -78,6 +78,9 @@ WRONG = [
         "return h.args[0], r.like(aten.add.Tensor, (shift, h.args[1]), shift)",
         "return h.args[0], shift",
     ),
+    Wrong("any frames are all but copies of the first", "repeats", "n.args[1:] != cut)", "n.args[1] != 2)"),
+    Wrong("a pad is in no cell", "cats", "source if all(", "source if any("),
+    Wrong("a mean is of any windows", "spelling", "if not is_usual or cell != step:", "if not is_usual:"),
     Wrong("windows that overlap are cells", "cells", "list(stride) == kernel and", "len(stride) and"),
     Wrong("the number of the smaller cells is lost", "cells", "scale * first_scale)", "scale)"),
     Wrong(
@@ -86,7 +89,6 @@ WRONG = [
         "any(c.x is not chains[0].x for c in chains):\n        return None\n    filters_",
         "False:\n        return None\n    filters_",
     ),
-    Wrong("a pad is in no cell", "cells", "if all(s // k == m for s, k, m in sizes)", "if sizes"),
     Wrong(
         "sums of cells are divided by what they are multiplied by",
         "cells",

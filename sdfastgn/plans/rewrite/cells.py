@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from sdfastgn.plans.rewrite.cats import unpadded
 from sdfastgn.plans.rewrite.nodes import (
     Rewriter,
     dtype,
@@ -189,11 +190,8 @@ def scaled(r: Rewriter, n: Any) -> Node | None:
 def without_unread_pad(r: Rewriter, n: Any) -> Node | None:
     """A pad at the ends of axes that is in no whole cell: sums of the cells without it."""
     padded, filters, scale = n.args
-    if not has(padded, steps.pad) or any(padded.args[1][::2]) or min(padded.args[1]) < 0:
-        return None
-    x = padded.args[0]
-    sizes = zip(shape(x)[2:], shape(filters)[2:], shape(n)[2:], strict=True)
-    return r.like(gathered, (x, filters, scale), n) if all(s // k == m for s, k, m in sizes) else None
+    x = unpadded(padded, [m * k for m, k in zip(shape(n)[2:], shape(filters)[2:], strict=True)])
+    return None if x is padded else r.like(gathered, (x, filters, scale), n)
 
 
 def cells_of_cells(r: Rewriter, n: Any) -> Node | None:

@@ -15,6 +15,7 @@ from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.moves import moves
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
+from sdfastgn.plans.rewrite.repeats import repeats
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.rewrite.statistics import statistics
 from sdfastgn.plans.rewrite.sums import activated_sums, shifts, sums
@@ -34,6 +35,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     activations,  # into the norms, which are now next to them
     modulations,  # of norms, by small images or videos
     cells,  # convolutions whose windows do not overlap, as products
+    repeats,  # of elements, for convolutions
     convolutions,  # and what they read. Their biases become steps of their own
     sums,  # which take biases
     shifts,  # biases and embeddings, into the norms after them

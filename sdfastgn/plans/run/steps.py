@@ -123,6 +123,11 @@ def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
         return aten.constant_pad_nd.default(x.movedim(1, -1), (0, 0, *pads), value).movedim(-1, 1)
     if mode == "constant":
         return aten.constant_pad_nd.default(x, pads, value)
+    if x.dim() == 5 and x.is_floating_point():
+        left, right, top, bottom, front, back = pads
+        has_mode = mode == "replicate" or front == back == 0
+        if has_mode and left == right and top == bottom:
+            return frames(x, None, front, back, (top, left), mode)[0]
     return _PADS[mode, x.dim()](x, pads)
 
 
@@ -130,7 +135,8 @@ def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
     """Repeats each element along the spatial axes. ``first_once``: frame 0 is not repeated along time."""
     if tuple(times) == (2, 2):
         return nearest_op.upsample_nearest_2x(_in_channels_last(x))
-    if first_once:
+    if first_once or (x.dim() == 5 and times[0] == 1):
+        x = _in_channels_last(x)
         return pad_frames_op.pad_frames(x, upsample=tuple(times))[0]  # type: ignore[arg-type]
     size = [s * t for s, t in zip(x.shape[2:], times, strict=True)]
     nearest = aten.upsample_nearest2d if x.dim() == 4 else aten.upsample_nearest3d

@@ -200,10 +200,30 @@ CASES = {
         lambda x: steps.upsample(x, (2, 1, 2), False),
         lambda x: larger(x, (2, 1, 2)),
     ),
+    "upsample-rows-of-frames": (
+        (VIDEO,),
+        lambda x: steps.upsample(x, (1, 2, 3), False),
+        lambda x: larger(x, (1, 2, 3)),
+    ),
     "upsample-first-once": (
         (VIDEO,),
         lambda x: steps.upsample(x, (2, 2, 2), True),
         lambda x: larger(x, (2, 2, 2), True),
+    ),
+    "pad-copies-of-frames": (
+        (VIDEO,),
+        lambda x: steps.pad(x, (2, 2, 1, 1, 2, 1), "replicate", 0.0),
+        lambda x: F.pad(x, (2, 2, 1, 1, 2, 1), "replicate"),
+    ),
+    "pad-mirrored-frames": (
+        (VIDEO,),
+        lambda x: steps.pad(x, (2, 2, 1, 1, 0, 0), "reflect", 0.0),
+        lambda x: F.pad(x, (2, 2, 1, 1, 0, 0), "reflect"),
+    ),
+    "pad-mirrored-video": (
+        (VIDEO,),
+        lambda x: steps.pad(x, (2, 2, 1, 1, 1, 0), "reflect", 0.0),
+        lambda x: F.pad(x, (2, 2, 1, 1, 1, 0), "reflect"),
     ),
     "conv": (
         (IMAGE, (4, 6, 3, 2), (4,)),

@@ -18,7 +18,11 @@ IMAGE = (2, 6, 5, 7)
 # Name of a case -> the kernels that it launches.
 KERNELS = {
     "upsample-2x": ["upsample"],
+    "pad-copies-of-frames": ["frames"],
+    "pad-mirrored-frames": ["frames"],
+    "pad-mirrored-video": [],
     "upsample-first-once": ["frames"],
+    "upsample-rows-of-frames": ["frames"],
     "act-linear": ["act_linear"],
     "group-norm": ["small"],
     "group-norm-framewise": ["small"],
