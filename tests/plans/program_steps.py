@@ -344,6 +344,8 @@ F.interpolate({x}, size={more}, mode='nearest')
 F.interpolate({x}, scale_factor={flat}, mode='nearest')
 F.interpolate({x}.float(), scale_factor=2.0, mode='nearest').to({x}.dtype)
 {x}.repeat_interleave(2, -1).repeat_interleave(2, -2)
+{x}.repeat_interleave(2, 2)[:, :, 1:]
+{x}.repeat_interleave(2, -1)[:, :, {start}:]
 """
 
 
@@ -353,7 +355,8 @@ def upsampled(p: Program, x: str) -> None:
     if math.prod(p.shape(x)) > 1500:
         return
     twice, more = tuple(2 * s for s in size), tuple(s + 3 for s in size)
-    y = p.let(p.one_of(UPSAMPLED, x=x, twice=twice, more=more, flat=(1.0, 2.0, 2.0)[5 - rank :]))
+    names = {"twice": twice, "more": more, "flat": (1.0, 2.0, 2.0)[5 - rank :], "start": p.choice(0, 1)}
+    y = p.let(p.one_of(UPSAMPLED, x=x, **names))
     if p.chance(0.15):
         p.add(y)
     if p.chance(0.85):
@@ -491,6 +494,76 @@ def means_of_frames(p: Program, x: str) -> None:
     p.add(y)
 
 
+POOLS = """
+F.avg_pool{d}d({x}, 2)
+F.avg_pool{d}d({x}, {cell})
+F.avg_pool{d}d({x}, {cell}, {cell})
+F.avg_pool{d}d({x}, 2, 1)
+F.avg_pool{d}d({x}, 2, padding=1)
+F.avg_pool{d}d({x}, {cell}, ceil_mode=True)
+F.avg_pool{d}d(F.pad({x}, {pads}), 2)
+F.max_pool{d}d({x}, 2)
+"""
+
+
+@step(SPATIAL)
+def pools(p: Program, x: str) -> None:
+    d = p.value(x).dim() - 2
+    cell = [p.choice(1, 2, 3) for _ in range(d)]
+    pads = p.choice((0, 1) * d, (0, 1) * d, (1, 0) * d)
+    p.add(p.one_of(POOLS, x=x, d=d, cell=cell, pads=pads))
+
+
+@step(SPATIAL, 2)
+def bands_of_cells(p: Program, x: str) -> None:
+    """Sums of cells by filters of each channel, as in a wavelet transform, and their inverse."""
+    rank, C = p.value(x).dim(), channels(p, x)
+    large = [a for a in range(rank - 2) if p.shape(x)[2 + a] > 2]
+    if C > 8 or len(large) < 2 or math.prod(p.shape(x)) > 2000:
+        return
+    axes = p.random.sample(large, 2)
+    kernel = [2 if a in axes else 1 for a in range(rank - 2)]
+    if p.chance(0.3):
+        x = p.let(f"F.pad({x}, {(0, 1) * (rank - 2)}, mode={p.choice('constant', 'replicate')!r})")
+    for _ in range(p.choice(1, 2)):
+        bands = [x]
+        for axis in axes:
+            size = [2 if a == axis else 1 for a in range(rank - 2)]
+            stride = size if p.chance(0.95) else [1] * (rank - 2)
+            ws = [p.let(p.tensor(1, 1, *size) + f".expand({(C, 1, *size)})") for _ in "ab"]
+            conv = f"F.conv{rank - 2}d({{}}, {{}}, None, {stride}, groups={C})"
+            bands = [p.let(conv.format(v, w)) for v in bands for w in ws]
+        if p.chance(0.1):
+            p.add(p.choice(*bands))
+        if p.chance(0.2):
+            p.random.shuffle(bands)
+        x = p.let(f"torch.cat([{', '.join(bands)}], {p.choice(1, 1, 1, 1, 2)})")
+        if p.chance(0.5):
+            x = p.let(p.choice(f"{x} / 2.0", f"{x} * 0.5", f"{x} / 0.5", f"{x} * 2.0", f"2.0 / {x}.exp()"))
+        C = channels(p, x)
+        if C > 32:
+            break
+    p.add(x if p.chance(0.5) else _inverse_of_cells(p, x, kernel))
+
+
+def _inverse_of_cells(p: Program, x: str, kernel: list[int]) -> str:
+    """Cells of a part of the channels, from the sums of the other parts."""
+    rank, count = len(kernel) + 2, 4
+    C = channels(p, x) // count
+    conv = f"F.conv_transpose{rank - 2}d({{}}, {{}}, None, {{}}, groups={C})"
+    starts = [C * i for i in range(count)]
+    if p.chance(0.1):
+        starts[0] = starts[-1]
+    found = [f"{x}[:, {start}:{start + C}]" for start in starts]
+    for axis in (a for a, k in enumerate(kernel) if k > 1):
+        size = [2 if a == axis else 1 for a in range(rank - 2)]
+        stride = size if p.chance(0.95) else [s + 1 for s in size]
+        ws = [p.tensor(C, 1, *size) for _ in "ab"]
+        one, two = ([p.let(conv.format(v, w, stride)) for v in found[i::2]] for i, w in enumerate(ws))
+        found = [p.let(p.choice(*[f"{b} + {a}"] * 6, f"{b} - {a}")) for a, b in zip(one, two, strict=True)]
+    return p.choice(*found * 3, f"{found[0]} * 2.0")
+
+
 STACKED = """
 torch.stack({parts}, {dim})
 torch.stack({parts}, {dim}).flatten({before}, {dim})
@@ -565,6 +638,38 @@ torch.rsub({x}, {y}, alpha=2)
 @step(ANY, 2)
 def total(p: Program, x: str) -> None:
     p.add(p.one_of(SUMS, x=x, y=p.other(x)))
+
+
+BLENDS = """
+{a} * {x} + {b} * {y}
+{a} * {x} + {b} * {y}
+{y} * {b} + {x} * {a}
+{x} * {a} + {y} * {a}
+{a} * {x} - {b} * {y}
+torch.add({a} * {x}, {b} * {y}, alpha=2)
+{a} * {x} + {y}
+"""
+
+
+@step(SPATIAL, 4)
+def blended(p: Program, x: str) -> None:
+    """``x`` and another tensor, each times a number of each sample or frame; sometimes of something else."""
+    N, C, *size = p.shape(x)
+    ones = [1] * len(size)
+    of_frames = (1, 1, size[0], *ones[1:])
+    few = p.choice((1,), (1,), (N, 1, *ones), (1, *ones), of_frames, (N, *of_frames[1:]))
+    a = p.tensor(*(few if p.chance(0.85) else p.choice((C, *ones), (size[-1],), (size[-2], 1))))
+    b = p.let(f"1.0 - {a}") if p.chance(0.7) else p.tensor(*few)
+    h = p.let(convolved(p, x, out=C)) if p.chance(0.7) else p.other(x)
+    total = p.choice(f"{x} + {h}", f"{x} + {h}", f"{h} + {x}", f"{x} - {h}", f"{h} + {p.other(x)}")
+    y = p.let(h if p.chance(0.2) else total)
+    if p.chance(0.15):
+        p.add(y)
+    mixed = p.let(p.one_of(BLENDS, a=a, b=b, x=x, y=y))
+    if len(size) == 3 and p.chance(0.5):
+        images = p.let(f"{mixed}.transpose(1, 2).flatten(0, 1)")
+        p.add(grouped(p, images))
+    p.add(grouped(p, mixed) if p.chance(0.3) else mixed)
 
 
 @step(SPATIAL, 2)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sdfastgn.models.configurations import UNETS, VAES
+from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.plans.run.aliases import copies
 from tests.plans.engine import plan_of
 from tests.plans.models import of_diffusers
@@ -74,6 +74,7 @@ HUNYUAN_IMAGE = {
     "spatial_compression_ratio": 32,
     "sample_size": 384,
 }
+SVD = VIDEO_NETWORKS["svd"]["vae"]
 NETWORKS = {
     "SD1.5, UNet, batch 2": unet("sd15", 64),
     "SDXL, UNet, batch 2": unet("sdxl", 128, **CONDITIONS),
@@ -100,7 +101,13 @@ NETWORKS = {
     "LTX, decode 49x512x704": decoder("AutoencoderKLLTXVideo", 1, 128, 7, 16, 22),
     "Mochi, decode 13x480x848": decoder("AutoencoderKLMochi", 1, 12, 3, 60, 106),
     "Cosmos, decode 17x480x832": decoder("AutoencoderKLCosmos", 1, 16, 3, 60, 104),
+    "Cosmos, encode 17x480x832": Network(
+        "AutoencoderKLCosmos", {}, torch.bfloat16, "_encode", {"x": (1, 3, 17, 480, 832)}
+    ),
     "DC-AE, decode 1024x1024": decoder("AutoencoderDC", 1, 32, 32, 32, **DC),
+    "SVD, decode 4x576x1024": Network(
+        SVD.cls, SVD.config, torch.float16, "decode", {"z": (4, 4, 72, 128), "num_frames": 4}
+    ),
     "Flux.2, decode 1024x1024": decoder("AutoencoderKLFlux2", 1, 32, 128, 128),
     "EasyAnimate, decode 9x384x672": decoder("AutoencoderKLMagvit", 1, 16, 3, 48, 84),
     "KVAE of videos, decode 9x480x832": decoder("AutoencoderKLKVAEVideo", 1, 16, 3, 60, 104),

@@ -11,7 +11,7 @@ from torch.fx import Node
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.run import steps
 
-__all__ = ["cat", "padded"]
+__all__ = ["cat", "padded", "unpadded"]
 
 
 def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
@@ -104,6 +104,14 @@ def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: 
     return r.like(steps.pad, (x, tuple(pads), mode, value), n)
 
 
+def unpadded(x: Any, sizes: Sequence[int]) -> Any:
+    """x without its pad, if the pad only adds elements after the first ``sizes`` along each spatial axis."""
+    if not has(x, steps.pad) or any(x.args[1][::2]) or min(x.args[1]) < 0:
+        return x
+    source = x.args[0]
+    return source if all(s >= m for s, m in zip(shape(source)[2:], sizes, strict=True)) else x
+
+
 def _joined(parts: Sequence[Any], dim: int) -> Any:
     """The tensor that ``parts``, side by side along ``dim``, are. None if they are no whole tensor."""
     end = 0
@@ -123,11 +131,12 @@ def _unshaped(n: Any) -> Any:
     return n.args[0] if has(n, steps.reshape) else n
 
 
-def _frame_of(part: Any, x: Node) -> int | None:
+def _frame_of(part: Any, x: Any) -> int | None:
     """The index of the frame of x that ``part`` is, once or several times."""
     while has(part, steps.expand, steps.copy):
         part = part.args[0]
     if part is x and shape(x)[2] == 1:
         return 0
-    is_frame = has(part, steps.cut) and part.args[0] is x and part.args[1] == 2 and part.args[3] == 1
-    return part.args[2] if is_frame else None
+    whole, start = (x.args[0], x.args[2]) if has(x, steps.cut) and x.args[1] == 2 else (x, 0)
+    is_frame = has(part, steps.cut) and part.args[0] is whole and part.args[1] == 2 and part.args[3] == 1
+    return part.args[2] - start if is_frame else None

@@ -8,12 +8,14 @@ import torch
 from torch import fx
 
 from sdfastgn.plans.rewrite.biases import biases
+from sdfastgn.plans.rewrite.cells import cells
 from sdfastgn.plans.rewrite.convolutions import convolutions, relus
 from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.moves import moves
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
+from sdfastgn.plans.rewrite.repeats import repeats
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.rewrite.statistics import statistics
 from sdfastgn.plans.rewrite.sums import activated_sums, shifts, sums
@@ -33,6 +35,8 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     sink_views,  # views behind norms and pointwise ops, where the kernels take these
     activations,  # into the norms, which are now next to them
     modulations,  # of norms, by small images or videos
+    cells,  # convolutions whose windows do not overlap, as products
+    repeats,  # of elements, for convolutions
     convolutions,  # and what they read. Their biases become steps of their own
     sums,  # which take biases
     shifts,  # biases and embeddings, into the norms after them

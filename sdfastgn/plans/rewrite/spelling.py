@@ -274,6 +274,26 @@ def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any
     return r.like(steps.mean_windows, (r.cut(x, axis, 0, used), axis, length), n)
 
 
+@spells(aten.avg_pool2d.default, aten.avg_pool3d.default)
+def _mean_of_cells(
+    r: Rewriter, n: Node, x: Node, kernel: Sequence[int], stride: Any, padding: Any, *more: Any
+) -> Node | None:
+    """Means of cells that neither overlap nor leave gaps -> a mean of views."""
+    d = 3 if n.target is aten.avg_pool3d.default else 2
+    cell, step = ([*size] * (d // len(size)) for size in (kernel, stride or kernel))
+    rounds_up, _, divisor = more
+    is_usual = rank(x) == d + 2 and dtype(x).is_floating_point and not (any(padding) or rounds_up or divisor)
+    if not is_usual or cell != step:
+        return None
+    sizes = [m * k for m, k in zip(shape(n)[2:], cell, strict=True)]
+    x = cats.unpadded(x, sizes)
+    for axis, size in enumerate(sizes, 2):
+        x = r.cut(x, axis, 0, size)
+    split = [size for pair in zip(shape(n)[2:], cell, strict=True) for size in pair]
+    cells = r.reshape(x, (*shape(n)[:2], *split))
+    return r.like(aten.mean.dim, (cells, list(range(3, 3 + 2 * d, 2))), n)
+
+
 # ---- products
 
 

@@ -19,7 +19,7 @@ from sdfastgn.plans.run import steps
 __all__ = ["statistics", "wants_statistics"]
 
 # Step that can compute statistics of its result -> index of its argument ``emits``.
-_EMITS = {steps.add: 4, steps.add_bias_: 2, steps.cat_two: 2, steps.upsample_conv: 3}
+_EMITS = {steps.add: 4, steps.add_bias_: 2, steps.blend: 5, steps.cat_two: 2, steps.upsample_conv: 3}
 # The permutation that exchanges channels and frames of a video.
 _TO_FRAMES = (0, 2, 1, 3, 4)
 

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.plans.rewrite.biases import bias_of
+from sdfastgn.plans.rewrite.blends import blended
 from sdfastgn.plans.rewrite.moves import is_copied, sum_of_views
 from sdfastgn.plans.rewrite.nodes import (
     Rewriter,
@@ -26,7 +27,7 @@ from sdfastgn.plans.rewrite.nodes import (
 from sdfastgn.plans.rewrite.norms import ACTIVATIONS, activation
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.statistics import wants_statistics
-from sdfastgn.plans.rewrite.views import applied, axis_after
+from sdfastgn.plans.rewrite.views import applied, axis_after, merged_views
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base
 
@@ -42,6 +43,7 @@ _ACTIVATION = {steps.add: 5, steps.add_bias_: 3}
 def sums(graph: fx.Graph) -> fx.Graph:
     graph = apply(graph, behind_views, bias_of)
     graph = apply(graph, divided_sum, aten.div.Tensor)
+    graph = merged_views(apply(graph, blended, aten.add.Tensor))
     return apply(graph, residual_sum, aten.add.Tensor)
 
 

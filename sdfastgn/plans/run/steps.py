@@ -124,6 +124,11 @@ def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
         return padded_cat((x,), 2, pads, value)
     if mode == "constant":
         return aten.constant_pad_nd.default(x, pads, value)
+    if x.dim() == 5 and x.is_floating_point():
+        left, right, top, bottom, front, back = pads
+        has_mode = mode == "replicate" or front == back == 0
+        if has_mode and left == right and top == bottom:
+            return frames(x, None, front, back, (top, left), mode)[0]
     return _PADS[mode, x.dim()](x, pads)
 
 
@@ -157,7 +162,8 @@ def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
     """Repeats each element along the spatial axes. ``first_once``: frame 0 is not repeated along time."""
     if tuple(times) == (2, 2):
         return nearest_op.upsample_nearest_2x(_in_channels_last(x))
-    if first_once:
+    if first_once or (x.dim() == 5 and times[0] == 1):
+        x = _in_channels_last(x)
         return pad_frames_op.pad_frames(x, upsample=tuple(times))[0]  # type: ignore[arg-type]
     size = [s * t for s, t in zip(x.shape[2:], times, strict=True)]
     nearest = aten.upsample_nearest2d if x.dim() == 4 else aten.upsample_nearest3d
@@ -259,6 +265,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product_op.linear(x, weight, bias)
 
 
+def nested_filters(outer: Tensor, inner: Tensor) -> Tensor:
+    """Filters of cells whose elements are cells themselves: (a, b C, *K) and (b, C, *k) -> (a b, C, *K k).
+
+    Filter i b + j of channel c is ``outer[i, j C + c]``, of which each element is times ``inner[j, c]``.
+    """
+    a, (b, C, *small) = outer.shape[0], inner.shape
+    split = [size for K in outer.shape[2:] for size in (K, 1)]
+    parts = [size for k in small for size in (1, k)]
+    y = outer.reshape(a, b, C, *split) * inner.reshape(b, C, *parts)
+    return y.reshape(a * b, C, *(K * k for K, k in zip(outer.shape[2:], small, strict=True)))
+
+
+def matrix_of_cells(filters: Tensor, scale: float, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """The matrix that computes sums of cells from their elements: (r C, P C); transposed (P C, r C).
+
+    ``filters``: (r, C, *cell), where a cell has P positions. Row i C + c has ``scale * filters[i, c]`` in the
+    columns p C + c, and zeros in the others.
+    """
+    r, C = filters.shape[:2]
+    values = filters.reshape(r, C, -1) * scale
+    P = values.shape[2]
+    y = aten.new_zeros.default(values, [P, C, r, C] if transposed else [r, C, P, C], dtype=dtype)
+    y.diagonal(0, 1, 3).copy_(values.permute(2, 0, 1) if transposed else values.transpose(1, 2))
+    return y.view(y.shape[0] * C, -1)
+
+
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
     """``linear`` of x with each weight; one product if the parameters are packed. ``biases`` may be empty."""
     weight, bias = packed.joined(weights), packed.joined(biases) if biases else None
@@ -341,14 +373,16 @@ def group_norm(
     statistics: Any,
     framewise: bool,
 ) -> Tensor:
-    """``activation(group_norm(x + shift))``. ``framewise``: each frame of a video is normalized by itself."""
-    if framewise:
-        norm = Group(groups, weight, bias, eps, activation, statistics, None, True)
-        return frames(x, norm=norm, shift=shift)[0]
-    statistics = _statistics_of(statistics, len(x), math.prod(x.shape[2:]))
-    return group_norm_op.group_norm(
-        x, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
+    """``activation(group_norm(x + shift))``. ``framewise``: each frame of a video is normalized by itself.
+
+    ``statistics`` are those of all samples, or of images that are the frames of all samples.
+    """
+    images = _in_channels_last(x).transpose(1, 2).flatten(0, 1) if framewise else x
+    statistics = _statistics_of(statistics, len(images), math.prod(images.shape[2:]))
+    y = group_norm_op.group_norm(
+        images, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
     )
+    return y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2) if framewise else y
 
 
 def modulated_norm(
@@ -468,6 +502,26 @@ def add(
             pass
     y = (h if bias is None else h + _per_channel(bias, h)) + residual
     return ACTIVATIONS[activation](y if divisor == 1 else y / divisor), None
+
+
+def blend(
+    h: Tensor, residual: Tensor, bias: Tensor | None, kept: Tensor, scale: Tensor, emits: bool
+) -> tuple[Tensor, Any]:
+    """(kept * residual + scale * (h + bias), its statistics, or None as in ``add_bias_``).
+
+    ``kept``, ``scale``: (N,), one number for each sample.
+    """
+    factors = aten.stack.default([kept, scale])
+    if h.numel() and dispatch.is_plain_inference(h, (residual, bias, factors)) and is_dense(h):
+        try:
+            return statistics_op.add_kernel(
+                h, _alike(residual, h), bias, 1.0, emits=emits, factors=factors.float()
+            )
+        except dispatch.KernelError:
+            pass
+    y = h if bias is None else h + _per_channel(bias, h)
+    kept, scale = factors.to(h.dtype).view(2, -1, *[1] * (h.dim() - 1))
+    return kept * residual + scale * y, None
 
 
 def add_views(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:

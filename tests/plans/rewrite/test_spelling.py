@@ -223,9 +223,9 @@ def test_attention():
         (lambda x: F.avg_pool1d(x, 3, 3, ceil_mode=True), x3, ["aten.avg_pool2d"]),
         (lambda x: F.avg_pool1d(x, 2, 1), x3, ["aten.avg_pool2d"]),
         (lambda x: F.avg_pool1d(x, 2, 2, 1), x3, ["aten.avg_pool2d"]),
-        (lambda x: F.avg_pool2d(x, 2), x4, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, 2), x4, ["aten.mean"]),
         (lambda x: F.avg_pool2d(x, (1, 2), divisor_override=3), x4, ["aten.avg_pool2d"]),
-        (lambda x: F.avg_pool2d(x, 1), x4, ["aten.avg_pool2d"]),
+        (lambda x: F.avg_pool2d(x, 1), x4, ["copy"]),
     ],
 )
 def test_means_of_windows(call, x, steps):
@@ -427,3 +427,47 @@ def test_the_first_result_of_native_group_norm():
     assert steps_of(lambda x: found(x)[:2], x4) == ["aten.native_group_norm", "group_norm"]
     module = sdfastgn.GroupNorm(2, 4, activation="silu")
     assert steps_of(module, x4) == ["group_norm"]
+
+
+# ---- means of cells
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (lambda x: F.avg_pool2d(x, 2), x4),
+        (lambda x: F.avg_pool2d(x, (3, 2), stride=(3, 2)), x4),
+        (lambda x: F.avg_pool2d(x, (4, 3)), x4),
+        (lambda x: F.avg_pool3d(x, (1, 2, 4)), x5),
+        (lambda x: F.avg_pool3d(x, 2, stride=2), x5.double()),
+        (lambda x: F.avg_pool3d(F.pad(x, (0, 1, 0, 1)), (1, 2, 2)), x5),
+        (lambda x: F.avg_pool2d(F.pad(x, (0, 1, 0, 1), mode="replicate"), 2), x4),
+    ],
+)
+def test_means_of_cells_are_means_of_views(call, x):
+    assert steps_of(call, x) == ["aten.mean"]
+
+
+@pytest.mark.parametrize("pads", [(1, 1), (0, 2), (0, 1, 1, 0), (-2, 1)])
+def test_a_pad_that_a_cell_reads_stays(pads):
+    found = steps_of(lambda x: F.avg_pool2d(F.pad(x, pads), 2), x4)
+    assert found[0] in ("pad", "aten.constant_pad_nd")
+    assert found[1:] == ["aten.mean"]
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (lambda x: F.avg_pool2d(x, 2, stride=1), x4),
+        (lambda x: F.avg_pool2d(x, 2, stride=(2, 3)), x4),
+        (lambda x: F.avg_pool2d(x, 2, padding=1), x4),
+        (lambda x: F.avg_pool2d(x, 2, padding=1, count_include_pad=False), x4),
+        (lambda x: F.avg_pool2d(x, (4, 3), ceil_mode=True), x4),
+        (lambda x: F.avg_pool2d(x, 2, divisor_override=3), x4),
+        (lambda x: F.avg_pool2d(x, 2), x3),
+        (lambda x: F.avg_pool2d(x, 2), torch.randint(0, 9, (1, 2, 4, 4))),
+        (lambda x: F.max_pool2d(x, 2), x4),
+    ],
+)
+def test_other_pools_stay(call, x):
+    assert "aten.mean" not in steps_of(call, x)

@@ -17,6 +17,10 @@ def per_channel(t, x):
     return t.view(*t.shape, *[1] * (x.dim() - 2))
 
 
+def per_sample(t, x):
+    return t.view(-1, *[1] * (x.dim() - 1))
+
+
 def plain_group_norm(x, groups, weight, bias, activation, shift=None, framewise=False):
     x = x if shift is None else x + per_channel(shift, x)
     if not framewise:
@@ -58,6 +62,24 @@ def plain_frames(
     count = y.shape[2] - window + 1
     y = torch.cat([y[:, :, k : k + count] for k in range(window)], 1)
     return (y, found[:, :, -keep:]) if keep else (y,)
+
+
+def nested(outer, inner):
+    """Filters of 2-D cells, one by one, as Kronecker products."""
+    a, b, C = outer.shape[0], *inner.shape[:2]
+    rows = [
+        [torch.kron(outer[i, j * C + c], inner[j, c]) for c in range(C)] for i in range(a) for j in range(b)
+    ]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def sums_of_cells(filters, scale):
+    """A matrix whose rows are the sums, each of one channel of the cell."""
+    r, C, P = *filters.shape[:2], filters[0, 0].numel()
+    y = torch.zeros(r, C, P, C, dtype=filters.dtype)
+    for c in range(C):
+        y[:, c, :, c] = filters[:, c].reshape(r, P) * scale
+    return y.reshape(r * C, P * C)
 
 
 def linears(x, *weights, biases=()):
@@ -178,10 +200,30 @@ CASES = {
         lambda x: steps.upsample(x, (2, 1, 2), False),
         lambda x: larger(x, (2, 1, 2)),
     ),
+    "upsample-rows-of-frames": (
+        (VIDEO,),
+        lambda x: steps.upsample(x, (1, 2, 3), False),
+        lambda x: larger(x, (1, 2, 3)),
+    ),
     "upsample-first-once": (
         (VIDEO,),
         lambda x: steps.upsample(x, (2, 2, 2), True),
         lambda x: larger(x, (2, 2, 2), True),
+    ),
+    "pad-copies-of-frames": (
+        (VIDEO,),
+        lambda x: steps.pad(x, (2, 2, 1, 1, 2, 1), "replicate", 0.0),
+        lambda x: F.pad(x, (2, 2, 1, 1, 2, 1), "replicate"),
+    ),
+    "pad-mirrored-frames": (
+        (VIDEO,),
+        lambda x: steps.pad(x, (2, 2, 1, 1, 0, 0), "reflect", 0.0),
+        lambda x: F.pad(x, (2, 2, 1, 1, 0, 0), "reflect"),
+    ),
+    "pad-mirrored-video": (
+        (VIDEO,),
+        lambda x: steps.pad(x, (2, 2, 1, 1, 1, 0), "reflect", 0.0),
+        lambda x: F.pad(x, (2, 2, 1, 1, 1, 0), "reflect"),
     ),
     "conv": (
         (IMAGE, (4, 6, 3, 2), (4,)),
@@ -408,6 +450,32 @@ CASES = {
         (IMAGE, (6, 3, 3, 3), (6,), IMAGE),
         lambda x, w, b, r: steps.conv_relu(x, w, b, r, [1, 1], [1, 1], [1, 1], 2),
         lambda x, w, b, r: F.relu(F.conv2d(x, w, b, padding=1, groups=2) + r),
+    ),
+    "blend": (
+        (IMAGE, IMAGE, (6,), (2,), (2,)),
+        lambda h, r, b, k, s: steps.blend(h, r, b, k, s, False)[0],
+        lambda h, r, b, k, s: per_sample(k, r) * r + per_sample(s, h) * (h + per_channel(b, h)),
+    ),
+    "blend-videos": (
+        (VIDEO, VIDEO, (1,), (1,)),
+        lambda h, r, k, s: steps.blend(h, r, None, k, s, False)[0],
+        lambda h, r, k, s: k * r + s * h,
+    ),
+    "blend-nothing": (
+        ((0, 6, 5, 7), (0, 6, 5, 7), (0,), (0,)),
+        lambda h, r, k, s: steps.blend(h, r, None, k, s, False)[0],
+        lambda h, r, k, s: h,
+    ),
+    "nested-filters": (((2, 6, 2, 3), (3, 2, 4, 1)), steps.nested_filters, nested),
+    "matrix-of-cells": (
+        ((3, 2, 2, 4),),
+        lambda f: steps.matrix_of_cells(f, 0.5, f.dtype, False),
+        lambda f: sums_of_cells(f, 0.5),
+    ),
+    "matrix-of-cells-transposed": (
+        ((2, 3, 2, 1, 2),),
+        lambda f: steps.matrix_of_cells(f, 2.0, f.dtype, True),
+        lambda f: sums_of_cells(f, 2.0).T,
     ),
     "add-moved": (
         ((2, 3, 4, 2, 5, 1), (2, 1, 4, 2, 1, 3)),

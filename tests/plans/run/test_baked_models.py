@@ -50,12 +50,24 @@ def qwen_image():
     return wan("AutoencoderKLQwenImage", in_time=False)
 
 
+def cosmos():
+    channels = {"encoder_block_out_channels": (8,) * 4, "decode_block_out_channels": (8,) * 4}
+    model = of_diffusers("AutoencoderKLCosmos", **channels, latent_channels=4, num_layers=1)
+    return model, decode, [(1, 4, 2, 2, 2)]
+
+
+def stable_video_diffusion():
+    blocks = {"block_out_channels": (32, 32), "down_block_types": ("DownEncoderBlock2D",) * 2}
+    model = of_diffusers("AutoencoderKLTemporalDecoder", **blocks)
+    return model, lambda m: lambda z: m.decode(z, num_frames=2, return_dict=False)[0], [(2, 4, 4, 4)]
+
+
 def inputs(shapes, seed):
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=g) if shape else torch.tensor(100 + seed) for shape in shapes]
 
 
-@pytest.mark.parametrize("make", [image_decoder, unet, wan, qwen_image])
+@pytest.mark.parametrize("make", [image_decoder, unet, wan, qwen_image, cosmos, stable_video_diffusion])
 @torch.no_grad()
 def test_models(make, monkeypatch):
     monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))

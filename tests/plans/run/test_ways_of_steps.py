@@ -18,10 +18,14 @@ IMAGE = (2, 6, 5, 7)
 # Name of a case -> the kernels that it launches.
 KERNELS = {
     "upsample-2x": ["upsample"],
+    "pad-copies-of-frames": ["frames"],
+    "pad-mirrored-frames": ["frames"],
+    "pad-mirrored-video": [],
     "upsample-first-once": ["frames"],
+    "upsample-rows-of-frames": ["frames"],
     "act-linear": ["act_linear"],
     "group-norm": ["small"],
-    "group-norm-framewise": ["statistics", "merge", "frames"],
+    "group-norm-framewise": ["small"],
     "modulated-norm": ["statistics", "merge", "frames"],
     "channel-norm": ["channel_norm"],
     "channel-norm-rms-4": ["frames"],
@@ -29,6 +33,7 @@ KERNELS = {
     "add": ["statistics"],
     "add-activated": ["statistics"],
     "add-bias": ["statistics"],
+    "blend": ["statistics"],
     "add-bias-activated": ["statistics"],
     "cat-two": ["statistics"],
     "layer-norm": ["rows"],
@@ -57,7 +62,7 @@ def test_a_kernel_runs(name, launches, on_kernels):
     assert [kernel for kernel, *_ in launches] == KERNELS[name]
 
 
-@pytest.mark.parametrize("name", ["add-nothing", "add-bias-nothing", "cat-two-nothing"])
+@pytest.mark.parametrize("name", ["add-nothing", "add-bias-nothing", "blend-nothing", "cat-two-nothing"])
 def test_no_kernel_runs_for_empty_tensors(name, launches, on_kernels):
     shapes, step, _ = step_cases.CASES[name]
     step(*(last(*shape) for shape in shapes))
@@ -90,6 +95,7 @@ SUMS = {
     "add-bias": lambda x, emits: steps.add_bias_(x, torch.randn(6), emits),
     "add-activated": lambda x, emits: steps.add(x, last(*IMAGE), torch.randn(6), 1.5, emits, "silu"),
     "add-bias-activated": lambda x, emits: steps.add_bias_(x, torch.randn(6), emits, "gelu"),
+    "blend": lambda x, emits: steps.blend(x, last(*IMAGE), torch.randn(6), *torch.randn(2, 2), emits),
     "cat-two": lambda x, emits: steps.cat_two(x, last(2, 4, 5, 7), emits),
 }
 
@@ -200,7 +206,7 @@ def test_writers_write_over_their_first_argument(name, place, kernels):
 
 
 # Names of cases whose steps may give their argument, or a view of it.
-VIEWS = ("reshape", "permute", "expand", "cut", "add-no-bias")
+VIEWS = ("reshape", "permute", "expand", "cut", "add-no-bias", "joined")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""Mixes: two images or videos, each times a number, are added."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sdfastgn.plans.rewrite.biases import bias_of
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, operands, rank, shape
+from sdfastgn.plans.run import steps
+
+__all__ = ["blended"]
+
+aten = torch.ops.aten
+
+
+def blended(r: Rewriter, n: Any) -> Node | None:
+    """Two images or videos, each times one number for each of its frames, and added: one ``steps.blend``.
+
+    If one of the two is itself a sum with the other one, this sum is part of the step.
+    """
+    a, b = (_weighted(m) for m in n.args[:2]) if any(operands(n)) else (None, None)
+    if a is None or b is None or a[0] is b[0] or not shape(a[0]) == shape(b[0]) == shape(n):
+        return None
+    if not has_kernels(n) or 0 in shape(n) or {dtype(a[0]), dtype(b[0])} != {dtype(n)}:
+        return None
+    kept, scale = _of_frames(r, *a), _of_frames(r, *b)
+    if dtype(kept) != dtype(scale):
+        return None
+    for x, y, factors in ((a[0], b[0], (kept, scale)), (b[0], a[0], (scale, kept))):
+        h = _added_to(x, y)
+        if h is not None:  # kept * x + scale * (x + h)
+            total = r.like(aten.add.Tensor, factors, kept)
+            return _blend(r, n, h, x, total, factors[1])
+    if has(a[0], bias_of):
+        return _blend(r, n, a[0], b[0], scale, kept)
+    return _blend(r, n, b[0], a[0], kept, scale)
+
+
+def _weighted(m: Any) -> tuple[Node, Node] | None:
+    """(x, factor) if ``m`` is x times one number, or one for each frame, and nobody else reads ``m``."""
+    if not has(m, aten.mul.Tensor) or not is_only(m) or rank(m) not in (4, 5):
+        return None
+    of_frames = (0, 2) if rank(m) == 5 else (0,)
+    for x, factor in operands(m):
+        sizes = (1,) * (rank(m) - rank(factor)) + shape(factor)
+        is_small = all(size == 1 or axis in of_frames for axis, size in enumerate(sizes))
+        is_here = factor.meta["device"] == m.meta["device"]  # PyTorch takes single numbers of a CPU too
+        if is_small and is_here and dtype(factor).is_floating_point:
+            return x, factor
+    return None
+
+
+def _of_frames(r: Rewriter, x: Node, factor: Node) -> Node:
+    """``factor`` as one number for each sample of the images x, or for each frame of the videos x."""
+    size = (shape(x)[0], 1, shape(x)[2] if rank(x) == 5 else 1, 1, 1)[: rank(x)]
+    if shape(factor) != size:
+        factor = r.new(steps.expand, (factor, size), size, dtype(factor))
+    return r.reshape(factor, (math.prod(size),))
+
+
+def _added_to(x: Node, y: Any) -> Node | None:
+    """h if y is x + h, and nobody else reads y."""
+    sums = operands(y) if has(y, aten.add.Tensor) and is_only(y) else ()
+    for other, h in sums:
+        if other is x and h is not x and (shape(h), dtype(h)) == (shape(y), dtype(y)):
+            return h
+    return None
+
+
+def _blend(r: Rewriter, n: Node, h: Any, residual: Node, kept: Node, scale: Node) -> Node:
+    """The step for kept * residual + scale * h. The frames of videos become images, as in memory."""
+    h, bias = h.args if has(h, bias_of) and is_only(h) else (h, None)
+    if rank(n) == 4:
+        return r.item(r.new(steps.blend, (h, residual, bias, kept, scale, False)), 0, n)
+    N, C, T, H, W = shape(n)
+    h, residual = (r.reshape(r.permute(v, (0, 2, 1, 3, 4)), (N * T, C, H, W)) for v in (h, residual))
+    y = r.item(r.new(steps.blend, (h, residual, bias, kept, scale, False)), 0, h)
+    return r.permute(r.reshape(y, (N, T, C, H, W)), (0, 2, 1, 3, 4))
