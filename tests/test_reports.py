@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import T5Config, T5EncoderModel
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
@@ -19,7 +20,6 @@ from sdfastgn.patches.graphs.install import Graphs
 from sdfastgn.plans.install import Planned
 from sdfastgn.reports import Entry, Left, Report
 from tests import small_video
-from tests.patches.transformers import TRANSFORMERS
 
 LONG = (
     "other code replaced this instance's forward, " + "which is told in a sentence longer than a line of 80"
@@ -171,21 +171,21 @@ def test_models_at_stocks_speed_are_named() -> None:
 
 @pytest.mark.parametrize("is_optimized", [False, True])
 def test_a_pipeline_names_its_models_at_stocks_speed(is_optimized: bool) -> None:
-    transformer = TRANSFORMERS["flux"].build()
+    encoder = T5EncoderModel(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     plain = torch.nn.Sequential(torch.nn.Linear(4, 4))
     unet = build_unet("tiny", torch.float32, "cpu")
-    pipe = SimpleNamespace(components={"unet": unet, "transformer": transformer, "plain": plain})
+    pipe = SimpleNamespace(components={"unet": unet, "encoder": encoder, "plain": plain})
     if is_optimized:
         sdfastgn.optimize(pipe)
     report = sdfastgn.report(pipe)
     assert {(e.path, e.kind) for e in report.left} == {
-        ("transformer", "FluxTransformer2DModel"),
+        ("encoder", "T5EncoderModel"),
         ("plain", "Sequential"),
     }
     why = "there are no kernels, CUDA graphs or plans for models of this kind"
     words = words_of(report)
     speed = "at stock's speed:"
-    assert f"{speed} transformer (FluxTransformer2DModel) {why}; only their LoRA adapters can be" in words
+    assert f"{speed} encoder (T5EncoderModel) {why}; only their LoRA adapters can be" in words
     assert f"{speed} plain (Sequential) {why}" in words
     assert words.count(f"{why};") == 1
     sdfastgn.optimize(pipe, merge_adapters=False)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import sdfastgn
-from scripts.publish.networks import CASES, ENCODES, Case
+from scripts.publish.networks import CASES, ENCODES, TRANSFORMERS, Case
 from scripts.publish.real_sizes import MAX_ERROR, built, chosen, exact_output
 from scripts.publish.runs import finite, release_memory, write_each
 from scripts.publish.tables.plans import Cost, PlanRow
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="device of the networks")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    cases = chosen(options.only, None, (*CASES, *ENCODES))
+    cases = chosen(options.only, None, (*CASES, *ENCODES, *TRANSFORMERS))
     with timing.global_switches() as switches:
         where: dict[str, Any] = environment(device, switches)
         timing.spin_up(device)

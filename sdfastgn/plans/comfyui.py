@@ -79,7 +79,8 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
 
 def _gets_plans(patcher: Any) -> bool:
     root = root_of(patcher)
-    if _KEY not in patcher.injections or not planning.gets_plans(root):
+    is_untried = not planning.is_convolutional(root)  # a transformer
+    if _KEY not in patcher.injections or is_untried or not planning.gets_plans(root):
         return False
     blocks = [
         Finding("", module, fusion, "skipped" if reason else "fusable", reason or "")

@@ -31,6 +31,7 @@ from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.lora.merged_adapters import is_wrapper
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 from sdfastgn.plans.disk.saved import Saved
 from sdfastgn.plans.guard import Guard
@@ -143,8 +144,8 @@ class PlannedForward(MethodEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_captured", "_is_captured", "_lock", "_policy", "_state", "_states", "calls", "loads",
-        "own", "replaces_entry", "traces", "trusted", "verifies",
+        "_by_state", "_captured", "_compiled", "_is_captured", "_lock", "_policy", "_state", "_states",
+        "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
@@ -157,6 +158,8 @@ class PlannedForward(MethodEntry):
         verifies: bool = False,
     ) -> None:
         super().__init__(module, method)
+        # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
+        self._compiled = getattr(type(module), method)
         self.verifies = verifies
         self.trusted, self.replaces_entry = trusted, replaces_entry
         self._states = States(module) if states is None else states
@@ -193,7 +196,9 @@ class PlannedForward(MethodEntry):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if torch.compiler.is_compiling() or is_tracing():
+        if torch.compiler.is_compiling():
+            return self._compiled(module, *args, **kwargs)
+        if is_tracing():
             return getattr(type(module), self.method)(module, *args, **kwargs)
         call = None
         try:
@@ -342,6 +347,8 @@ class PlannedForward(MethodEntry):
                 if not plans.guard.same():
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
+            if any(map(is_wrapper, module.modules())):
+                raise Unsupported("it has layers with adapters, such as a LoRA")
             plans.check_is_worth_it()
             try:
                 made, saved = self._new(module, call, key, plans)

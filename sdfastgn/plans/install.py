@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches import patcher
 from sdfastgn.patches.code.checked import entrances, stop_checking
 from sdfastgn.patches.code.states import States
+from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
-from sdfastgn.patches.graphs.install import outermost, place_in
+from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
+from sdfastgn.patches.lora.adapters import takes_adapters
 from sdfastgn.patches.swap.class_forward import class_forward, replace_kept
 from sdfastgn.patches.swap.instance_entries import guard, unguard
 from sdfastgn.patches.swap.tested_sources import Untested
@@ -33,6 +36,7 @@ __all__ = [
     "gets_plans",
     "inspect",
     "install",
+    "is_convolutional",
     "remove",
     "take_off",
     "trusted_in",
@@ -42,8 +46,9 @@ __all__ = [
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
-# Smallest share of a model's weights that must be in convolutions of images and videos. Kernels exist for
-# what surrounds these. A model of other layers gains too little to pay for a trace.
+# Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
+# of a transformer with adaptive norms. Kernels exist for what surrounds these. A model of other layers gains
+# too little to pay for a trace.
 _SHARE = 0.5
 # Largest share of the weights of convolutions that may be in blocks whose code was never tested. With more,
 # the whole model runs as plans, which are about as fast as fused blocks.
@@ -82,20 +87,46 @@ class Planned:
 
 
 def gets_plans(root: nn.Module) -> bool:
-    """True if ``optimize`` gives ``root`` plans: it has convolutions and norms, and no fused blocks."""
+    """True if ``optimize`` gives ``root`` plans: kernels exist for its norms, and it has no fused blocks."""
     if any(_planned(module) is not None for module in entrances(root)):
         return True
-    return _is_convolutional(root) and not fused_blocks_pay(root, _blocks_in(root))
+    gains = is_convolutional(root) or _has_adaptive_norms(root)
+    return gains and not fused_blocks_pay(root, _blocks_in(root))
 
 
-def _is_convolutional(root: nn.Module) -> bool:
+def is_convolutional(root: nn.Module) -> bool:
     """True if ``root`` has norms, and most of its weights are in convolutions."""
+    return _has_most_weights(root, CONVOLUTIONS) and any(map(_is_norm, root.modules()))
+
+
+def _has_adaptive_norms(root: nn.Module) -> bool:
+    """True if ``root`` is a transformer with norms without parameters, which its code modulates.
+
+    Its only convolutions cut an image or video into patches, and it has no CUDA graphs.
+    """
+    if (
+        has_graphable(root)
+        or not _has_most_weights(root, (nn.Linear,))
+        or not any(map(_is_norm_without_parameters, root.modules()))
+    ):
+        return False
+    convolutions = [m for m in root.modules() if isinstance(m, _ConvNd)]
+    return all(m.kernel_size == m.stride for m in convolutions)
+
+
+def _has_most_weights(root: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """True if more than ``_SHARE`` of the weights of ``root`` are in layers of ``kinds``."""
     if any(is_lazy(parameter) for parameter in root.parameters()):
         return False  # the first call makes its weights
     weights = sum(parameter.numel() for parameter in root.parameters())
-    modules = list(root.modules())
-    convolved = {id(m.weight): m.weight.numel() for m in modules if isinstance(m, CONVOLUTIONS)}
-    return sum(convolved.values()) > _SHARE * weights and any(map(_is_norm, modules))
+    layers: list[Any] = [m for m in root.modules() if isinstance(m, kinds)]
+    return sum({id(m.weight): m.weight.numel() for m in layers}.values()) > _SHARE * weights
+
+
+def _is_norm_without_parameters(module: nn.Module) -> bool:
+    """True if ``module`` may be a norm of whatever class: a leaf without parameters, but with an eps."""
+    is_leaf = not any(True for _ in module.children()) and not any(True for _ in module.parameters())
+    return is_leaf and isinstance(vars(module).get("eps"), float)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -153,7 +184,8 @@ def install(
         for graphed in GraphedForward.of(module):
             graphed_modules.add(module)
             _set_planner(module, graphed, _Maker(trusted, verifies) if is_on else None)
-    if not is_on or not gets_plans(root) or reason_of_cudnn(root) is not None:
+    has_fp8 = fp8.is_allowed(root)  # plans have no such products
+    if not is_on or has_fp8 or not gets_plans(root) or reason_of_cudnn(root) is not None:
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
@@ -171,7 +203,7 @@ def install(
                 module, trusted, place in vars(module), verifies=verifies
             )
             guard(module)
-        if _planned(module) is not None:
+        if _planned(module) is not None and not takes_adapters(module):
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 
@@ -183,7 +215,7 @@ def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | Non
     has_plans = graphed.method == "forward" and any(isinstance(m, CONVOLUTIONS) for m in module.modules())
     if maker is not None and has_plans:
         blocks = _blocks_in(module)
-        is_planned = bool(blocks) or _is_convolutional(module)
+        is_planned = bool(blocks) or is_convolutional(module)
         planner = Planner(maker, is_planned and not fused_blocks_pay(module, blocks))
     if planner != graphed.planner:
         graphed.clear()

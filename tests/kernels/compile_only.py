@@ -38,7 +38,7 @@ POINTERS = {
     torch.int64: "*i64",
 }
 # Numbers of the kernels that are floats; all others are integers.
-FLOATS = {"eps", "momentum", "scale"}
+FLOATS = {"branch_eps", "eps", "momentum", "scale"}
 
 
 def _compiled_by(launch, tensors):

@@ -8,6 +8,8 @@ import torch
 
 import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
+from sdfastgn.kernels.ada_norm.op import Norm as RowNorm
+from sdfastgn.kernels.ada_norm.op import ada_norm
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
@@ -58,6 +60,9 @@ MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
 GATED = [(8192, 1280), (2048, 5120)]
 # Odd and short rows.
 MORE_GATED = [(77, 333), (10**6, 10)]
+# (samples, rows, D) of transformers: Flux's, two samples of SD3.5, Wan's, and short rows.
+MODULATED = [(1, 4608, 3072), (2, 4096, 1536), (1, 14040, 1536)]
+MORE_MODULATED = [(1, 4096, 3840), (2, 333, 333), (1, 77, 64)]
 # (N, C, K) of time embeddings: SD1.5's and SDXL's in a ResNet block, with the most rows, and the
 # longest ones.
 FEW_ROWS = [(2, 1280, 1280), (2, 320, 1280), (16, 1280, 1280), (2, 1280, 2816)]
@@ -111,6 +116,7 @@ def _shapes(*, every):
         "one_channel": (ONE_CHANNEL, ONE_CHANNEL[:1]),
         "tokens": (TOKENS, [TOKENS[0], TOKENS[-1]]),
         "gated": (GATED, GATED[:1]),
+        "modulated": (MODULATED, MODULATED[1:2]),
         "few_rows": (FEW_ROWS, FEW_ROWS[:1]),
         "wide": (ATTENDED, ATTENDED[1:]),
         "walked": ([WALKED], [WALKED]),
@@ -145,6 +151,8 @@ def _only_on_the_h200():
         *((shape, full, "tokens") for shape in (TOKENS[1], TOKENS[2], MORE_TOKENS[2])),
         *((shape, HALF, "gated") for shape in MORE_GATED),
         *((GATED[0], dtype, "gated") for dtype in (brain, full)),
+        *((shape, brain, "modulated") for shape in (*MODULATED[:2], *MORE_MODULATED)),
+        (MODULATED[0], full, "modulated"),
     ]
 
 
@@ -210,6 +218,17 @@ def _gated(shape, dtype):
     geglu(x)
     for wanted in ((0, 1), (0,), (1,)):
         _differentiate(geglu, x, bias, wanted=wanted)
+
+
+def _modulated(shape, dtype):
+    x = torch.empty(shape, dtype=dtype)
+    for modulation in (x[:, :1], x[:, :1].float()):
+        layer, rms = RowNorm("layer"), RowNorm("rms", x[0, 0])
+        ada_norm(x, x, modulation, None, layer, modulation, modulation, plus_one=True)
+        ada_norm(x, x, modulation, rms, rms, modulation, tanh=True, plus_one=True)
+    ada_norm(x, x, modulation, None, RowNorm("layer", x[0, 0], x[0, 0]))
+    ada_norm(x, x, modulation)
+    ada_norm(x, norm=rms)
 
 
 def _few_rows(shape, dtype):
@@ -369,6 +388,7 @@ KINDS = {
     "gated": _gated,
     "e4m3": _in_e4m3,
     "few_rows": _few_rows,
+    "modulated": _modulated,
     "weights": _weights,
     "attention": _few_keys,
     "over_frames": _over_frames,

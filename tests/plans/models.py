@@ -820,3 +820,78 @@ calls(
         "encoder_attention_mask": torch.ones(2, 7).long(),
     },
 )
+calls(
+    "Flux2Transformer2DModel",
+    {**FLUX, "in_channels": 8, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False},
+    forward={
+        "hidden_states": (1, 16, 8),
+        "encoder_hidden_states": (1, 7, 24),
+        "timestep": torch.tensor([1.0]),
+        "img_ids": torch.arange(4.0).repeat(1, 16, 1),
+        "txt_ids": torch.arange(4.0).repeat(1, 7, 1),
+        "guidance": None,
+    },
+)
+calls(
+    "ChromaTransformer2DModel",
+    {
+        **FLUX,
+        "in_channels": 4,
+        "axes_dims_rope": (4, 4, 8),
+        "approximator_num_channels": 8,
+        "approximator_hidden_dim": 32,
+        "approximator_layers": 1,
+    },
+    forward={
+        "hidden_states": (1, 16, 4),
+        "encoder_hidden_states": (1, 7, 24),
+        "timestep": torch.tensor([1.0]),
+        "img_ids": torch.arange(3.0).repeat(16, 1),
+        "txt_ids": torch.arange(3.0).repeat(7, 1),
+        "attention_mask": torch.ones(1, 23),
+    },
+)
+calls(
+    "HunyuanVideoTransformer3DModel",
+    {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_refiner_layers": 1,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_embed_dim": 24,
+        "pooled_projection_dim": 24,
+        "rope_axes_dim": (4, 4, 8),
+    },
+    forward={
+        "hidden_states": (1, 4, 2, 4, 4),
+        "timestep": torch.tensor([5]),
+        "encoder_hidden_states": (1, 7, 24),
+        "encoder_attention_mask": torch.ones(1, 7).bool(),
+        "pooled_projections": (1, 24),
+        "guidance": torch.tensor([1.0]),
+    },
+)
+calls(
+    "Lumina2Transformer2DModel",
+    {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 2,
+        "num_kv_heads": 1,
+        "multiple_of": 16,
+        "cap_feat_dim": 24,
+        "axes_dim_rope": (4, 4, 8),
+        "axes_lens": (32, 32, 32),
+    },
+    forward={
+        "hidden_states": (1, 16, 8, 8),
+        "timestep": torch.tensor([0.5]),
+        "encoder_hidden_states": (1, 7, 24),
+        "encoder_attention_mask": torch.ones(1, 7).long(),
+        "why_not": "the call uses Tensor.tolist",
+    },
+)

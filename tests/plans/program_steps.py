@@ -894,6 +894,74 @@ def to_tokens_and_back(p: Program, x: str) -> None:
     p.add(f"{y} + {x}")
 
 
+@step(TOKENS, 3)
+def modulated_tokens(p: Program, x: str) -> None:
+    """A gated sum of tokens, its norm and the modulation of the norm; each of them may be missing."""
+    N, S, C = p.shape(x)
+    y = p.other(x)
+    if p.chance(0.3):
+        y = p.let(_norm_of_rows(p, y))
+    gate, factor, offset = (_modulation(p, N, S, C) for _ in range(3))
+    total = p.one_of(GATED_SUMS, x=x, y=y, gate=gate)
+    total = p.let(cast(p, p.let(total)) if p.chance(0.15) else total)
+    if p.chance(0.5):
+        p.add(total)
+    normed = p.let(_norm_of_rows(p, total) if p.chance(0.85) else total)
+    if p.chance(0.1):
+        p.add(normed)
+    if p.chance(0.15):
+        normed = p.let(cast(p, normed))
+    if p.chance(0.1):
+        offset = p.let(f"{normed}.mean(1, keepdim=True)")
+    p.add(p.let(p.one_of(MODULATED_TOKENS, y=normed, factor=factor, offset=offset)))
+
+
+GATED_SUMS = """
+{x}
+{x} + {gate} * {y}
+{x} + {gate} * {y}
+{x} + {y} * {gate}
+{y} * torch.tanh({gate}) + {x}
+{x} + {y}
+{x} - {gate} * {y}
+torch.add({x}, {gate} * {y}, alpha=2)
+{x} + F.gelu({y}) * {gate}
+({x} + {y}) * {gate}
+"""
+MODULATED_TOKENS = """
+{y}
+{y} * (1 + {factor}) + {offset}
+{y} * (1 + {factor}) + {offset}
+{y} * (1 + {factor}) + {offset}
+{offset} + {y} * {factor}
+{y} * (2 + {factor}) + {offset}
+{y} * (1 + {factor})
+{y} + {offset}
+{y} * {factor} * {offset}
+({y} + {offset}) * {factor}
+{y} * {factor} - {offset}
+{y} * 2 + {offset}
+"""
+
+
+def _modulation(p: Program, N: int, S: int, C: int) -> str:
+    """A part of an embedding of each sample; sometimes of each token, of all samples, or another size."""
+    sizes = ((N, 1), (N, 1), (N, 1), (N, S), (1, 1), (1, S))
+    if p.chance(0.15):
+        return p.tensor(*p.choice((C,), (N, S, 1), (N, 1, 1), (1,)))
+    if p.chance(0.5):
+        return p.let(f"{p.tensor(*p.choice(*sizes), 3 * C)}[..., {C}:{2 * C}]")
+    return p.tensor(*p.choice(*sizes), C)
+
+
+def _norm_of_rows(p: Program, x: str) -> str:
+    C = p.shape(x)[-1]
+    if p.chance(0.4):
+        norm = p.let(roots(p, x, -1 if p.chance(0.9) else 1))
+        return f"{norm} * {p.tensor(C)}" if p.chance(0.6) else norm
+    return p.one_of(LAST_NORMS, v=x, C=C, w=p.tensor(C), b=p.tensor(C), last=p.shape(x)[1:])
+
+
 @step(TOKENS, 8)
 def tokens(p: Program, x: str) -> None:
     p.add(_tokens(p, x))

@@ -97,12 +97,17 @@ class ChunksConfig:
     chunks: int
 
 
+def fits_registers(D: int) -> bool:
+    """True if the forward keeps rows of ``D`` elements in registers."""
+    return next_power_of_2(D) <= _MAX_IN_REGISTERS
+
+
 def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) -> RowsConfig | ChunksConfig:
     """The configuration of the kernels that normalize x (rows, D).
 
     ``itemsize``: bytes of an element of x. ``vector``: elements that a thread loads at once.
     """
-    if next_power_of_2(D) > _MAX_IN_REGISTERS:
+    if not fits_registers(D):
         return _chunks_config(rows, D, num_sms)
     load = WARP * vector
     block = _fitting_block(D, load, max(1, _LINE_BYTES // itemsize))

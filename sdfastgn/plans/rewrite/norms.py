@@ -28,7 +28,15 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["ACTIVATIONS", "activation", "activations", "is_outside", "norms"]
+__all__ = [
+    "ACTIVATIONS",
+    "activation",
+    "activations",
+    "is_outside",
+    "mean_square_norm",
+    "norms",
+    "widened",
+]
 
 aten = torch.ops.aten
 # Op -> the name of the activation in kernels. GELU has two names: see ``activation``.
@@ -152,7 +160,12 @@ def _normalized(n: Any, axis: int) -> _Norm | None:
 
 
 def _root_mean_square(n: Any, axis: int) -> _Norm | None:
-    """x * rsqrt(mean(x^2) + eps), or x / sqrt(mean(x^2) + eps)."""
+    found = mean_square_norm(n, axis)
+    return None if found is None else _of_mean(*found, axis)
+
+
+def mean_square_norm(n: Any, axis: int) -> tuple[Node, float] | None:
+    """(x, eps) if n is x * rsqrt(mean(x^2) + eps), or x / sqrt(mean(x^2) + eps), over ``axis``."""
     pairs = list(operands(n)) if has(n, aten.mul.Tensor, aten.div.Tensor) else []
     pairs, root = (pairs[:1], aten.sqrt) if has(n, aten.div.Tensor) else (pairs, aten.rsqrt)
     for x, q in pairs:
@@ -163,7 +176,7 @@ def _root_mean_square(n: Any, axis: int) -> _Norm | None:
         square, axes, keeps, _ = arguments(mean)
         is_square = has(square, aten.mul.Tensor) and square.args[0] is square.args[1]
         if is_square and widened(square.args[0]) is widened(x) and _is_axis(axes, axis, square) and keeps:
-            return _of_mean(x, float(number(plus)), axis)  # type: ignore[arg-type]
+            return x, float(number(plus))  # type: ignore[arg-type]
     return None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from sdfastgn.plans.rewrite.ada_norms import ada_norms
 from sdfastgn.plans.rewrite.biases import biases
 from sdfastgn.plans.rewrite.cells import cells
 from sdfastgn.plans.rewrite.convolutions import convolutions, relus
@@ -31,6 +32,7 @@ aten = torch.ops.aten
 # Each pass takes and returns a graph. A pass relies on those before it:
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     canonicalize,  # one spelling for each op
+    ada_norms,  # norms of tokens with a modulation, and gated sums
     norms,  # norms of channels
     sink_views,  # views behind norms and pointwise ops, where the kernels take these
     activations,  # into the norms, which are now next to them

@@ -25,6 +25,7 @@ _OF_ROWS = (
     steps.act_linear,
     steps.layer_norm,
     steps.add_layer_norm,
+    steps.ada_norm,
     steps.geglu,
 )
 

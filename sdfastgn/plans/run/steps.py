@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.act_linear import op as act_linear_op
+from sdfastgn.kernels.ada_norm import op as ada_norm_op
 from sdfastgn.kernels.attention import few_keys, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
@@ -576,6 +577,24 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(a + b), a + b + total_bias)."""
     return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, total_bias=total_bias)
+
+
+def ada_norm(
+    x: Tensor,
+    branch: Tensor | None,
+    gate: Tensor | None,
+    branch_norm: Sequence[Any] | None,
+    norm: Sequence[Any] | None,
+    factor: Tensor | None,
+    offset: Tensor | None,
+    has_tanh: bool,
+    adds_one: bool,
+    keeps_total: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(x + gate * branch_norm(branch), norm of it * factor + offset). The norms: see ``ada_norm.Norm``."""
+    inner, outer = (None if n is None else ada_norm_op.Norm(*n) for n in (branch_norm, norm))
+    flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
+    return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
 
 
 def geglu(x: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def test_every_layer_is_merged(name):
     assert report.merged[0].bytes == sum(t.nbytes for w in wrappers(model) for t in w.base_layer.parameters())
     assert not report.skipped
     assert f"merged LoRA in {kind.kind}: {len(wrappers(model))} layers" in str(report)
-    assert channels_last.is_applied(model) == bool(report.fused)
+    assert channels_last.is_applied(model) <= bool(report.fused or report.plans)
     sdfastgn.restore(model)
     assert [type(module) for module in model.modules()] == classes
     assert torch.equal(kind.run(model), expected)
@@ -370,7 +370,8 @@ def test_compiled_as_one_graph():
 @torch.no_grad()
 def test_without_adapters_no_code_is_compared(monkeypatch):
     monkeypatch.setattr(checked, "States", mock.Mock(side_effect=AssertionError))
-    model, stock = twins()
+    stock = SD3.build()
+    model = sdfastgn.optimize(copy.deepcopy(stock), plans=False)
     assert torch.equal(SD3.run(model), SD3.run(stock))
 
 
@@ -410,7 +411,7 @@ def test_optimize_waits_for_no_call(monkeypatch):
     thread.start()
     try:
         begun.wait()
-        sdfastgn.optimize(model)
+        sdfastgn.optimize(model, plans=False)
     finally:
         goes_on.set()
         thread.join()
@@ -420,16 +421,16 @@ def test_a_model_alone_with_nothing_but_adapters():
     nothing = r"^sdfastgn\.optimize: no GroupNorm .* in SD3Transformer2DModel, nothing to optimize"
     model = SD3.build()
     with pytest.warns(UserWarning, match=nothing + "; LoRA adapters that it gets will be merged$"):
-        assert sdfastgn.optimize(model) is model
+        assert sdfastgn.optimize(model, plans=False) is model
     with pytest.raises(ValueError, match=nothing):
-        sdfastgn.optimize(model, strict=True)
+        sdfastgn.optimize(model, strict=True, plans=False)
     with pytest.raises(ValueError, match=r"in Linear, nothing to optimize \(missing_ok=True"):
         sdfastgn.optimize(model.proj_out)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sdfastgn.optimize(model, missing_ok=True)
+        sdfastgn.optimize(model, missing_ok=True, plans=False)
         add_lora(model, "a")
-        sdfastgn.optimize(model)
+        sdfastgn.optimize(model, plans=False)
     assert is_all_merged(model)
 
 
@@ -451,7 +452,7 @@ def test_a_whole_pipeline():
         if is_optimized:
             report = sdfastgn.report(pipe)
             assert [merged.path for merged in report.merged] == ["transformer"]
-            assert [model.path for model in report.left] == ["transformer"]
+            assert not report.left
     agree(results[0], results[2], 1e-4)
     agree(results[1], results[3], 1e-4)
     assert (results[0] - results[1]).abs().max() > 0.01

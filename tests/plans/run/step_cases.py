@@ -36,6 +36,11 @@ def plain_channel_norm(x, weight, bias, scale, eps, activation, added=0.0, shift
     return ACTIVATIONS[activation](y if bias is None else y + per_channel(bias, x))
 
 
+def plain_ada_norm(x, y, gate, weight, factor, offset):
+    total = x + F.rms_norm(y, (12,), weight, 1e-5) * torch.tanh(gate)
+    return total, F.layer_norm(total, (12,), weight, weight, 1e-5) * (1 + factor) + offset
+
+
 def larger(x, times, first_once=False):
     """Repeats elements along the last axes."""
     for axis, count in enumerate(times, x.dim() - len(times)):
@@ -537,6 +542,25 @@ CASES = {
         (ROWS, ROWS, (12,), (12,), (12,)),
         lambda a, b, w, c, d: steps.add_layer_norm(a, b, w, c, 1e-5, d),
         lambda a, b, w, c, d: (F.layer_norm(a + b, (12,), w, c), a + b + d),
+    ),
+    "ada-norm": (
+        ((2, 5, 12), (2, 5, 12), (2, 1, 12), (12,), (1, 5, 12), (2, 5, 12)),
+        lambda x, y, g, w, f, o: steps.ada_norm(
+            x, y, g, ("rms", w, None, 1e-5), ("layer", w, w, 1e-5), f, o, True, True, True
+        ),
+        plain_ada_norm,
+    ),
+    "ada-norm-sum": (
+        ((2, 5, 12), (2, 5, 12), (2, 1, 12)),
+        lambda x, y, g: steps.ada_norm(x, y, g, None, None, None, None, False, False, True)[:1],
+        lambda x, y, g: (x + y * g,),
+    ),
+    "ada-norm-alone": (
+        ((2, 5, 12), (12,), (2, 1, 12)),
+        lambda x, w, f: steps.ada_norm(
+            x, None, None, None, ("rms", w, None, 1e-5), f, None, False, False, False
+        )[1:],
+        lambda x, w, f: (F.rms_norm(x, (12,), w, 1e-5) * f,),
     ),
     "geglu": ((ROWS,), steps.geglu, lambda x: x[..., :6] * F.gelu(x[..., 6:])),
 }

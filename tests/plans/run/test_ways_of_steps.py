@@ -38,6 +38,7 @@ KERNELS = {
     "cat-two": ["statistics"],
     "layer-norm": ["rows"],
     "add-layer-norm": ["rows"],
+    "ada-norm": ["ada_norm"],
     "geglu": ["geglu"],
 }
 

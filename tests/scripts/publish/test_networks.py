@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from scripts.publish.networks import CASES, ENCODES
+from scripts.publish.networks import CASES, ENCODES, TRANSFORMERS
 from scripts.publish.real_sizes import built
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES + ENCODES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + ENCODES + TRANSFORMERS, ids=lambda case: case.name)
 def test_a_call_without_weights(case):
     model, call = built(case, torch.device("meta"))
     assert call().device.type == "meta"
@@ -16,5 +16,5 @@ def test_a_call_without_weights(case):
 
 
 def test_each_network_has_a_name_of_its_own():
-    cases = CASES + ENCODES
+    cases = CASES + ENCODES + TRANSFORMERS
     assert len({case.name for case in cases}) == len(cases) > 20

@@ -23,6 +23,7 @@ def autoencoder():
 def run(monkeypatch, tmp_path, *cases):
     monkeypatch.setattr(plans, "CASES", list(cases))
     monkeypatch.setattr(plans, "ENCODES", [])
+    monkeypatch.setattr(plans, "TRANSFORMERS", [])
     path = tmp_path / "plans.json"
     code = plans.main(["--json", str(path), "--device", "cpu"])
     return code, json.loads(path.read_text())

@@ -1,0 +1,250 @@
+"""A gated residual sum, its norm, and a modulation of the norm, as transformers with adaptive norms use them.
+
+Formula, for x and branch (B, S, D), with a sum or without (without it, total is x), all operands fp32:
+
+    total = x + gate * branch'        rounded to the dtype of x
+    y = norm(total) * factor + offset
+
+branch' is the branch, or its RMS norm times ``branch_weight``. norm is a LayerNorm or an RMS norm of each
+row, with or without weight and bias. The gate may be tanh(gate), and the factor 1 + factor. Each part except
+x may be missing.
+
+On a GPU the kernel of ``ada_norm/kernels.py`` runs. Everywhere else, for rows that are too long for the
+kernel, and if gradients are wanted, ``reference_ada_norm`` runs.
+
+Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022 (adaLN-Zero); Zhang and Sennrich,
+"Root Mean Square Layer Normalization", 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.checks import check_device, check_input
+from sdfastgn.kernels.common.declaration import Operand, Value, checks_of
+from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.sizes import MAX_OFFSET
+from sdfastgn.kernels.layer_norm.config import fits_registers
+
+__all__ = ["AdaNormCall", "Norm", "ada_norm", "reference_ada_norm"]
+
+# Norms of a row. "none": no y is computed.
+_KINDS = ("layer", "rms", "none")
+
+
+class Norm(NamedTuple):
+    """A norm of each row: ``kind`` is "layer" or "rms"; weight and bias are (D,) or None."""
+
+    kind: str
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-6
+
+
+def _check_kind(name: str, kind: Any) -> None:
+    if kind not in _KINDS:
+        raise ValueError(f"{name}: the kind of a norm must be one of {_KINDS}, got {kind!r}")
+
+
+def _with_dense_rows(t: Tensor, call: Any) -> Tensor:
+    """``t``, or a contiguous copy if the elements of a row are not neighbors in memory."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+_Rows = Annotated[Tensor | None, Operand("(B, S, D)", whole=_with_dense_rows, same_dtype=True)]
+_PerRow = Annotated[Tensor | None, Operand(whole=_with_dense_rows)]
+_PerColumn = Annotated[Tensor | None, Operand("(D,)")]
+
+
+class AdaNormCall(NamedTuple):
+    """The arguments of ``ada_norm``, with the attributes of the norms as fields of their own."""
+
+    x: Annotated[Tensor, Operand("(B, S, D)", whole=_with_dense_rows)]
+    branch: _Rows
+    gate: _PerRow
+    branch_weight: _PerColumn
+    weight: _PerColumn
+    bias: _PerColumn
+    factor: _PerRow
+    offset: _PerRow
+    normalizes_branch: bool
+    branch_eps: float
+    kind: Annotated[str, Value(_check_kind)]
+    eps: float
+    tanh: bool
+    plus_one: bool
+    keeps_total: bool
+
+
+def reference_ada_norm(
+    x: Tensor,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+    branch_norm: Norm | None = None,
+    norm: Norm | None = None,
+    factor: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    tanh: bool = False,
+    plus_one: bool = False,
+    keeps_total: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes ``ada_norm`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate, factor, offset = (None if t is None else t.to(wide) for t in (gate, factor, offset))
+    total = x
+    if branch is not None:
+        added = branch.to(wide) if branch_norm is None else _normalized(branch.to(wide), branch_norm)
+        if gate is not None:
+            added = added * (torch.tanh(gate) if tanh else gate)
+        total = (x.to(wide) + added).to(x.dtype).contiguous()
+    kept = total if branch is not None and keeps_total else None
+    if norm is None:
+        return kept, None
+    y = _normalized(total.to(wide), norm)
+    if factor is not None:
+        y = y * (1 + factor if plus_one else factor)
+    y = y if offset is None else y + offset
+    return kept, y.to(x.dtype).contiguous()
+
+
+def _normalized(u: Tensor, norm: Norm) -> Tensor:
+    if norm.kind == "layer":
+        u = u - u.mean(-1, keepdim=True)
+        u = u - u.mean(-1, keepdim=True)  # the rounding error of the first mean
+    y = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm.eps)
+    y = y if norm.weight is None else y * norm.weight.to(u.dtype)
+    return y if norm.bias is None else y + norm.bias.to(u.dtype)
+
+
+# --- launch -----------------------------------------------------------------------------------------
+
+
+def _plan(call: AdaNormCall) -> Any:
+    from sdfastgn.kernels.ada_norm.plans import AdaNormPlan  # needs Triton
+
+    return AdaNormPlan(call)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """True if x has elements, and its rows fit into registers and can be numbered by int32."""
+    return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(x.shape[-1])
+
+
+_plans = Plans("ada_norm", AdaNormCall, _plan)
+_NAME = f"{__name__}.ada_norm"
+
+
+# --- public function ------------------------------------------------------------------------------
+
+
+def ada_norm(
+    x: Tensor,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+    branch_norm: Norm | None = None,
+    norm: Norm | None = None,
+    factor: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    tanh: bool = False,
+    plus_one: bool = False,
+    keeps_total: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes ``total = x + gate * branch_norm(branch)`` and ``norm(total) * factor + offset`` in one pass.
+
+    Args:
+        x: (B, S, D).
+        branch: a tensor of the shape, dtype and device of x, or None for no sum.
+        gate: (B or 1, S or 1, D), or None. It multiplies the branch, after ``branch_norm``.
+        branch_norm: an RMS norm of the branch, without bias, or None.
+        norm: the norm of the sum, or of x if there is no sum. None: only the sum is computed.
+        factor, offset: (B or 1, S or 1, D), or None. They multiply the norm, and are then added to it.
+        tanh: the gate is tanh(gate).
+        plus_one: the factor is 1 + factor.
+        keeps_total: False if the caller needs no total.
+
+    Returns:
+        (total, y), both (B, S, D). total is rounded before it is normalized. It is None without a branch, or
+        if ``keeps_total`` is False. y is None without a norm.
+
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. The other tensors may have any of the
+        four dtypes. The results have the dtype of x.
+    Layout: any. x, branch, gate, factor and offset are copied first if a row is not contiguous. The results
+        are contiguous.
+    Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Raises:
+        TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
+        ValueError: a shape, a device or the kind of a norm does not fit, or there is nothing to compute.
+
+    Source: torch.nn.functional.layer_norm and rms_norm for the norms.
+    """
+    call = _call_of(x, branch, gate, branch_norm, norm, factor, offset, tanh, plus_one, keeps_total)
+    if dispatch.is_plain_inference(x, call):
+        try:
+            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
+            # valid, and need no check.
+            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
+            if plan is None:
+                _check(_NAME, call)
+                if _has_kernel(x):
+                    plan = _plans.of(call)
+            if plan is not None:
+                return plan.run(call)
+        except dispatch.KernelError as error:
+            _plans.turn_off(call, error)
+        # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
+        # tensor, or a tensor without strides or memory. ``_check`` names the argument.
+        except (AttributeError, RuntimeError):
+            _check(_NAME, call)
+            raise
+    _check(_NAME, call)
+    return reference_ada_norm(
+        x, branch, gate, branch_norm, norm, factor, offset,
+        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
+    )  # fmt: skip
+
+
+def _call_of(
+    x: Any, branch: Any, gate: Any, branch_norm: Any, norm: Any, factor: Any, offset: Any, *flags: Any
+) -> AdaNormCall:
+    for label, each in (("branch_norm", branch_norm), ("norm", norm)):
+        if each is not None and not isinstance(each, Norm):
+            raise TypeError(f"{_NAME}: {label} must be a Norm or None, got {each!r}")
+    if branch_norm is not None and (branch_norm.kind != "rms" or branch_norm.bias is not None):
+        raise ValueError(f"{_NAME}: branch_norm must be of the kind 'rms' without bias, got {branch_norm!r}")
+    inner = branch_norm or Norm("rms")
+    outer = norm or Norm("none")
+    operands = x, branch, gate, inner.weight, outer.weight, outer.bias, factor, offset
+    return AdaNormCall(*operands, branch_norm is not None, inner.eps, outer.kind, outer.eps, *flags)
+
+
+def _check_operands(name: str, call: AdaNormCall) -> None:
+    x = call.x
+    if x.dim() != 3:
+        raise ValueError(f"{name}: x must be (B, S, D), got shape {tuple(x.shape)}")
+    if call.branch is None and call.kind == "none":
+        raise ValueError(f"{name}: there is nothing to compute without a branch and without a norm")
+    if call.branch is None and (call.gate is not None or call.normalizes_branch):
+        raise ValueError(f"{name}: gate and branch_norm need a branch")
+    if call.kind == "none" and not (call.factor is call.offset is None and call.keeps_total):
+        raise ValueError(f"{name}: factor, offset and keeps_total=False need a norm")
+    for label in ("gate", "factor", "offset"):
+        t = getattr(call, label)
+        if t is None:
+            continue
+        check_input(name, label, t)
+        is_aligned = t.dim() == 3 and t.shape[-1] == x.shape[-1]
+        if not is_aligned or any(a not in (1, b) for a, b in zip(t.shape, x.shape, strict=True)):
+            wanted = "(B or 1, S or 1, D)"
+            raise ValueError(
+                f"{name}: {label} must be {wanted} for x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
+            )
+        check_device(name, label, t, x)
+
+
+_check = checks_of(AdaNormCall, _check_operands)

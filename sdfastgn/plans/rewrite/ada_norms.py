@@ -1,0 +1,268 @@
+"""Norms of tokens with a modulation, gated sums before them, and RMS norms: ``steps.ada_norm``.
+
+Tokens are (B, S, D). What is looked for, with each part but one optional:
+
+    total = x + gate * rms_norm(branch)
+    y = norm(total) * gain * factor + offset
+
+Gate, factor and offset are (B, S, D), or have one element along B or S. The step computes in fp32 and rounds
+each result once. So casts between its parts count only if they round to fewer bits than the result has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.kernels.layer_norm.config import fits_registers
+from sdfastgn.plans.rewrite.nodes import (
+    Rewriter,
+    cleaned,
+    dtype,
+    has,
+    has_kernels,
+    number,
+    operands,
+    ordered,
+    rank,
+    shape,
+)
+from sdfastgn.plans.rewrite.norms import ACTIVATIONS, mean_square_norm, widened
+from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.schemas import arguments
+
+__all__ = ["ada_norms"]
+
+aten = torch.ops.aten
+_LAST_OPS = (
+    aten.add.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.rms_norm.default,
+    steps.cast,
+    steps.layer_norm,
+)
+
+
+class _Norm(NamedTuple):
+    """A norm of the rows of x: ``kind`` is "layer" or "rms"."""
+
+    x: Node
+    kind: str
+    weight: Node | None
+    bias: Node | None
+    eps: float
+
+
+class _Sum(NamedTuple):
+    """x + gate * norm(branch). Without a norm of the branch, ``norm`` is None."""
+
+    x: Node
+    branch: Node
+    gate: Node | None
+    norm: _Norm | None
+
+
+class _Modulated(NamedTuple):
+    norm: _Norm
+    factor: Node | None
+    offset: Node | None
+
+
+def ada_norms(graph: fx.Graph) -> fx.Graph:
+    """Goes from the last node to the first, so that the largest pattern is found first."""
+    r = Rewriter(graph)
+    places = {n: i for i, n in enumerate(graph.nodes)}
+    for n in reversed(places):
+        if n.op == "call_function" and not n.users and n.target is not aten.copy_.default:
+            graph.erase_node(n)  # for example a part of what was found
+        elif has(n, *_LAST_OPS) and _is_tokens(n):
+            r.at = n
+            _norm_of_tokens(r, n, places) or _gated_sum(r, n)
+    if not r.has_changed:
+        return graph
+    for n in cleaned(graph).nodes:
+        if has(n, steps.ada_norm):
+            n.args = (*n.args[:-1], any(item.args[1] == 0 for item in n.users))
+    return ordered(graph)
+
+
+def _is_tokens(n: Node) -> bool:
+    return rank(n) == 3 and 0 not in shape(n) and has_kernels(n) and fits_registers(shape(n)[-1])
+
+
+def _norm_of_tokens(r: Rewriter, n: Node, places: dict[Node, int]) -> bool:
+    """A norm, with its modulation and the sum before it -> one step. LayerNorms alone have other steps."""
+    found = _modulated(n)
+    if found is None:
+        return False
+    norm, factor, offset = found
+    total = _sum(norm.x)
+    is_plain = has(_uncast(n, n), steps.layer_norm)
+    if is_plain and (total is None or total.gate is total.norm is None):
+        return False
+    after = [t for t in (norm.weight, norm.bias, factor, offset) if t is not None]
+    if total is not None and _depends(after, norm.x, places):
+        total = None
+    step = _step(r, total, found)
+    if total is not None:
+        norm.x.replace_all_uses_with(r.item(step, 0, norm.x))
+    r.replace(n, r.item(step, 1, n))
+    return True
+
+
+def _gated_sum(r: Rewriter, n: Node) -> bool:
+    """x + gate * branch, or x + rms_norm(branch), without a norm of the sum -> one step."""
+    total = _sum(n)
+    if total is None or total.gate is total.norm is None:
+        return False
+    r.replace(n, r.item(_step(r, total, None), 0, n))
+    return True
+
+
+def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
+    """The step for a sum, a norm, or both. Its last argument is set at the end of the pass."""
+    x: Any = found.norm.x if total is None and found is not None else None
+    branch = gate = branch_norm = norm = factor = offset = None
+    has_tanh = adds_one = False
+    if total is not None:
+        x, branch, gate = total[:3]
+        branch_norm = None if total.norm is None else total.norm[1:]
+        if has(gate, aten.tanh.default):
+            gate, has_tanh = gate.args[0], True  # type: ignore[union-attr]
+    if found is not None:
+        norm, factor, offset = found.norm[1:], found.factor, found.offset
+        if _is_one_plus(factor):
+            factor, adds_one = factor.args[0], True  # type: ignore[union-attr]
+    gate, factor, offset = (_as_rows(r, t) for t in (gate, factor, offset))
+    return r.new(
+        steps.ada_norm, (x, branch, gate, branch_norm, norm, factor, offset, has_tanh, adds_one, True)
+    )
+
+
+def _is_one_plus(t: Any) -> bool:
+    return has(t, aten.add.Tensor) and number(t) == 1 and dtype(t) == dtype(t.args[0])
+
+
+def _as_rows(r: Rewriter, t: Node | None) -> Node | None:
+    return None if t is None else r.reshape(t, (1,) * (3 - rank(t)) + shape(t))
+
+
+# ---- what a node is
+
+
+def _modulated(n: Node) -> _Modulated | None:
+    """The norm, factor and offset if n is norm(x) * gain * factor + offset, of x in the dtype of n."""
+    for a, offset in _operands(n, aten.add.Tensor, n):
+        for b, factor in _operands(a, aten.mul.Tensor, n):
+            for c, gain in _operands(b, aten.mul.Tensor, n):
+                norm = _norm(c, n)
+                if norm is None:
+                    continue
+                is_gain = gain is not None and rank(gain) == 1 and norm.weight is norm.bias is None
+                if gain is None or is_gain:
+                    return _Modulated(norm._replace(weight=gain) if is_gain else norm, factor, offset)
+    return None
+
+
+def _sum(n: Node) -> _Sum | None:
+    """The parts of n if n is x + gate * branch, or x + branch, of x and branch in the dtype of n."""
+    plain = None
+    for x, added in _summands(n):
+        for b, gate in _operands(added, aten.mul.Tensor, n):
+            is_activated = any(has(t, *ACTIVATIONS) for t in (b, gate))
+            if gate is not None and is_activated and shape(gate) == shape(n):
+                continue  # such products have steps of their own
+            for c, gain in _operands(b, aten.mul.Tensor, n):
+                norm = _norm(c, n)
+                is_gain = gain is None or (rank(gain) == 1 and norm is not None and norm.weight is None)
+                if norm is not None and norm.kind == "rms" and is_gain:
+                    weight = norm.weight if gain is None else gain
+                    return _Sum(x, norm.x, gate, norm._replace(weight=weight))
+            branch = _in_dtype(b, n)
+            if branch is not None and gate is not None:
+                return _Sum(x, branch, gate, None)
+            if branch is not None and plain is None and branch is not x:
+                plain = _Sum(x, branch, None, None)
+    return plain
+
+
+def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
+    total = _uncast(n, n)
+    for x, added in operands(total) if has(total, aten.add.Tensor) else ():
+        source = _in_dtype(x, n)
+        if source is not None and shape(x) == shape(added) == shape(n):
+            yield source, added
+
+
+def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
+    """(n, None), and if n calls ``op``: (the operand of the shape of ``root``, one that modulates it)."""
+    n = _uncast(n, root)
+    yield n, None
+    for a, b in operands(n) if has(n, op) else ():
+        if shape(a) == shape(root) and _modulates(b, root):
+            yield a, b
+
+
+def _modulates(t: Node, root: Node) -> bool:
+    """True if ``t`` is a factor, gate or offset for the tokens ``root``."""
+    whole = (1,) * (3 - rank(t)) + shape(t)
+    is_aligned = len(whole) == 3 and whole[-1] == shape(root)[-1]
+    return (
+        dtype(t) in KERNEL_DTYPES
+        and is_aligned
+        and all(size in (1, full) for size, full in zip(whole, shape(root), strict=True))
+    )
+
+
+def _norm(n: Node, root: Node) -> _Norm | None:
+    """The norm that n is, of the rows of tokens of the shape and dtype of ``root``."""
+    n = _uncast(n, root)
+    found = _norm_at(n)
+    x = None if found is None else _in_dtype(found.x, root)
+    return None if found is None or x is None or shape(x) != shape(root) else found._replace(x=x)
+
+
+def _norm_at(n: Node) -> _Norm | None:
+    if has(n, steps.layer_norm):
+        x, weight, bias, eps = n.args
+        return _Norm(x, "layer", weight, bias, eps)
+    if has(n, aten.rms_norm.default):
+        x, axes, weight, eps = arguments(n)
+        # Releases of PyTorch differ in what eps is in 16 bits, if none is given.
+        return _Norm(x, "rms", weight, None, eps) if len(axes) == 1 and eps is not None else None
+    found = mean_square_norm(n, rank(n) - 1)
+    return None if found is None else _Norm(found[0], "rms", None, None, found[1])
+
+
+def _in_dtype(n: Node, root: Node) -> Node | None:
+    """n before casts that change no number, in the dtype of ``root``; None if there is no such value."""
+    return next((v for v in (widened(n), n) if dtype(v) == dtype(root)), None)
+
+
+def _uncast(n: Any, root: Node) -> Any:
+    """n without casts that round to as many bits as ``root`` has, or to more."""
+    while has(n, steps.cast) and dtype(n.args[0]).is_floating_point:
+        if torch.promote_types(dtype(n), dtype(root)) != dtype(n):
+            break
+        n = n.args[0]
+    return n
+
+
+def _depends(sources: list[Node], on: Node, places: dict[Node, int]) -> bool:
+    """True if one of ``sources`` is computed from ``on``."""
+    seen: set[Node] = set()
+    todo = list(sources)
+    while todo:
+        n = todo.pop()
+        if n is on:
+            return True
+        if n not in seen and places.get(n, len(places)) > places[on]:
+            seen.add(n)
+            todo += n.all_input_nodes
+    return False

@@ -1,0 +1,178 @@
+"""Which transformers get plans from ``optimize``, and that they compute what stock computes."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    StableDiffusion3Pipeline,
+)
+from peft import LoraConfig
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+import sdfastgn
+from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.install import gets_plans
+from tests.plans.models import CALLS
+from tests.plans.programs import relative
+
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
+
+TOLERANCE = 1e-5
+CALL = {call.cls: call._replace(method="__call__") for call in CALLS if call.method == "forward"}
+PLANNED = [
+    *("FluxTransformer2DModel", "Flux2Transformer2DModel", "ChromaTransformer2DModel"),
+    *("SD3Transformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel"),
+    *("LTXVideoTransformer3DModel", "WanTransformer3DModel", "HunyuanVideoTransformer3DModel"),
+]
+
+
+def agree(call, model, stock, seed):
+    found, expected = (call.run(each, **call.drawn(seed)) for each in (model, stock))
+    assert max(map(relative, found, expected)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_whole_model_is_one_plan(name):
+    call = CALL[name]
+    model = call.model()
+    stock = copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    for seed in range(3):  # in its first call, a model may compute tables that it keeps
+        agree(call, model, stock, seed)
+    (found,) = [each for each in sdfastgn.report(model).plans if not each.path]
+    assert found.plans == 1
+    assert found.calls
+    assert found.steps["ada_norm"] >= 3
+    twin = copy.deepcopy(model)
+    agree(call, twin, stock, 2)
+    assert vars(twin)["forward"].calls
+    sdfastgn.restore(model)
+    assert not any(isinstance(vars(part).get("forward"), PlannedForward) for part in model.modules())
+    same = (call.run(each, **call.drawn(3)) for each in (model, stock))
+    assert all(map(torch.equal, *same))
+
+
+def test_blocks_have_plans_where_the_model_reads_values():
+    """A model asks for the lengths of its prompts, so it cannot be traced."""
+    call = CALL["Lumina2Transformer2DModel"]
+    model = call.model()
+    stock = copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    for seed in range(3):
+        agree(call, model, stock, seed)
+    calls = {each.path: each.calls for each in sdfastgn.report(model).plans if each.calls}
+    assert {"noise_refiner.0", "layers.0", "layers.1"} <= calls.keys()
+    assert "" not in calls
+
+
+def test_changes_of_the_model_are_noticed():
+    call = CALL["FluxTransformer2DModel"]
+    model = call.model()
+    sdfastgn.optimize(model)
+    stock = copy.deepcopy(model)
+    sdfastgn.restore(stock)
+    agree(call, model, stock, 0)
+    for each in (model, stock):
+        each.transformer_blocks[0].norm1.norm.eps = 0.5
+        each.proj_out.weight.data = each.proj_out.weight.data * 2
+    for seed in (1, 2, 3):
+        agree(call, model, stock, seed)
+    assert vars(model)["forward"].calls == 3
+    assert "eps" in vars(model)["forward"].last_change
+
+
+def test_text_encoders_stay_as_they_are():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 20}
+    clip = CLIPTextModel(CLIPTextConfig(intermediate_size=16, **sizes))
+    t5 = T5EncoderModel(T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    assert not gets_plans(clip)
+    assert not gets_plans(t5)
+
+
+@pytest.mark.parametrize("kind", ["a convolution that is no patch", "norms with parameters", "few products"])
+def test_other_models_get_none(kind):
+    norm = nn.LayerNorm(8, elementwise_affine=kind == "norms with parameters")
+    model = nn.Sequential(nn.Conv2d(3, 8, 2, stride=2), norm, nn.Linear(8, 64))
+    assert gets_plans(model) == (kind != "norms with parameters")
+    if kind == "a convolution that is no patch":
+        model.append(nn.Conv2d(4, 1, 3))
+    elif kind == "few products":
+        model.append(nn.Embedding(100, 8))
+    assert not gets_plans(model)
+
+
+def autoencoder():
+    blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+    return AutoencoderKL(**blocks, block_out_channels=(8,), norm_num_groups=4, latent_channels=4).eval()
+
+
+def flux(transformer):
+    pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), autoencoder(), None, None, None, None, transformer)
+    pipe.vae.register_to_config(shift_factor=0.1, scaling_factor=0.5)
+    return pipe, {"guidance_scale": 1.0}
+
+
+def sd3(transformer):
+    pipe = StableDiffusion3Pipeline(
+        transformer, FlowMatchEulerDiscreteScheduler(), autoencoder(), None, None, None, None, None, None
+    )
+    pipe.vae.register_to_config(shift_factor=0.1, scaling_factor=0.5)
+    negative = torch.randn(1, 7, 24), torch.randn(1, 24)
+    return pipe, dict(zip(("negative_prompt_embeds", "negative_pooled_prompt_embeds"), negative, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "channels"),
+    [(flux, "FluxTransformer2DModel", 16), (sd3, "SD3Transformer2DModel", 4)],
+)
+def test_a_whole_pipeline(make, name, channels):
+    call = CALL[name]
+    settings = {**call.settings, "in_channels": channels}
+    transformer = call._replace(settings=settings).model()
+    pipe, options = make(transformer)
+    pipe.set_progress_bar_config(disable=True)
+    prompt = {"prompt_embeds": torch.randn(1, 7, 24), "pooled_prompt_embeds": torch.randn(1, 24)}
+
+    def image():
+        generator = torch.Generator().manual_seed(0)
+        size = {"height": 16, "width": 16, "num_inference_steps": 3, "output_type": "pt"}
+        return pipe(**prompt, **options, **size, generator=generator).images
+
+    before = image()
+    assert before.std() > 0.02
+    sdfastgn.optimize(pipe)
+    for _ in range(2):
+        torch.testing.assert_close(image(), before, atol=1e-4, rtol=1e-3)
+    (found,) = [each for each in sdfastgn.report(pipe).plans if each.calls]
+    assert (found.path, found.plans, found.calls) == ("transformer", 1, 6)
+    sdfastgn.restore(pipe)
+    assert torch.equal(image(), before)
+
+
+def test_adapters_are_merged_and_run_the_models_own_code():
+    call = CALL["SD3Transformer2DModel"]
+    model = call.model()
+    stock = copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    agree(call, model, stock, 0)
+    for each in (model, stock):
+        torch.manual_seed(0)
+        each.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
+        each.eval()
+    agree(call, model, stock, 1)
+    agree(call, model, stock, 2)
+    assert sdfastgn.report(model).merged
+    (found,) = [each for each in sdfastgn.report(model).plans if not each.path]
+    assert found.calls == 1
+    assert "it has layers with adapters, such as a LoRA" in found.own
+    for each in (model, stock):
+        each.delete_adapters("default")
+        each.unload_lora()
+    for seed in range(3, 10):  # after two changes in a row, some calls run without a trace
+        agree(call, model, stock, seed)
+    assert vars(model)["forward"].calls > 1
