@@ -48,7 +48,6 @@ _OF_DIFFUSERS = (
     ("fusions.hunyuan_video_15", "FUSIONS"),
     ("fusions.hunyuan_image", "FUSIONS"),
     ("fusions.cosmos", "FUSIONS"),
-    ("fusions.cogvideox", "FUSIONS"),
     ("fusions.allegro", "FUSIONS"),
     ("fusions.easyanimate", "FUSIONS"),
 )

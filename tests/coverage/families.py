@@ -465,18 +465,18 @@ def cogvideox(in_channels):
     return parts | without_text("")
 
 
-@family("CogVideoX, text to video", "cogvideox_")
+@family("CogVideoX, text to video")
 def _():
     return pipeline("CogVideoXPipeline", cogvideox(4), **embeds(), **FRAMES)
 
 
-@family("CogVideoX, image to video", "cogvideox_")
+@family("CogVideoX, image to video")
 def _():
     inputs = embeds(image=image(size=16))
     return pipeline("CogVideoXImageToVideoPipeline", cogvideox(8), **inputs, **FRAMES)
 
 
-@family("CogVideoX, video to video", "cogvideox_")
+@family("CogVideoX, video to video")
 def _():
     inputs = embeds(video=[picture()] * 5, strength=0.8, height=16, width=16)
     return pipeline("CogVideoXVideoToVideoPipeline", cogvideox(4), **inputs)

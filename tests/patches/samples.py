@@ -11,11 +11,9 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention, SpatialNorm
 from diffusers.models.autoencoders import autoencoder_kl_allegro as allegro
-from diffusers.models.autoencoders import autoencoder_kl_cogvideox as cogvideox
 from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
 from diffusers.models.autoencoders.vae import Decoder, Encoder
-from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import (
     Conv1dBlock,
@@ -42,7 +40,7 @@ from diffusers.models.unets.unet_motion_model import (
     CrossAttnUpBlockMotion,
     UpBlockMotion,
 )
-from diffusers.models.upsampling import CogVideoXUpsample3D, Upsample2D
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15
@@ -197,33 +195,6 @@ def in_chunks(module, x, *sizes):
     """The result of a causal module for the frames of x in chunks of these sizes."""
     cache = [None] * 32
     return torch.cat([module(part, feat_cache=cache, feat_idx=[0]) for part in x.split(sizes, 2)], 2)
-
-
-def _of_cogvideox():
-    """Samples of the blocks of CogVideoX's autoencoder."""
-    Conv, Norm = cogvideox.CogVideoXCausalConv3d, cogvideox.CogVideoXSpatialNorm3D
-    Block = cogvideox.CogVideoXResnetBlock3D
-    Encoder, Decoder = cogvideox.CogVideoXEncoder3D, cogvideox.CogVideoXDecoder3D
-    sizes = {"block_out_channels": (8,) * 2, "layers_per_block": 1, "norm_num_groups": 4}
-    down, up = (("CogVideoX" + name,) * 2 for name in ("DownBlock3D", "UpBlock3D"))
-    options = {"groups": 4, "temb_channels": 0}
-    x, zq = video(2, 12, 3, 4, 2).requires_grad_(), video(2, 4, 3, 2, 1, seed=1)
-    found = [
-        ("conv", lambda: Conv(12, 20, 3, pad_mode="first"), lambda m: m(x, video(2, 12, 2, 4, 2, seed=1))[0]),
-        ("conv-no-cache", lambda: Conv(12, 20, 3), lambda m: m(x.contiguous())[0]),
-        ("conv-1x1", lambda: Conv(12, 20, 1), lambda m: m(x)[0]),
-        ("spatial_norm", lambda: Norm(12, 4, 4), lambda m: m(x, zq)[0]),
-        ("resnet_block", lambda: Block(12, 20, spatial_norm_dim=4, **options), lambda m: m(x, None, zq)[0]),
-        ("resnet_block-group-norm", lambda: Block(12, **options), lambda m: m(x)[0]),
-        ("upsample", lambda: CogVideoXUpsample3D(12, 20, compress_time=True), lambda m: m(x)),
-        ("upsample-even", lambda: CogVideoXUpsample3D(12, 20, compress_time=True), lambda m: m(x[:, :, :2])),
-        ("upsample-2d", lambda: CogVideoXUpsample3D(12, 20), lambda m: m(x)),
-        ("downsample", lambda: CogVideoXDownsample3D(12, 20, compress_time=True), lambda m: m(x)),
-        ("downsample-2d", lambda: CogVideoXDownsample3D(12, 20), lambda m: m(x)),
-        ("encoder", lambda: Encoder(3, 4, down, **sizes), lambda m: m(video(1, 3, 5, 4, 2))[0]),
-        ("decoder", lambda: Decoder(4, 3, up, **sizes), lambda m: m(video(1, 4, 3, 2, 1))[0]),
-    ]
-    return [(f"cogvideox_{name}", build, call) for name, build, call in found]
 
 
 def _of_allegro():
@@ -693,7 +664,6 @@ SAMPLES = [
     ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
-    *_of_cogvideox(),
     *_of_allegro(),
     *_of_easyanimate(),
     *_of_cosmos(),

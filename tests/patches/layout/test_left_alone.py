@@ -52,7 +52,7 @@ def test_a_plan_repeats_borders_in_a_kernel():
         assert torch.equal(call(), expected)
 
 
-@pytest.mark.parametrize("name", ["CogVideoX", "Allegro", "HunyuanVideo 1.5"])
+@pytest.mark.parametrize("name", ["Cosmos", "Allegro", "HunyuanVideo 1.5"])
 def test_others_are_fused(name):
     model, _ = row(name)
     assert sdfastgn.report(sdfastgn.optimize(model)).fused
@@ -65,7 +65,7 @@ def test_others_are_fused(name):
 )  # fmt: skip
 def test_a_cudnn_with_wrong_convolutions_of_videos(version, dtype, is_left, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    model, _ = row("CogVideoX")
+    model, _ = row("EasyAnimate")
     before = snapshot(model.to(dtype))
     report = sdfastgn.report(sdfastgn.optimize(model, missing_ok=True))
     assert bool(report.fused) is not is_left
