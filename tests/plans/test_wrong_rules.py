@@ -229,12 +229,6 @@ WRONG = [
         "if source.mode is None:",
     ),
     Wrong(
-        "a cache comes before frames that are repeated",
-        "frames",
-        "if source.cache is not None:\n            return None",
-        "pass",
-    ),
-    Wrong(
         "repeated frames do not count in the norm after them",
         "frames",
         "activation, pads_first=True)",

@@ -432,14 +432,11 @@ def frames(
 ) -> tuple[Tensor, Tensor | None]:
     """(padded frames, kept frames): see ``pad_frames``."""
     x, operands = _in_channels_last(x), None
-    if isinstance(norm, Group) and norm.pads_first and dispatch.runs_in_triton(x):
+    if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:
-            x, norm = (
-                pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0],
-                norm._replace(pads_first=False),
-            )
-            front = back = 0
+        if norm.statistics is None:  # then the pads need a pass of their own
+            x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
+            front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
         T, H, W = x.shape[2:]
         each = (len(x) * T, H * W) if norm.framewise else (len(x), T * H * W)

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sdfastgn
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.plans.run import steps
+from tests.kernels.samples import each_path
 from tests.plans.run.step_cases import CASES, PATHS, PLACES, WRITERS
 
 
@@ -59,3 +61,18 @@ def test_cudnn_computes_bias_residual_and_relu(dtype, place, has_residual, poiso
     expected = F.relu(expected if residual is None else expected + residual.double())
     assert is_channels_last(y)
     torch.testing.assert_close(y.double(), expected, atol=0.03, rtol=0.02)
+
+
+@each_path
+def test_norms_of_videos_take_statistics_of_their_frames(path):
+    x, w, b = torch.randn(2, 6, 3, 4, 5) + torch.arange(3.0).view(3, 1, 1), torch.randn(6), torch.randn(6)
+    with path():
+        known = sdfastgn.channel_statistics(x.movedim(2, 1).flatten(0, 1))
+        for norm in (steps.Group(3, w, b, 1e-5, "silu", pads_first=first) for first in (False, True)):
+            found, wanted = (
+                steps.frames(x, front=1, back=1, mode="replicate", norm=norm._replace(statistics=each))[0]
+                for each in (known, None)
+            )
+            torch.testing.assert_close(found, wanted)
+        found, wanted = (steps.group_norm(x, 3, w, b, 1e-5, "silu", None, s, False) for s in (known, None))
+    torch.testing.assert_close(found, wanted)
