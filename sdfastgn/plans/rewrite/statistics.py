@@ -33,7 +33,7 @@ def statistics(graph: fx.Graph) -> fx.Graph:
 
 def wants_statistics(x: Node) -> bool:
     """True if a GroupNorm of x is faster if it gets the statistics of x."""
-    of_videos = [v for u in x.users for v in u.users if _images_of(v) is x]
+    of_videos = [v for u in x.users for v in u.users if _video_of(v) is x]
     same = [*filter(_is_alike, x.users), *of_videos]
     return any(_takes_statistics(u, x) for u in x.users) or any(map(wants_statistics, same))
 
@@ -43,8 +43,8 @@ def _is_alike(view: Any) -> bool:
     return has(view, steps.reshape) and rank(view) > 2 and shape(view)[:2] == shape(view.args[0])[:2]
 
 
-def _images_of(video: Any) -> Any:
-    """The images that are the frames of ``video``, if it is made of images by views. Else None."""
+def _video_of(video: Any) -> Any:
+    """The images that are the frames of ``video``, in order. None if it is something else."""
     if not has(video, steps.permute) or video.args[1] != (0, 2, 1, 3, 4):
         return None
     frames: Any = video.args[0]
@@ -58,7 +58,7 @@ def _takes_statistics(n: Any, x: Node) -> bool:
     of_frames = False  # each frame is normalized by itself, and statistics of its image serve it
     if has(n, steps.group_norm):
         known, framewise = n.args[7:9]
-        of_frames = framewise and _images_of(x) is not None
+        of_frames = framewise and _video_of(x) is not None
     elif isinstance(n.args[8], steps.Group):
         known, framewise = n.args[8].statistics, n.args[8].framewise
     else:
@@ -80,16 +80,13 @@ def known_statistics(r: Rewriter, n: Any) -> Node | None:
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None
-    frames = 1  # images in a video
-    while _is_alike(x) or _images_of(x) is not None:
-        frames, x = (frames, x.args[0]) if _is_alike(x) else (shape(x)[2], _images_of(x))
+    while (source := x.args[0] if _is_alike(x) else _video_of(x)) is not None:
+        x = source
     if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
     writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))
-    if frames > 1 and not (has(n, steps.group_norm) and n.args[8]):
-        known = r.new(steps.joined_statistics, (known, frames, math.prod(shape(x)[2:])))
     if has(n, steps.group_norm):
         return r.like(n.target, (*n.args[:7], known, *n.args[8:]), n)
     norm = n.args[8]._replace(statistics=known)

@@ -8,6 +8,7 @@ because a trace has already run what other code may have put there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -347,9 +348,10 @@ def group_norm(
 ) -> Tensor:
     """``activation(group_norm(x + shift))``. ``framewise``: each frame of a video is normalized by itself.
 
-    ``statistics`` are then those of the frames as images.
+    ``statistics``: of x, or of its frames as images.
     """
     images = _in_channels_last(x).transpose(1, 2).flatten(0, 1) if framewise else x
+    statistics = _statistics_of(statistics, len(images), math.prod(images.shape[2:]))
     y = group_norm_op.group_norm(
         images, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
     )
@@ -402,6 +404,10 @@ def frames(
 ) -> tuple[Tensor, Tensor | None]:
     """(padded frames, kept frames): see ``pad_frames``."""
     operands = None
+    if isinstance(norm, Group):
+        T, H, W = x.shape[2:]
+        each = (len(x) * T, H * W) if norm.framewise else (len(x), T * H * W)
+        norm = norm._replace(statistics=_statistics_of(norm.statistics, *each))
     if norm is not None:
         kind = pad_frames_op.GroupNorm if isinstance(norm, Group) else pad_frames_op.Norm
         operands = kind(*norm)
@@ -418,6 +424,16 @@ def frames(
         upsample=tuple(times),  # type: ignore[arg-type]
         window=window,
     )
+
+
+def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
+    """Statistics of samples, from those of their frames. None if the chunks of a frame differ in size."""
+    if statistics is None or statistics.shape[1] == samples:
+        return statistics
+    frames = statistics.shape[1] // samples
+    if positions // frames % statistics.shape[2]:
+        return None
+    return statistics.unflatten(1, (samples, frames)).flatten(2, 3)
 
 
 def add(
@@ -460,17 +476,6 @@ def blend(
     y = h if bias is None else h + _per_channel(bias, h)
     kept, scale = factors.to(h.dtype).view(2, -1, *[1] * (h.dim() - 1))
     return kept * residual + scale * y, None
-
-
-def joined_statistics(statistics: Tensor | None, frames: int, positions: int) -> Tensor | None:
-    """Statistics of videos of ``frames`` images each, from statistics of images of ``positions`` pixels.
-
-    None if the chunks of an image do not all have the same size.
-    """
-    if statistics is None or positions % statistics.shape[2]:
-        return None
-    _, images, chunks, C = statistics.shape
-    return statistics.reshape(2, images // frames, frames * chunks, C)
 
 
 def add_views(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:

@@ -444,11 +444,6 @@ CASES = {
         lambda f: steps.matrix_of_cells(f, 2.0, f.dtype, True),
         lambda f: sums_of_cells(f, 2.0).T,
     ),
-    "joined-statistics": (
-        ((2, 6, 4, 5),),
-        lambda s: steps.joined_statistics(s, 3, 8),
-        lambda s: s.reshape(2, 2, 12, 5),
-    ),
     "add-moved": (
         ((2, 3, 4, 2, 5, 1), (2, 1, 4, 2, 1, 3)),
         lambda a, b: steps.add_views(*torch.broadcast_tensors(a, b), (2, 3, 8, 15)),
