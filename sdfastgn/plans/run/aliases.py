@@ -26,6 +26,7 @@ _OF_ROWS = (
     steps.layer_norm,
     steps.add_layer_norm,
     steps.ada_norm,
+    steps.rotate,
     steps.geglu,
 )
 

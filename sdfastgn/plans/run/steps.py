@@ -29,6 +29,7 @@ from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
 from sdfastgn.kernels.product import packed
+from sdfastgn.kernels.rotate import op as rotate_op
 from sdfastgn.kernels.statistics import op as statistics_op
 from sdfastgn.kernels.upsample import conv as upsample_op
 from sdfastgn.kernels.upsample import nearest as nearest_op
@@ -479,6 +480,13 @@ def ada_norm(
     inner, outer = (None if n is None else ada_norm_op.Norm(*n) for n in (branch_norm, norm))
     flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
     return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor | None) -> Tensor:
+    """Rotary embedding of rows of heads. ``cos`` may be complex, with both numbers, and no ``sin``."""
+    if sin is None:
+        cos, sin = torch.view_as_real(cos.resolve_conj()).unbind(-1)
+    return rotate_op.rotate(x, cos, sin)
 
 
 def geglu(x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ KERNELS = {
     "layer-norm": ["rows"],
     "add-layer-norm": ["rows"],
     "ada-norm": ["ada_norm"],
+    "rotate": ["rotate"],
     "geglu": ["geglu"],
 }
 
