@@ -20,6 +20,7 @@ VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 # Steps of tokens: their results are contiguous.
 _OF_ROWS = (
     steps.linear,
+    steps.linear_gelu,
     steps.linears,
     steps.add_linear_,
     steps.act_linear,

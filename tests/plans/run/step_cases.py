@@ -461,6 +461,11 @@ CASES = {
         )[1:],
         lambda x, w, f: (F.rms_norm(x, (12,), w, 1e-5) * f,),
     ),
+    "linear-gelu": (
+        ((2, 3, 12), (6, 12), (6,)),
+        steps.linear_gelu,
+        lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
+    ),
     "rotate": (
         ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6)),
         steps.rotate,
