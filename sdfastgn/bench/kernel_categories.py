@@ -31,6 +31,7 @@ _OWN_FILES = (
     ("linear", GEMM),
     ("low_rank", GEMM),
     ("geglu", POINTWISE),
+    ("rotate", POINTWISE),
     ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these kernels
     ("checksum", POINTWISE),
 )

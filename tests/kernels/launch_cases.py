@@ -22,6 +22,7 @@ from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank, rank_blocks
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
+from sdfastgn.kernels.rotate.op import rotate
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
@@ -229,6 +230,11 @@ def _modulated(shape, dtype):
     ada_norm(x, x, modulation, None, RowNorm("layer", x[0, 0], x[0, 0]))
     ada_norm(x, x, modulation)
     ada_norm(x, norm=rms)
+    if shape[2] % 64 == 0:
+        heads = x.view(*shape[:2], -1, 64)
+        table = torch.empty((1, shape[1], 1, 64))
+        rotate(heads, table, table)
+        rotate(heads, table[..., ::2], table[..., 1::2])
 
 
 def _few_rows(shape, dtype):

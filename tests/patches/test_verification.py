@@ -163,7 +163,10 @@ MODELS = [
 ]  # fmt: skip
 
 
-NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "cosmos-vae", "allegro-vae", "easyanimate-vae"]  # fmt: skip
+NAMES = [
+    "unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "cosmos-vae", "allegro-vae",
+    "easyanimate-vae",
+]  # fmt: skip
 # Of later releases of diffusers.
 LATER = {
     "HunyuanVideo15": hunyuan_video_15_vae,

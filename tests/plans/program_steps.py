@@ -894,6 +894,36 @@ def to_tokens_and_back(p: Program, x: str) -> None:
     p.add(f"{y} + {x}")
 
 
+ROTATED = """
+{x} * {c} + torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s}
+{x} * {c} + torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s}
+torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s} + {c} * {x}
+{x} * {c} + torch.stack([{x1}, -{x0}], -1).flatten(-2) * {s}
+{x} * {c} - torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s}
+{x} * {c} + torch.stack([-{x0}, {x1}], -1).flatten(-2) * {s}
+{x} * {c} + torch.cat([-{x1}, {x0}], -1) * {s}
+torch.stack([{x0} * {c} - {x1} * {s}, {x0} * {s} + {x1} * {c}], -1).flatten(-2)
+"""
+
+
+@step(TOKENS, 2)
+def rotated(p: Program, x: str) -> None:
+    """Pairs of neighboring elements of heads, or of whole rows, are rotated."""
+    N, S, _ = p.shape(x)
+    heads = p.let(f"{x}.unflatten(-1, (2, -1))") if p.chance(0.7) else x
+    D = p.shape(heads)[-1]
+    if D % 2:
+        return
+    pairs = p.let(f"{heads}.unflatten(-1, (-1, 2))")
+    x0, x1 = p.let(f"{pairs}[..., 0]"), p.let(f"{pairs}[..., 1]")
+    text = p.choice(*ROTATED.strip().splitlines())
+    columns = D // 2 if "{x0} * {c}" in text else D
+    size = (1, S, 1, columns) if heads != x else (1, S, columns)
+    c, s = (p.tensor(*p.choice(size, size, (N, *size[1:]))) for _ in range(2))
+    y = p.let(text.format(x=heads, x0=x0, x1=x1, c=c, s=s))
+    p.add(p.let(f"{y}.reshape({p.shape(x)})"))
+
+
 @step(TOKENS, 3)
 def modulated_tokens(p: Program, x: str) -> None:
     """A gated sum of tokens, its norm and the modulation of the norm; each of them may be missing."""

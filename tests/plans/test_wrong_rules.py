@@ -253,6 +253,30 @@ WRONG = [
         "p.kept != first.kept",
     ),
     Wrong(
+        "a modulation may depend on the sum before the norm",
+        "ada_norms",
+        "if total is not None and _depends(after, norm.x, places):",
+        "if False:",
+    ),
+    Wrong(
+        "a gate has any number of columns",
+        "ada_norms",
+        "and whole[-1] == shape(root)[-1]",
+        "",
+    ),
+    Wrong(
+        "a rounding inside of a modulated norm is lost",
+        "ada_norms",
+        "if torch.promote_types(dtype(n), dtype(root)) != dtype(n):",
+        "if False:",
+    ),
+    Wrong(
+        "pairs are turned in either direction",
+        "rotations",
+        "_part(first.args[0], 1) is x and _part(second, 0) is x",
+        "True",
+    ),
+    Wrong(
         "results share memory",
         "finish",
         'if owner is not None and (owner in seen or owner.op != "call_function"):',

@@ -36,7 +36,7 @@ from sdfastgn.plans.rewrite.norms import ACTIVATIONS, mean_square_norm, widened
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["ada_norms"]
+__all__ = ["ada_norms", "uncast"]
 
 aten = torch.ops.aten
 _LAST_OPS = (
@@ -103,7 +103,7 @@ def _norm_of_tokens(r: Rewriter, n: Node, places: dict[Node, int]) -> bool:
         return False
     norm, factor, offset = found
     total = _sum(norm.x)
-    is_plain = has(_uncast(n, n), steps.layer_norm)
+    is_plain = has(uncast(n, n), steps.layer_norm)
     if is_plain and (total is None or total.gate is total.norm is None):
         return False
     after = [t for t in (norm.weight, norm.bias, factor, offset) if t is not None]
@@ -193,7 +193,7 @@ def _sum(n: Node) -> _Sum | None:
 
 
 def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
-    total = _uncast(n, n)
+    total = uncast(n, n)
     for x, added in operands(total) if has(total, aten.add.Tensor) else ():
         source = _in_dtype(x, n)
         if source is not None and shape(x) == shape(added) == shape(n):
@@ -202,7 +202,7 @@ def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
     """(n, None), and if n calls ``op``: (the operand of the shape of ``root``, one that modulates it)."""
-    n = _uncast(n, root)
+    n = uncast(n, root)
     yield n, None
     for a, b in operands(n) if has(n, op) else ():
         if shape(a) == shape(root) and _modulates(b, root):
@@ -222,7 +222,7 @@ def _modulates(t: Node, root: Node) -> bool:
 
 def _norm(n: Node, root: Node) -> _Norm | None:
     """The norm that n is, of the rows of tokens of the shape and dtype of ``root``."""
-    n = _uncast(n, root)
+    n = uncast(n, root)
     found = _norm_at(n)
     x = None if found is None else _in_dtype(found.x, root)
     return None if found is None or x is None or shape(x) != shape(root) else found._replace(x=x)
@@ -245,7 +245,7 @@ def _in_dtype(n: Node, root: Node) -> Node | None:
     return next((v for v in (widened(n), n) if dtype(v) == dtype(root)), None)
 
 
-def _uncast(n: Any, root: Node) -> Any:
+def uncast(n: Any, root: Node) -> Any:
     """n without casts that round to as many bits as ``root`` has, or to more."""
     while has(n, steps.cast) and dtype(n.args[0]).is_floating_point:
         if torch.promote_types(dtype(n), dtype(root)) != dtype(n):

@@ -17,6 +17,7 @@ from sdfastgn.plans.rewrite.moves import moves
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
 from sdfastgn.plans.rewrite.repeats import repeats
+from sdfastgn.plans.rewrite.rotations import rotations
 from sdfastgn.plans.rewrite.spelling import canonicalize
 from sdfastgn.plans.rewrite.statistics import statistics
 from sdfastgn.plans.rewrite.sums import activated_sums, shifts, sums
@@ -32,6 +33,7 @@ aten = torch.ops.aten
 # Each pass takes and returns a graph. A pass relies on those before it:
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     canonicalize,  # one spelling for each op
+    rotations,  # of pairs of neighboring elements, in attention
     ada_norms,  # norms of tokens with a modulation, and gated sums
     norms,  # norms of channels
     sink_views,  # views behind norms and pointwise ops, where the kernels take these

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from sdfastgn.plans.run import steps
 __all__ = ["tokens"]
 
 aten = torch.ops.aten
+# Dtypes of products that compute an activation.
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def tokens(graph: fx.Graph) -> fx.Graph:
     """Sums go into the layer norms and products beside them. Gates and few rows get their kernels."""
     graph = apply(_add_before_norms(graph), _gated, aten.mul.Tensor)
     graph = apply(graph, _few_rows, steps.linear)
+    graph = apply(graph, _activated_product, aten.gelu.default)
     return apply(graph, _one_more_row, aten.add.Tensor)
 
 
@@ -118,6 +122,19 @@ def _few_rows(r: Rewriter, n: Node) -> Node | None:
     activated: Any = n.args[0]
     name = activation(activated)
     return r.like(steps.act_linear, (activated.args[0], *n.args[1:], name, None), n) if name else None
+
+
+def _activated_product(r: Rewriter, n: Node) -> Node | None:
+    """GELU, in its tanh form, of a linear layer with a bias in 16 bits -> ``linear_gelu``."""
+    product = n.args[0]
+    if activation(n) != "gelu_tanh" or not has(product, steps.linear) or not is_only(product):
+        return None
+    _, weight, bias = product.args
+    are_alike = bias is not None and dtype(weight) == dtype(bias) == dtype(n)
+    has_many_rows = math.prod(shape(n)[:-1]) > 0 and not has_few_rows(math.prod(shape(n)[:-1]))
+    if not are_alike or dtype(n) not in HALVES or not has_many_rows or rank(weight) != 2:
+        return None
+    return r.like(steps.linear_gelu, product.args, n)
 
 
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:

@@ -20,12 +20,14 @@ VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 # Steps of tokens: their results are contiguous.
 _OF_ROWS = (
     steps.linear,
+    steps.linear_gelu,
     steps.linears,
     steps.add_linear_,
     steps.act_linear,
     steps.layer_norm,
     steps.add_layer_norm,
     steps.ada_norm,
+    steps.rotate,
     steps.geglu,
 )
 

@@ -30,6 +30,7 @@ from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
 from sdfastgn.kernels.product import packed
+from sdfastgn.kernels.rotate import op as rotate_op
 from sdfastgn.kernels.statistics import op as statistics_op
 from sdfastgn.kernels.upsample import conv as upsample_op
 from sdfastgn.kernels.upsample import nearest as nearest_op
@@ -290,6 +291,16 @@ def matrix_of_cells(filters: Tensor, scale: float, dtype: torch.dtype, transpose
     y = aten.new_zeros.default(values, [P, C, r, C] if transposed else [r, C, P, C], dtype=dtype)
     y.diagonal(0, 1, 3).copy_(values.permute(2, 0, 1) if transposed else values.transpose(1, 2))
     return y.view(y.shape[0] * C, -1)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU, in its tanh form, of ``linear``: on a GPU, the matrix product computes it in 16 bits."""
+    is_half = x.dtype == weight.dtype == bias.dtype and x.dtype.itemsize == 2
+    if not (x.is_cuda and x.numel() and is_half):
+        return ACTIVATIONS["gelu_tanh"](linear(x, weight, bias))
+    rows = x.reshape(-1, x.shape[-1])
+    y = aten._addmm_activation.default(bias, rows, weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], len(weight))
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -592,6 +603,13 @@ def ada_norm(
     inner, outer = (None if n is None else ada_norm_op.Norm(*n) for n in (branch_norm, norm))
     flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
     return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor | None) -> Tensor:
+    """Rotary embedding of rows of heads. ``cos`` may be complex, with both numbers, and no ``sin``."""
+    if sin is None:
+        cos, sin = torch.view_as_real(cos.resolve_conj()).unbind(-1)
+    return rotate_op.rotate(x, cos, sin)
 
 
 def geglu(x: Tensor) -> Tensor:

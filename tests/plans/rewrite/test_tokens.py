@@ -36,7 +36,7 @@ def test_two_norms_of_one_sum():
     def call(x, y):
         return norm(x + y) * norm(x + y, None, None)
 
-    assert steps_of(call, x, y) == ["add_layer_norm", "layer_norm", "aten.mul"]
+    assert steps_of(call, x, y) == ["add_layer_norm", "ada_norm"]
 
 
 @pytest.mark.parametrize(
@@ -207,3 +207,43 @@ def test_rows_that_are_read_elsewhere():
         return y + B2, y * 2
 
     assert sorted(steps_of(call, few)) == ["act_linear", "aten.add", "aten.mul"]
+
+
+# ---- GELU of products
+
+
+def many_rows(x):
+    return x.to(HALF).expand(4, *x.shape).reshape(-1, 5, D)
+
+
+def tanh_gelu(x, w=W2, b=B2):
+    return F.gelu(F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype)), approximate="tanh")
+
+
+def test_a_product_computes_gelu():
+    assert steps_of(tanh_gelu, many_rows(x)) == ["cast", "cast", "linear_gelu"]
+
+
+@pytest.mark.parametrize(
+    ("call", "step"),
+    [
+        (lambda x: F.gelu(F.linear(x, W2.to(HALF), B2.to(HALF))), "aten.gelu"),
+        (lambda x: tanh_gelu(x, b=None), "aten.gelu"),
+        (lambda x: tanh_gelu(x.float()), "aten.gelu"),
+        (lambda x: tanh_gelu(x[:2]), "aten.gelu"),
+        (lambda x: F.gelu(F.linear(x, W2.to(HALF), B2.to(HALF)) * 2, approximate="tanh"), "aten.gelu"),
+        (lambda x: F.silu(F.linear(x, W2.to(HALF), B2.to(HALF))), "aten.silu"),
+    ],
+)
+def test_other_activations_and_products(call, step):
+    steps = steps_of(call, many_rows(x))
+    assert "linear_gelu" not in steps
+    assert step in steps
+
+
+def test_a_product_that_is_read_elsewhere_computes_no_gelu():
+    def call(x):
+        y = F.linear(x, W2.to(HALF), B2.to(HALF))
+        return F.gelu(y, approximate="tanh") + y
+
+    assert "linear_gelu" not in steps_of(call, many_rows(x))

@@ -562,6 +562,23 @@ CASES = {
         )[1:],
         lambda x, w, f: (F.rms_norm(x, (12,), w, 1e-5) * f,),
     ),
+    "linear-gelu": (
+        ((2, 3, 12), (6, 12), (6,)),
+        steps.linear_gelu,
+        lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
+    ),
+    "rotate": (
+        ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6)),
+        steps.rotate,
+        lambda x, c, s: x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s,
+    ),
+    "rotate-complex": (
+        ((2, 3, 4, 6), (1, 3, 1, 3), (1, 3, 1, 3)),
+        lambda x, a, b: steps.rotate(x, torch.complex(a, b), None),
+        lambda x, a, b: torch.view_as_real(
+            torch.view_as_complex(x.reshape(2, 3, 4, 3, 2).contiguous()) * torch.complex(a, b)
+        ).flatten(-2),
+    ),
     "geglu": ((ROWS,), steps.geglu, lambda x: x[..., :6] * F.gelu(x[..., 6:])),
 }
 WRITERS = ("write-slice", "write-select", "add-linear", "add-bias")

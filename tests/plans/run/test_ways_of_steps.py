@@ -40,6 +40,7 @@ KERNELS = {
     "layer-norm": ["rows"],
     "add-layer-norm": ["rows"],
     "ada-norm": ["ada_norm"],
+    "rotate": ["rotate"],
     "geglu": ["geglu"],
 }
 
@@ -283,3 +284,16 @@ def test_no_activation_calls_nn_functional(activation, forbidden):
         steps.group_norm(x, 2, None, None, 1e-5, activation, None, None, False)
         steps.channel_norm(x, None, None, 1.0, 1e-6, activation, 0.0)
         steps.act_linear(torch.randn(2, 3), torch.randn(4, 3), None, activation, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_matrix_product_computes_gelu(dtype):
+    shapes = (2, 333, 256), (512, 256), (512,)
+    x, weight, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in shapes)
+    weight /= 16
+    with torch.no_grad():
+        y = steps.linear_gelu(x, weight, bias)
+    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    assert (y.shape, y.dtype) == (exact.shape, dtype)
+    assert samples.error(y, exact) < samples.BOUNDS[dtype]

@@ -1,0 +1,184 @@
+"""Rotary embeddings of pairs of neighboring elements, in three spellings: ``steps.rotate``.
+
+With x0 and x1 for the first and second elements of all pairs of x:
+
+1. x * cos + stack(-x1, x0) * sin;
+2. the product of complex numbers: of x, and of a table;
+3. x0 * cos - x1 * sin, and x0 * sin + x1 * cos, written into every second element of a new tensor.
+
+The step computes in fp32 and rounds once, to the dtype of x.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.kernels.rotate.op import fits
+from sdfastgn.plans.rewrite.ada_norms import uncast
+from sdfastgn.plans.rewrite.nodes import (
+    Rewriter,
+    cleaned,
+    dtype,
+    has,
+    has_kernels,
+    is_exact,
+    operands,
+    ordered,
+    rank,
+    shape,
+)
+from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.schemas import arguments
+
+__all__ = ["rotations"]
+
+aten = torch.ops.aten
+_LAST_OPS = (steps.cast, aten.add.Tensor, aten.view_as_real.default, aten.slice_scatter.default)
+
+
+class _Rotation(NamedTuple):
+    """``x``: reshaped or widened, what is rotated. ``sin`` is None if ``cos`` is complex."""
+
+    x: Node
+    cos: Node
+    sin: Node | None
+
+
+def rotations(graph: fx.Graph) -> fx.Graph:
+    """Goes from the last node to the first, so that a cast of a result is found before the result."""
+    r = Rewriter(graph)
+    for n in list(reversed(graph.nodes)):
+        if n.op == "call_function" and not n.users and n.target is not aten.copy_.default:
+            graph.erase_node(n)  # a part of what was found
+        elif has(n, *_LAST_OPS) and has_kernels(n):
+            r.at = n
+            new = _rotated(r, n)
+            if new is not None:
+                r.replace(n, new)
+    return ordered(cleaned(graph)) if r.has_changed else graph
+
+
+def _rotated(r: Rewriter, n: Node) -> Node | None:
+    top = uncast(n, n)
+    whole = top.args[0] if has(top, steps.reshape) else top
+    if has(whole, aten.view_as_real.default):
+        found, to = _complex(whole), (*shape(whole)[:-2], 2 * shape(whole)[-2])
+    elif has(top, aten.add.Tensor):
+        found, to = _turned(top), shape(top)
+    else:
+        found, to = _written(top), shape(top)
+    if found is None or len(to) not in (3, 4) or 0 in to or not fits(to[-1]):
+        return None
+    x = _base(found.x)
+    if dtype(x) != dtype(n):
+        return None
+    heads = (*to[:-1], 1, to[-1]) if len(to) == 3 else to
+    tables = [t if t is None else _table(r, t, to) for t in found[1:]]
+    y = r.new(steps.rotate, (r.reshape(x, heads), *tables), heads, dtype(n))
+    return r.reshape(y, shape(n))
+
+
+def _base(n: Node) -> Node:
+    """What n reshapes and widens."""
+    while has(n, steps.reshape) or (has(n, steps.cast) and is_exact(n)):
+        n = n.args[0]
+    return n
+
+
+def _table(r: Rewriter, t: Node, to: tuple[int, ...]) -> Node:
+    """The table ``t`` of rows of the shape ``to``, with an axis for heads."""
+    whole = (1,) * (len(to) - rank(t)) + shape(t)
+    return r.reshape(t, whole if len(to) == 4 else (*whole[:-1], 1, whole[-1]))
+
+
+def _is_table(t: Node, to: tuple[int, ...], columns: int) -> bool:
+    """True if ``t`` broadcasts to rows of the shape ``to``, and has ``columns`` columns."""
+    whole = (1,) * (len(to) - rank(t)) + shape(t)
+    is_aligned = len(whole) == len(to) and all(a in (1, b) for a, b in zip(whole[:-1], to[:-1], strict=True))
+    return is_aligned and whole[-1] == columns and dtype(t) in (*KERNEL_DTYPES, torch.complex64)
+
+
+def _part(n: Node, index: int) -> Node | None:
+    """The base of x if n has the first or second (``index``) element of each pair of x."""
+    part: Any = _base(n)
+    if not has(part, steps.cut) or part.args[2:] != (index, 1):
+        return None
+    pairs, axis = part.args[:2]
+    is_last = axis == rank(pairs) - 1 and shape(pairs)[-1] == 2
+    return _base(pairs) if is_last else None
+
+
+# ---- spellings
+
+
+def _turned(n: Node) -> _Rotation | None:
+    """x * cos + stack(-x1, x0) * sin"""
+    to = shape(n)
+    for p, q in operands(n):
+        for x, cos in operands(p) if has(p, aten.mul.Tensor) else ():
+            for turned, sin in operands(q) if has(q, aten.mul.Tensor) else ():
+                are_whole = shape(x) == shape(turned) == shape(p) == shape(q) == to
+                are_tables = _is_table(cos, to, to[-1]) and _is_table(sin, to, to[-1])
+                if are_whole and are_tables and _is_turned(_base(turned), _base(x), to):
+                    return _Rotation(x, cos, sin)
+    return None
+
+
+def _is_turned(n: Any, x: Node, to: tuple[int, ...]) -> bool:
+    """True if n is stack(-x1, x0), for the pairs of x along the last axis."""
+    if not has(n, steps.cat) or shape(n) != (*to[:-1], to[-1] // 2, 2) or n.args[1] != rank(n) - 1:
+        return False
+    first, second = map(_base, n.args[0]) if len(n.args[0]) == 2 else (None, None)
+    if not has(first, aten.neg.default) or second is None:
+        return False
+    return _part(first.args[0], 1) is x and _part(second, 0) is x  # type: ignore[union-attr]
+
+
+def _complex(n: Any) -> _Rotation | None:
+    """view_as_real(view_as_complex(pairs of x) * table)"""
+    product = n.args[0]
+    for a, table in operands(product) if has(product, aten.mul.Tensor) else ():
+        if not has(a, aten.view_as_complex.default) or dtype(table) != torch.complex64:
+            continue
+        pairs: Any = a.args[0]
+        pairs = pairs.args[0] if has(pairs, aten.contiguous.default) else pairs
+        to = (*shape(a)[:-1], 2 * shape(a)[-1])
+        if shape(a) == shape(product) and _is_table(table, to, shape(a)[-1]):
+            return _Rotation(pairs, table, None)
+    return None
+
+
+def _written(n: Any) -> _Rotation | None:
+    """x0 * cos - x1 * sin and x0 * sin + x1 * cos, written into a new tensor."""
+    to, found, below = shape(n), {}, n
+    for _ in range(2):
+        if not has(below, aten.slice_scatter.default):
+            return None
+        below, part, axis, start, end, step = arguments(below)
+        if axis % len(to) != len(to) - 1 or start not in (0, 1) or end < to[-1] or step != 2:
+            return None
+        found[start] = uncast(part, n)
+    if len(found) < 2 or to[-1] % 2:
+        return None
+    half = (*to[:-1], to[-1] // 2)
+    minus, plus = found[0], found[1]
+    if not has(minus, aten.sub.Tensor) or not has(plus, aten.add.Tensor) or minus.kwargs or plus.kwargs:
+        return None
+    products = [*minus.args, *plus.args]
+    if not all(has(m, aten.mul.Tensor) and shape(m) == half for m in products):
+        return None
+    for x0, cos in operands(products[0]):
+        for x1, sin in operands(products[1]):
+            x = _part(x0, 0)
+            are_tables = _is_table(cos, to, half[-1]) and _is_table(sin, to, half[-1])
+            if x is None or _part(x1, 1) is not x or not are_tables or shape(x0) != half:
+                continue
+            others = {frozenset((_base(a), _base(b))) for m in products[2:] for a, b in operands(m)}
+            if others == {frozenset((_base(x0), _base(sin))), frozenset((_base(x1), _base(cos)))}:
+                return _Rotation(x, cos, sin)
+    return None
