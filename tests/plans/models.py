@@ -237,7 +237,7 @@ calls(
         "decoder_layers_per_block": 1,
     },
     encode=(1, 3, 32, 32),
-    decode={"z": (1, 4, 4, 4), "why_not": "the call draws random numbers"},
+    decode={"z": (1, 4, 4, 4), "why_not": "the call keeps a tensor in ConsistencyDecoderScheduler.timesteps"},
 )
 
 

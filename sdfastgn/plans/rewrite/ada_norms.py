@@ -26,6 +26,7 @@ from sdfastgn.plans.rewrite.nodes import (
     dtype,
     has,
     has_kernels,
+    is_unread,
     number,
     operands,
     ordered,
@@ -79,7 +80,7 @@ def ada_norms(graph: fx.Graph) -> fx.Graph:
     r = Rewriter(graph)
     places = {n: i for i, n in enumerate(graph.nodes)}
     for n in reversed(places):
-        if n.op == "call_function" and not n.users and n.target is not aten.copy_.default:
+        if is_unread(n):
             graph.erase_node(n)  # for example a part of what was found
         elif has(n, *_LAST_OPS) and _is_tokens(n):
             r.at = n

@@ -27,6 +27,7 @@ __all__ = [
     "has_kernels",
     "is_exact",
     "is_only",
+    "is_unread",
     "number",
     "operands",
     "ordered",
@@ -94,10 +95,15 @@ def operands(n: Node) -> Iterator[tuple[Node, Node]]:
 def cleaned(graph: fx.Graph) -> fx.Graph:
     """``graph`` without nodes that nobody reads. Writes into arguments and random numbers stay."""
     for n in reversed(graph.nodes):
-        is_kept = n.target is aten.copy_.default or n.target in DRAWN
-        if n.op in ("call_function", "get_attr") and not n.users and not is_kept:
+        if is_unread(n):
             graph.erase_node(n)
     return graph
+
+
+def is_unread(n: Node) -> bool:
+    """True if nobody reads ``n``, and it neither writes nor draws random numbers."""
+    is_kept = n.users or n.target is aten.copy_.default or n.target in DRAWN
+    return n.op in ("call_function", "get_attr") and not is_kept
 
 
 def ordered(graph: fx.Graph) -> fx.Graph:

@@ -27,6 +27,7 @@ from sdfastgn.plans.rewrite.nodes import (
     has,
     has_kernels,
     is_exact,
+    is_unread,
     operands,
     ordered,
     rank,
@@ -53,7 +54,7 @@ def rotations(graph: fx.Graph) -> fx.Graph:
     """Goes from the last node to the first, so that a cast of a result is found before the result."""
     r = Rewriter(graph)
     for n in list(reversed(graph.nodes)):
-        if n.op == "call_function" and not n.users and n.target is not aten.copy_.default:
+        if is_unread(n):
             graph.erase_node(n)  # a part of what was found
         elif has(n, *_LAST_OPS) and has_kernels(n):
             r.at = n
