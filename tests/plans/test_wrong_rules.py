@@ -16,7 +16,7 @@ from tests.plans.engine import everything_pays, planned
 pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
 # Most programs until one is wrong.
-MOST = 1000
+MOST = 6000
 
 
 class Wrong(NamedTuple):
