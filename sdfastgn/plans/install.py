@@ -130,11 +130,13 @@ def _is_norm_without_parameters(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """True if ``module`` may be a norm: all its weights are of channels, or it has none and is named so."""
+    """True if ``module`` may be a norm of whatever class: all its weights are of channels, or it has none."""
     sizes = [(parameter.numel(), max(parameter.shape, default=0)) for parameter in module.parameters()]
-    if not sizes:
-        return "norm" in type(module).__name__.lower()
-    return all(count == largest > 1 for count, largest in sizes)
+    return (
+        all(count == largest > 1 for count, largest in sizes)
+        if sizes
+        else _is_norm_without_parameters(module)
+    )
 
 
 def _blocks_in(root: nn.Module) -> list[patcher.Finding]:

@@ -78,12 +78,18 @@ def test_the_report_leaves_out_children_that_were_not_called():
 
 
 class UnitNorm(nn.Module):
+    eps: float
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-6
+
     def forward(self, x):
-        return F.normalize(x, dim=1)
+        return F.normalize(x, dim=1, eps=self.eps)
 
 
 class Scaled(nn.Identity):
-    """No norm: it has neither weights nor the name of one."""
+    """No norm: it has neither weights nor an eps."""
 
 
 @pytest.mark.parametrize(("kind", "has_plans"), [(UnitNorm, True), (Scaled, False)])
