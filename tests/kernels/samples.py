@@ -80,7 +80,7 @@ def expanded_from_the_first(t):
 
 
 def offset(t):
-    return torch.cat((torch.full((3,), 100.0, dtype=t.dtype), t.flatten()))[3:].view(t.shape)
+    return torch.cat((torch.full((3,), 100.0, dtype=t.dtype, device=t.device), t.flatten()))[3:].view(t.shape)
 
 
 def narrowed(t):
