@@ -78,8 +78,6 @@ def test_the_report_leaves_out_children_that_were_not_called():
 
 
 class UnitNorm(nn.Module):
-    eps: float
-
     def __init__(self):
         super().__init__()
         self.eps = 1e-6
