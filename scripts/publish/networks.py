@@ -605,6 +605,7 @@ encode_case(
 )
 encode_case("EasyAnimate VAE encode, 9 x 480 x 832", 1, 3, 9, 480, 832)
 encode_case("SVD VAE encode, 576 x 1024", 1, 3, 576, 1024)
+encode_case("HunyuanImage VAE encode, 1024²", 1, 3, 1024, 1024)
 encode_case("HunyuanImage refiner, VAE encode, 1024²", 1, 3, 1, 1024, 1024)
 encode_case("Flux and SD3 VAE encode, 1024²", 1, 3, 1024, 1024)
 encode_case("Flux2 VAE encode, 1024²", 1, 3, 1024, 1024)
@@ -716,5 +717,28 @@ def _(model, draw):
         draw(1, 16, 9, 60, 104),
         whole_numbers(model, 1, value=500),
         draw(1, 512, 4096),
+        return_dict=False,
+    )
+
+
+@transformer_case(
+    "Flux.2-klein-4B",
+    "1024²",
+    "Flux2Transformer2DModel",
+    {"num_layers": 1, "num_single_layers": 1},
+    num_layers=5,
+    num_single_layers=20,
+    num_attention_heads=24,
+    joint_attention_dim=7680,
+    guidance_embeds=False,
+)
+def _(model, draw):
+    places = {"img_ids": draw(1, 64 * 64, 4), "txt_ids": draw(1, 512, 4)}
+    return partial(
+        model,
+        draw(1, 64 * 64, 128),
+        draw(1, 512, 7680),
+        timestep=draw(1),
+        **places,
         return_dict=False,
     )
