@@ -46,9 +46,7 @@ _OF_DIFFUSERS = (
     ("fusions.tiled_decode", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
     ("fusions.hunyuan_video_15", "FUSIONS"),
-    ("fusions.hunyuan_image", "FUSIONS"),
     ("fusions.cosmos", "FUSIONS"),
-    ("fusions.allegro", "FUSIONS"),
     ("fusions.easyanimate", "FUSIONS"),
 )
 _OF_PIPELINES = (

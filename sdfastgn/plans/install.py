@@ -42,8 +42,8 @@ __all__ = [
     "trusted_in",
 ]
 
-# Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
-_OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention")
+# Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
+_OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
@@ -147,7 +147,8 @@ def _blocks_in(root: nn.Module) -> list[patcher.Finding]:
 def fused_blocks_pay(root: nn.Module, blocks: Sequence[patcher.Finding]) -> bool:
     """True if ``root`` is faster by the fused ones of ``blocks`` than by plans.
 
-    Plans need no known code. So they pay if more than a little of the convolutions is in unknown blocks.
+    Plans need no known code. So it is faster by plans if more than a little of the convolutions is in unknown
+    blocks. It also is if most convolutions are in no block, such as those over time of some autoencoders.
     """
     if not any(
         finding.status == "fusable" or finding.fusion.is_applied(finding.module) for finding in blocks
@@ -157,8 +158,10 @@ def fused_blocks_pay(root: nn.Module, blocks: Sequence[patcher.Finding]) -> bool
     for finding in sorted(blocks, key=lambda finding: -sum(1 for _ in finding.module.modules())):
         is_unknown = isinstance(finding.reason, Untested)
         inside.update((m, is_unknown) for m in finding.module.modules() if isinstance(m, CONVOLUTIONS))
-    unknown = sum(m.weight.numel() for m, is_unknown in inside.items() if is_unknown)
-    return unknown <= _UNKNOWN * sum(m.weight.numel() for m in root.modules() if isinstance(m, CONVOLUTIONS))
+    sizes = {m: m.weight.numel() for m in root.modules() if isinstance(m, CONVOLUTIONS)}
+    total, within = sum(sizes.values()), sum(sizes[m] for m in inside)
+    unknown = sum(sizes[m] for m, is_unknown in inside.items() if is_unknown)
+    return unknown <= _UNKNOWN * total and within >= _SHARE * total
 
 
 def trusted_in(root: nn.Module) -> frozenset[str] | None:

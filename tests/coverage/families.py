@@ -255,7 +255,7 @@ def hunyuan_image(vae, channels, **options):
     return {"transformer": network, "vae": vae, "scheduler": flow()}
 
 
-@family("HunyuanImage", "hunyuan_image_")
+@family("HunyuanImage")
 def _():
     vae = autoencoder("HunyuanImage")
     vae.register_to_config(scaling_factor=0.8)
@@ -499,7 +499,7 @@ def _():
     return pipeline("MochiPipeline", parts, **embeds(**MASKED), num_frames=7, height=16, width=16)
 
 
-@family("Allegro", "allegro_", "sequential")
+@family("Allegro")
 def _():
     network = model(
         "AllegroTransformer3DModel",

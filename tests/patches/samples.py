@@ -10,7 +10,6 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention, SpatialNorm
-from diffusers.models.autoencoders import autoencoder_kl_allegro as allegro
 from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
 from diffusers.models.autoencoders.vae import Decoder, Encoder
@@ -43,7 +42,7 @@ from diffusers.models.unets.unet_motion_model import (
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from sdfastgn.patches.fusions import hunyuan_image, hunyuan_video_15
+from sdfastgn.patches.fusions import hunyuan_video_15
 from sdfastgn.patches.swap import tested_sources
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -197,20 +196,6 @@ def in_chunks(module, x, *sizes):
     return torch.cat([module(part, feat_cache=cache, feat_idx=[0]) for part in x.split(sizes, 2)], 2)
 
 
-def _of_allegro():
-    """Samples of the layer over time of Allegro's autoencoder."""
-    Layer, x = allegro.AllegroTemporalConvLayer, image(8, 12, 4, 3)
-    options = {"plain": {}, "down": {"down_sample": True}, "up": {"up_sample": True}}
-    return [
-        (
-            f"allegro_temporal_conv-{name}",
-            lambda kind=kind: Layer(12, norm_num_groups=4, stride=3 if kind else 1, **kind),
-            lambda m: m(x, batch_size=2),
-        )
-        for name, kind in options.items()
-    ]
-
-
 def without_frames(module):
     """Let the convolutions in ``module`` forget the frames that they keep between calls."""
     for part in module.modules():
@@ -295,24 +280,6 @@ def _of_hunyuan_video_15(family, module, prefix, resampling=""):
         ),
     ]
     return [(f"{family}_{name}", build, call) for name, build, call in found]
-
-
-def _of_hunyuan_image(module):
-    """Samples of the blocks of HunyuanImage's autoencoder."""
-    Block, Attention = module.HunyuanImageResnetBlock, module.HunyuanImageAttentionBlock
-    Upsample, Downsample = module.HunyuanImageUpsample, module.HunyuanImageDownsample
-    Encoder, Decoder = module.HunyuanImageEncoder2D, module.HunyuanImageDecoder2D
-    sizes = {"num_res_blocks": 1, "spatial_compression_ratio": 2}
-    x = image(2, 32, 4, 6)
-    found = [
-        ("resnet_block", lambda: Block(32, 32), lambda m: m(x)),
-        ("attention", lambda: Attention(32), lambda m: m(x)),
-        ("upsample", lambda: Upsample(32, 16), lambda m: m(x)),
-        ("downsample", lambda: Downsample(32, 64), lambda m: m(x)),
-        ("encoder", lambda: Encoder(3, 4, (32, 64), **sizes), lambda m: m(image(1, 3, 4, 6))),
-        ("decoder", lambda: Decoder(4, 3, (64, 32), **sizes), lambda m: m(image(1, 4, 2, 3))),
-    ]
-    return [(f"hunyuan_image_{name}", build, call) for name, build, call in found]
 
 
 def _of_cosmos():
@@ -664,7 +631,6 @@ SAMPLES = [
     ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
-    *_of_allegro(),
     *_of_easyanimate(),
     *_of_cosmos(),
 ]
@@ -673,8 +639,6 @@ if hunyuan_video_15._video is not None:
 if hunyuan_video_15._refiner is not None:
     refiner = hunyuan_video_15._refiner
     SAMPLES += _of_hunyuan_video_15("hunyuan_image_refiner", refiner, "HunyuanImageRefiner", "DCAE")
-if hunyuan_image._image is not None:
-    SAMPLES += _of_hunyuan_image(hunyuan_image._image)
 
 
 def _each(samples):

@@ -6,7 +6,6 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKLAllegro,
     AutoencoderKLCosmos,
     AutoencoderKLMagvit,
     AutoencoderTiny,
@@ -132,24 +131,12 @@ def hunyuan_video_15_vae(refiner=False):
     return randomize(getattr(diffusers, name)(**sizes, **ratios))
 
 
-def hunyuan_image_vae():
-    sizes = {"block_out_channels": (32, 32), "latent_channels": 4, "layers_per_block": 1, "sample_size": 4}
-    sizes |= {"in_channels": 3, "out_channels": 3, "spatial_compression_ratio": 2}
-    return randomize(diffusers.AutoencoderKLHunyuanImage(**sizes))
-
-
 def cosmos_vae():
     sizes = {f"{half}_block_out_channels": (8,) * 4 for half in ("encoder", "decode")}
     return randomize(AutoencoderKLCosmos(**sizes, latent_channels=4, num_layers=1))
 
 
 BLOCKS = {"block_out_channels": (8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4}
-
-
-def allegro_vae():
-    kinds = {f"{way}_block_types": (f"Allegro{way.title()}Block3D",) * 2 for way in ("down", "up")}
-    resampling = {f"temporal_{way}sample_blocks": (True, False) for way in ("down", "up")}
-    return randomize(AutoencoderKLAllegro(**BLOCKS, **kinds, **resampling, temporal_compression_ratio=2))
 
 
 def easyanimate_vae():
@@ -159,19 +146,17 @@ def easyanimate_vae():
 
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    cosmos_vae, allegro_vae, easyanimate_vae,
+    cosmos_vae, easyanimate_vae,
 ]  # fmt: skip
 
 
 NAMES = [
-    "unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "cosmos-vae", "allegro-vae",
-    "easyanimate-vae",
+    "unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "cosmos-vae", "easyanimate-vae",
 ]  # fmt: skip
 # Of later releases of diffusers.
 LATER = {
     "HunyuanVideo15": hunyuan_video_15_vae,
     "HunyuanImageRefiner": lambda: hunyuan_video_15_vae(refiner=True),
-    "HunyuanImage": hunyuan_image_vae,
 }
 for name, build in LATER.items():
     if hasattr(diffusers, f"AutoencoderKL{name}"):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel, UNet3DConditionModel, UNetMotionModel
-from diffusers.models.autoencoders.autoencoder_kl_allegro import AllegroDecoder3D, AllegroEncoder3D
 from diffusers.models.autoencoders.autoencoder_kl_temporal_decoder import TemporalDecoder
 from diffusers.models.autoencoders.vae import Decoder, Encoder, MaskConditionDecoder
 from diffusers.models.unets.unet_i2vgen_xl import I2VGenXLUNet
@@ -60,8 +59,6 @@ PARENTS: tuple[type[nn.Module], ...] = (
     TemporalDecoder,
     MaskConditionDecoder,
     AudioLDM2UNet2DConditionModel,
-    AllegroEncoder3D,
-    AllegroDecoder3D,
 )
 _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
