@@ -79,98 +79,40 @@ def optimize(
     plans: bool = True,
     trust: Sequence[str] = (),
 ) -> T:
-    """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
+    """Make a diffusers pipeline or model faster, in place. ``restore`` undoes it exactly.
 
-    Images differ from the images of the stock model only by rounding. There are two exceptions: FP8 makes
-    larger errors (``precision``), and a tiled decode gives the image of a decode without tiles
-    (``exact_tiling``).
+    Images differ from the stock model's only by rounding. FP8 makes larger errors (``precision``), and
+    a tiled decode gives the image of a decode without tiles (``exact_tiling``).
 
     Args:
-        obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component is optimized
-            that has parts to fuse or calls to capture (docs/coverage.md): UNet, VAE, ControlNets, CLIP text
-            encoders and others. In all models layers with LoRA adapters are merged. Also made faster are the
-            image processor, the property that finds the pipeline's device, and the PNDM, DDIM, LCM, Euler,
-            Euler a, DPM++ 2M and UniPC schedulers. After ``enable_model_cpu_offload``, the weights of all its
-            models are copied faster (docs/memory.md).
+        obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, all models that can gain are
+            optimized, its image processor, and most schedulers (docs/coverage.md).
         strict: True raises a ValueError if anything must be skipped.
-        cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
-            (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
-            one kind. ``"auto"`` captures the second call of a kind, and replays it for later calls of
-            this kind. After ``enable_model_cpu_offload`` it captures the seventh call of a kind in each
-            image. True captures the first call of a kind. False captures none. ``"training"`` is
-            ``"auto"``, and also captures calls with gradients of ``UNet2DConditionModel`` and
-            ``ControlNetModel``, with their backwards (docs/training.md). If the model changes, its graphs
-            are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.
-        missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
-            False there is an error for a module and a warning for a pipeline. There is also only a warning
-            for a module that can get adapters: they will be merged, and nothing else is optimized.
-        verify: True runs each fused part of ``UNet2DConditionModel``, ``UNet2DModel``, ``ControlNetModel``
-            and some autoencoders (``AutoencoderKL``, ``AutoencoderTiny`` and most of those for video) once
-            after the change, with the part's own weights and small random inputs. For other models there are
-            no inputs. The error of a part is its difference from stock's code in fp32, or in fp64 if the
-            weights are in fp32. The largest allowed error is one unit of rounding (the dtype's eps) more than
-            four times the error of stock's code. A part with a larger error gets stock's code again. A
-            UserWarning and ``report`` name these parts; with ``strict`` a ValueError names them, and
-            ``optimize`` undoes its changes. The warning also names parts that could not be verified.
-            Verification takes memory for a copy of one part in fp32 (or fp64), and the time to compile the
-            kernels for small images. A plan is compared with the model's own code in the first call of its
-            kind. If it differs by more than rounding explains, the model's own code runs, and ``report``
-            says so.
-        fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an
-            ``nn.Sequential`` into this convolution. The folded convolution runs in eval mode, in calls
-            without gradients and autocast. Parameters stay as they are. Each call folds their present values.
-        merge_adapters: True runs layers with LoRA adapters as plain layers with merged weights, in calls
-            without gradients. Some kinds of adapters cannot be merged (docs/lora.md). The merged weights are
-            a copy: the parameters of layers and adapters stay as they are. The copy is as large as the
-            weights of the layers that have adapters. If there is no memory for it, these layers run as in
-            stock. The next call notices a change of adapters, scales or weights, merges again, and keeps its
-            graphs. False runs these calls of layers with adapters as in stock.
-        exact_tiling: matters after ``pipe.vae.enable_tiling()`` for the VAEs of Stable Diffusion and Flux, if
-            the latents are larger than a tile. True computes the same image as the decoder without tiles,
-            except for rounding. Memory stays bounded, and large images take more work than in stock's tiles.
-            Where this is impossible, stock's tiles are decoded (docs/memory.md). False always decodes in
-            stock's tiles.
-        precision: ``"fp8"`` computes matrix products of transformer blocks (``BasicTransformerBlock``) in
-            E4M3: queries, keys and values of self-attention, queries of cross-attention, and the feed-forward
-            network. None computes them in the model's dtype. FP8 needs weights in fp16 or bf16, on an NVIDIA
-            GPU of compute capability 8.9 or later. The first 30 calls of a model (up to 60 if some calls
-            leave layers out) run in the model's dtype and without CUDA graphs, to find the scales of all
-            inputs. If later values are beyond these scales, the GPU computes with larger ones (docs/fp8.md).
-            Calls with gradients run in the model's dtype. Two kinds of products stay in it too: those whose
-            error in E4M3 is large or whose inputs keep growing, and those of layers with LoRA adapters that
-            are not merged. The copy of the weights in E4M3 takes half as much memory as these weights. A
-            weight that is written in place is quantized again. A deepcopy and an unpickled model run without
-            FP8 until ``optimize`` is called for them.
-        plans: True runs models of convolutions for which there are no fused blocks as *plans*
-            (docs/plans.md): the first call of a kind traces the model's own code, and later calls run kernels
-            for what it computes. False runs their own code.
-        trust: names of packages. A model gets no plans if code of a package that sdfastgn does not know sets
-            globals or attributes, reads mutable ones, or asks for random numbers, because a plan would not
-            repeat this. Naming the package here says that it does not matter.
+        cuda_graphs: ``"auto"`` captures the second call of a kind as a CUDA graph and replays it for later
+            ones, True the first, False none. ``"training"`` is ``"auto"``, and also captures calls with
+            gradients (docs/fusions.md, docs/training.md).
+        missing_ok: True returns ``obj`` unchanged if there is nothing to optimize. False raises an error for
+            a module, and warns for a pipeline or a module that can get adapters.
+        verify: True compares fused parts and plans with stock's code. Wrong ones get stock's code again, with
+            a UserWarning. With ``strict`` a wrong part is an error (docs/troubleshooting.md).
+        fold_batch_norm: True folds each BatchNorm2d after a Conv2d in an ``nn.Sequential`` (docs/fusions.md).
+        merge_adapters: True runs layers with LoRA adapters with a copy of merged weights (docs/lora.md).
+        exact_tiling: True computes the same image in tiles as without, where possible (docs/memory.md).
+        precision: ``"fp8"`` computes most matrix products of transformer blocks in E4M3 (docs/fp8.md).
+        plans: True runs models without fused blocks as plans, made from a trace (docs/plans.md).
+        trust: names of packages whose code may keep state in calls that become plans (docs/plans.md).
 
     Returns:
-        ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
-        Parameters keep their identity, names and values. A second call sets ``cuda_graphs``,
-        ``merge_adapters``, ``exact_tiling``, ``precision`` and ``plans`` again, and optimizes modules that
-        are new.
-
-    ``restore`` undoes all changes exactly. Where no kernel can run (CPU, fp64, no Triton) the model runs
-    stock's code, and ``report`` says so. If the machine has no GPU or no Triton, a UserWarning also says so,
-    once in a process. Parts whose code in diffusers was never tested stay stock: the release is newer, or
-    other code has replaced a method. A UserWarning names each such method once in a process, and says what
-    helps. All checks except those of ``verify`` are made before the first change.
+        ``obj`` itself. Fused modules get subclasses of their own classes. Parameters keep their identity,
+        names and values. A second call sets all options again, and optimizes modules that are new. Without a
+        GPU, Triton or a tested release of diffusers, parts run stock's code, and a UserWarning says so once.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the four values, ``precision`` is none of the two, ``trust``
-            has something else than names of packages, or another option is no bool. Or ``obj`` cannot run in
-            FP8; the message says why. Or there is nothing to optimize, ``missing_ok`` is False, and ``obj``
-            is a module that cannot get adapters, or ``strict`` is True. Or ``strict`` is True and something
-            must be skipped, or ``verify`` finds a wrong part; the message says what and why. Or the model is
-            wrapped in DistributedDataParallel: call ``optimize`` before you wrap it.
-        RuntimeError: another thread calls the model, or a model with graphs that has a part in common with
-            it, and the other thread's call did not end within 30 seconds. Nothing was changed. ``optimize``
-            waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
+        ValueError: an option has a value that it does not take, ``obj`` cannot run in FP8, there is nothing
+            to optimize, ``strict`` forbids what was found, or the model is wrapped in
+            DistributedDataParallel. Nothing was changed.
+        RuntimeError: another thread's call of the model did not end within 30 seconds. Nothing was changed.
     """
     options = Options(
         strict,
