@@ -13,6 +13,7 @@ A call takes these steps:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -60,6 +61,8 @@ _IN_USE = 128
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+# The (GPU, step, dtype) whose kernels this process has compiled for some plan.
+_COMPILED: set[tuple[torch.device, str, torch.dtype | None]] = set()
 
 
 @dataclasses.dataclass(slots=True)
@@ -374,6 +377,7 @@ class PlannedForward(MethodEntry):
             saved.save()
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
                 plans.guard = self._guard(module, self._states.last(), call, plans.state)
+            _compile_ahead(made.plan, call)
             plans.add(key, made)
             return made
 
@@ -475,6 +479,18 @@ def make_plan(traced: Traced, note: Callable[[fx.Graph], object] = lambda graph:
         raise
     except Exception as error:  # a rule that fails must not take the call down
         raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
+
+
+def _compile_ahead(plan: Plan, call: Call) -> None:
+    """Compile the kernels of ``plan`` in parallel, if it has steps that no plan on the GPU had before."""
+    device: Any = call.device
+    kernels = {(device, step.target, step.dtype) for step in plan.steps if step.kind == "kernel"}
+    new = kernels - _COMPILED
+    if device.type != "cuda" or not new or plan.writes or plan.draws:
+        return
+    with contextlib.suppress(Exception), _on(device):  # the first run raises the same error
+        plan.compile_ahead(call.tensors, device)  # type: ignore[arg-type]
+    _COMPILED.update(new)
 
 
 def _may_seed(named: tuple[str, Any, Any]) -> bool:

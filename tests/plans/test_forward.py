@@ -18,6 +18,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.run.bake import Baked
+from sdfastgn.plans.run.plan import Plan
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
 from tests.plans.models import of_diffusers
@@ -103,6 +104,27 @@ def follows_stock(model, stock, *args, seeds=(1, 2)):
     results = [(model(image(seed=s), *args), stock(image(seed=s), *args)) for s in seeds]
     for ours, theirs in results:
         agree(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_kernels_of_new_steps_are_compiled_ahead(monkeypatch):
+    compiled, compile_ahead = [], Plan.compile_ahead
+
+    def spy(plan, inputs, device):
+        compile_ahead(plan, inputs, device)
+        compiled.append({step.target for step in plan.steps if step.kind == "kernel"})
+
+    monkeypatch.setattr(planned_forward, "_COMPILED", set())
+    monkeypatch.setattr(Plan, "compile_ahead", spy)
+    for size in (6, 9):
+        stock = net().cuda()
+        x = image(size=size).cuda()
+        agree(sdfastgn.optimize(copy.deepcopy(stock))(x), stock(x))
+    (targets,) = compiled  # the second model has the same steps
+    assert "group_norm" in targets
+    drawing = sdfastgn.optimize(net(AddsNoise).cuda())
+    drawing(image().cuda())
+    assert len(compiled) == 1
 
 
 @pytest.fixture

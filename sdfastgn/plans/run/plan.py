@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from sdfastgn.kernels.common.compile_ahead import rehearse, without_rehearsal
 from sdfastgn.kernels.common.private import any_autocast
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
@@ -106,6 +107,14 @@ class Plan:
         with torch.no_grad(), without_autocast():
             return self._forward(*self.operands(inputs))
 
+    def compile_ahead(self, inputs: Sequence[Tensor], device: torch.device) -> None:
+        """Compiles the kernels of a run in parallel threads. The first run compiles one after another.
+
+        Its steps run once, and their results are meaningless. So call it only if the plan neither writes nor
+        draws.
+        """
+        rehearse(lambda: self.run(inputs), device)
+
     def operands(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The present values of the placeholders of ``graph``."""
         if self._fold is not None:
@@ -153,7 +162,7 @@ class Plan:
                 return
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("Plan: the first call must not be inside the capture of a CUDA graph")
-            with torch.inference_mode(False), torch.no_grad(), without_autocast():
+            with torch.inference_mode(False), torch.no_grad(), without_autocast(), without_rehearsal():
                 self._constants = self._fold()
             for device in {t.device for t in self._constants if t.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()  # threads with other streams read them

@@ -1,5 +1,6 @@
 """``Plan``: what it reads anew, what it computes once, and what it refuses."""
 
+import contextlib
 import gc
 import io
 import threading
@@ -7,11 +8,14 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sdfastgn.kernels.common import compile_ahead
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
+from tests.kernels.samples import kernels
 from tests.plans.run.graphs import Drawn
 
 aten = torch.ops.aten
@@ -300,6 +304,20 @@ def test_a_first_call_in_inference_mode_makes_ordinary_constants():
     with torch.inference_mode():
         plan((torch.zeros(4),))
     assert not plan.operands([torch.zeros(4)])[0].is_inference()
+
+
+def test_a_rehearsal_computes_constants(monkeypatch, poisoned_memory):
+    monkeypatch.setattr(compile_ahead.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    table, x = (torch.randn(1, 4, 2, 2).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    drawn = Drawn(table.shape)
+    normed = drawn.add(
+        steps.group_norm, drawn.constant(table), 2, None, None, 1e-5, "silu", None, None, False
+    )
+    plan = drawn.plan(drawn.add(aten.add.Tensor, drawn.inputs[0], normed))
+    with kernels(direct=True):
+        plan.compile_ahead([x], torch.device("cpu", 0))
+        (y,) = plan.run([x])
+    torch.testing.assert_close(y, x + F.silu(F.group_norm(table, 2)))
 
 
 def test_a_first_call_inside_of_a_capture_is_refused(monkeypatch):
