@@ -32,7 +32,6 @@ from scripts.publish.tables.end_to_end import (
     stable_fast_markdown,
 )
 from scripts.publish.tables.fp8 import (
-    fp8_attention_markdown,
     fp8_mlperf_markdown,
     fp8_quality_markdown,
     fp8_times_markdown,
@@ -82,7 +81,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "fp8_times": fp8_times_markdown,
     "fp8_mlperf": fp8_mlperf_markdown,
     "fp8_quality": fp8_quality_markdown,
-    "fp8_attention": fp8_attention_markdown,
     "serving_load": serving_load_markdown,
     "kernels": inference_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},

@@ -1,4 +1,4 @@
-"""The Markdown tables of ``scripts.publish.fp8`` (times, MLPerf, image quality) and of ``fp8_attention``."""
+"""The Markdown tables of ``scripts.publish.fp8`` (times, MLPerf, image quality)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import label
 
-TIMES, MLPERF, QUALITY, ATTENTION = "fp8_times", "fp8_mlperf", "fp8_quality", "fp8_attention"
+TIMES, MLPERF, QUALITY = "fp8_times", "fp8_mlperf", "fp8_quality"
 # Name of the variant with torch.compile and torchao's FP8.
 TORCHAO = "compile_torchao_fp8"
 # The variants of sdfastgn that are compared: in the model's dtype, and in FP8.
@@ -30,39 +30,6 @@ _QUALITY = (
     "pipeline", "PSNR to fp32, dB", "PSNR of the worst image, dB", "SSIM to fp32", "read as the prompt says",
     "values beyond the range",
 )  # fmt: skip
-
-
-_ATTENTION = (
-    "self-attention of a step", "fp16: µs a layer", "E4M3: µs a layer", "saved in a step, ms",
-    "fp16: error against fp32", "E4M3: error against fp32",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class AttentionRow:
-    """The time of one size of attention, in fp16 by PyTorch and in E4M3 by cuDNN.
-
-    Attributes:
-        model: the model and its image size, for the table.
-        layers: number of layers with this size in the model's UNet.
-        batch, heads, tokens, channels: the shape of q, k and v. ``channels`` is that of one head.
-        fp16_us, fp8_us: microseconds of one layer.
-        fp16_error, fp8_error: relative error against fp32.
-        status, reason: ``FAILED`` and why, if cuDNN cannot compute it.
-    """
-
-    model: str
-    layers: int
-    batch: int
-    heads: int
-    tokens: int
-    channels: int
-    fp16_us: float | None = None
-    fp8_us: float | None = None
-    fp16_error: float | None = None
-    fp8_error: float | None = None
-    status: str = OK
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,33 +114,6 @@ def fp8_mlperf_markdown(results: Path) -> str:
         body += [[name, "published", f"{rate:.2f}"] for name, rate in case.published.items()]
         sources.append(f"Published: {preset.source}; {preset.differs}")
     return markdown(("", "", "images per second and GPU"), body, sources)
-
-
-def fp8_attention_markdown(results: Path) -> str:
-    """Returns a table for each committed result of ``scripts.publish.fp8_attention``.
-
-    It has a line for each size. A line below it names the run.
-    """
-    blocks = []
-    for content in documents(results, ATTENTION):
-        rows = [AttentionRow(**values) for values in content["rows"]]
-        blocks.append(markdown(_ATTENTION, [_attention_cells(row) for row in rows], [source_line(content)]))
-    return "\n\n".join(blocks) or NO_RESULTS
-
-
-def _attention_cells(row: AttentionRow) -> list[str]:
-    name = f"{row.model}, batch {row.batch}: {row.layers} layers of {row.heads} heads, {row.tokens} tokens"
-    saved = NOTHING
-    if row.fp16_us and row.fp8_us:
-        saved = number(row.layers * (row.fp16_us - row.fp8_us) / 1e3)
-    return [
-        name,
-        number(row.fp16_us),
-        number(row.fp8_us) if row.status == OK else f"{row.status} {row.reason}",
-        saved,
-        error_text(row.fp16_error),
-        error_text(row.fp8_error),
-    ]
 
 
 def fp8_quality_markdown(results: Path) -> str:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
-from scripts.publish import fp8, fp8_attention
+from scripts.publish import fp8
 from scripts.publish.pages import TABLES
-from scripts.publish.tables.fp8 import ATTENTION, MLPERF, QUALITY, TIMES, TORCHAO, AttentionRow, QualityRow
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, read_json
-from sdfastgn.bench.images import relative_error
+from scripts.publish.tables.fp8 import MLPERF, QUALITY, TIMES, TORCHAO, QualityRow
+from sdfastgn.bench.documents import OK, UNAVAILABLE, read_json
 from sdfastgn.bench.run import Row
 from sdfastgn.patches.fp8 import models as products
 from sdfastgn.patches.fp8 import product as fp8_product
@@ -109,34 +106,3 @@ def test_table_of_quality(tmp_path: Path) -> None:
     assert lines[2] == "| stock, fp32 | - | - | - | 198 ± 1.4 | - |"
     assert lines[3] == "| sdfastgn, FP8: 15 of 16 products | 30.2 | 20 | 0.9876 | 196 ± 2.0 | 3 |"
     assert lines[-1] == f"200 images of 64², 30 steps. {SOURCE}"
-
-
-def test_attention_without_cudnn_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_attention, "BACKENDS", (SDPBackend.MATH,))
-    monkeypatch.setitem(sys.modules, "cudnn", None)
-    row = fp8_attention.measured(AttentionRow("small", 2, 2, 2, 16, 8), torch.device("cpu"))
-    assert (row.status, row.fp8_us) == (FAILED, None)
-    assert "cudnn" in row.reason
-    assert row.fp16_us is not None
-    assert row.fp16_us > 0
-    assert row.fp16_error is not None
-    assert 0 < row.fp16_error < 5e-3
-
-
-def test_quantized_inputs_of_attention() -> None:
-    x = torch.randn(2, 3, 5, 8) * 100
-    y, scale = fp8_attention.quantized(x)
-    assert y.dtype == torch.float8_e4m3fn
-    assert y.float().abs().max() == fp8_attention.MOST
-    assert 0 < relative_error(y.float() * scale, x) < 0.04
-
-
-def test_table_of_attention(tmp_path: Path) -> None:
-    row = AttentionRow("SDXL 1024²", 60, 2, 20, 1024, 64, 40.0, 30.0, 1e-3, 5e-2)
-    failed = dataclasses.replace(row, batch=64, fp8_us=None, fp8_error=None, status=FAILED, reason="no")
-    save(tmp_path, "attention.json", ATTENTION, [row, failed])
-    lines = TABLES["fp8_attention"](tmp_path).splitlines()
-    name = "60 layers of 20 heads, 1024 tokens"
-    assert lines[2] == f"| SDXL 1024², batch 2: {name} | 40 | 30 | 0.6 | 1.0e-03 | 5.0e-02 |"
-    assert lines[3] == f"| SDXL 1024², batch 64: {name} | 40 | failed no | - | 1.0e-03 | - |"
-    assert lines[-1] == SOURCE
