@@ -132,11 +132,9 @@ def _is_norm_without_parameters(module: nn.Module) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     """True if ``module`` may be a norm of whatever class: all its weights are of channels, or it has none."""
     sizes = [(parameter.numel(), max(parameter.shape, default=0)) for parameter in module.parameters()]
-    return (
-        all(count == largest > 1 for count, largest in sizes)
-        if sizes
-        else _is_norm_without_parameters(module)
-    )
+    if not sizes:
+        return _is_norm_without_parameters(module)
+    return all(count == largest > 1 for count, largest in sizes)
 
 
 def _blocks_in(root: nn.Module) -> list[patcher.Finding]:

@@ -76,7 +76,6 @@ def _blend(r: Rewriter, n: Node, h: Any, residual: Node, kept: Node, scale: Node
     h, bias = h.args if has(h, bias_of) and is_only(h) else (h, None)
     if rank(n) == 4:
         return r.item(r.new(steps.blend, (h, residual, bias, kept, scale, False)), 0, n)
-    N, C, T, H, W = shape(n)
-    h, residual = (r.reshape(r.permute(v, (0, 2, 1, 3, 4)), (N * T, C, H, W)) for v in (h, residual))
+    h, residual = map(r.images, (h, residual))
     y = r.item(r.new(steps.blend, (h, residual, bias, kept, scale, False)), 0, h)
-    return r.permute(r.reshape(y, (N, T, C, H, W)), (0, 2, 1, 3, 4))
+    return r.video(y, shape(n)[0])

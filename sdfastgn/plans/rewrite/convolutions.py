@@ -16,7 +16,7 @@ from torch.fx import Node
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
 from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice, upsampled_in_frames
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import TO_FRAMES, Rewriter, dtype, has, has_kernels, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
 
@@ -92,17 +92,15 @@ def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
         return None
     small, times, first_once = large.args
     N, C, T, H, W = shape(large)
-    if video.args[1] != (0, 2, 1, 3, 4) or shape(images) != (N * T, C, H, W):
+    if video.args[1] != TO_FRAMES or shape(images) != (N * T, C, H, W):
         return None
-    few, each = shape(small)[2], tuple(times[1:])
-    x = r.reshape(r.permute(small, (0, 2, 1, 3, 4)), (N * few, C, *shape(small)[3:]))
+    x, each = r.images(small), tuple(times[1:])
     if each != (1, 1):
-        x = r.new(steps.upsample, (x, each, False), (N * few, C, H, W), dtype(large))
-    y = r.new(steps.conv, (x, *n.args[1:]), (N * few, *shape(n)[1:]), dtype(n))
-    y = r.permute(r.reshape(y, (N, few, *shape(n)[1:])), (0, 2, 1, 3, 4))
+        x = r.new(steps.upsample, (x, each, False), (shape(x)[0], C, H, W), dtype(large))
+    y = r.video(r.new(steps.conv, (x, *n.args[1:]), (shape(x)[0], *shape(n)[1:]), dtype(n)), N)
     many = (N, shape(n)[1], T, *shape(n)[2:])
     y = r.new(steps.upsample, (y, (times[0], 1, 1), first_once), many, dtype(n))
-    return r.reshape(r.permute(y, (0, 2, 1, 3, 4)), shape(n))
+    return r.images(y)
 
 
 def in_phases(r: Rewriter, n: Any) -> Node | None:

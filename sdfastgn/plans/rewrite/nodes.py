@@ -20,6 +20,7 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.trace.refusals import DRAWN
 
 __all__ = [
+    "TO_FRAMES",
     "Rewriter",
     "cleaned",
     "dtype",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+# The permutation that exchanges channels and frames of a video.
+TO_FRAMES = (0, 2, 1, 3, 4)
 
 
 def shape(n: Node) -> tuple[int, ...]:
@@ -213,6 +216,16 @@ class Rewriter:
         if moved == sorted(moved):  # only axes of one element move, if any
             return self.reshape(x, to)
         return self.new(steps.permute, (x, dims), to, dtype(x))
+
+    def images(self, video: Node) -> Node:
+        """The frames of a video (N, C, T, H, W), in order, as images (N * T, C, H, W)."""
+        N, C, T, *image = shape(video)
+        return self.reshape(self.permute(video, TO_FRAMES), (N * T, C, *image))
+
+    def video(self, images: Node, N: int) -> Node:
+        """``N`` videos whose frames are ``images``."""
+        count, *image = shape(images)
+        return self.permute(self.reshape(images, (N, count // N, *image)), TO_FRAMES)
 
     def cut(self, x: Node, dim: int, start: int, length: int) -> Node:
         """``length`` elements of axis ``dim`` from ``start`` on."""

@@ -23,8 +23,8 @@ from sdfastgn.plans.rewrite.statistics import statistics
 from sdfastgn.plans.rewrite.sums import activated_sums, shifts, sums
 from sdfastgn.plans.rewrite.tokens import tokens
 from sdfastgn.plans.rewrite.views import sink_views
-from sdfastgn.plans.run.schemas import arguments, is_random, writes
-from sdfastgn.plans.trace.refusals import DRAWN
+from sdfastgn.plans.run.schemas import arguments, writes
+from sdfastgn.plans.trace.refusals import DRAWN, is_random
 from sdfastgn.plans.trace.traced import Untraceable
 
 __all__ = ["rewrite"]

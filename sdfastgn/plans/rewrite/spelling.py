@@ -21,7 +21,8 @@ from torch.fx import Node
 from sdfastgn.plans.rewrite import cats
 from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, dtype, has, key_of, operands, rank, shape
 from sdfastgn.plans.run import steps
-from sdfastgn.plans.run.schemas import arguments, is_random, writes
+from sdfastgn.plans.run.schemas import arguments, writes
+from sdfastgn.plans.trace.refusals import is_random
 
 __all__ = ["UNFILLED", "canonicalize"]
 

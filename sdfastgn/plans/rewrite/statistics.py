@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.statistics.config import statistics_pay
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
+from sdfastgn.plans.rewrite.nodes import TO_FRAMES, Rewriter, has, rank, shape
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.views import merged_views
 from sdfastgn.plans.run import steps
@@ -20,8 +20,6 @@ __all__ = ["statistics", "wants_statistics"]
 
 # Step that can compute statistics of its result -> index of its argument ``emits``.
 _EMITS = {steps.add: 4, steps.add_bias_: 2, steps.blend: 5, steps.cat_two: 2, steps.upsample_conv: 3}
-# The permutation that exchanges channels and frames of a video.
-_TO_FRAMES = (0, 2, 1, 3, 4)
 
 
 def statistics(graph: fx.Graph) -> fx.Graph:
@@ -56,7 +54,7 @@ def _is_alike(view: Any) -> bool:
 def _images_of(n: Any) -> Node | None:
     """The video whose frames, in order, are the images ``n``. None if ``n`` is something else."""
     frames: Any = n.args[0] if has(n, steps.reshape) and rank(n) == 4 else None
-    if not has(frames, steps.permute) or frames.args[1] != _TO_FRAMES:
+    if not has(frames, steps.permute) or frames.args[1] != TO_FRAMES:
         return None
     N, T, *image = shape(frames)
     return frames.args[0] if shape(n) == (N * T, *image) else None
@@ -64,7 +62,7 @@ def _images_of(n: Any) -> Node | None:
 
 def _video_of(n: Any) -> Node | None:
     """The images that are the frames of the video ``n``, in order. None if ``n`` is something else."""
-    frames: Any = n.args[0] if has(n, steps.permute) and n.args[1] == _TO_FRAMES else None
+    frames: Any = n.args[0] if has(n, steps.permute) and n.args[1] == TO_FRAMES else None
     if not has(frames, steps.reshape) or rank(frames.args[0]) != 4:
         return None
     N, T, *image = shape(frames)
@@ -94,12 +92,10 @@ def in_images(r: Rewriter, n: Any) -> None:
     y = next((u for u in n.users if u.args[1] == 0), None)
     if y is None or rank(y) != 5 or shape(y)[2] == 1 or not any(map(_is_of_frames, _norms_of(y))):
         return
-    N, C, T, H, W = shape(y)
     summands = 2 if has(n, steps.add) else 1
-    images = [r.reshape(r.permute(v, _TO_FRAMES), (N * T, C, H, W)) for v in n.args[:summands]]
+    images = [r.images(v) for v in n.args[:summands]]
     total = r.new(n.target, (*images, *n.args[summands:]))
-    item = r.new(operator.getitem, (total, 0), (N * T, C, H, W), dtype(y))
-    r.replace(y, r.permute(r.reshape(item, (N, T, C, H, W)), _TO_FRAMES))
+    r.replace(y, r.video(r.item(total, 0, images[0]), shape(y)[0]))
 
 
 def channels_of_two(r: Rewriter, n: Any) -> Node | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import TO_FRAMES, Rewriter, dtype, has, is_only, rank, shape
 from sdfastgn.plans.rewrite.norms import ACTIVATIONS
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
@@ -175,4 +175,4 @@ def _is_frames_as_images(x: Node, views: Sequence[Node]) -> bool:
     if rank(x) != 5:
         return False
     N, C, T, *image = shape(x)
-    return [v.args[1] for v in views] == [(0, 2, 1, 3, 4), (N * T, C, *image)]
+    return [v.args[1] for v in views] == [TO_FRAMES, (N * T, C, *image)]

@@ -25,9 +25,8 @@ from sdfastgn.kernels.common.private import any_autocast
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base, is_view, writes_over
-from sdfastgn.plans.run.schemas import is_random
 from sdfastgn.plans.run.traffic import Step, memory, steps_of, table
-from sdfastgn.plans.trace.refusals import DRAWN
+from sdfastgn.plans.trace.refusals import DRAWN, is_random
 from sdfastgn.plans.trace.traced import Traced
 
 __all__ = ["Plan", "without_autocast"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from sdfastgn.kernels.common.private import schema_of
 
-__all__ = ["arguments", "is_random", "is_view", "writes"]
+__all__ = ["arguments", "is_view", "writes"]
 
 
 def arguments(n: Node) -> list[Any]:
@@ -44,9 +43,3 @@ def is_view(op: Any) -> bool:
     if not isinstance(op, OpOverload) or writes(op):
         return False
     return any(result.alias_info is not None for result in schema_of(op).returns)
-
-
-@functools.cache
-def is_random(op: Any) -> bool:
-    """True if ``op`` is an op of PyTorch whose results depend on random numbers."""
-    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,15 +11,23 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
+from torch._ops import OpOverload
 
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["DRAWN", "is_tracing", "noted", "reason_of", "refuse"]
+__all__ = ["DRAWN", "is_random", "is_tracing", "noted", "reason_of", "refuse"]
 
 aten = torch.ops.aten
 # Random ops that are not refused. They fill a new tensor, which has the same strides in a plan. A plan that
 # runs them in the same order draws the numbers that the model's code would draw.
 DRAWN = (aten.randn.default, aten.randn.generator, aten.rand.default, aten.rand.generator)
+
+
+@functools.cache
+def is_random(op: Any) -> bool:
+    """True if ``op`` is an op of PyTorch whose results depend on random numbers."""
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
 
 _thread = threading.local()
 # Packages whose code is not the cause of a refusal, but what the cause calls.

@@ -21,7 +21,7 @@ from sdfastgn.plans.trace.python_state import (
     without_autocast_cache,
     without_reading,
 )
-from sdfastgn.plans.trace.refusals import DRAWN, is_tracing, noted, reason_of, refuse
+from sdfastgn.plans.trace.refusals import DRAWN, is_random, is_tracing, noted, reason_of, refuse
 from sdfastgn.plans.trace.shapes import Inference, is_guess, surroundings
 from sdfastgn.plans.trace.survivors import kept
 from sdfastgn.plans.trace.tensors import Memory, Metadata, Step, TracedTensor, make, metadata, metadata_of
@@ -517,12 +517,8 @@ def _same(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-def _is_random(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
-
-
 def _refuse_random(op: Any) -> None:
-    if _is_random(op):
+    if is_random(op):
         refuse(f"the call draws random numbers: {op}")
 
 
@@ -600,7 +596,7 @@ def _handler(op: Any) -> Callable[..., Any]:
         return Tracer.composite
     if schema.is_mutable:
         return Tracer.write
-    if _is_random(op):
+    if is_random(op):
         return _random
     if torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags:
         return Tracer.depends_on_values
