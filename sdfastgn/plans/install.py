@@ -22,6 +22,7 @@ from sdfastgn.patches.code.states import States
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
+from sdfastgn.patches.graphs.models import numbers_of
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.lora.adapters import takes_adapters
 from sdfastgn.patches.swap.class_forward import class_forward, replace_kept
@@ -114,6 +115,15 @@ def _has_adaptive_norms(root: nn.Module) -> bool:
     return all(m.kernel_size == m.stride for m in convolutions)
 
 
+def _is_called_each_step(root: nn.Module) -> bool:
+    """True if ``root`` is a UNet or ControlNet of images, in which Python takes longer than the GPU.
+
+    UNets of videos are slower as plans.
+    """
+    convolutions = [m for m in root.modules() if isinstance(m, _ConvNd)]
+    return bool(numbers_of(root) and convolutions) and all(isinstance(m, nn.Conv2d) for m in convolutions)
+
+
 def _has_most_weights(root: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """True if more than ``_SHARE`` of the weights of ``root`` are in layers of ``kinds``."""
     if any(is_lazy(parameter) for parameter in root.parameters()):
@@ -188,7 +198,8 @@ def install(
             graphed_modules.add(module)
             _set_planner(module, graphed, _Maker(trusted, verifies) if is_on else None)
     has_fp8 = fp8.is_allowed(root)  # plans have no such products
-    if not is_on or has_fp8 or not gets_plans(root) or reason_of_cudnn(root) is not None:
+    pays = gets_plans(root) or (not graphed_modules and _is_called_each_step(root))
+    if not is_on or has_fp8 or not pays or reason_of_cudnn(root) is not None:
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary

@@ -17,7 +17,7 @@ from sdfastgn.plans import forward
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.install import gets_plans
 from tests.patches.cases import agree, noise
-from tests.patches.samples import randomize
+from tests.patches.samples import randomize, unet
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -178,6 +178,19 @@ def test_graphs_are_turned_on_and_off(modes):
     sdfastgn.restore(model)
     assert not {"forward"} & {*vars(model.encoder), *vars(model.decoder)}
     assert torch.equal(model.decode(z).sample, stock.decode(z).sample)
+
+
+def test_a_unet_without_graphs_runs_as_plans():
+    model = randomize(unet())
+    stock = copy.deepcopy(model)
+    x, states = noise(2, 4, 4, 4), noise(2, 3, 12)
+    for mode, calls in (("auto", {}), (False, {"": 2}), ("auto", {})):
+        sdfastgn.optimize(model, cuda_graphs=mode)
+        for step in (10, 20.5):
+            agree(model(x, step, states).sample, stock(x, step, states).sample, 1e-4)
+        assert {p.path: p.calls for p in sdfastgn.report(model).plans if p.calls} == calls
+    sdfastgn.optimize(model, cuda_graphs=False, plans=False)
+    assert not sdfastgn.report(model).plans
 
 
 def test_a_plan_that_other_code_has_captured_lives_on(monkeypatch):
