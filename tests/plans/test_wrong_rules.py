@@ -193,10 +193,18 @@ WRONG = [
         "norm.args[0] is before",
     ),
     Wrong(
-        "either half is the gate",
+        "the value is activated in place of the gate",
         "tokens",
-        "are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)",
-        "are_halves = half.args[0] is x",
+        "(value, applied(r, views, gate), name)",
+        "(applied(r, views, gate), value, name)",
+    ),
+    Wrong("a gate is not moved", "tokens", "applied(r, views, gate)", "r.reshape(gate, shape(n))"),
+    Wrong("one column is the gate of all", "tokens", "shape(value) == shape(factor) == shape(n)", "True"),
+    Wrong(
+        "an activation is never rounded",
+        "tokens",
+        "elif uncast(n, root) is n:",
+        "elif not has(n, steps.cast):",
     ),
     Wrong(
         "a second bias replaces a second bias",

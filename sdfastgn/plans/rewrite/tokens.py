@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.act_linear.config import has_few_rows
+from sdfastgn.plans.rewrite.ada_norms import in_dtype, uncast
 from sdfastgn.plans.rewrite.nodes import (
     Rewriter,
     cleaned,
@@ -24,6 +25,7 @@ from sdfastgn.plans.rewrite.nodes import (
 )
 from sdfastgn.plans.rewrite.norms import activation, is_outside
 from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.rewrite.views import applied
 from sdfastgn.plans.run import steps
 
 __all__ = ["tokens"]
@@ -103,16 +105,31 @@ def _is_sum(n: Any) -> bool:
 
 
 def _gated(r: Rewriter, n: Node) -> Node | None:
-    """The first half of rows times GELU of the second half -> ``geglu``."""
-    for value, gate in operands(n):
-        half: Any = gate.args[0] if activation(gate) == "gelu" else None
-        if not (has(value, steps.cut) and has(half, steps.cut)):
+    """value * activation(gate), of one shape and dtype -> ``gated``, which does not round the activation."""
+    for value, factor in operands(n):
+        activated, views = _before_views(factor, n)
+        name = activation(activated)
+        gate = in_dtype(activated.args[0], n) if name is not None and is_only(activated) else None
+        if gate is None or not shape(value) == shape(factor) == shape(n) or dtype(value) != dtype(n):
             continue
-        x, last, D = value.args[0], rank(n) - 1, shape(n)[-1]
-        are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)
-        if are_halves and shape(x)[-1] == 2 * D and shape(value) == shape(n):
-            return r.like(steps.geglu, (x,), n)
+        if has_kernels(n) and shape(n):
+            return r.like(steps.gated, (value, applied(r, views, gate), name), n)
     return None
+
+
+def _before_views(n: Node, root: Node) -> tuple[Any, list[Node]]:
+    """(the value before the views and casts that n ends with, the views). Casts are as in ``uncast``.
+
+    Nobody else reads what comes after the value.
+    """
+    views: list[Node] = []
+    while is_only(n) and activation(n) is None:
+        if has(n, steps.reshape, steps.permute):
+            views.insert(0, n)
+        elif uncast(n, root) is n:
+            break
+        n = n.args[0]
+    return n, views
 
 
 def _few_rows(r: Rewriter, n: Node) -> Node | None:

@@ -135,34 +135,79 @@ def test_sums_of_several_blocks():
 # ---- gates
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x[..., :4] * F.gelu(x[..., 4:]),
-        lambda x: F.gelu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0],
-        lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="none"),
-    ],
-)
-def test_geglu(call):
-    assert steps_of(call, x) == ["geglu"]
+def fp32_silu(x):
+    """SiLU in fp32, in the dtype of x."""
+    return F.silu(x.float()).to(x.dtype)
+
+
+GATED = {
+    "values first": lambda x: x[..., :4] * F.gelu(x[..., 4:]),
+    "gates first": lambda x: F.silu(x[..., :4]) * x[..., 4:],
+    "chunks": lambda x: F.gelu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0],
+    "a split": lambda x: torch.mul(*(f(t) for f, t in zip((F.silu, abs), x.split(4, -1), strict=True))),
+    "an axis of two": lambda x: F.silu(x.view(2, 5, 2, 4)[:, :, 0]) * x.view(2, 5, 2, 4)[:, :, 1],
+    "GELU by tanh": lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="tanh"),
+    "parts": lambda x: x[..., :3] * F.relu(x[..., 4:7]),
+    "x by sigmoid": lambda x: x[..., :4] * (x[..., 4:] * torch.sigmoid(x[..., 4:])),
+    "samples": lambda x: x[:1] * F.mish(x[1:]),
+    "the value itself": lambda x: x * F.silu(x),
+    "two products": lambda x: F.silu(F.linear(x, W.to(x), B.to(x))) * F.linear(x, W2.to(x)),
+    "images": lambda x: (
+        x[None].transpose(1, 3).chunk(2, 1)[0] * F.silu(x[None].transpose(1, 3).chunk(2, 1)[1])
+    ),
+    "in fp32": lambda x: fp32_silu(x[..., :4]) * x[..., 4:],
+    "one of two activations": lambda x: F.silu(x[..., :4]) * F.gelu(x[..., 4:]),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_gated_activation(name):
+    for each in (x, x.to(HALF)):
+        steps = steps_of(GATED[name], each)
+        assert steps.count("gated") == 1
+        left = {"one of two activations": ["aten.silu"], "a split": ["aten.abs"]}.get(name, [])
+        assert [step for step in steps if step not in ("gated", "linear", "linears", "cast")] == left
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: x[..., 4:] * F.gelu(x[..., :4]),
-        lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="tanh"),
-        lambda x: x[..., :4] * F.silu(x[..., 4:]),
-        lambda x: x[..., :2] * F.gelu(x[..., 2:4]),
-        lambda x: x[..., :3] * F.gelu(x[..., 4:7]),
-        lambda x: x[..., :4] * F.gelu((x * 2)[..., 4:]),
-        lambda x: x[:, :, :4] * F.gelu(x[:, :, 4:5]),
-        lambda x: x[..., :4] * F.gelu(x[..., :4]),
-        lambda x: x[:1] * F.gelu(x[1:]),
+        lambda x: x[:, :, :4] * F.silu(x[:, :, 4:5]),
+        lambda x: x[:, :1] * F.silu(x),
+        lambda x: x[..., :4] * F.silu(x[..., 4:].double()),
+        lambda x: x[..., :4] * F.silu(x[..., 4:]).to(HALF),
+        lambda x: x[..., :4].double() * F.silu(x[..., 4:]),
+        lambda x: x[..., :4] * F.silu(x[..., 4:]).to(HALF).float(),
+        lambda x: x[..., :4] + F.silu(x[..., 4:]),
+        lambda x: x[..., :4] * torch.sigmoid(x[..., 4:]),
+        lambda x: F.silu(x[..., :4]) * 2,
+        lambda x: (x[..., :4] * F.silu(x[..., 4:]), F.silu(x[..., 4:])),
+        lambda x: (x[..., :4] * F.silu(x[..., 4:]), F.silu(x[..., 4:]) * 3),
+        lambda x: F.silu(x) * F.silu(x),
+        lambda x: x.double() * F.silu(x.double()),
+        lambda x: x[0, 0, 0] * F.silu(x[1, 0, 0]),
     ],
 )
-def test_other_gates_stay(call):
-    assert "geglu" not in steps_of(call, x)
+def test_other_products_with_activations_stay(call):
+    assert "gated" not in steps_of(call, x)
+
+
+def test_an_activation_in_fp32_that_is_read_elsewhere_stays():
+    def call(x):
+        wide = F.silu(x[..., 4:].float())
+        return x[..., :4] * wide.to(x.dtype), wide
+
+    assert "gated" not in steps_of(call, x.to(HALF))
+
+
+def test_a_gated_product_before_a_sum():
+    """It is no gated sum of tokens, where the activation would be a gate."""
+    for silu in (F.silu, fp32_silu):
+        for each in (x, x.to(HALF)):
+            steps = steps_of(
+                lambda x, y, silu=silu: x + silu(y) * F.linear(x, W.to(x.dtype)), each, y.to(each)
+            )
+            assert steps.count("gated") == 1
 
 
 # ---- few rows
