@@ -1182,14 +1182,18 @@ torch.bmm({t}, {t}.transpose(1, 2) @ {t}) / {S}
 F.linear(F.silu({t}), {w}, {b})
 F.linear({t}[:, :1], {w}, {b}).expand_as({t})
 F.linear({t}.flatten(0, 1), {w}, {b}).view_as({t})
+F.linear(torch.cat([{many}, torch.sin({many})], -1), {wide}, {b})[-{N}:]
+F.linear(torch.cat([{many}, torch.sin({many})[..., :4]], -1), {wide}[:, :{C} + 4], {b})[:{N}]
+{t} + F.linear(torch.cat([torch.sin({many}[:, :1]), {many}[:, 1:]], 1), {w}[:1])[:{N}]
+F.linear(torch.cat([{t}, torch.sin({t})], -1), {wide}, {b})
 """
 
 
 def _one_product(p: Program, t: str, C: int) -> str:
     shape = p.shape(t)
-    return p.one_of(
-        PRODUCTS, t=t, w=p.tensor(C, C, scale=C**-0.5), b=p.tensor(C), shape=shape, C=C, S=shape[1]
-    )
+    w, wide = (p.tensor(C, K, scale=K**-0.5) for K in (C, 2 * C))
+    sizes = {"shape": shape, "N": shape[0], "S": shape[1], "C": C}
+    return p.one_of(PRODUCTS, t=t, many=f"{t}.repeat(9, 1, 1)", w=w, wide=wide, b=p.tensor(C), **sizes)
 
 
 @step(ANY)

@@ -212,6 +212,14 @@ WRONG = [
         "is_only(y) and y.args[4] is None and",
         "is_only(y) and",
     ),
+    Wrong(
+        "each part has the first columns of a weight",
+        "tokens",
+        "r.cut(weight, 1, start,",
+        "r.cut(weight, 1, 0,",
+        first=51,
+    ),
+    Wrong("a cat is of rows", "tokens", " or cat.args[1] != rank(cat) - 1 or", " or", first=484),
     Wrong("parts in any order are the whole", "cats", "p.args[1:3] != (dim, end):", "p.args[1] != dim:"),
     Wrong(
         "parts come before another axis",

@@ -1,7 +1,8 @@
-"""Steps of transformers: sums before layer norms, gated products, and layers of few rows."""
+"""Steps of transformers: sums before layer norms, gated activations, and what products take in."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -33,13 +34,18 @@ __all__ = ["tokens"]
 aten = torch.ops.aten
 # Dtypes of products that compute an activation.
 HALVES = (torch.float16, torch.bfloat16)
+# Dtypes of sums of products. A part of a sum may be much larger than the sum, and has no place in fp16.
+_ADDED = (torch.bfloat16, torch.float32)
+# Bytes. Matrix products on tensor cores need rows at multiples of it.
+_ALIGNMENT = 16
 
 
 def tokens(graph: fx.Graph) -> fx.Graph:
-    """Sums go into the layer norms and products beside them. Gates and few rows get their kernels."""
+    """Sums go into the layer norms and products beside them. Gates, few rows and cats get their steps."""
     graph = apply(_add_before_norms(graph), _gated, aten.mul.Tensor)
     graph = apply(graph, _few_rows, steps.linear)
     graph = apply(graph, _activated_product, aten.gelu.default)
+    graph = apply(graph, _product_of_cat, steps.linear)
     return apply(graph, _one_more_row, aten.add.Tensor)
 
 
@@ -152,6 +158,32 @@ def _activated_product(r: Rewriter, n: Node) -> Node | None:
     if not are_alike or dtype(n) not in HALVES or not has_many_rows or rank(weight) != 2:
         return None
     return r.like(steps.linear_gelu, product.args, n)
+
+
+def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
+    """linear(cat(parts)) of many rows -> the sum of the products of the parts, in one tensor.
+
+    The result is rounded after each product. So the smallest part, which adds least, is the first.
+    """
+    cat, weight, bias = n.args
+    if not has(cat, steps.cat) or not is_only(cat) or cat.args[1] != rank(cat) - 1 or dtype(n) not in _ADDED:
+        return None
+    N, K = shape(weight)
+    ends = list(itertools.accumulate((shape(p)[-1] for p in cat.args[0]), initial=0))
+    parts = sorted(zip(cat.args[0], ends, strict=False), key=lambda part: shape(part[0])[-1])
+    has_many_rows = math.prod(shape(n)[:-1]) > 0 and not has_few_rows(math.prod(shape(n)[:-1]))
+    are_aligned = all(end * dtype(weight).itemsize % _ALIGNMENT == 0 for end in ends)
+    # A cat reads and writes K elements of a row, and each further product N.
+    if not has_many_rows or not are_aligned or (len(parts) - 1) * N >= K:
+        return None
+    total = None
+    for part, start in parts:
+        own = r.cut(weight, 1, start, shape(part)[-1])
+        if total is None:
+            total = r.like(steps.linear, (part, own, bias), n)
+        else:
+            total = r.like(steps.add_linear_, (total, part, own), n)
+    return total
 
 
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:

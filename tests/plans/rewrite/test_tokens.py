@@ -1,11 +1,11 @@
-"""Sums before layer norms, sums in place, gates and few rows, and near misses."""
+"""Sums before layer norms, gated activations, what products take in, and near misses."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from sdfastgn.plans.run import steps
-from tests.plans.rewrite.rewriting import checked, steps_of
+from tests.plans.rewrite.rewriting import Rewritten, checked, steps_of
 
 D = 8
 x, y = torch.randn(2, 5, D), torch.randn(2, 5, D)
@@ -292,3 +292,72 @@ def test_a_product_that_is_read_elsewhere_computes_no_gelu():
         return F.gelu(y, approximate="tanh") + y
 
     assert "linear_gelu" not in steps_of(call, many_rows(x))
+
+
+# ---- products of concatenations
+
+tokens = torch.randn(2, 40, 16)  # more rows than ``act_linear`` takes
+WIDE, WIDE_BIAS = torch.randn(8, 24) / 5, torch.randn(8)
+
+
+def joined(x, dtype=torch.float32, w=WIDE, b=WIDE_BIAS):
+    """A product of x and of half of its columns, as after attention and a feed-forward in parallel."""
+    parts = torch.cat([torch.tanh(x.to(dtype)), x[..., :8].to(dtype)], -1)
+    return F.linear(parts, w.to(dtype), None if b is None else b.to(dtype))
+
+
+def products(plan):
+    """(columns of the part, columns of the weight in use) of each product, in order."""
+    parts = [
+        n.args[-3:-1] if n.target is steps.linear else n.args[1:] for n in plan.calls if "linear" in n.name
+    ]
+    return [(part.meta["shape"][-1], weight.args[2:]) for part, weight in parts]
+
+
+@pytest.mark.parametrize("bias", [WIDE_BIAS, None], ids=["bias", "no-bias"])
+def test_a_product_of_a_cat_is_a_sum_of_products(bias):
+    plan = checked(lambda x: joined(x, b=bias), tokens)
+    assert plan.steps == ["aten.tanh", "linear", "add_linear_"]
+    assert products(plan) == [(8, (16, 8)), (16, (0, 16))]
+    three = steps_of(
+        lambda x: F.linear(torch.cat([x, x[..., 4:8], x], -1), WIDE.repeat(1, 2)[:4, :36]), tokens
+    )
+    assert three == ["linear", "add_linear_", "add_linear_"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: joined(x).exp() * torch.cat([torch.tanh(x), x[..., :8]], -1)[..., :8],
+        lambda x: F.linear(torch.cat([x, x * 2], 1), torch.ones(8, 16)),
+        lambda x: joined(x[:, :2]),
+        lambda x: joined(x[:, :0]),
+        lambda x: joined(x, torch.float16),
+        lambda x: joined(x, torch.float64),
+        lambda x: joined(x, w=WIDE.repeat(3, 1), b=None),
+        lambda x: F.linear(torch.cat([x, x[..., :2]], -1), torch.ones(1, 18)),
+        lambda x: F.linear(torch.cat([x[..., :2], x], -1).to(HALF), torch.ones(8, 18, dtype=HALF)),
+    ],
+)
+def test_other_products_stay_whole(call):
+    assert "add_linear_" not in steps_of(call, tokens)
+
+
+@pytest.mark.parametrize("cut", [64, 256])
+def test_a_block_with_a_sum_of_products_is_as_exact_as_stock(cut):
+    """The sum in bf16 is rounded twice. Stock rounds the product, then times the gate, then the result."""
+    torch.manual_seed(0)
+    x, w, b, gate = (torch.randn(s).to(HALF) for s in ((2, 64, 320), (32, 320), (32,), (2, 1, 32)))
+
+    def block(x):
+        weight, bias, factor = (w / 16).to(x.dtype), (b / 16).to(x.dtype), gate.to(x.dtype)
+        y = F.linear(torch.cat([torch.tanh(x[..., :cut]), x[..., cut:]], -1), weight, bias)
+        return y, x[..., :32] + factor * y
+
+    plan = Rewritten(block, x)
+    assert "add_linear_" in plan.steps
+    stock, exact = block(x), block(x.double())
+    own, own_sum = (torch.dist(y, e) for y, e in zip(plan(x), exact, strict=True))
+    stocks, stocks_sum = (torch.dist(y, e) for y, e in zip(stock, exact, strict=True))
+    assert own <= 2**0.5 * stocks  # the first rounding is of the smaller part
+    assert own_sum <= stocks_sum
